@@ -1,0 +1,290 @@
+"""What every benchmark shares: the correctness gate, the interleaved clock, the numbers of a row."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import platform
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], object]
+TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+Clock = Callable[[Call, int], float]
+
+# Tensors that the cheapest exact scheme reads and writes. Backward reads the gradient and the one
+# saved tensor and writes the gradient of the input.
+TENSOR_PASSES = {"forward": 2, "forward+backward": 5}
+
+
+class PointwiseOp(Protocol):
+    """What a benchmark needs to know of a pointwise op."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def example(self) -> Sequence[Any]: ...
+    @property
+    def forward(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def function(self) -> TensorFunction: ...
+    @property
+    def eager(self) -> TensorFunction: ...
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed error against float64: ``atol + rtol * |expected|``."""
+
+    rtol: float
+    atol: float
+
+
+# Half types: one ulp forward. Backward may start from an output that was rounded to the same type,
+# which costs one more rounding of a value of magnitude 1: hence the absolute term.
+FORWARD_TOLERANCE = {
+    torch.float64: Tolerance(1e-10, 1e-10),
+    torch.float32: Tolerance(1e-5, 1e-6),
+    torch.float16: Tolerance(2**-10, 1e-5),
+    torch.bfloat16: Tolerance(2**-7, 1e-5),
+}
+GRADIENT_TOLERANCE = {
+    torch.float64: Tolerance(1e-10, 1e-10),
+    torch.float32: Tolerance(1e-5, 1e-6),
+    torch.float16: Tolerance(2**-9, 2**-10),
+    torch.bfloat16: Tolerance(2**-6, 2**-7),
+}
+GATE_ELEMENTS = 4097
+
+
+def check(op: PointwiseOp, dtype: torch.dtype, device: str) -> None:
+    """Raise AssertionError unless forward and gradient of ``op.function`` match float64."""
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(GATE_ELEMENTS, generator=generator)).to(dtype)
+    gradient = (2 * torch.rand(GATE_ELEMENTS, generator=generator) - 1).to(dtype)
+
+    exact_x = x.double().requires_grad_()
+    example = [p.double().cpu() if isinstance(p, torch.Tensor) else p for p in op.example]
+    exact_y = op.forward(exact_x, *example)
+    (exact_dx,) = torch.autograd.grad(exact_y, exact_x, gradient.double())
+
+    leaf = x.to(device).requires_grad_()
+    y = op.function(leaf)
+    where = f"{op.name}, {dtype_name(dtype)} on {device}"
+    assert y.dtype == dtype and y.shape == x.shape, f"{where}: returned {y.dtype}, {y.shape}"
+    assert y.requires_grad, f"{where}: the output does not require a gradient"
+    (dx,) = torch.autograd.grad(y, leaf, gradient.to(device))
+    for what, actual, expected, tolerance in (
+        ("forward", y, exact_y, FORWARD_TOLERANCE[dtype]),
+        ("gradient", dx, exact_dx, GRADIENT_TOLERANCE[dtype]),
+    ):
+        torch.testing.assert_close(
+            actual.detach().double().cpu(),
+            expected.detach(),
+            rtol=tolerance.rtol,
+            atol=tolerance.atol,
+            msg=lambda text, what=what: f"{where}: wrong {what}, not timed. {text}",
+        )
+
+
+def cpu_clock(call: Call, calls: int) -> float:
+    """Nanoseconds per call on the host."""
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - start) / calls
+
+
+def cuda_clock(call: Call, calls: int) -> float:
+    """Nanoseconds per call between two events of the current stream.
+
+    Back-to-back calls: whichever is longer of the kernel and the host's work to launch it.
+    """
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e6 / calls
+
+
+class FlushingCudaClock:
+    """Like cuda_clock, one call at a time, with the L2 cache overwritten before each.
+
+    The flush takes longer than the host needs to launch the call, so this is the kernel alone.
+    """
+
+    # Twice the largest L2 of the GPUs this is written for (B200: 126 MB).
+    FLUSH_BYTES = 1 << 28
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(self.FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, call: Call, calls: int) -> float:
+        del calls
+        self._buffer.zero_()
+        return cuda_clock(call, 1)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long one row may take. A sample is as many calls as fill ``sample_ns``."""
+
+    min_rounds: int
+    max_rounds: int
+    seconds: float
+    sample_ns: float
+
+
+# Eight rounds are the least whose range is a 99 % interval of the median.
+NORMAL = Effort(min_rounds=8, max_rounds=100, seconds=0.25, sample_ns=200_000)
+QUICK = Effort(min_rounds=3, max_rounds=9, seconds=0.02, sample_ns=50_000)
+
+
+def interleave(calls: Mapping[str, Call], clock: Clock, effort: Effort) -> dict[str, list[float]]:
+    """Nanoseconds per call of every rival, one sample of each per round, in shuffled order.
+
+    A neighbour who takes half of the machine for a second then slows all rivals alike, and the
+    ratios of a round stay true.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        clock(call, 1)
+        estimate = min(clock(call, 1) for _ in range(2))
+        repeats[name] = max(1, math.ceil(effort.sample_ns / estimate))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    shuffle = random.Random(0).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        deadline = time.perf_counter() + effort.seconds
+        for done in range(effort.max_rounds):
+            if done >= effort.min_rounds and time.perf_counter() >= deadline:
+                break
+            shuffle(order)
+            for name in order:
+                samples[name].append(clock(calls[name], repeats[name]))
+    finally:
+        gc.enable()
+    return samples
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 99 % interval of the median by order statistics (the range, below 8 values)."""
+    ordered = sorted(values)
+    cut, below = 0, 0.0
+    for k in range(len(ordered) // 2):
+        below += math.comb(len(ordered), k) / 2 ** len(ordered)
+        if below > 0.005:
+            break
+        cut = k
+    return ordered[cut], ordered[-1 - cut]
+
+
+def row(
+    *,
+    op: str,
+    pass_name: str,
+    dtype: torch.dtype,
+    numel: int,
+    device: str,
+    samples: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """One row of the results, from the samples of ``interleave``.
+
+    ``samples`` has "fusedtrain", "copy" (into memory that exists) and "copy_fresh" (into a new
+    tensor), and the rivals.
+    """
+    ns = {name: statistics.median(values) for name, values in samples.items()}
+    tensor_bytes = numel * dtype.itemsize
+    moved = TENSOR_PASSES[pass_name] * tensor_bytes
+    copies = ("copy", "copy_fresh")
+    gb_per_s = {
+        name: (2 * tensor_bytes if name in copies else moved) / time_ns
+        for name, time_ns in ns.items()
+    }
+    result: dict[str, Any] = {
+        "op": op,
+        "pass": pass_name,
+        "dtype": dtype_name(dtype),
+        "numel": numel,
+        "device": device_name(device),
+        "device_type": device,
+        "backend": os.environ.get("FUSEDTRAIN_BACKEND", "default"),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "rounds": len(samples["fusedtrain"]),
+        "ns": ns,
+        "ns_min": {name: min(values) for name, values in samples.items()},
+        "bytes": moved,
+        "gb_per_s": gb_per_s,
+        "percent_of_copy": 100 * gb_per_s["fusedtrain"] / gb_per_s["copy_fresh"],
+        "percent_of_preallocated_copy": 100 * gb_per_s["fusedtrain"] / gb_per_s["copy"],
+        "ratio": {},
+        "ratio_interval": {},
+    }
+    for rival in ns.keys() - {"fusedtrain", *copies}:
+        ratios = [a / b for a, b in zip(samples[rival], samples["fusedtrain"], strict=True)]
+        result["ratio"][rival] = statistics.median(ratios)
+        result["ratio_interval"][rival] = median_interval(ratios)
+    return result
+
+
+class ReplayClock:
+    """A timer for pytest-benchmark that shows it samples which were already taken.
+
+    pytest-benchmark times one rival per test, seconds apart, with the host's clock. Here rivals
+    take turns inside one test, and CUDA is timed by events.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def replay(self, benchmark: Any, samples_ns: Sequence[float]) -> None:
+        """Make ``samples_ns`` the statistics of this test."""
+        remaining = iter(samples_ns)
+
+        def advance() -> None:
+            self._now += next(remaining) * 1e-9
+
+        self._now = 0.0
+        benchmark.pedantic(advance, rounds=len(samples_ns))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the CPU's model name where the system tells it."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_slug(device: str) -> str:
+    """The device's name as a file name: ``NVIDIA H100 80GB HBM3`` -> ``nvidia-h100-80gb-hbm3``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")

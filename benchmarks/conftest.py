@@ -1,0 +1,102 @@
+"""Options and fixtures of the benchmarks: what to run, the correctness gate, the stored results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._measure import (
+    NORMAL,
+    QUICK,
+    Clock,
+    Effort,
+    FlushingCudaClock,
+    PointwiseOp,
+    check,
+    cpu_clock,
+    cuda_clock,
+)
+
+Gate = Callable[[PointwiseOp, torch.dtype], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fusedtrain benchmarks")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where to run")
+    group.addoption("--full", action="store_true", help="the whole cross product, for hours")
+    group.addoption("--quick", action="store_true", help="a smoke test: two ops, one small size")
+    group.addoption("--op", action="append", default=[], help="only this op (may be repeated)")
+    group.addoption("--float64", action="store_true", help="add float64 where dtypes are compared")
+    group.addoption("--no-compile", action="store_true", help="leave torch.compile out")
+    group.addoption("--threads", type=int, default=0, help="torch's threads; 0 leaves its default")
+    group.addoption("--flush-l2", action="store_true", help="CUDA: cold L2 cache before each call")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("the benchmarks need pytest-benchmark: pip install pytest-benchmark")
+    config.addinivalue_line("python_files", "bench_*.py")
+    device = config.getoption("--device", default="cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device")
+    if config.getoption("--threads", default=0):
+        torch.set_num_threads(config.getoption("--threads"))
+    # Without its binary the package works by its plain-torch reference: that must not be timed.
+    if "FUSEDTRAIN_BACKEND" not in os.environ:
+        os.environ.setdefault("FUSEDTRAIN_REQUIRE", device)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """The --device option."""
+    return str(pytestconfig.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def gate(device: str) -> Gate:
+    """Fails the benchmark of an op that is wrong; checks each op once per dtype."""
+    passed: set[tuple[str, torch.dtype]] = set()
+
+    def require_correct(op: PointwiseOp, dtype: torch.dtype) -> None:
+        if (op.name, dtype) not in passed:
+            check(op, dtype, device)
+            passed.add((op.name, dtype))
+
+    return require_correct
+
+
+@pytest.fixture(scope="session")
+def clock(pytestconfig: pytest.Config, device: str) -> Clock:
+    """The clock of the device."""
+    if device == "cpu":
+        return cpu_clock
+    return FlushingCudaClock() if pytestconfig.getoption("--flush-l2") else cuda_clock
+
+
+@pytest.fixture(scope="session")
+def effort(pytestconfig: pytest.Config) -> Effort:
+    """How long one row may take."""
+    return QUICK if pytestconfig.getoption("--quick") else NORMAL
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    # Results are committed: the host's name and kernel are nobody's business.
+    kept = ("machine", "system", "python_version")
+    cpu = {key: machine_info.get("cpu", {}).get(key) for key in ("brand_raw", "count")}
+    for key in machine_info.keys() - {*kept}:
+        del machine_info[key]
+    machine_info["cpu"] = cpu
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
+    # The row is in extra_info; samples and pytest-benchmark's options are 90 % of the file.
+    for entry in output_json["benchmarks"]:
+        entry["stats"].pop("data", None)
+        for key in ("options", "params"):
+            entry.pop(key, None)

@@ -1,0 +1,245 @@
+// Chooses the instruction set once, cuts the work, converts 16-bit data block by block.
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+namespace fusedtrain {
+namespace cpu {
+namespace {
+
+constexpr int64_t kBlock = 1024;  // of floats: three buffers are 12 KiB, within any first-level cache
+constexpr int64_t kTask = 16384;  // elements of one channelwise task
+
+int rank(const char* name) {
+  if (name == nullptr) return 2;
+  if (strcmp(name, "default") == 0 || strcmp(name, "DEFAULT") == 0) return 0;
+  if (strcmp(name, "avx2") == 0 || strcmp(name, "AVX2") == 0) return 1;
+  return 2;
+}
+
+const Kernels& choose() {
+#if defined(__x86_64__)
+  // ATEN_CPU_CAPABILITY bounds torch's own kernels; who sets it means ours too.
+  const int forced = rank(getenv("FUSEDTRAIN_CPU_CAPABILITY"));
+  const int bound = rank(getenv("ATEN_CPU_CAPABILITY"));
+  const int limit = forced < bound ? forced : bound;
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                          __builtin_cpu_supports("avx512vl");
+  if (limit >= 2 && has_avx512) return kernels_avx512();
+  if (limit >= 1 && has_avx2) return kernels_avx2();
+#endif
+  return kernels_default();
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose();
+  return chosen;
+}
+
+// A 16-bit format as a pair of converters.
+struct Format {
+  void (*load)(const uint16_t*, float*, int64_t);
+  void (*store)(const float*, uint16_t*, int64_t);
+};
+Format format_of(Dtype dtype) {
+  const Kernels& k = kernels();
+  if (dtype == Dtype::kFloat16) return {k.from_half, k.to_half};
+  return {k.from_bfloat16, k.to_bfloat16};
+}
+
+bool rounds_parameters(int op) {
+#define FT_ROUNDS(name, Formula, n, rounds) rounds,
+  static constexpr bool table[] = {FT_POINTWISE(FT_ROUNDS)};
+#undef FT_ROUNDS
+  return table[op];
+}
+
+// The parameters as the tensor's dtype holds them, where the formula asks for that.
+void round_parameters(int op, Dtype dtype, const double* in, double* out) {
+  for (int i = 0; i < kMaxParameters; ++i) {
+    out[i] = in[i];
+    if (!rounds_parameters(op) || dtype == Dtype::kFloat64) continue;
+    float value = static_cast<float>(in[i]);
+    if (dtype != Dtype::kFloat32) {
+      const Format format = format_of(dtype);
+      uint16_t stored;
+      format.store(&value, &stored, 1);
+      format.load(&stored, &value, 1);
+    }
+    out[i] = value;
+  }
+}
+
+template <class T>
+T* at(void* p, int64_t i) {
+  return static_cast<T*>(p) + i;
+}
+template <class T>
+const T* at(const void* p, int64_t i) {
+  return static_cast<const T*>(p) + i;
+}
+
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+}  // namespace
+
+const char* capability() { return kernels().name; }
+
+void pointwise(const PointwiseForward& call, int64_t begin, int64_t end) {
+  const Kernels& k = kernels();
+  double parameters[kMaxParameters];
+  round_parameters(call.op, call.dtype, call.parameters, parameters);
+  if (call.dtype == Dtype::kFloat32) {
+    k.f32.forward[call.op](at<float>(call.x, begin), at<float>(call.y, begin), end - begin,
+                           parameters);
+  } else if (call.dtype == Dtype::kFloat64) {
+    k.f64.forward[call.op](at<double>(call.x, begin), at<double>(call.y, begin), end - begin,
+                           parameters);
+  } else {
+    const Format format = format_of(call.dtype);
+    alignas(64) float buffer[kBlock];
+    for (int64_t i = begin; i < end; i += kBlock) {
+      const int64_t n = smaller(kBlock, end - i);
+      format.load(at<uint16_t>(call.x, i), buffer, n);
+      k.f32.forward[call.op](buffer, buffer, n, parameters);
+      format.store(buffer, at<uint16_t>(call.y, i), n);
+    }
+  }
+}
+
+void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end) {
+  const Kernels& k = kernels();
+  double parameters[kMaxParameters];
+  round_parameters(call.op, call.dtype, call.parameters, parameters);
+  if (call.dtype == Dtype::kFloat32) {
+    k.f32.backward[call.op](at<float>(call.grad, begin), at<float>(call.saved, begin),
+                            at<float>(call.grad_input, begin), end - begin, parameters);
+  } else if (call.dtype == Dtype::kFloat64) {
+    k.f64.backward[call.op](at<double>(call.grad, begin), at<double>(call.saved, begin),
+                            at<double>(call.grad_input, begin), end - begin, parameters);
+  } else {
+    const Format format = format_of(call.dtype);
+    alignas(64) float grad[kBlock], saved[kBlock];
+    for (int64_t i = begin; i < end; i += kBlock) {
+      const int64_t n = smaller(kBlock, end - i);
+      format.load(at<uint16_t>(call.grad, i), grad, n);
+      format.load(at<uint16_t>(call.saved, i), saved, n);
+      k.f32.backward[call.op](grad, saved, grad, n, parameters);
+      format.store(grad, at<uint16_t>(call.grad_input, i), n);
+    }
+  }
+}
+
+namespace {
+
+// Cuts rows x channels x inner into tasks and visits a task's runs: n consecutive elements whose
+// channels are either all `channel` (step 0) or count up from it (step 1). A run fits the buffers.
+struct Cut {
+  int64_t rows, channels, inner;
+  bool by_channel() const { return inner == 1 && channels > 1; }
+  int64_t pieces() const { return (inner + kTask - 1) / kTask; }  // of one (row, channel)
+  int64_t rows_a_task() const { return channels >= kTask ? 1 : kTask / channels; }
+  int64_t tasks() const {
+    if (rows * channels * inner == 0) return 0;
+    if (by_channel()) return (rows + rows_a_task() - 1) / rows_a_task();
+    return rows * channels * pieces();
+  }
+  template <class Visit>
+  void visit(int64_t task, const Visit& visit) const {
+    if (by_channel()) {
+      const int64_t last = smaller(rows, (task + 1) * rows_a_task());
+      for (int64_t row = task * rows_a_task(); row < last; ++row)
+        for (int64_t c = 0; c < channels; c += kBlock)
+          visit(row * channels + c, smaller(kBlock, channels - c), c, 1);
+      return;
+    }
+    const int64_t row_channel = task / pieces(), start = task % pieces() * kTask;
+    const int64_t stop = smaller(inner, start + kTask);
+    for (int64_t i = start; i < stop; i += kBlock)
+      visit(row_channel * inner + i, smaller(kBlock, stop - i), row_channel % channels, 0);
+  }
+};
+
+template <class T>
+void run(const ChannelwiseForward& call, int64_t task, const KernelsOf<T>& k) {
+  const Cut cut{call.rows, call.channels, call.inner};
+  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+    k.channel_forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, at<T>(call.parameters[0], c),
+                               at<T>(call.parameters[1], c), step);
+  });
+}
+
+void run_16bit(const ChannelwiseForward& call, int64_t task) {
+  const Format format = format_of(call.dtype);
+  const Cut cut{call.rows, call.channels, call.inner};
+  alignas(64) float x[kBlock], a[kBlock], b[kBlock];
+  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+    format.load(at<uint16_t>(call.x, i), x, n);
+    format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
+    format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
+    kernels().f32.channel_forward[call.op](x, x, n, a, b, step);
+    format.store(x, at<uint16_t>(call.y, i), n);
+  });
+}
+
+template <class T>
+void run(const ChannelwiseBackward& call, int64_t task, const KernelsOf<T>& k) {
+  const Cut cut{call.rows, call.channels, call.inner};
+  double* sums = call.partial_sums + task * kMaxParameters * call.channels;
+  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+    k.channel_backward[call.op](at<T>(call.grad, i), at<T>(call.x, i), at<T>(call.grad_input, i), n,
+                                at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step,
+                                sums + c, call.channels);
+  });
+}
+
+void run_16bit(const ChannelwiseBackward& call, int64_t task) {
+  const Format format = format_of(call.dtype);
+  const Cut cut{call.rows, call.channels, call.inner};
+  double* sums = call.partial_sums + task * kMaxParameters * call.channels;
+  alignas(64) float g[kBlock], x[kBlock], a[kBlock], b[kBlock];
+  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+    format.load(at<uint16_t>(call.grad, i), g, n);
+    format.load(at<uint16_t>(call.x, i), x, n);
+    format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
+    format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
+    kernels().f32.channel_backward[call.op](g, x, g, n, a, b, step, sums + c, call.channels);
+    format.store(g, at<uint16_t>(call.grad_input, i), n);
+  });
+}
+
+template <class Call>
+void run_tasks(const Call& call, int64_t first, int64_t last) {
+  for (int64_t task = first; task < last; ++task) {
+    if (call.dtype == Dtype::kFloat32)
+      run(call, task, kernels().f32);
+    else if (call.dtype == Dtype::kFloat64)
+      run(call, task, kernels().f64);
+    else
+      run_16bit(call, task);
+  }
+}
+
+}  // namespace
+
+int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner) {
+  return Cut{rows, channels, inner}.tasks();
+}
+void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task) {
+  run_tasks(call, first_task, last_task);
+}
+void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task) {
+  run_tasks(call, first_task, last_task);
+}
+
+}  // namespace cpu
+}  // namespace fusedtrain
+
+extern "C" __attribute__((visibility("default"))) const char* fusedtrain_cpu_capability() {
+  return fusedtrain::cpu::capability();
+}

@@ -1,0 +1,52 @@
+// The function table that each instruction-set unit fills and dispatch.cpp chooses from.
+//
+// Only float and double kernels: 16-bit data are converted block by block (dispatch.cpp), in buffers
+// that stay in the first-level cache.
+#pragma once
+
+#include <stdint.h>
+
+#include "../formulas.h"
+#include "../ops.h"
+
+namespace fusedtrain {
+namespace cpu {
+
+#define FT_COUNT(...) +1
+constexpr int kPointwiseOps = 0 FT_POINTWISE(FT_COUNT);
+constexpr int kChannelwiseOps = 0 FT_CHANNELWISE(FT_COUNT);
+#undef FT_COUNT
+
+template <class T>
+struct KernelsOf {
+  using Forward = void (*)(const T* x, T* y, int64_t n, const double* parameters);
+  using Backward = void (*)(const T* g, const T* saved, T* gx, int64_t n, const double* parameters);
+  // parameter_step 0: one channel; 1: element i is of channel i.
+  using ChannelForward = void (*)(const T* x, T* y, int64_t n, const T* a, const T* b,
+                                  int64_t parameter_step);
+  // sums[k * sums_stride + channel] += gradients of parameter k.
+  using ChannelBackward = void (*)(const T* g, const T* x, T* gx, int64_t n, const T* a, const T* b,
+                                   int64_t parameter_step, double* sums, int64_t sums_stride);
+
+  Forward forward[kPointwiseOps];
+  Backward backward[kPointwiseOps];
+  ChannelForward channel_forward[kChannelwiseOps];
+  ChannelBackward channel_backward[kChannelwiseOps];
+};
+
+struct Kernels {
+  const char* name;
+  KernelsOf<float> f32;
+  KernelsOf<double> f64;
+  void (*from_half)(const uint16_t* in, float* out, int64_t n);
+  void (*to_half)(const float* in, uint16_t* out, int64_t n);
+  void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);
+  void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
+};
+
+const Kernels& kernels_default();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+
+}  // namespace cpu
+}  // namespace fusedtrain

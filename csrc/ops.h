@@ -1,0 +1,72 @@
+// Entry points of a backend: what to compute, pointers, sizes. Plain C++, no torch.
+//
+// The data of one call are dense: element i of every pointer belongs to element i of the others.
+// Input and output may be the same buffer. Zero elements are allowed.
+#pragma once
+
+#include <stdint.h>
+
+namespace fusedtrain {
+
+enum class Dtype : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
+constexpr int kMaxParameters = 2;
+
+// y[i] = f(x[i]). op counts the lines of FT_POINTWISE.
+struct PointwiseForward {
+  int op;
+  Dtype dtype;
+  const void* x;
+  void* y;
+  double parameters[kMaxParameters];
+};
+
+// grad_input[i] = grad[i] f'(saved[i]).
+struct PointwiseBackward {
+  int op;
+  Dtype dtype;
+  const void* grad;
+  const void* saved;
+  void* grad_input;
+  double parameters[kMaxParameters];
+};
+
+// A tensor as rows x channels x inner, in memory order. parameters[k] points at one value a
+// channel, of the tensor's dtype.
+struct ChannelwiseForward {
+  int op;  // counts the lines of FT_CHANNELWISE
+  Dtype dtype;
+  int64_t rows, channels, inner;
+  const void* x;
+  void* y;
+  const void* parameters[kMaxParameters];
+};
+
+// Also sums the gradients of the parameters: partial_sums holds, for each of the tasks of
+// channelwise_tasks() and each parameter, one double a channel (layout: task, parameter, channel).
+struct ChannelwiseBackward {
+  int op;
+  Dtype dtype;
+  int64_t rows, channels, inner;
+  const void* grad;
+  const void* x;
+  void* grad_input;
+  const void* parameters[kMaxParameters];
+  double* partial_sums;
+};
+
+namespace cpu {
+
+// Elements [begin, end) on the calling thread.
+void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
+void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end);
+
+// The work is cut into tasks that do not depend on the number of threads, so the sums do not either.
+int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner);
+void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task);
+void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task);
+
+// "default", "avx2" or "avx512": what this process uses.
+const char* capability();
+
+}  // namespace cpu
+}  // namespace fusedtrain

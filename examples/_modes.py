@@ -1,0 +1,222 @@
+"""One way of training (a mode): its model, its step, its evaluation and its memory."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _data import Images
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedtrain
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class World:
+    """This process among those that torchrun started; one process alone is a world of size 1."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def start(cls, device: str) -> World:
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        where = torch.device(device)
+        if where.type == "cuda":
+            where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(where)
+        if size > 1:
+            dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+        return cls(where, rank, size)
+
+    def average(self, values: Sequence[float]) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return (tensor / self.size).tolist()
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def stop(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+@dataclass
+class Mode:
+    name: str
+    net: nn.Module
+    dtype: torch.dtype | None  # of autocast; None trains in float32
+    reference: str | None  # the mode whose loss curve this one is compared with
+    fused: bool
+    conversion: str
+    forward: nn.Module  # net, compiled where asked for
+    parallel: nn.Module  # forward, in DDP where there are several processes
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    saved_bytes: int = 0
+    peak_bytes: int | None = None
+    accuracy: float = float("nan")
+
+
+def build_modes(
+    base: nn.Module, dtype: torch.dtype | None, world: World, *, compiled: bool, channels_last: bool
+) -> list[Mode]:
+    """The modes to compare, all starting from the weights of ``base``."""
+    plan: list[tuple[str, torch.dtype | None, str | None, bool]]
+    plan = [("fp32 eager", None, None, False)]
+    if dtype is None:
+        plan.append(("fp32 fusedtrain", None, "fp32 eager", True))
+    else:
+        short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        plan.append((f"AMP {short} eager", dtype, "fp32 eager", False))
+        plan.append((f"AMP {short} fusedtrain", dtype, f"AMP {short} eager", True))
+    modes = []
+    for name, mode_dtype, reference, fused in plan:
+        net = copy.deepcopy(base)
+        conversion = str(fusedtrain.convert(net)) if fused else ""
+        net.to(world.device)
+        if channels_last:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        forward: Any = torch.compile(net) if compiled else net
+        parallel = DistributedDataParallel(forward) if world.size > 1 else forward
+        # Decay and momentum as in the usual CIFAR recipes; lr is set before every step.
+        optimizer = torch.optim.SGD(
+            net.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, nesterov=True
+        )
+        scaler = torch.amp.GradScaler(world.device.type, enabled=mode_dtype is torch.float16)
+        modes.append(
+            Mode(
+                name, net, mode_dtype, reference, fused, conversion,
+                forward, parallel, optimizer, scaler,
+            )
+        )  # fmt: skip
+    return modes
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def loss_of(net: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Tensor:
+    with autocast(batch[0].device, dtype):
+        logits = net(batch[0])
+    return F.cross_entropy(logits.float(), batch[1])
+
+
+def backward(mode: Mode, batches: Sequence[Batch]) -> Tensor:
+    """Add up the gradients of the mean loss over the batches; returns that loss."""
+    total = torch.zeros((), device=batches[0][0].device)
+    for number, batch in enumerate(batches, 1):
+        waits = number < len(batches) and isinstance(mode.parallel, DistributedDataParallel)
+        with mode.parallel.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            loss = loss_of(mode.parallel, batch, mode.dtype) / len(batches)
+            mode.scaler.scale(loss).backward()
+        total += loss.detach()
+    return total
+
+
+def step(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
+    """One timed optimizer step on batches that are already on the device; returns the loss."""
+    for group in mode.optimizer.param_groups:
+        group["lr"] = lr
+    device = batches[0][0].device
+    _finish(device)
+    start = time.perf_counter()
+    loss = backward(mode, batches)
+    mode.scaler.step(mode.optimizer)
+    mode.scaler.update()
+    mode.optimizer.zero_grad(set_to_none=True)
+    _finish(device)
+    mode.seconds.append(time.perf_counter() - start)
+    return float(loss)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def correct_answers(mode: Mode, data: Images, indices: Sequence[int], batch_size: int) -> int:
+    device = next(mode.net.parameters()).device
+    mode.net.eval()
+    correct = 0
+    for start in range(0, len(indices), batch_size):
+        images, labels = data.__getitems__(indices[start : start + batch_size])
+        with autocast(device, mode.dtype):
+            logits = mode.net(images.to(device))
+        correct += int((logits.argmax(1) == labels.to(device)).sum())
+    mode.net.train()
+    return correct
+
+
+def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Gradients of one batch by parameter name; the model is left as it was."""
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+    buffers = [b.clone() for b in mode.net.buffers()]
+    # TF32's rounding, amplified through a deep net, would hide an error of several percent.
+    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+        (loss_of(mode.net, batch, dtype) * scale).backward()
+    found = {
+        name: p.grad.double() / scale
+        for name, p in mode.net.named_parameters()
+        if p.grad is not None
+    }
+    mode.optimizer.zero_grad(set_to_none=True)
+    _restore(mode.net, buffers)
+    return found
+
+
+def measure_saved_bytes(mode: Mode, batch: Batch) -> int:
+    """Bytes that one forward pass keeps for backward, without parameters and buffers."""
+    owned = {t.untyped_storage().data_ptr() for t in (*mode.net.parameters(), *mode.net.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    buffers = [b.clone() for b in mode.net.buffers()]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(mode.forward, batch, mode.dtype)
+    del loss
+    _restore(mode.net, buffers)
+    return sum(kept.values())
+
+
+@torch.no_grad()
+def _restore(net: nn.Module, buffers: Sequence[Tensor]) -> None:
+    for buffer, value in zip(net.buffers(), buffers, strict=True):
+        buffer.copy_(value)
+
+
+def step_with_peak(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
+    """``step`` that also records the CUDA peak, as if this mode were alone on the device."""
+    device = batches[0][0].device
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = step(mode, batches, lr)
+    state = [v for s in mode.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
+    own = sum(t.nbytes for t in (*mode.net.parameters(), *mode.net.buffers(), *state))
+    mode.peak_bytes = torch.cuda.max_memory_allocated(device) - before + own
+    return loss

@@ -1,0 +1,91 @@
+"""The command line of train.py."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from _models import MODELS
+
+DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, not {text!r}")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be zero or a positive whole number, not {text!r}")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+    return value
+
+
+def data_name(text: str) -> str:
+    if text in ("digits", "fashion-mnist", "cifar10") or text.removeprefix("folder:") != text:
+        return text
+    raise argparse.ArgumentTypeError(
+        f"must be digits, fashion-mnist, cifar10 or folder:PATH, not {text!r}"
+    )
+
+
+def model_width(text: str) -> int:
+    value = positive(text)
+    if value % 8:
+        raise argparse.ArgumentTypeError(f"must be a multiple of 8, not {text!r}")
+    return value
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train on real images with stock PyTorch and with fusedtrain, and compare.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--data", type=data_name, default="digits",
+        help="digits (embedded), fashion-mnist, cifar10 or folder:PATH")
+    add("--data-root", type=Path, default=Path("data"), help="where data sets lie or are put")
+    add("--model", choices=MODELS, default="resnet18", help="network")
+    add("--width", type=model_width, default=64, help="channels of the stem; 64 is full size")
+    add("--epochs", type=positive, default=3, help="passes over the training split")
+    add("--steps", type=positive, help="stop each mode after this many optimizer steps")
+    add("--batch-size", type=positive, default=64, help="images per process and micro-batch")
+    add("--accumulate", type=positive, default=1, help="micro-batches per optimizer step")
+    add("--lr", type=positive_float, default=0.05, help="peak learning rate of SGD")
+    add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
+    add("--amp", choices=("auto", *DTYPES), default="auto",
+        help="auto: fp16 with GradScaler on CUDA, bf16 on the CPU")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    add("--workers", type=not_negative, default=0, help="data loader processes")
+    add("--threads", type=positive, help="CPU threads (torch's choice if not given)")
+    add("--cudnn-benchmark", action="store_true",
+        help="let cuDNN time its algorithms (gives up run-to-run equality)")
+    add("--channels-last", action="store_true", help="NHWC memory format")
+    add("--compile", action="store_true", help="torch.compile every mode")
+    add("--test-images", type=positive, help="use only this many images of the test split")
+    add("--tolerance", type=positive_float,
+        help="limit for the relative difference of the first losses (measured default by dtype)")
+    add("--output", type=Path, default=Path("runs/train"), help="for results.json and train.png")
+    add("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args(argv)  # fmt: skip
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
+    if args.amp == "auto":
+        args.amp = "fp16" if args.device == "cuda" else "bf16"
+    return args

@@ -1,0 +1,199 @@
+"""Train on real images with stock PyTorch and with fusedtrain, and compare the two.
+
+    python examples/train.py                                  # digits, needs no network
+    python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
+    torchrun --nproc-per-node 2 examples/train.py
+
+Modes: fp32 eager; AMP eager; AMP with fusedtrain swapped in. They take turns, one step each on
+the same batch, so that a slow moment of the machine hits all of them. Exit status: 0 if the
+fused run follows the eager one, 1 if it does not, 2 for unusable arguments or data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+from _checks import Check, compare_gradients, compare_runs
+from _data import Data, DataError, load_data
+from _models import build_model
+from _modes import (
+    Batch,
+    Mode,
+    World,
+    build_modes,
+    correct_answers,
+    gradients,
+    measure_saved_bytes,
+    step,
+    step_with_peak,
+)
+from _options import DTYPES, parse
+from _report import Report, progress_bar
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+# Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
+WARM_UP = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark
+    torch.backends.cudnn.deterministic = not args.cudnn_benchmark
+    world = World.start(args.device)
+    try:
+        data = _load(args, world)
+        report = run(args, data, world)
+    except DataError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        world.stop()
+    if world.rank == 0:
+        report.show()
+        report.write(args.output)
+    return 0 if report.passed else 1
+
+
+def _load(args: argparse.Namespace, world: World) -> Data:
+    if world.rank > 0:
+        world.wait()  # the first process may be downloading
+    try:
+        data = load_data(args.data, args.data_root, args.seed)
+    finally:
+        if world.rank == 0:
+            world.wait()
+    if args.test_images:
+        data.test.keep(args.test_images)
+    needed = args.batch_size * args.accumulate * world.size
+    if needed > len(data.train):
+        raise DataError(
+            f"--batch-size {args.batch_size} x --accumulate {args.accumulate} x {world.size} "
+            f"process(es) needs {needed} training images, {args.data} has {len(data.train)}"
+        )
+    return data
+
+
+def run(args: argparse.Namespace, data: Data, world: World) -> Report:
+    torch.manual_seed(args.seed)
+    base = build_model(args.model, data.classes, args.width)
+    modes = build_modes(
+        base,
+        DTYPES[args.amp],
+        world,
+        compiled=args.compile,
+        channels_last=args.channels_last,
+    )
+    loader = _loader(args, data, world)
+    steps = args.epochs * (len(loader) // args.accumulate)
+    steps = min(steps, args.steps or steps)
+    report = Report(args, modes, steps, world.size)
+    report.checks += _probe(args, modes, data, world)
+    with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
+        task = progress.add_task("training", total=steps, note="")
+        for number, batches in zip(range(steps), _batches(args, loader, data, world), strict=False):
+            losses = world.average(_turns(modes, batches, number, args.lr, steps))
+            for mode, loss in zip(modes, losses, strict=True):
+                mode.losses.append(loss)
+            note = "  ".join(f"{m.name} {m.losses[-1]:.3f}" for m in modes)
+            progress.update(task, advance=1, note=note)
+            if not all(math.isfinite(loss) for loss in losses):
+                break
+        task = progress.add_task("testing", total=len(modes), note=f"{len(data.test)} images")
+        for mode in modes:
+            mode.accuracy = _accuracy(mode, data, world, args.batch_size)
+            progress.update(task, advance=1)
+    report.checks += compare_runs(modes, len(data.test), args.tolerance)
+    return report
+
+
+def _loader(args: argparse.Namespace, data: Data, world: World) -> DataLoader[Batch]:
+    sampler: DistributedSampler[Batch] = DistributedSampler(
+        data.train, world.size, world.rank, shuffle=True, seed=args.seed, drop_last=True
+    )
+    return DataLoader(
+        data.train,
+        args.batch_size,
+        sampler=sampler,
+        num_workers=args.workers,
+        collate_fn=_as_it_is,  # the data set hands out whole batches
+        drop_last=True,
+        pin_memory=world.device.type == "cuda",
+    )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _batches(
+    args: argparse.Namespace, loader: DataLoader[Batch], data: Data, world: World
+) -> Iterator[list[Batch]]:
+    """The micro-batches of each optimizer step, on the device."""
+    for epoch in range(args.epochs):
+        data.train.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        gathered: list[Batch] = []
+        for images, labels in loader:
+            images, labels = images.to(world.device), labels.to(world.device)
+            if args.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            gathered.append((images, labels))
+            if len(gathered) == args.accumulate:
+                yield gathered
+                gathered = []
+
+
+def _turns(
+    modes: Sequence[Mode], batches: Sequence[Batch], number: int, peak_lr: float, steps: int
+) -> list[float]:
+    """One step of every mode; who goes first changes, as the first meets cold caches."""
+    losses = {}
+    for turn in range(len(modes)):
+        mode = modes[(number + turn) % len(modes)]
+        on_cuda = batches[0][0].is_cuda
+        # By the second step the optimizer has its state.
+        take = step_with_peak if on_cuda and number == min(1, steps - 1) else step
+        losses[mode.name] = take(mode, batches, learning_rate(number, steps, peak_lr))
+    return [losses[mode.name] for mode in modes]
+
+
+def learning_rate(number: int, steps: int, peak: float) -> float:
+    """Linear warm-up over a tenth of the steps, then half a cosine down to nearly zero."""
+    warm = max(1, steps // 10)
+    if number < warm:
+        return peak * (number + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (number + 1 - warm) / (steps + 1 - warm)))
+
+
+def _probe(
+    args: argparse.Namespace, modes: Sequence[Mode], data: Data, world: World
+) -> list[Check]:
+    """Before training: what each mode saves for backward, and whether its gradients agree."""
+    images, labels = data.train.__getitems__(range(args.batch_size))
+    batch = (images.to(world.device), labels.to(world.device))
+    checks = []
+    by_name = {mode.name: mode for mode in modes}
+    for mode in modes:
+        mode.saved_bytes = measure_saved_bytes(mode, batch)
+        if mode.fused and mode.reference:
+            for dtype in dict.fromkeys((None, mode.dtype)):
+                theirs = gradients(by_name[mode.reference], batch, dtype)
+                checks.append(compare_gradients(gradients(mode, batch, dtype), theirs, dtype))
+    return checks
+
+
+def _accuracy(mode: Mode, data: Data, world: World, batch_size: int) -> float:
+    mine = range(world.rank, len(data.test), world.size)
+    correct = correct_answers(mode, data.test, mine, batch_size)
+    return world.average([float(correct)])[0] * world.size / len(data.test)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Which compiled backends are loaded, and why one is not."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._version import __version__
+
+_HERE = Path(__file__).parent
+_CAPABILITIES = ("default", "avx2", "avx512")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One backend: ``loaded``, for which ``architectures``, and the ``reason`` where it is not."""
+
+    loaded: bool
+    architectures: tuple[str, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if not self.loaded:
+            return f"not loaded: {self.reason}"
+        return "loaded" + (f" ({', '.join(self.architectures)})" if self.architectures else "")
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What :func:`backend_info` returns. ``str()`` of it is a table."""
+
+    version: str
+    torch_version: str
+    backends: dict[str, Backend] = field(default_factory=dict)
+    build: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"fusedtrain {self.version}, torch {self.torch_version}"]
+        lines += [f"  {name:<10} {backend}" for name, backend in self.backends.items()]
+        if self.build:
+            built = ", ".join(f"{k} {v}" for k, v in self.build.items() if isinstance(v, str))
+            lines.append(f"  built with {built}")
+        return "\n".join(lines)
+
+
+_state: dict[str, Backend] = {}
+
+
+def _build_record() -> dict[str, Any]:
+    path = _HERE / "_build_info.json"
+    if not path.exists():
+        return {}
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
+def _load_library(path: Path, not_built: str) -> str:
+    """Loads one file; returns the reason where it cannot."""
+    if not path.exists():
+        return not_built or f"{path.name} was not built"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path.name} failed to load under torch {torch.__version__}: {error}"
+    return ""
+
+
+def _cpu_capability(path: Path) -> str:
+    function = ctypes.CDLL(str(path)).fusedtrain_cpu_capability
+    function.restype = ctypes.c_char_p
+    name: bytes = function()
+    return name.decode()
+
+
+def _load_cpu(record: dict[str, Any]) -> Backend:
+    asked = os.environ.get("FUSEDTRAIN_CPU_CAPABILITY")
+    if asked is not None and asked not in _CAPABILITIES:
+        raise ValueError(
+            f"FUSEDTRAIN_CPU_CAPABILITY={asked!r}: must be one of {', '.join(_CAPABILITIES)}"
+        )
+    path = _HERE / "_C.so"
+    reason = _load_library(path, record.get("cpu_not_built", ""))
+    if reason:
+        return Backend(False, reason=reason)
+    capability = _cpu_capability(path)
+    if asked is not None and capability != asked:
+        raise RuntimeError(
+            f"FUSEDTRAIN_CPU_CAPABILITY={asked}: this processor (or ATEN_CPU_CAPABILITY) "
+            f"allows {capability} only"
+        )
+    return Backend(True, (capability,))
+
+
+def _load_cuda(record: dict[str, Any]) -> Backend:
+    if torch.version.cuda is None:
+        return Backend(False, reason=f"torch {torch.__version__} is a build without CUDA")
+    reason = _load_library(_HERE / "_C_cuda.so", record.get("cuda_not_built", ""))
+    if reason:
+        return Backend(False, reason=reason)
+    return Backend(True, tuple(f"sm_{a}" for a in record.get("cuda_archs", ())))
+
+
+def load() -> None:
+    """Loads the compiled files once; FUSEDTRAIN_REQUIRE=cpu,cuda turns a missing one into an error.
+
+    Raises:
+        RuntimeError: a backend named in FUSEDTRAIN_REQUIRE is not there, with the reason.
+        ValueError: FUSEDTRAIN_REQUIRE or FUSEDTRAIN_CPU_CAPABILITY has an unknown value.
+    """
+    record = _build_record()
+    _state["cpu"] = _load_cpu(record)
+    _state["cuda"] = _load_cuda(record)
+    _state["triton"] = Backend(False, reason="this version has no Triton kernels")
+    _state["reference"] = Backend(True)
+    for name in filter(None, os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")):
+        if name not in _state:
+            raise ValueError(f"FUSEDTRAIN_REQUIRE={name!r}: must name {', '.join(_state)}")
+        if not _state[name].loaded:
+            raise RuntimeError(f"FUSEDTRAIN_REQUIRE={name}: {_state[name].reason}")
+
+
+def why_not(device_type: str) -> str:
+    """Why ops on this device run in plain torch; empty for devices that never have a kernel."""
+    return _state[device_type].reason if device_type in _state else "no kernel for this device"
+
+
+def backend_info() -> BackendInfo:
+    """What is loaded, for which architectures, and why something is not.
+
+    Returns:
+        A :class:`BackendInfo`; ``print(fusedtrain.backend_info())`` shows it as a table.
+
+    Example:
+        >>> import fusedtrain
+        >>> fusedtrain.backend_info().backends["reference"].loaded
+        True
+    """
+    return BackendInfo(__version__, torch.__version__, dict(_state), _build_record())

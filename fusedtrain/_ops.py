@@ -1,0 +1,275 @@
+"""Every op: its schema, its fake kernel, its fallback; and the road from a function to the op.
+
+An op ``fusedtrain::mish(Tensor input) -> Tensor`` has two companions, ``mish_`` (in place) and
+``mish_backward(Tensor grad, Tensor saved)``. The ops carry no autograd formula: ``Kernel`` puts an
+``autograd.Function`` outside of them, which costs a tenth of ``register_autograd`` per call.
+The dispatcher chooses the kernel: the C++ one of the device, else the plain-torch fallback.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.nn import Parameter
+
+from . import _backends
+from .reference import ACTIVATIONS, Activation
+
+_library = torch.library.Library("fusedtrain", "DEF")
+_KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_told: set[str] = set()
+
+
+def _warn_once(device: torch.device) -> None:
+    if device.type not in _told:
+        _told.add(device.type)
+        reason = _backends.why_not(device.type)
+        if reason:
+            warnings.warn(
+                f"fusedtrain: plain-torch reference used on {device.type}: {reason}", stacklevel=4
+            )
+
+
+def _fallback(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensor: Tensor, *args: Any) -> Any:
+        _warn_once(tensor.device)
+        return function(tensor, *args)
+
+    return run
+
+
+def _fallback_inplace(forward: Callable[..., Tensor]) -> Callable[..., None]:
+    def run(input: Tensor, *args: Any) -> None:
+        _warn_once(input.device)
+        input.copy_(forward(input, *args))
+
+    return run
+
+
+def _define(row: Activation) -> None:
+    kind = "Tensor" if row.tensors else "float"
+    parameters = "".join(f", {kind} {p}" for p in row.parameters)
+    count = 1 + (len(row.parameters) if row.tensors else 0)
+    gradients = "Tensor" if count == 1 else "(" + ", ".join(["Tensor"] * count) + ")"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    saved = row.saves
+
+    def fake_backward(grad: Tensor, saved: Tensor, *parameters: Any) -> Any:
+        grad_input = torch.empty_like(saved)
+        if not row.tensors:
+            return grad_input
+        return (grad_input, *(torch.empty_like(p) for p in parameters))
+
+    _library.define(f"{row.name}(Tensor input{parameters}) -> Tensor", tags=tags)
+    _library.define(
+        f"{row.name}_backward(Tensor grad, Tensor {saved}{parameters}) -> {gradients}", tags=tags
+    )
+    fallback = "CompositeExplicitAutograd"
+    _library.impl(row.name, _fallback(row.forward), fallback)
+    _library.impl(f"{row.name}_backward", _fallback(row.backward), fallback)
+    _library.impl(row.name, lambda input, *_: torch.empty_like(input), "Meta")
+    _library.impl(f"{row.name}_backward", fake_backward, "Meta")
+    if not row.tensors:
+        _library.define(f"{row.name}_(Tensor(a!) input{parameters}) -> ()", tags=tags)
+        _library.impl(f"{row.name}_", _fallback_inplace(row.forward), fallback)
+        _library.impl(f"{row.name}_", lambda input, *_: None, "Meta")
+
+
+def traced() -> bool:
+    """Whether something follows the call that must see plain torch operators.
+
+    That is torch.compile and torch.export (so that Inductor may fuse), torch.jit.trace, functorch
+    transforms and forward-mode AD.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether a kernel can take the tensor: a plain strided one of a floating dtype."""
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is Parameter)
+        and tensor.dtype in _KERNEL_DTYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not traced()
+    )
+
+
+def autocasts(input: Tensor, device_type: str = "") -> bool:
+    """Whether autocast casts this input: it is on (the given type of) device, and not float64."""
+    return (
+        isinstance(input, Tensor)
+        and device_type in ("", input.device.type)
+        and torch.is_autocast_enabled(input.device.type)
+        and input.is_floating_point()
+        and input.dtype is not torch.float64
+    )
+
+
+class Kernel:
+    """An activation with float parameters, ready to be called: ``kernel(input, inplace, *p)``."""
+
+    def __init__(self, row: Activation) -> None:
+        self.row = row
+        namespace = torch.ops.fusedtrain
+        self._forward = getattr(namespace, row.name).default
+        self._inplace = getattr(namespace, f"{row.name}_").default
+        self._valid = row.valid
+        self._reference = row.forward
+        self._function, self._function_inplace = _functions(row)
+
+    def __call__(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
+        if not takes(input) or not (self._valid is None or self._valid(*parameters)):
+            return self._plain(input, inplace, *parameters)
+        if inplace:
+            return self._run_inplace(input, *parameters)
+        if input.requires_grad and torch.is_grad_enabled():
+            result: Tensor = self._function.apply(input, *parameters)
+            return result
+        output: Tensor = self._forward(input, *parameters)
+        return output
+
+    def _plain(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
+        if not inplace:
+            return self._reference(input, *parameters)
+        # A clone, since what the reference saves must survive the copy.
+        return input.copy_(self._reference(input.clone(), *parameters))
+
+    def _run_inplace(self, input: Tensor, *parameters: float) -> Tensor:
+        if torch.is_grad_enabled():
+            if input.requires_grad and input.is_leaf:
+                raise RuntimeError(
+                    "a leaf Variable that requires grad is being used in an in-place operation."
+                )
+            if input._is_view() or input.is_inference():
+                # copy_ knows what autograd allows for views, and says so.
+                return input.copy_(self(input.clone(), False, *parameters))
+            if input.requires_grad:
+                result: Tensor = self._function_inplace.apply(input, *parameters)
+                return result
+        elif input.is_inference() and not torch.is_inference_mode_enabled():
+            return self._plain(input, True, *parameters)
+        self._inplace(input, *parameters)
+        if not input.is_inference():
+            increment_version(input)
+        return input
+
+
+def _functions(row: Activation) -> tuple[type, type]:
+    """The autograd.Function of the activation, and the one that works in place."""
+    namespace = torch.ops.fusedtrain
+    forward_op = getattr(namespace, row.name).default
+    inplace_op = getattr(namespace, f"{row.name}_").default
+    backward_op = getattr(namespace, f"{row.name}_backward").default
+    saves_output = row.saves == "output"
+    reference_backward = row.backward
+
+    def forward(ctx: Any, input: Tensor, *parameters: float) -> Tensor:
+        output: Tensor = forward_op(input, *parameters)
+        ctx.save_for_backward(output if saves_output else input)
+        ctx.parameters = parameters
+        return output
+
+    def forward_inplace(ctx: Any, input: Tensor, *parameters: float) -> Tensor:
+        saved = input if saves_output else input.clone()
+        inplace_op(input, *parameters)
+        ctx.mark_dirty(input)
+        ctx.save_for_backward(saved)
+        ctx.parameters = parameters
+        return input
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        parameters = ctx.parameters
+        # Under create_graph the formula in torch operators is differentiated again.
+        differentiable = torch.is_grad_enabled() or not takes(grad)
+        formula = reference_backward if differentiable else backward_op
+        return (formula(grad, saved, *parameters), *(None for _ in parameters))
+
+    name = "".join(part.capitalize() for part in row.name.split("_"))
+    base = (torch.autograd.Function,)
+    return (
+        type(name, base, {"forward": staticmethod(forward), "backward": staticmethod(backward)}),
+        type(
+            f"{name}Inplace",
+            base,
+            {"forward": staticmethod(forward_inplace), "backward": staticmethod(backward)},
+        ),
+    )
+
+
+class ChannelKernel:
+    """An activation with parameter tensors that are trained: ``kernel(input, *tensors)``."""
+
+    def __init__(self, row: Activation) -> None:
+        self.row = row
+        self._forward = getattr(torch.ops.fusedtrain, row.name).default
+        self._function = _channel_function(row)
+        self._reference = row.forward
+
+    def __call__(self, input: Tensor, *tensors: Tensor) -> Tensor:
+        if not takes(input) or not all(self._fits(t, input) for t in tensors):
+            return self._reference(input, *tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *tensors)):
+            result: Tensor = self._function.apply(input, *tensors)
+            return result
+        output: Tensor = self._forward(input, *tensors)
+        return output
+
+    @staticmethod
+    def _fits(tensor: Tensor, input: Tensor) -> bool:
+        return (
+            takes(tensor)
+            and tensor.dtype == input.dtype
+            and tensor.device == input.device
+            and tensor.dim() <= 1
+            and (tensor.numel() == 1 or (input.dim() > 1 and tensor.numel() == input.size(1)))
+        )
+
+
+def _channel_function(row: Activation) -> type:
+    forward_op = getattr(torch.ops.fusedtrain, row.name).default
+    backward_op = getattr(torch.ops.fusedtrain, f"{row.name}_backward").default
+    reference_backward = row.backward
+
+    def forward(ctx: Any, input: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(input, *tensors)
+        output: Tensor = forward_op(input, *tensors)
+        return output
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, *tensors = ctx.saved_tensors
+        differentiable = torch.is_grad_enabled() or not takes(grad)
+        formula = reference_backward if differentiable else backward_op
+        gradients: tuple[Tensor | None, ...] = formula(grad, input, *tensors)
+        return tuple(
+            g if needed else None
+            for g, needed in zip(gradients, ctx.needs_input_grad, strict=True)
+        )
+
+    name = "".join(part.capitalize() for part in row.name.split("_"))
+    return type(
+        name,
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+
+
+for _row in ACTIVATIONS.values():
+    _define(_row)
+_backends.load()
+
+KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}
+CHANNEL_KERNELS = {row.name: ChannelKernel(row) for row in ACTIVATIONS.values() if row.tensors}

@@ -1,0 +1,485 @@
+"""Activations as functions: the names, arguments and numerics of ``torch.nn.functional``.
+
+Shared by all: ``input`` has any shape, dtype float32, float64, float16 or bfloat16 (others run in
+eager torch, with its results and its errors); the result has the shape, dtype and layout of the
+input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the input. Backward
+saves one tensor: the output where the derivative is an exact function of it, else the input; the
+docstrings say which. Raised: what torch raises for the same mistake, with nothing modified.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function as _handle
+from torch.overrides import has_torch_function as _has_any
+from torch.overrides import has_torch_function_unary as _has
+
+from . import _ops
+from .reference import activations as _reference
+
+_K = _ops.KERNELS
+_relu, _relu6, _leaky_relu = _K["relu"], _K["relu6"], _K["leaky_relu"]
+_elu, _celu, _selu, _silu, _mish = _K["elu"], _K["celu"], _K["selu"], _K["silu"], _K["mish"]
+_gelu, _gelu_tanh, _quick_gelu = _K["gelu"], _K["gelu_tanh"], _K["quick_gelu"]
+_sigmoid, _logsigmoid, _softplus = _K["sigmoid"], _K["logsigmoid"], _K["softplus"]
+_tanh, _tanhshrink, _softsign = _K["tanh"], _K["tanhshrink"], _K["softsign"]
+_hardswish, _hardsigmoid, _hardtanh = _K["hardswish"], _K["hardsigmoid"], _K["hardtanh"]
+_hardshrink, _softshrink, _threshold = _K["hardshrink"], _K["softshrink"], _K["threshold"]
+_relu_squared, _hard_mish = _K["relu_squared"], _K["hard_mish"]
+_squareplus = _K["squareplus"]
+_prelu, _star_relu = _ops.CHANNEL_KERNELS["prelu"], _ops.CHANNEL_KERNELS["star_relu"]
+
+
+def relu(input: Tensor, inplace: bool = False) -> Tensor:
+    """``max(x, 0)``; saves the output. See :func:`torch.nn.functional.relu`.
+
+    Example:
+        >>> relu(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
+    """
+    if torch.jit.is_scripting():
+        return input.copy_(_reference.relu(input.clone())) if inplace else _reference.relu(input)
+    if _has(input):
+        return _handle(relu, (input,), input, inplace=inplace)
+    return _relu(input, inplace)
+
+
+def relu6(input: Tensor, inplace: bool = False) -> Tensor:
+    """``min(max(x, 0), 6)``; saves the output. See :func:`torch.nn.functional.relu6`.
+
+    Example:
+        >>> relu6(torch.tensor([-1.0, 2.0, 7.0]))
+        tensor([0., 2., 6.])
+    """
+    if torch.jit.is_scripting():
+        return input.copy_(_reference.relu6(input.clone())) if inplace else _reference.relu6(input)
+    if _has(input):
+        return _handle(relu6, (input,), input, inplace=inplace)
+    return _relu6(input, inplace)
+
+
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+    """``x if x > 0 else negative_slope * x``; saves the output where ``negative_slope >= 0``,
+    else runs eager torch. See :func:`torch.nn.functional.leaky_relu`.
+
+    Example:
+        >>> leaky_relu(torch.tensor([-1.0, 2.0]), 0.5)
+        tensor([-0.5000,  2.0000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.leaky_relu(input.clone(), negative_slope))
+        return _reference.leaky_relu(input, negative_slope)
+    if _has(input):
+        return _handle(leaky_relu, (input,), input, negative_slope=negative_slope, inplace=inplace)
+    return _leaky_relu(input, inplace, negative_slope)
+
+
+def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the output where ``alpha >= 0``, else
+    runs eager torch. See :func:`torch.nn.functional.elu`.
+
+    Example:
+        >>> elu(torch.tensor([-1.0, 2.0]))
+        tensor([-0.6321,  2.0000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.elu(input.clone(), alpha))
+        return _reference.elu(input, alpha)
+    if _has(input):
+        return _handle(elu, (input,), input, alpha=alpha, inplace=inplace)
+    return _elu(input, inplace, alpha)
+
+
+def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
+    """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the output where
+    ``alpha > 0``, else runs eager torch. See :func:`torch.nn.functional.celu`.
+
+    Example:
+        >>> celu(torch.tensor([-1.0, 2.0]), 2.0)
+        tensor([-0.7869,  2.0000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.celu(input.clone(), alpha))
+        return _reference.celu(input, alpha)
+    if _has(input):
+        return _handle(celu, (input,), input, alpha=alpha, inplace=inplace)
+    return _celu(input, inplace, alpha)
+
+
+def selu(input: Tensor, inplace: bool = False) -> Tensor:
+    """``scale * (max(x, 0) + min(0, alpha * (exp(x) - 1)))`` with the constants of
+    arXiv:1706.02515; saves the output. See :func:`torch.nn.functional.selu`.
+
+    Example:
+        >>> selu(torch.tensor([-1.0, 2.0]))
+        tensor([-1.1113,  2.1014])
+    """
+    if torch.jit.is_scripting():
+        return input.copy_(_reference.selu(input.clone())) if inplace else _reference.selu(input)
+    if _has(input):
+        return _handle(selu, (input,), input, inplace=inplace)
+    return _selu(input, inplace)
+
+
+def silu(input: Tensor, inplace: bool = False) -> Tensor:
+    """``x * sigmoid(x)`` (arXiv:1702.03118); saves the input. 0 at -inf, where torch has nan.
+    See :func:`torch.nn.functional.silu`.
+
+    Example:
+        >>> silu(torch.tensor([-1.0, 2.0]))
+        tensor([-0.2689,  1.7616])
+    """
+    if torch.jit.is_scripting():
+        return input.copy_(_reference.silu(input.clone())) if inplace else _reference.silu(input)
+    if _has(input):
+        return _handle(silu, (input,), input, inplace=inplace)
+    return _silu(input, inplace)
+
+
+def mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """``x * tanh(softplus(x))`` (arXiv:1908.08681); saves the input. 0 at -inf, where torch
+    has nan. See :func:`torch.nn.functional.mish`.
+
+    Example:
+        >>> mish(torch.tensor([-1.0, 2.0]))
+        tensor([-0.3034,  1.9440])
+    """
+    if torch.jit.is_scripting():
+        return input.copy_(_reference.mish(input.clone())) if inplace else _reference.mish(input)
+    if _has(input):
+        return _handle(mish, (input,), input, inplace=inplace)
+    return _mish(input, inplace)
+
+
+def quick_gelu(input: Tensor, inplace: bool = False) -> Tensor:
+    """``x * sigmoid(1.702 * x)`` (arXiv:1606.08415, section 2); saves the input.
+
+    Example:
+        >>> quick_gelu(torch.tensor([-1.0, 2.0]))
+        tensor([-0.1542,  1.9357])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.quick_gelu(input.clone()))
+        return _reference.quick_gelu(input)
+    if _has(input):
+        return _handle(quick_gelu, (input,), input, inplace=inplace)
+    return _quick_gelu(input, inplace)
+
+
+def sigmoid(input: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))``; saves the output. See :func:`torch.sigmoid`.
+
+    Example:
+        >>> sigmoid(torch.tensor([-1.0, 2.0]))
+        tensor([0.2689, 0.8808])
+    """
+    if torch.jit.is_scripting():
+        return _reference.sigmoid(input)
+    if _has(input):
+        return _handle(sigmoid, (input,), input)
+    return _sigmoid(input, False)
+
+
+def logsigmoid(input: Tensor) -> Tensor:
+    """``log(sigmoid(x))``; saves the output. See :func:`torch.nn.functional.logsigmoid`.
+
+    Example:
+        >>> logsigmoid(torch.tensor([-1.0, 2.0]))
+        tensor([-1.3133, -0.1269])
+    """
+    if torch.jit.is_scripting():
+        return _reference.logsigmoid(input)
+    if _has(input):
+        return _handle(logsigmoid, (input,), input)
+    return _logsigmoid(input, False)
+
+
+def tanh(input: Tensor) -> Tensor:
+    """Hyperbolic tangent; saves the output. See :func:`torch.tanh`.
+
+    Example:
+        >>> tanh(torch.tensor([-1.0, 2.0]))
+        tensor([-0.7616,  0.9640])
+    """
+    if torch.jit.is_scripting():
+        return _reference.tanh(input)
+    if _has(input):
+        return _handle(tanh, (input,), input)
+    return _tanh(input, False)
+
+
+def tanhshrink(input: Tensor) -> Tensor:
+    """``x - tanh(x)``; saves the input. See :func:`torch.nn.functional.tanhshrink`.
+
+    Example:
+        >>> tanhshrink(torch.tensor([-1.0, 2.0]))
+        tensor([-0.2384,  1.0360])
+    """
+    if torch.jit.is_scripting():
+        return _reference.tanhshrink(input)
+    if _has(input):
+        return _handle(tanhshrink, (input,), input)
+    return _tanhshrink(input, False)
+
+
+def softsign(input: Tensor) -> Tensor:
+    """``x / (1 + |x|)``; saves the output. +-1 at +-inf, where torch has nan. See
+    :func:`torch.nn.functional.softsign`.
+
+    Example:
+        >>> softsign(torch.tensor([-1.0, 3.0]))
+        tensor([-0.5000,  0.7500])
+    """
+    if torch.jit.is_scripting():
+        return _reference.softsign(input)
+    if _has(input):
+        return _handle(softsign, (input,), input)
+    return _softsign(input, False)
+
+
+def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+    """``x * min(max(x + 3, 0), 6) / 6`` (arXiv:1905.02244); saves the input. 0 at -inf, where
+    torch has nan. See :func:`torch.nn.functional.hardswish`.
+
+    Example:
+        >>> hardswish(torch.tensor([-1.0, 2.0]))
+        tensor([-0.3333,  1.6667])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.hardswish(input.clone()))
+        return _reference.hardswish(input)
+    if _has(input):
+        return _handle(hardswish, (input,), input, inplace=inplace)
+    return _hardswish(input, inplace)
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """``min(max(x + 3, 0), 6) / 6``; saves the output. See
+    :func:`torch.nn.functional.hardsigmoid`.
+
+    Example:
+        >>> hardsigmoid(torch.tensor([-1.5, 4.0]))
+        tensor([0.2500, 1.0000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.hardsigmoid(input.clone()))
+        return _reference.hardsigmoid(input)
+    if _has(input):
+        return _handle(hardsigmoid, (input,), input, inplace=inplace)
+    return _hardsigmoid(input, inplace)
+
+
+def hardtanh(
+    input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Tensor:
+    """``min(max(x, min_val), max_val)``; saves the output. See
+    :func:`torch.nn.functional.hardtanh`.
+
+    Raises:
+        ValueError: ``min_val`` is greater than ``max_val``.
+
+    Example:
+        >>> hardtanh(torch.tensor([-2.0, 0.5]))
+        tensor([-1.0000,  0.5000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.hardtanh(input.clone(), min_val, max_val))
+        return _reference.hardtanh(input, min_val, max_val)
+    if _has(input):
+        return _handle(hardtanh, (input,), input, min_val=min_val, max_val=max_val, inplace=inplace)
+    return _hardtanh(input, inplace, min_val, max_val)
+
+
+def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """``x if |x| > lambd else 0``; saves the output. See
+    :func:`torch.nn.functional.hardshrink`.
+
+    Example:
+        >>> hardshrink(torch.tensor([-1.0, 0.25]))
+        tensor([-1.,  0.])
+    """
+    if torch.jit.is_scripting():
+        return _reference.hardshrink(input, lambd)
+    if _has(input):
+        return _handle(hardshrink, (input,), input, lambd=lambd)
+    return _hardshrink(input, False, lambd)
+
+
+def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+    """``sign(x) * max(|x| - lambd, 0)``; saves the output. See
+    :func:`torch.nn.functional.softshrink`.
+
+    Raises:
+        RuntimeError: ``lambd`` is negative.
+
+    Example:
+        >>> softshrink(torch.tensor([-1.0, 0.75]))
+        tensor([-0.5000,  0.2500])
+    """
+    if torch.jit.is_scripting():
+        return _reference.softshrink(input, lambd)
+    if _has(input):
+        return _handle(softshrink, (input,), input, lambd=lambd)
+    return _softshrink(input, False, lambd)
+
+
+def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
+    """``x if x > threshold else value``; saves the input. See
+    :func:`torch.nn.functional.threshold`.
+
+    Example:
+        >>> threshold(torch.tensor([-1.0, 2.0]), 0.5, -3.0)
+        tensor([-3.,  2.])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.threshold(input.clone(), threshold, value))
+        return _reference.threshold(input, threshold, value)
+    if _has(input):
+        return _handle(
+            threshold, (input,), input, threshold=threshold, value=value, inplace=inplace
+        )
+    return _threshold(input, inplace, threshold, value)
+
+
+def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
+    """``max(x, 0)^2`` (arXiv:2109.08668); saves the output, whose square root the backward
+    takes: in float16 an output below 6e-8 is 0 and so is the gradient (absolute error 5e-4).
+
+    Example:
+        >>> relu_squared(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.relu_squared(input.clone()))
+        return _reference.relu_squared(input)
+    if _has(input):
+        return _handle(relu_squared, (input,), input, inplace=inplace)
+    return _relu_squared(input, inplace)
+
+
+def hard_mish(input: Tensor, inplace: bool = False) -> Tensor:
+    """``x * min(max(x + 2, 0), 2) / 2`` (as timm); saves the input.
+
+    Example:
+        >>> hard_mish(torch.tensor([-1.0, 3.0]))
+        tensor([-0.5000,  3.0000])
+    """
+    if torch.jit.is_scripting():
+        if inplace:
+            return input.copy_(_reference.hard_mish(input.clone()))
+        return _reference.hard_mish(input)
+    if _has(input):
+        return _handle(hard_mish, (input,), input, inplace=inplace)
+    return _hard_mish(input, inplace)
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """``x * Phi(x)`` (arXiv:1606.08415); saves the input. See :func:`torch.nn.functional.gelu`.
+
+    Args:
+        input: any shape.
+        approximate: ``"none"`` for the exact form, ``"tanh"`` for
+            ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``.
+
+    Example:
+        >>> gelu(torch.tensor([-1.0, 2.0]))
+        tensor([-0.1587,  1.9545])
+    """
+    if torch.jit.is_scripting():
+        return _reference.gelu_tanh(input) if approximate == "tanh" else _reference.gelu(input)
+    if _has(input):
+        return _handle(gelu, (input,), input, approximate=approximate)
+    if approximate == "none":
+        return _gelu(input, False)
+    if approximate == "tanh":
+        return _gelu_tanh(input, False)
+    raise RuntimeError(f"approximate argument must be either none or tanh, not {approximate!r}.")
+
+
+def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+    """``log(1 + exp(beta * x)) / beta``, and ``x`` where ``beta * x > threshold``; saves the output.
+
+    A ``threshold`` below 20, where the output does not tell the branches apart, runs in eager
+    torch. Autocast on CUDA computes it in float32, as torch's. See
+    :func:`torch.nn.functional.softplus`.
+
+    Example:
+        >>> softplus(torch.tensor([-1.0, 2.0]))
+        tensor([0.3133, 2.1269])
+    """
+    if torch.jit.is_scripting():
+        return _reference.softplus(input, beta, threshold)
+    if _has(input):
+        return _handle(softplus, (input,), input, beta=beta, threshold=threshold)
+    if _ops.autocasts(input, "cuda"):
+        input = input.float()
+    return _softplus(input, False, beta, threshold)
+
+
+def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
+    """``(x + sqrt(x^2 + b)) / 2`` (arXiv:2112.11687); saves the input.
+
+    Raises:
+        ValueError: ``b`` is negative.
+
+    Example:
+        >>> squareplus(torch.tensor([0.0, 1.5]))
+        tensor([1., 2.])
+    """
+    if torch.jit.is_scripting():
+        return _reference.squareplus(input, b)
+    if _has(input):
+        return _handle(squareplus, (input,), input, b=b)
+    if b < 0:
+        raise ValueError(f"squareplus: b must be at least 0, not {b}")
+    return _squareplus(input, False, b)
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """``x if x > 0 else weight * x``; saves input and weight. See :func:`torch.nn.functional.prelu`.
+
+    Args:
+        input: any shape; dimension 1 are the channels.
+        weight: 1-D, one element or one a channel. Under autocast both are cast, as torch does.
+
+    Example:
+        >>> prelu(torch.tensor([-1.0, 2.0]), torch.tensor([0.25]))
+        tensor([-0.2500,  2.0000])
+    """
+    if torch.jit.is_scripting():
+        return _reference.prelu(input, weight)
+    if _has_any((input, weight)):
+        return _handle(prelu, (input, weight), input, weight)
+    if _ops.autocasts(input):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, weight = input.to(dtype), weight.to(dtype)
+    return _prelu(input, weight)
+
+
+def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """``scale * max(x, 0)^2 + bias`` (arXiv:2210.13452); saves input, scale and bias.
+
+    Args:
+        input: any shape.
+        scale: 1-D, one element.
+        bias: 1-D, one element.
+
+    Example:
+        >>> star_relu(torch.tensor([-1.0, 2.0]), torch.tensor([0.5]), torch.tensor([0.25]))
+        tensor([0.2500, 2.2500])
+    """
+    if torch.jit.is_scripting():
+        return _reference.star_relu(input, scale, bias)
+    if _has_any((input, scale, bias)):
+        return _handle(star_relu, (input, scale, bias), input, scale, bias)
+    return _star_relu(input, scale, bias)

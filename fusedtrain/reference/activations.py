@@ -1,0 +1,411 @@
+"""Activations in plain torch: forward, backward, and the table that declares each op.
+
+``forward`` is what eager PyTorch users write today; TorchScript, torch.compile and torch.func see
+it instead of a kernel. ``backward`` takes the gradient and what the op saves for it (the output
+where the derivative is an exact function of it, else the input) and is itself differentiable, so
+that double backward works to any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One row of the table: everything the package knows about an activation but its kernels."""
+
+    name: str
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Any]
+    saves: str  # "input" or "output"
+    parameters: tuple[str, ...] = ()  # numbers, or tensors where `tensors` is set
+    example: tuple[Any, ...] = ()  # values of the parameters in tests and benchmarks
+    tensors: bool = False
+    # Where `saves="output"` is exact only for some parameter values: elsewhere eager torch runs.
+    valid: Callable[..., bool] | None = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The example parameters, as the op takes them."""
+        return tuple(torch.tensor(v) for v in self.example) if self.tensors else self.example
+
+    def eager(self, input: Tensor) -> Tensor:
+        """What eager torch computes, with the example parameters."""
+        return self.forward(input, *self._converted(input))
+
+    def function(self, input: Tensor) -> Tensor:
+        """The public function of fusedtrain, with the example parameters."""
+        from .. import functional
+
+        if self.name == "gelu_tanh":
+            return functional.gelu(input, approximate="tanh")
+        result: Tensor = getattr(functional, self.name)(input, *self._converted(input))
+        return result
+
+    def _converted(self, input: Tensor) -> tuple[Any, ...]:
+        return tuple(
+            p.to(input.device, input.dtype) if isinstance(p, Tensor) else p for p in self.arguments
+        )
+
+
+def _wide(t: Tensor) -> Tensor:
+    """Math of 16-bit tensors is done in float32, as in the kernels."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+# --- forward: every function scripts ---
+
+
+def relu(input: Tensor) -> Tensor:
+    return F.relu(input)
+
+
+def relu6(input: Tensor) -> Tensor:
+    return F.relu6(input)
+
+
+def leaky_relu(input: Tensor, negative_slope: float) -> Tensor:
+    return F.leaky_relu(input, negative_slope)
+
+
+def elu(input: Tensor, alpha: float) -> Tensor:
+    return F.elu(input, alpha)
+
+
+def celu(input: Tensor, alpha: float) -> Tensor:
+    return F.celu(input, alpha)
+
+
+def selu(input: Tensor) -> Tensor:
+    return F.selu(input)
+
+
+def silu(input: Tensor) -> Tensor:
+    return F.silu(input)
+
+
+def mish(input: Tensor) -> Tensor:
+    return F.mish(input)
+
+
+def gelu(input: Tensor) -> Tensor:
+    return F.gelu(input)
+
+
+def gelu_tanh(input: Tensor) -> Tensor:
+    return F.gelu(input, approximate="tanh")
+
+
+def quick_gelu(input: Tensor) -> Tensor:
+    return input * torch.sigmoid(1.702 * input)
+
+
+def sigmoid(input: Tensor) -> Tensor:
+    return torch.sigmoid(input)
+
+
+def logsigmoid(input: Tensor) -> Tensor:
+    return F.logsigmoid(input)
+
+
+def tanh(input: Tensor) -> Tensor:
+    return torch.tanh(input)
+
+
+def tanhshrink(input: Tensor) -> Tensor:
+    return F.tanhshrink(input)
+
+
+def softplus(input: Tensor, beta: float, threshold: float) -> Tensor:
+    return F.softplus(input, beta, threshold)
+
+
+def softsign(input: Tensor) -> Tensor:
+    return F.softsign(input)
+
+
+def hardswish(input: Tensor) -> Tensor:
+    return F.hardswish(input)
+
+
+def hardsigmoid(input: Tensor) -> Tensor:
+    return F.hardsigmoid(input)
+
+
+def hardtanh(input: Tensor, min_val: float, max_val: float) -> Tensor:
+    return F.hardtanh(input, min_val, max_val)
+
+
+def hardshrink(input: Tensor, lambd: float) -> Tensor:
+    return F.hardshrink(input, lambd)
+
+
+def softshrink(input: Tensor, lambd: float) -> Tensor:
+    return F.softshrink(input, lambd)
+
+
+def threshold(input: Tensor, threshold: float, value: float) -> Tensor:
+    return F.threshold(input, threshold, value)
+
+
+def relu_squared(input: Tensor) -> Tensor:
+    return torch.square(F.relu(input))
+
+
+def hard_mish(input: Tensor) -> Tensor:
+    return 0.5 * input * (input + 2).clamp(min=0, max=2)
+
+
+def squareplus(input: Tensor, b: float) -> Tensor:
+    return 0.5 * (input + torch.sqrt(input * input + b))
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    return F.prelu(input, weight)
+
+
+def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    return scale * F.relu(input) ** 2 + bias
+
+
+# --- backward from the output. Masks stay in the dtype of the tensor: the parameters that they
+# --- compare with are rounded to it, as in the kernels.
+
+
+def relu_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return grad.masked_fill(output <= 0, 0)
+
+
+def relu6_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return grad.masked_fill((output <= 0) | (output >= 6), 0)
+
+
+def leaky_relu_backward(grad: Tensor, output: Tensor, negative_slope: float) -> Tensor:
+    return torch.where(output > 0, grad, (_wide(grad) * negative_slope).to(grad.dtype))
+
+
+def _elu_like(grad: Tensor, output: Tensor, linear: float, rate: float, offset: float) -> Tensor:
+    """grad * (linear where output > 0 else rate * output + offset)."""
+    slope = torch.where(output > 0, linear, _wide(output) * rate + offset)
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def elu_backward(grad: Tensor, output: Tensor, alpha: float) -> Tensor:
+    return _elu_like(grad, output, 1.0, 1.0, alpha)
+
+
+def celu_backward(grad: Tensor, output: Tensor, alpha: float) -> Tensor:
+    return _elu_like(grad, output, 1.0, 1.0 / alpha, 1.0)
+
+
+def selu_backward(grad: Tensor, output: Tensor) -> Tensor:
+    scale, alpha = 1.0507009873554804934, 1.6732632423543772848  # arXiv:1706.02515
+    return _elu_like(grad, output, scale, 1.0, scale * alpha)
+
+
+def sigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
+    y = _wide(output)
+    return (_wide(grad) * (y * (1 - y))).to(grad.dtype)
+
+
+def logsigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return (_wide(grad) * -torch.expm1(_wide(output))).to(grad.dtype)
+
+
+def tanh_backward(grad: Tensor, output: Tensor) -> Tensor:
+    y = _wide(output)
+    return (_wide(grad) * (1 - y * y)).to(grad.dtype)
+
+
+def softplus_backward(grad: Tensor, output: Tensor, beta: float, threshold: float) -> Tensor:
+    z = _wide(output) * beta
+    slope = torch.where(z > threshold, 1.0, -torch.expm1(-z))
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def softsign_backward(grad: Tensor, output: Tensor) -> Tensor:
+    d = 1 - _wide(output).abs()
+    return (_wide(grad) * (d * d)).to(grad.dtype)
+
+
+def hardsigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
+    flat = (output <= 0) | (output >= 1)
+    return (_wide(grad) * (1.0 / 6.0)).to(grad.dtype).masked_fill(flat, 0)
+
+
+def hardtanh_backward(grad: Tensor, output: Tensor, min_val: float, max_val: float) -> Tensor:
+    return grad.masked_fill((output <= min_val) | (output >= max_val), 0)
+
+
+def hardshrink_backward(grad: Tensor, output: Tensor, lambd: float) -> Tensor:
+    return grad.masked_fill(output == 0, 0) if lambd >= 0 else grad.clone()
+
+
+def softshrink_backward(grad: Tensor, output: Tensor, lambd: float) -> Tensor:
+    return grad.masked_fill(output == 0, 0)
+
+
+def relu_squared_backward(grad: Tensor, output: Tensor) -> Tensor:
+    y = _wide(output)
+    # sqrt has an infinite slope at 0: both branches of the where must have a finite one.
+    positive = y > 0
+    root = torch.where(positive, torch.where(positive, y, 1.0).sqrt(), y)
+    return (_wide(grad) * (2 * root)).to(grad.dtype)
+
+
+# --- backward from the input ---
+
+
+def silu_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    s = torch.sigmoid(x)
+    return (_wide(grad) * (s * (1 + x * (1 - s)))).to(grad.dtype)
+
+
+def mish_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    t = torch.tanh(F.softplus(x))
+    return (_wide(grad) * (t + x * torch.sigmoid(x) * (1 - t * t))).to(grad.dtype)
+
+
+def gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    density = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return (_wide(grad) * (cumulative + x * density)).to(grad.dtype)
+
+
+def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    linear, cubic = math.sqrt(2 / math.pi), math.sqrt(2 / math.pi) * 0.044715
+    t = torch.tanh(x * (linear + cubic * x * x))
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (linear + 3 * cubic * x * x)
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def quick_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    s = torch.sigmoid(1.702 * x)
+    return (_wide(grad) * (s * (1 + 1.702 * x * (1 - s)))).to(grad.dtype)
+
+
+def tanhshrink_backward(grad: Tensor, input: Tensor) -> Tensor:
+    t = torch.tanh(_wide(input))
+    return (_wide(grad) * (t * t)).to(grad.dtype)
+
+
+def hardswish_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    slope = torch.where(x >= 3, 1.0, x / 3 + 0.5).masked_fill(x <= -3, 0)
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def threshold_backward(grad: Tensor, input: Tensor, threshold: float, value: float) -> Tensor:
+    return grad.masked_fill(input <= threshold, 0)
+
+
+def hard_mish_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    slope = torch.where(x > 0, 1.0, x + 1).masked_fill(x < -2, 0)
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def squareplus_backward(grad: Tensor, input: Tensor, b: float) -> Tensor:
+    x = _wide(input)
+    root = torch.sqrt(x * x + b)
+    return (_wide(grad) * (0.5 * (1 + x / root))).to(grad.dtype)
+
+
+def _sum_to(t: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient of a parameter: one value a channel (dimension 1), or one in all."""
+    if parameter.numel() == 1:
+        return t.sum().reshape(parameter.shape).to(parameter.dtype)
+    dims = [d for d in range(t.dim()) if d != 1]
+    return (t.sum(dims) if dims else t).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _channels(parameter: Tensor, input: Tensor) -> Tensor:
+    if parameter.numel() == 1 or input.dim() < 2:
+        return _wide(parameter)
+    return _wide(parameter).reshape([1, -1] + [1] * (input.dim() - 2))
+
+
+def prelu_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    g, x = _wide(grad), _wide(input)
+    grad_input = torch.where(x > 0, g, g * _channels(weight, input)).to(grad.dtype)
+    return grad_input, _sum_to((g * x).masked_fill(x > 0, 0), weight)
+
+
+def star_relu_backward(
+    grad: Tensor, input: Tensor, scale: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    g, r = _wide(grad), _wide(input).clamp_min(0)
+    grad_input = (g * (2 * r * _channels(scale, input))).to(grad.dtype)
+    return grad_input, _sum_to(g * (r * r), scale), _sum_to(g, bias)
+
+
+_ROWS = (
+    Activation("relu", relu, relu_backward, "output"),
+    Activation("relu6", relu6, relu6_backward, "output"),
+    Activation(
+        "leaky_relu", leaky_relu, leaky_relu_backward, "output", ("negative_slope",), (0.01,),
+        valid=lambda negative_slope: negative_slope >= 0,
+    ),
+    Activation(
+        "elu", elu, elu_backward, "output", ("alpha",), (1.0,), valid=lambda alpha: alpha >= 0
+    ),
+    Activation(
+        "celu", celu, celu_backward, "output", ("alpha",), (1.0,), valid=lambda alpha: alpha > 0
+    ),
+    Activation("selu", selu, selu_backward, "output"),
+    Activation("silu", silu, silu_backward, "input"),
+    Activation("mish", mish, mish_backward, "input"),
+    Activation("gelu", gelu, gelu_backward, "input"),
+    Activation("gelu_tanh", gelu_tanh, gelu_tanh_backward, "input"),
+    Activation("quick_gelu", quick_gelu, quick_gelu_backward, "input"),
+    Activation("sigmoid", sigmoid, sigmoid_backward, "output"),
+    Activation("logsigmoid", logsigmoid, logsigmoid_backward, "output"),
+    Activation("tanh", tanh, tanh_backward, "output"),
+    Activation("tanhshrink", tanhshrink, tanhshrink_backward, "input"),
+    # Below a threshold of 20 the output does not tell the two branches apart.
+    Activation(
+        "softplus", softplus, softplus_backward, "output", ("beta", "threshold"), (1.0, 20.0),
+        valid=lambda beta, threshold: threshold >= 20 and beta != 0,
+    ),
+    Activation("softsign", softsign, softsign_backward, "output"),
+    Activation("hardswish", hardswish, hardswish_backward, "input"),
+    Activation("hardsigmoid", hardsigmoid, hardsigmoid_backward, "output"),
+    Activation(
+        "hardtanh", hardtanh, hardtanh_backward, "output", ("min_val", "max_val"), (-1.0, 1.0),
+        valid=lambda min_val, max_val: min_val <= max_val,
+    ),
+    Activation("hardshrink", hardshrink, hardshrink_backward, "output", ("lambd",), (0.5,)),
+    Activation(
+        "softshrink", softshrink, softshrink_backward, "output", ("lambd",), (0.5,),
+        valid=lambda lambd: lambd >= 0,
+    ),
+    Activation(
+        "threshold", threshold, threshold_backward, "input", ("threshold", "value"), (0.5, -1.0)
+    ),
+    Activation("relu_squared", relu_squared, relu_squared_backward, "output"),
+    Activation("hard_mish", hard_mish, hard_mish_backward, "input"),
+    Activation(
+        "squareplus", squareplus, squareplus_backward, "input", ("b",), (4.0,),
+        valid=lambda b: b >= 0,
+    ),
+    Activation("prelu", prelu, prelu_backward, "input", ("weight",), ([0.25],), tensors=True),
+    Activation(
+        "star_relu", star_relu, star_relu_backward, "input", ("scale", "bias"),
+        ([0.8944], [-0.4472]), tensors=True,
+    ),
+)  # fmt: skip
+
+ACTIVATIONS: dict[str, Activation] = {row.name: row for row in _ROWS}

@@ -1,0 +1,253 @@
+"""Builds fusedtrain/_C.so (CPU) and, where nvcc is found, fusedtrain/_C_cuda.so.
+
+The files use torch's stable ABI and no Python API: one build serves every torch from 2.10 and every
+CPython. A build.ninja is written and run by ninja; torch itself is never imported.
+
+Environment:
+    FUSEDTRAIN_CUDA      0: no CUDA file. 1: nvcc must be there. Unset: built where nvcc is found.
+    FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 80;90;100;120, the last with PTX).
+    FUSEDTRAIN_REQUIRE   "cpu", "cuda" or both: a file that cannot be built is an error.
+    MAX_JOBS             compilers at a time (default: ninja's choice).
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+TARGET = "-DTORCH_TARGET_VERSION=0x020A000000000000"  # torch 2.10
+# The two -fno flags let the compiler turn a branch into a select; results do not change.
+CXX_FLAGS = (
+    "-O3 -std=c++17 -fPIC -fvisibility=hidden -fno-math-errno -fno-trapping-math "
+    "-Wall -Wextra -Wno-unused-function"
+)
+ISA_FLAGS = {
+    "default": "",
+    "avx2": "-mavx2 -mfma -mf16c",
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c "
+    "-mprefer-vector-width=512 -Wno-maybe-uninitialized",
+}
+DEFAULT_ARCHS = "80;90;100;120"
+
+
+class CannotBuild(Exception):
+    """Why a file is not built."""
+
+
+def torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise CannotBuild("torch is not installed where fusedtrain is built")
+    return Path(spec.origin).parent
+
+
+def cxx() -> str:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if not compiler or not shutil.which(compiler.split()[0]):
+        raise CannotBuild("no C++ compiler found (set CXX, or install g++ 9 or clang++ 10 or newer)")
+    return compiler
+
+
+def ninja() -> str:
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None and spec.origin is not None:
+        import ninja as package
+
+        return str(Path(package.BIN_DIR) / "ninja")
+    found = shutil.which("ninja")
+    if not found:
+        raise CannotBuild("ninja is not installed where fusedtrain is built (pip install ninja)")
+    return found
+
+
+def nvcc() -> str:
+    if os.environ.get("FUSEDTRAIN_CUDA") == "0":
+        raise CannotBuild("built with FUSEDTRAIN_CUDA=0")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [str(Path(home) / "bin" / "nvcc")] if home else []
+    found = next((c for c in [*candidates, shutil.which("nvcc")] if c and Path(c).exists()), None)
+    if found is None:
+        raise CannotBuild("nvcc was not found (set CUDA_HOME, or put nvcc on PATH)")
+    return found
+
+
+def cuda_archs() -> list[str]:
+    asked = os.environ.get("FUSEDTRAIN_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    archs = [a.removesuffix("+PTX").replace(".", "") for a in re.split(r"[;, ]+", asked or "") if a]
+    return archs or DEFAULT_ARCHS.split(";")
+
+
+class Ninja:
+    """A build.ninja in the making: objects by rule, one shared library."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines = [
+            "rule cxx",
+            "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            "  command = $compiler -shared $in $flags -o $out",
+        ]
+
+    def compile(self, source: Path, compiler: str, flags: str) -> str:
+        out = self.folder / f"{source.relative_to(CSRC)}.o"
+        self._build("cxx", out, [str(source)], compiler, flags)
+        return str(out)
+
+    def link(self, out: Path, objects: list[str], compiler: str, flags: str) -> None:
+        self._build("link", out, objects, compiler, flags)
+
+    def _build(self, rule: str, out: Path, inputs: list[str], compiler: str, flags: str) -> None:
+        def path(p: object) -> str:
+            return str(p).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+        self.lines += [
+            f"build {path(out)}: {rule} {' '.join(map(path, inputs))}",
+            f"  compiler = {compiler}",
+            f"  flags = {flags}",
+        ]
+
+    def run(self, program: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        try:
+            subprocess.run([program, "-C", str(self.folder), *jobs], check=True)
+        except (subprocess.CalledProcessError, OSError) as error:
+            raise CannotBuild(f"the compiler failed ({error}); its messages are above") from error
+
+
+def torch_flags(torch: Path) -> tuple[str, str]:
+    """Flags to compile a binding, and to link a file of kernels."""
+    include = f"{TARGET} -isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
+    if sys.platform == "darwin":
+        return include, f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -undefined dynamic_lookup"
+    # libtorch.so pulls libtorch_cuda.so where torch has it, also when linked where it has not.
+    link = f"-L{torch}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10 -Wl,--exclude-libs,ALL"
+    return include, link
+
+
+def build_cpu(out: Path, work: Path) -> dict[str, object]:
+    torch, compiler, program = torch_folder(), cxx(), ninja()
+    include, link = torch_flags(torch)
+    n = Ninja(work / "cpu")
+    objects = [
+        n.compile(CSRC / "binding_cpu.cpp", compiler, f"{CXX_FLAGS} {include}"),
+        n.compile(CSRC / "cpu/dispatch.cpp", compiler, CXX_FLAGS),
+        n.compile(CSRC / "cpu/isa_default.cpp", compiler, CXX_FLAGS),
+    ]
+    if platform.machine() in ("x86_64", "AMD64"):
+        for isa in ("avx2", "avx512"):
+            source = CSRC / f"cpu/isa_{isa}.cpp"
+            objects.append(n.compile(source, compiler, f"{CXX_FLAGS} {ISA_FLAGS[isa]}"))
+    n.link(out, objects, compiler, link)
+    n.run(program)
+    return {"compiler": version_of(compiler), "torch": torch_version(torch)}
+
+
+def version_of(compiler: str) -> str:
+    run = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
+    return run.stdout.splitlines()[0] if run.stdout else compiler
+
+
+def torch_version(torch: Path) -> str:
+    match = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())
+    return match.group(1) if match else "unknown"
+
+
+def build_cuda(out: Path, work: Path) -> dict[str, object]:
+    compiler, program, torch, host = nvcc(), ninja(), torch_folder(), cxx()
+    sources = sorted((CSRC / "cuda").glob("*.cu"))
+    if not sources:
+        raise CannotBuild("this version has no CUDA kernels")
+    archs = cuda_archs()
+    codes = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
+    ptx = re.sub(r"\D", "", archs[-1])
+    codes.append(f"-gencode arch=compute_{ptx},code=compute_{ptx}")
+    flags = f"-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -lineinfo -ccbin {host.split()[0]}"
+    include, link = torch_flags(torch)
+    cuda = Path(compiler).resolve().parent.parent
+    n = Ninja(work / "cuda")
+    objects = [n.compile(s, compiler, f"{flags} {' '.join(codes)}") for s in sources]
+    binding = f"{CXX_FLAGS} -DUSE_CUDA {include} -isystem {cuda}/include"
+    objects.append(n.compile(CSRC / "binding_cuda.cpp", host, binding))
+    static = f"-L{cuda}/lib64 -L{cuda}/targets/x86_64-linux/lib -lcudart_static -lrt -ldl -lpthread"
+    n.link(out, objects, host, f"{link} {static}")
+    n.run(program)
+    return {"cuda_archs": archs, "nvcc": version_of(compiler).strip()}
+
+
+class BuildKernels(build_ext):
+    """build_ext that writes a build.ninja; in place for editable installs, else into the wheel."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        # No Python ABI in the name: the file has no Python API.
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def run(self) -> None:
+        required = set(filter(None, os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")))
+        if os.environ.get("FUSEDTRAIN_CUDA") == "1":
+            required.add("cuda")
+        package = ROOT / "fusedtrain" if self.inplace else Path(self.build_lib) / "fusedtrain"
+        package = package.resolve()
+        package.mkdir(parents=True, exist_ok=True)
+        # Not setuptools' own temporary folder: pip makes a new one each time, ninja keeps this one.
+        work = ROOT / "build" / "ninja"
+        record: dict[str, object] = {}
+        for name, file, build in (
+            ("cpu", "_C.so", build_cpu),
+            ("cuda", "_C_cuda.so", build_cuda),
+        ):
+            try:
+                record.update(build(package / file, work))
+            except CannotBuild as reason:
+                (package / file).unlink(missing_ok=True)
+                if name in required:
+                    raise SystemExit(f"fusedtrain: {file} is required: {reason}") from None
+                record[f"{name}_not_built"] = str(reason)
+                print(f"fusedtrain: {file} is not built: {reason}", file=sys.stderr)
+        if "cpu_not_built" in record:
+            print(
+                "fusedtrain: installed as pure Python; ops run in plain torch "
+                "(python -m fusedtrain info)",
+                file=sys.stderr,
+            )
+        (package / "_build_info.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    def get_outputs(self) -> list[str]:
+        package = Path(self.build_lib) / "fusedtrain"
+        names = ("_C.so", "_C_cuda.so", "_build_info.json")
+        return [str(package / name) for name in names if (package / name).exists()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for every Python 3 on one platform."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("fusedtrain._C", sources=[])],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
+)
