@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("the benchmarks need pytest-benchmark: pip install pytest-benchmark")
+        raise pytest.UsageError(
+            "the benchmarks need pytest-benchmark: pip install pytest-benchmark"
+        )
     config.addinivalue_line("python_files", "bench_*.py")
     device = config.getoption("--device", default="cpu")
     if device == "cuda" and not torch.cuda.is_available():

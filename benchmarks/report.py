@@ -1,6 +1,6 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
-    python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
+python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any
 RIVALS = ("eager", "compile")
 # Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
 LARGE = 2**20
+# A copy whose median is this many times its least ran on a busy machine. With both of two cores
+# taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
+BUSY = 2.0
 COLORS = {"fusedtrain": "#1b6ca8", "eager": "#c9c9c9", "compile": "#e8a33d"}
 
 
@@ -36,6 +39,7 @@ class Row:
     date: str
     threads: int
     ns: dict[str, float]
+    ns_min: dict[str, float]
     gb_per_s: dict[str, float]
     percent_of_copy: float
     percent_of_preallocated_copy: float
@@ -54,6 +58,11 @@ class Row:
         threads = f", {self.threads} threads" if self.device_type == "cpu" else ""
         backend = "" if self.backend == "default" else f", {self.backend} backend"
         return f"{self.device}{threads}{backend}, torch {self.torch}, {self.date[:10]}"
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the machine was too busy for this row to be quoted."""
+        return any(self.ns[name] > BUSY * self.ns_min[name] for name in ("copy", "fusedtrain"))
 
     def is_slower(self, tolerance: float, overhead_us: float) -> bool:
         """Slower than eager by more than ``tolerance``, and surely so.
@@ -113,7 +122,9 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
     if not console.is_terminal:
         console = Console(width=120)
     for (machine, dtype, numel), section in groupby(rows, key=_section):
-        table = Table(title=f"{dtype}, {size_text(numel)} elements ({machine})", title_justify="left")
+        table = Table(
+            title=f"{dtype}, {size_text(numel)} elements ({machine})", title_justify="left"
+        )
         table.add_column("op")
         table.add_column("pass")
         for name in ("time", "GB/s", "% copy", "% prealloc", "vs eager", "99 %", "vs compile"):
@@ -132,13 +143,14 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
                 _ratio_text(row, "eager"),
                 f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
                 _ratio_text(row, "compile"),
-                "SLOWER" if slower else "",
+                " ".join(["SLOWER"] * slower + ["noisy"] * row.is_noisy),
                 style="red" if slower else None,
             )
         console.print(table)
     console.print(
         "vs X: X's time / fusedtrain's, the median over rounds that time both; above 1 is faster. "
-        "% copy: of x.clone() of the same size; % prealloc: of out.copy_(x).",
+        "% copy: of x.clone() of the same size; % prealloc: of out.copy_(x). noisy: a median above "
+        f"{BUSY:g} times the least; not to be quoted.",
         style="dim",
     )
 
@@ -183,7 +195,8 @@ def summary(rows: Sequence[Row], tolerance: float, overhead_us: float) -> str:
     lines = []
     for machine, members in groupby(rows, key=lambda row: row.machine):
         of_machine = list(members)
-        lines.append(f"{machine}: {len(of_machine)} rows")
+        noisy = sum(row.is_noisy for row in of_machine)
+        lines.append(f"{machine}: {len(of_machine)} rows, {noisy} noisy")
         for rival in RIVALS:
             ratios = [r.ratio[rival] for r in of_machine if rival in r.ratio and r.numel >= LARGE]
             if ratios:
@@ -304,7 +317,9 @@ def _draw_bandwidths(axes: Any, rows: Sequence[Row]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks.report", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.report", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("results", nargs="+", type=Path, help="pytest-benchmark JSON files")
     parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
     parser.add_argument("--markdown", action="store_true", help="print the README's table only")

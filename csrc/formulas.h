@@ -37,8 +37,8 @@
   X(hardsigmoid, Hardsigmoid, 0, false)     \
   X(hardtanh, Hardtanh, 2, true)            \
   X(hardshrink, Hardshrink, 1, true)        \
-  X(softshrink, Softshrink, 1, true)        \
-  X(threshold, Threshold, 2, true)          \
+  X(softshrink, Softshrink, 1, false)       \
+  X(threshold, Threshold, 2, false)         \
   X(relu_squared, ReluSquared, 0, false)    \
   X(hard_mish, HardMish, 0, false)          \
   X(squareplus, Squareplus, 1, false)
@@ -362,12 +362,12 @@ struct Squareplus {
   }
   FT_METHOD T forward(T x) const {
     const T s = root(x), a = math::abs(x);
-    return x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * (s + a);
+    return x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * s + T(0.5) * a;
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, T(-1e18), T(1e18));
     const T s = root(x), a = math::abs(x);
-    const T y = x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * (s + a);
+    const T y = x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * s + T(0.5) * a;
     return g * (s > T(0) ? y / s : T(0.5));
   }
 };
@@ -387,7 +387,7 @@ template <class T>
 struct StarRelu {
   static FT_METHOD T forward(T x, T scale, T bias) {
     const T r = math::at_least(x, T(0));
-    return scale * (r * r) + bias;
+    return scale * r * r + bias;
   }
   static FT_METHOD T backward(T g, T x, T scale, T, T& scale_grad, T& bias_grad) {
     const T r = math::at_least(x, T(0));

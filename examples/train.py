@@ -15,12 +15,13 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from _checks import Check, compare_gradients, compare_runs
-from _data import Data, DataError, load_data
-from _models import build_model
-from _modes import (
+from _train.checks import Check, compare_gradients, compare_rounded_gradients, compare_runs
+from _train.data import Data, DataError, load_data
+from _train.models import build_model
+from _train.modes import (
     Batch,
     Mode,
     World,
@@ -31,9 +32,8 @@ from _modes import (
     step,
     step_with_peak,
 )
-from _options import DTYPES, parse
-from _report import Report, progress_bar
-from torch import Tensor
+from _train.options import DTYPES, parse
+from _train.report import Report, progress_bar
 from torch.utils.data import DataLoader, DistributedSampler
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     loader = _loader(args, data, world)
     steps = args.epochs * (len(loader) // args.accumulate)
     steps = min(steps, args.steps or steps)
-    report = Report(args, modes, steps, world.size)
+    report = Report(args, modes, world.size, WARM_UP)
     report.checks += _probe(args, modes, data, world)
     with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
         task = progress.add_task("training", total=steps, note="")
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
             losses = world.average(_turns(modes, batches, number, args.lr, steps))
             for mode, loss in zip(modes, losses, strict=True):
                 mode.losses.append(loss)
-            note = "  ".join(f"{m.name} {m.losses[-1]:.3f}" for m in modes)
+            note = "loss " + " | ".join(f"{loss:.3f}" for loss in losses)
             progress.update(task, advance=1, note=note)
             if not all(math.isfinite(loss) for loss in losses):
                 break
@@ -128,8 +128,15 @@ def _loader(args: argparse.Namespace, data: Data, world: World) -> DataLoader[Ba
     )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _to_device(args: argparse.Namespace, batch: Batch, world: World) -> Batch:
+    images, labels = (tensor.to(world.device, non_blocking=True) for tensor in batch)
+    if args.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    return images, labels
 
 
 def _batches(
@@ -140,11 +147,8 @@ def _batches(
         data.train.set_epoch(epoch)
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         gathered: list[Batch] = []
-        for images, labels in loader:
-            images, labels = images.to(world.device), labels.to(world.device)
-            if args.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            gathered.append((images, labels))
+        for batch in loader:
+            gathered.append(_to_device(args, batch, world))
             if len(gathered) == args.accumulate:
                 yield gathered
                 gathered = []
@@ -176,16 +180,19 @@ def _probe(
     args: argparse.Namespace, modes: Sequence[Mode], data: Data, world: World
 ) -> list[Check]:
     """Before training: what each mode saves for backward, and whether its gradients agree."""
-    images, labels = data.train.__getitems__(range(args.batch_size))
-    batch = (images.to(world.device), labels.to(world.device))
-    checks = []
+    batch = _to_device(args, data.train.__getitems__(range(args.batch_size)), world)
     by_name = {mode.name: mode for mode in modes}
+    checks = []
     for mode in modes:
         mode.saved_bytes = measure_saved_bytes(mode, batch)
-        if mode.fused and mode.reference:
-            for dtype in dict.fromkeys((None, mode.dtype)):
-                theirs = gradients(by_name[mode.reference], batch, dtype)
-                checks.append(compare_gradients(gradients(mode, batch, dtype), theirs, dtype))
+        if not mode.fused or mode.reference is None:
+            continue
+        eager = by_name[mode.reference]
+        exact = gradients(eager, batch, None)
+        checks.append(compare_gradients(gradients(mode, batch, None), exact))
+        if mode.dtype is not None:
+            ours, theirs = (gradients(m, batch, mode.dtype) for m in (mode, eager))
+            checks.append(compare_rounded_gradients(ours, theirs, exact))
     return checks
 
 

@@ -118,6 +118,16 @@ def autocasts(input: Tensor, device_type: str = "") -> bool:
     )
 
 
+def _check_inference(input: Tensor) -> None:
+    """torch raises this too, but only after it has written."""
+    inference = not torch.compiler.is_compiling() and input.is_inference()
+    if inference and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can make "
+            "a clone to get a normal tensor before doing inplace update."
+        )
+
+
 class Kernel:
     """An activation with float parameters, ready to be called: ``kernel(input, inplace, *p)``."""
 
@@ -144,23 +154,23 @@ class Kernel:
     def _plain(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
         if not inplace:
             return self._reference(input, *parameters)
+        _check_inference(input)
         # A clone, since what the reference saves must survive the copy.
         return input.copy_(self._reference(input.clone(), *parameters))
 
     def _run_inplace(self, input: Tensor, *parameters: float) -> Tensor:
+        _check_inference(input)
         if torch.is_grad_enabled():
             if input.requires_grad and input.is_leaf:
                 raise RuntimeError(
                     "a leaf Variable that requires grad is being used in an in-place operation."
                 )
-            if input._is_view() or input.is_inference():
+            if input._is_view():
                 # copy_ knows what autograd allows for views, and says so.
                 return input.copy_(self(input.clone(), False, *parameters))
             if input.requires_grad:
                 result: Tensor = self._function_inplace.apply(input, *parameters)
                 return result
-        elif input.is_inference() and not torch.is_inference_mode_enabled():
-            return self._plain(input, True, *parameters)
         self._inplace(input, *parameters)
         if not input.is_inference():
             increment_version(input)
@@ -234,7 +244,7 @@ class ChannelKernel:
             takes(tensor)
             and tensor.dtype == input.dtype
             and tensor.device == input.device
-            and tensor.dim() <= 1
+            and tensor.dim() <= min(input.dim(), 1)  # broadcasting would add a dimension
             and (tensor.numel() == 1 or (input.dim() > 1 and tensor.numel() == input.size(1)))
         )
 

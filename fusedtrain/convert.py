@@ -17,6 +17,8 @@ from torch.nn.utils import parametrize
 from . import nn as fused_nn
 from ._conversion_report import ConversionReport, Converted, Left, shown
 
+__all__ = ["ConversionReport", "convert", "revert"]
+
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
 _TIMM_ACTIVATIONS = "timm.layers.activations"
 _RECORD = "_fusedtrain_convert"  # key in the __dict__ of a converted module
@@ -26,7 +28,7 @@ _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 _NOT_POINTWISE = {"GLU", "LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
 
 # timm class -> fused class and the attributes to set: by name, since timm need not be installed.
-# timm's Mish, "Me" and "Jit" classes accept inplace and ignore it; the fused ones would heed it.
+# Many of timm's classes accept inplace and ignore it; the fused ones would heed it.
 _OUT_OF_PLACE: Mapping[str, Any] = {"inplace": False}
 _TIMM: dict[str, tuple[str, Mapping[str, Any]]] = {
     f"{_TIMM_ACTIVATIONS}:Swish": ("SiLU", {}),
@@ -39,8 +41,8 @@ _TIMM: dict[str, tuple[str, Mapping[str, Any]]] = {
     f"{_TIMM_ACTIVATIONS}:PReLU": ("PReLU", {}),
     f"{_TIMM_ACTIVATIONS}:GELU": ("GELU", {"approximate": "none"}),
     f"{_TIMM_ACTIVATIONS}:GELUTanh": ("GELU", {"approximate": "tanh"}),
-    f"{_TIMM_ACTIVATIONS}:QuickGELU": ("QuickGELU", {}),
-    "timm.models.metaformer:StarReLU": ("StarReLU", _OUT_OF_PLACE),
+    f"{_TIMM_ACTIVATIONS}:QuickGELU": ("QuickGELU", _OUT_OF_PLACE),
+    "timm.models.metaformer:StarReLU": ("StarReLU", {}),
     "timm.models.metaformer:SquaredReLU": ("ReLUSquared", _OUT_OF_PLACE),
 }
 for _name in ("Swish", "Mish", "HardSigmoid", "HardSwish", "HardMish"):
@@ -48,7 +50,7 @@ for _name in ("Swish", "Mish", "HardSigmoid", "HardSwish", "HardMish"):
     _TIMM[f"{_TIMM_ACTIVATIONS}_me:{_name}Me"] = (_target, _OUT_OF_PLACE)
     _TIMM[f"{_TIMM_ACTIVATIONS}_jit:{_name}Jit"] = (_target, _OUT_OF_PLACE)  # older timm
 
-# torch.nn class -> fused class, read off the subclass relation: a new activation needs no line here.
+# torch.nn class -> fused class, read off the subclass relation: a new one needs no line here.
 _TORCH: dict[type, type] = {
     base: fused
     for fused in vars(fused_nn).values()
@@ -88,8 +90,8 @@ def convert(model: torch.nn.Module, *, exclude: Iterable[type | str] = ()) -> Co
     modules and stay. In a module from `torch.compile` the wrapped model is converted, and compiles
     anew at its next call. Converting again changes nothing; :func:`revert` undoes it.
 
-    `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance): these
-    stay as they are, with all that is in them.
+    `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
+    these stay as they are, with all that is in them.
 
     Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module or `exclude`
     lists something else than names and types, ValueError if no module has such a name; nothing is

@@ -345,9 +345,12 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
         return _reference.threshold(input, threshold, value)
     if _has(input):
         return _handle(
-            threshold, (input,), input, threshold=threshold, value=value, inplace=inplace
+            _public_threshold, (input,), input, threshold=threshold, value=value, inplace=inplace
         )
     return _threshold(input, inplace, threshold, value)
+
+
+_public_threshold = threshold  # the argument of the same name hides it
 
 
 def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
@@ -403,7 +406,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         return _gelu(input, False)
     if approximate == "tanh":
         return _gelu_tanh(input, False)
-    raise RuntimeError(f"approximate argument must be either none or tanh, not {approximate!r}.")
+    raise RuntimeError("approximate argument must be either none or tanh.")
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:

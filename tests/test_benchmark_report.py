@@ -63,7 +63,7 @@ STEADY = [1e6] * 9
 
 
 def times(factor: float) -> list[float]:
-    return [factor * t for t in STEADY]
+    return [factor * ns for ns in STEADY]
 
 
 def test_table(results: Callable[..., Path], report: ModuleType, capsys: Any) -> None:
@@ -74,13 +74,15 @@ def test_table(results: Callable[..., Path], report: ModuleType, capsys: Any) ->
     )
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert "float32, 2^20 elements" in text and torch.__version__ in text
+    assert "float32, 2^20 elements" in text
+    assert torch.__version__ in text
     (line,) = (x for x in text.splitlines() if "mish" in x and "forward " in x)
     # 2 tensors of 4 MiB in 1 ms; the copy moves the same bytes in the same time.
     assert [cell.strip() for cell in line.split("│")[1:-1]] == [
         *("mish", "forward", "1 ms", "8.4", "100", "50", "3.00x", "3.00-3.00", "1.25x", "")
     ]
-    assert "1 ms" in text and "21.0" in text  # 5 tensors forward+backward
+    assert "1 ms" in text
+    assert "21.0" in text
     assert "Slower than eager beyond noise (> 5%): 0 rows" in text
     assert "3.46x (geometric mean of 2)" in text
     assert "+0.0 us per call (silu" in text
@@ -97,7 +99,9 @@ def test_markdown(results: Callable[..., Path], report: ModuleType, capsys: Any)
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 4
-    assert table[0].startswith("| op | forward GB/s (% of copy) | forward vs eager | forward vs com")
+    assert table[0].startswith(
+        "| op | forward GB/s (% of copy) | forward vs eager | forward vs com"
+    )
     assert table[2] == "| mish | 8.4 (100 %) | 3.00x | 1.25x | 21.0 (250 %) | 4.00x |  |"
     assert table[3] == "| silu | 8.4 (100 %) | 1.00x |  |  |  |  |"
     assert {line.count("|") for line in table} == {8}
@@ -113,7 +117,8 @@ def test_chart(results: Callable[..., Path], report: ModuleType, tmp_path: Path)
     other = results(("silu", "forward", 2**10, STEADY, {"eager": times(1)}), name="other.json")
     png = tmp_path / "charts" / "bars.png"
     assert report.main([str(one), str(other), "--png", str(png)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 10_000
 
 
 def test_no_rows(results: Callable[..., Path], report: ModuleType) -> None:
@@ -123,12 +128,12 @@ def test_no_rows(results: Callable[..., Path], report: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("numel", "ours", "slower"),
     [
-        pytest.param(N, times(1.2), True, id="surely slower"),
-        pytest.param(N, times(1.04), False, id="within 5 percent"),
-        pytest.param(N, [0.9e6, *times(1.2)[1:]], True, id="one outlier"),
-        pytest.param(N, [0.9e6] * 4 + [1.3e6] * 5, False, id="noise"),
-        pytest.param(2**10, [4e3] * 9, False, id="small, 4 us more"),
-        pytest.param(2**10, [8e3] * 9, True, id="small, 7 us more"),
+        pytest.param(N, [1.2e6] * 20, True, id="surely slower"),
+        pytest.param(N, [1.04e6] * 20, False, id="within 5 percent"),
+        pytest.param(N, [0.9e6] + [1.2e6] * 19, True, id="one outlier"),
+        pytest.param(N, [0.9e6] * 8 + [1.3e6] * 12, False, id="noise"),
+        pytest.param(2**10, [4e3] * 20, False, id="small, 3 us more"),
+        pytest.param(2**10, [8e3] * 20, True, id="small, 7 us more"),
     ],
 )
 def test_slower_rows_are_flagged(
@@ -139,8 +144,6 @@ def test_slower_rows_are_flagged(
     ours: list[float],
     slower: bool,
 ) -> None:
-    # 20 rounds, so that an interval leaves out the one outlier.
-    ours = (ours * 3)[:20] if len(set(ours)) == 1 or ours.count(0.9e6) > 1 else ours + [1.2e6] * 11
     eager = [1e6 if numel == N else 1e3] * 20
     path = results(("relu", "forward", numel, ours, {"eager": eager}))
     assert report.main([str(path), "--fail-slower"]) == int(slower)
@@ -148,6 +151,21 @@ def test_slower_rows_are_flagged(
     assert ("SLOWER" in text) == slower
     assert ("  relu forward float32" in text) == slower
     assert report.main([str(path)]) == 0
+
+
+def test_rows_of_a_busy_machine_are_marked(
+    results: Callable[..., Path], report: ModuleType, capsys: Any
+) -> None:
+    busy = [1e6] + [3e6] * 8
+    path = results(
+        ("relu", "forward", N, busy, {"eager": busy}),
+        ("silu", "forward", N, STEADY, {"eager": STEADY}),
+    )
+    assert report.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "2 rows, 1 noisy" in text
+    (line,) = (x for x in text.splitlines() if "│ relu" in x)
+    assert "noisy" in line
 
 
 def test_interleave_takes_turns(measure: ModuleType) -> None:
@@ -173,9 +191,7 @@ def test_median_interval(measure: ModuleType) -> None:
 
 
 def _op(function: Callable[[torch.Tensor], torch.Tensor]) -> SimpleNamespace:
-    return SimpleNamespace(
-        name="mish", example=(), forward=F.mish, function=function, eager=F.mish
-    )
+    return SimpleNamespace(name="mish", function=function, eager=F.mish)
 
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -197,7 +213,7 @@ def test_gate_accepts_a_right_op(measure: ModuleType, dtype: torch.dtype) -> Non
         pytest.param(lambda x: F.mish(x).detach() + x - x.detach(), "wrong", id="gradient of one"),
         pytest.param(lambda x: F.mish(x.detach()), "does not require", id="no gradient"),
         pytest.param(lambda x: torch.full_like(x, torch.nan) * x, "wrong forward", id="nan"),
-        pytest.param(lambda x: F.mish(x).float().double().add(0), "returned", id="dtype"),
+        pytest.param(lambda x: F.mish(x)[:-1], "returned", id="shape"),
     ],
 )
 def test_gate_refuses_a_wrong_op(
@@ -206,8 +222,6 @@ def test_gate_refuses_a_wrong_op(
     message: str,
     dtype: torch.dtype,
 ) -> None:
-    if message == "returned" and dtype == torch.float64:
-        pytest.skip("that op returns float64")
     with pytest.raises(AssertionError, match=message):
         measure.check(_op(function), dtype, "cpu")
 
@@ -224,7 +238,9 @@ def _run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[int, str,
     done = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120, check=False
     )
-    found = json.loads(path.read_text()) if path.exists() else {"benchmarks": []}
+    found: dict[str, Any] = {"benchmarks": []}
+    if path.exists():
+        found = json.loads(path.read_text())
     return done.returncode, done.stdout + done.stderr, found
 
 
@@ -238,12 +254,18 @@ def test_smoke_run(tmp_path: Path, report: ModuleType, capsys: Any) -> None:
         assert row["bytes"] == {"forward": 2, "forward+backward": 5}[row["pass"]] * 4 * 2**16
         assert row["ns"].keys() == {"fusedtrain", "eager", "copy", "copy_fresh"}
         assert all(time > 0 for time in row["ns"].values())
-        assert row["gb_per_s"]["fusedtrain"] == pytest.approx(row["bytes"] / row["ns"]["fusedtrain"])
-        assert row["percent_of_copy"] > 0 and row["percent_of_preallocated_copy"] > 0
+        assert row["gb_per_s"]["fusedtrain"] == pytest.approx(
+            row["bytes"] / row["ns"]["fusedtrain"]
+        )
+        assert row["percent_of_copy"] > 0
+        assert row["percent_of_preallocated_copy"] > 0
         low, high = row["ratio_interval"]["eager"]
         assert low <= row["ratio"]["eager"] <= high
-        assert row["torch"] == torch.__version__ and row["threads"] >= 1
-        assert row["device"] and row["device_type"] == "cpu" and row["date"][:2] == "20"
+        assert row["torch"] == torch.__version__
+        assert row["threads"] >= 1
+        assert row["device"]
+        assert row["device_type"] == "cpu"
+        assert row["date"][:2] == "20"
         assert entry["stats"]["median"] == pytest.approx(row["ns"]["fusedtrain"] * 1e-9)
     assert "node" not in found["machine_info"]
     assert report.main([str(tmp_path / "quick.json")]) == 0
@@ -257,8 +279,7 @@ from fusedtrain.reference import ACTIVATIONS
 
 right = ACTIVATIONS["mish"]
 ACTIVATIONS["mish"] = types.SimpleNamespace(
-    name="mish", example=right.example, forward=right.forward, eager=right.eager,
-    function=lambda x: F.silu(x),
+    name="mish", eager=right.eager, function=lambda x: F.silu(x)
 )
 """
 

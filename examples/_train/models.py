@@ -60,7 +60,7 @@ def build_model(name: str, classes: int, width: int = 64) -> nn.Module:
 def _resnet(name: str, classes: int, width: int) -> nn.Module:
     resnet = import_torchvision().models.resnet
 
-    class CifarResNet(resnet.ResNet):  # type: ignore[misc, name-defined]
+    class CifarResNet(resnet.ResNet):  # type: ignore[name-defined]
         def _make_layer(self, block: Any, planes: int, *args: Any, **kwargs: Any) -> nn.Module:
             if planes == 64:
                 self.inplanes = width  # the first layer follows the stem

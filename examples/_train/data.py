@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _models import import_torchvision
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from _train.models import import_torchvision
 
 # Where Debian's package dataset-fashion-mnist installs.
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -27,14 +28,12 @@ class DataError(Exception):
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """Images (N, C, H, W), uint8, handed out in normalised float batches of 3 channels."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, *, augment: bool = False, seed: int = 0):
+    def __init__(self, pixels: Tensor, labels: Tensor):
         self.pixels = pixels
         self.labels = labels
-        self.augment = augment
-        self.seed = seed
+        self.seed: int | None = None  # of augmentation
         self.mean = torch.zeros(3, 1, 1)
         self.std = torch.ones(3, 1, 1)
-        self.set_epoch(0)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -43,9 +42,14 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         """Use only the first ``count`` images."""
         self.pixels, self.labels = self.pixels[:count], self.labels[:count]
 
+    def augment_from(self, seed: int) -> None:
+        """Crop and flip from now on."""
+        self.seed = seed
+        self.set_epoch(0)
+
     def set_epoch(self, epoch: int) -> None:
         """Draw the crops and flips of all images: batch size and workers cannot change them."""
-        if self.augment:
+        if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed * 100_003 + epoch)
             self.shift = torch.rand(len(self), 2, generator=generator)
             self.flip = torch.rand(len(self), generator=generator) < 0.5
@@ -70,7 +74,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.as_tensor(indices)
         images = self.load(chosen)
-        if self.augment:
+        if self.seed is not None:
             images = _crop_and_flip(images, self.shift[chosen], self.flip[chosen])
         images = images.float().div_(255).expand(-1, 3, -1, -1)
         return (images - self.mean) / self.std, self.labels[chosen]
@@ -93,7 +97,9 @@ class ImageFiles(Images):
                 with Image.open(self.files[index]) as image:
                     resized = image.convert("RGB").resize((self.size, self.size))
             except OSError as error:
-                raise DataError(f"{self.files[index]} cannot be read as an image: {error}") from error
+                raise DataError(
+                    f"{self.files[index]} cannot be read as an image: {error}"
+                ) from error
             batch.append(torch.from_numpy(np.array(resized)))
         return torch.stack(batch).permute(0, 3, 1, 2)
 
@@ -132,8 +138,8 @@ def load_data(name: str, root: Path, seed: int, image_size: int = 32) -> Data:
         train, test = _folder(Path(name.removeprefix("folder:")), image_size)
     else:
         raise DataError(f"unknown data set {name!r}")
-    train.augment = name in ("fashion-mnist", "cifar10")
-    train.seed = seed
+    if name in ("fashion-mnist", "cifar10"):
+        train.augment_from(seed)
     train.normalise()
     test.normalise(like=train)
     return Data(name, train, test, int(train.labels.max()) + 1)
@@ -203,7 +209,9 @@ def _cifar10(root: Path) -> tuple[Images, Images]:
             "cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html into a "
             "folder and name it with --data-root"
         ) from error
-    pairs = [(torch.from_numpy(s.data).permute(0, 3, 1, 2), torch.tensor(s.targets)) for s in splits]
+    pairs = [
+        (torch.from_numpy(s.data).permute(0, 3, 1, 2), torch.tensor(s.targets)) for s in splits
+    ]
     return Images(*pairs[0]), Images(*pairs[1])
 
 

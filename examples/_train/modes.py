@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from _data import Images
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedtrain
+from _train.data import Images
 
 Batch = tuple[Tensor, Tensor]
 

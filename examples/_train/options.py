@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _models import MODELS
+
+from _train.models import MODELS
 
 DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,7 +37,8 @@ def positive_float(text: str) -> float:
 
 
 def data_name(text: str) -> str:
-    if text in ("digits", "fashion-mnist", "cifar10") or text.removeprefix("folder:") != text:
+    is_folder = text.startswith("folder:") and text != "folder:"
+    if is_folder or text in ("digits", "fashion-mnist", "cifar10"):
         return text
     raise argparse.ArgumentTypeError(
         f"must be digits, fashion-mnist, cifar10 or folder:PATH, not {text!r}"
@@ -56,8 +58,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Train on real images with stock PyTorch and with fusedtrain, and compare.",
     )  # fmt: skip
     add = parser.add_argument
-    add("--data", type=data_name, default="digits",
-        help="digits (embedded), fashion-mnist, cifar10 or folder:PATH")
+    add(
+        "--data",
+        type=data_name,
+        default="digits",
+        help="digits (embedded), fashion-mnist, cifar10 or folder:PATH",
+    )
     add("--data-root", type=Path, default=Path("data"), help="where data sets lie or are put")
     add("--model", choices=MODELS, default="resnet18", help="network")
     add("--width", type=model_width, default=64, help="channels of the stem; 64 is full size")
@@ -67,18 +73,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--accumulate", type=positive, default=1, help="micro-batches per optimizer step")
     add("--lr", type=positive_float, default=0.05, help="peak learning rate of SGD")
     add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
-    add("--amp", choices=("auto", *DTYPES), default="auto",
-        help="auto: fp16 with GradScaler on CUDA, bf16 on the CPU")
+    add(
+        "--amp",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="auto: fp16 with GradScaler on CUDA, bf16 on the CPU",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     add("--workers", type=not_negative, default=0, help="data loader processes")
     add("--threads", type=positive, help="CPU threads (torch's choice if not given)")
-    add("--cudnn-benchmark", action="store_true",
-        help="let cuDNN time its algorithms (gives up run-to-run equality)")
+    add(
+        "--cudnn-benchmark",
+        action="store_true",
+        help="let cuDNN time its algorithms (gives up run-to-run equality)",
+    )
     add("--channels-last", action="store_true", help="NHWC memory format")
     add("--compile", action="store_true", help="torch.compile every mode")
     add("--test-images", type=positive, help="use only this many images of the test split")
-    add("--tolerance", type=positive_float,
-        help="limit for the relative difference of the first losses (measured default by dtype)")
+    add(
+        "--tolerance",
+        type=positive_float,
+        help="limit for the relative difference of the first losses (measured default by dtype)",
+    )
     add("--output", type=Path, default=Path("runs/train"), help="for results.json and train.png")
     add("--no-progress", action="store_true", help="no progress bar")
     args = parser.parse_args(argv)  # fmt: skip

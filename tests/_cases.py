@@ -1,0 +1,76 @@
+"""What the activation tests share: the ugly shapes, the tolerances, the comparison."""
+
+from __future__ import annotations
+
+import torch
+from fusedtrain.reference import ACTIVATIONS, Activation
+from torch import Tensor
+
+NAMES = list(ACTIVATIONS)
+POINTWISE = [name for name, row in ACTIVATIONS.items() if not row.tensors]
+INPLACE = [
+    "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "mish", "quick_gelu",
+    "hardswish", "hardsigmoid", "hardtanh", "threshold", "relu_squared", "hard_mish",
+]  # fmt: skip
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+# Error relative to max(|expected|, 1), in units of the dtype's eps. 16-bit: one rounding of the
+# output (0.5), doubled where backward starts from the rounded output, whose error the slope passes
+# on. float64 is compared with eager torch, which itself is off by 40 eps in gelu_tanh's slope.
+TOLERANCE = {torch.float32: 8.0, torch.float64: 64.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+
+def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of every ugly kind, values within the range where activations bend."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+    image = random(2, 5, 4, 3)
+    return {
+        "empty": random(0),
+        "empty channels": random(2, 0, 3),
+        "0-dim": random(),
+        "1": random(1),
+        "15": random(15),
+        "17": random(17),
+        "1023": random(1023),
+        "4097": random(4097),
+        "2-d": random(7, 9),
+        "contiguous": image,
+        "channels_last": image.contiguous(memory_format=torch.channels_last),
+        "channels_last_3d": random(2, 3, 2, 4, 5).contiguous(memory_format=torch.channels_last_3d),
+        "transposed": random(6, 11).t(),
+        "permuted": random(3, 4, 5, 6).permute(2, 0, 3, 1),
+        "sliced": random(9, 14)[1:7, 2:11:2],
+        "offset": random(1030)[3:],
+        "expanded": random(5, 1).expand(5, 6),
+        "size-1 dims": random(1, 6, 1, 4),
+        "many dims": random(2, 1, 3, 2, 1, 2, 2),
+        "channels of 1": random(4, 1, 5),
+        "wide": random(3, 2500),
+    }
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest error relative to max(|expected|, 1), in eps of the actual dtype; inf for a nan."""
+    if actual.numel() == 0:
+        return 0.0
+    expected = expected.double()
+    difference = (actual.double() - expected).abs() / expected.abs().clamp_min(1)
+    worst = difference.max().item() / torch.finfo(actual.dtype).eps
+    return worst if worst == worst else float("inf")
+
+
+def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    """Shape, and error within TOLERANCE of the dtype (times `scale`)."""
+    assert actual.shape == expected.shape
+    worst = error(actual, expected)
+    limit = scale * TOLERANCE[actual.dtype]
+    assert worst <= limit, f"error of {worst:.2f} eps, allowed {limit}"
+
+
+def backward_scale(row: Activation) -> float:
+    """How much of the tolerance backward needs: 2 where it starts from a rounded output."""
+    return 2.0 if row.saves == "output" or row.tensors else 1.5

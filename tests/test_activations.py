@@ -1,0 +1,360 @@
+"""Activations: numbers against float64, layouts, special values, in-place use, saved tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _cases import DTYPES, INPLACE, NAMES, POINTWISE, assert_close, backward_scale, error, layouts
+from fusedtrain.reference import ACTIVATIONS
+from torch import Tensor, nn
+
+import fusedtrain
+import fusedtrain.functional as F
+import fusedtrain.nn as fnn
+
+
+def expected(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and gradient of eager torch in float64."""
+    row = ACTIVATIONS[name]
+    wide = x.detach().double().requires_grad_()
+    y = row.eager(wide)
+    (g,) = torch.autograd.grad(y, wide, grad.double())
+    return y.detach(), g
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_in_every_layout(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    for kind, x in layouts(dtype).items():
+        if name == "star_relu" and kind == "0-dim":
+            continue  # broadcasts with its parameters to one dimension, as in eager torch
+        x = x.detach().requires_grad_()
+        y = row.function(x)
+        grad = torch.randn_like(y)
+        (g,) = torch.autograd.grad(y, x, grad)
+        want_y, want_g = expected(name, x, grad)
+        assert y.dtype == dtype, kind
+        assert g.dtype == dtype, kind
+        assert y.stride() == torch.empty_like(x).stride(), kind
+        assert_close(y.detach(), want_y)
+        if name == "hardsigmoid" and dtype == torch.float64:
+            # torch's own float64 gradient is 1/6 rounded to float32.
+            want_g = torch.where(want_g == 0, 0.0, grad.double() / 6)
+        assert_close(g, want_g, backward_scale(row))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_with_other_strides(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(4, 6, 5, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    base = torch.randn(4, 6, 5, 3)
+    for grad in (base, base[:, :1].expand(4, 6, 5, 3), base.flip(0).permute(0, 1, 2, 3)):
+        (g,) = torch.autograd.grad(row.function(x), x, grad)
+        assert_close(g, expected(name, x, grad)[1], backward_scale(row))
+        assert g.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_16_bit_number(name: str, dtype: torch.dtype) -> None:
+    """All 65536 bit patterns, forward and backward: the kinks are where torch has them."""
+    row = ACTIVATIONS[name]
+    x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
+    x = x[torch.isfinite(x)].clone().requires_grad_()
+    y = row.function(x)
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    want_y, want_g = expected(name, x, torch.ones_like(y))
+    limit = torch.finfo(dtype).max  # squares overflow
+    finite = (want_y.abs() <= limit) & (want_g.abs() <= limit)
+    assert_close(y.detach()[finite], want_y[finite])
+    assert_close(g[finite], want_g[finite], backward_scale(row))
+    if name in ("relu", "relu6", "hardtanh", "hardshrink", "softshrink", "threshold"):
+        assert torch.equal(g.double(), want_g)
+    if name == "hardsigmoid":
+        assert torch.equal(g == 0, want_g == 0)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_bounds_that_the_dtype_cannot_hold(dtype: torch.dtype, value: float) -> None:
+    """A clipped output equals the bound as stored: it must count as clipped in backward."""
+    x = torch.linspace(-3, 3, 4001).to(dtype).requires_grad_()
+    for function, torch_function in (
+        (lambda t: F.hardtanh(t, -value, value), lambda t: nn.functional.hardtanh(t, -value, value)),
+        (lambda t: F.hardshrink(t, value), lambda t: nn.functional.hardshrink(t, value)),
+    ):
+        y, z = function(x), torch_function(x)
+        assert torch.equal(y, z)
+        ours, theirs = (torch.autograd.grad(o, x, torch.ones_like(o))[0] for o in (y, z))
+        assert torch.equal(ours, theirs)
+    # torch's backward of these two rounds the bound and its forward does not; ours agree.
+    y = F.threshold(x, value, 9.0)
+    assert torch.equal(y, nn.functional.threshold(x, value, 9.0))
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(g == 1, y == x)
+    y = F.softshrink(x, value)
+    assert torch.equal(y, nn.functional.softshrink(x, value))
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(g == 1, x.float().abs() > value)
+
+
+@pytest.mark.parametrize("name", ["hardsigmoid", "relu6", "hardtanh", "hardshrink", "softshrink"])
+def test_float32_next_to_the_kinks(name: str) -> None:
+    points = torch.tensor([-3.0, 3.0, 0.0, 6.0, 1.0, -1.0, 0.5, -0.5])
+    steps = points.view(torch.int32)[:, None] + torch.arange(-64, 65)
+    x = steps.flatten().to(torch.int32).view(torch.float32).clone()
+    x = x[torch.isfinite(x)].requires_grad_()
+    row = ACTIVATIONS[name]
+    (g,) = torch.autograd.grad(row.function(x), x, torch.ones_like(x))
+    (want,) = torch.autograd.grad(row.eager(x), x, torch.ones_like(x))
+    assert torch.equal(g == 0, want == 0)
+
+
+# Where torch returns nan at an infinity and the function has a limit, we return the limit.
+LIMITS = {
+    "silu": (0.0, None), "mish": (0.0, None), "gelu": (0.0, float("inf")),
+    "gelu_tanh": (0.0, None), "quick_gelu": (0.0, None), "hardswish": (0.0, None),
+    "hard_mish": (0.0, None), "softsign": (-1.0, 1.0), "squareplus": (0.0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    tiny = torch.finfo(dtype).smallest_normal
+    values = [float("-inf"), float("inf"), float("nan"), -0.0, 0.0, tiny, -tiny, tiny / 4, -tiny / 4]
+    # 17 copies: through the vector body and through the tail
+    x = torch.tensor(values * 17, dtype=dtype, requires_grad=True)
+    y = row.function(x)
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    y = y.detach()
+    want = row.eager(x.detach())
+    low, high = LIMITS.get(name, (None, None))
+    for i, bound in ((0, low), (1, high)):
+        if bound is not None:
+            want[i :: len(values)] = bound
+    assert torch.equal(torch.isnan(y), torch.isnan(want))
+    kept = ~torch.isnan(want)
+    torch.testing.assert_close(
+        y[kept],
+        want[kept],
+        rtol=4e-2 if dtype.itemsize == 2 else 1e-5,
+        atol=tiny if dtype == torch.bfloat16 else tiny / 256,  # torch's bfloat16 gelu flushes
+    )
+    if name != "softshrink":  # torch's vector body and its tail disagree on the sign of zero
+        zeros = (y == 0) & (want == 0) & (x.detach() == 0)
+        assert torch.equal(torch.signbit(y[zeros]), torch.signbit(want[zeros]))
+    at_infinity = g[:2]
+    assert not torch.isnan(at_infinity).any() or name in ("relu_squared", "star_relu")
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_result_does_not_depend_on_position(name: str) -> None:
+    """Vector body, tail, thread boundaries and offsets give the same bits."""
+    row = ACTIVATIONS[name]
+    x = torch.randn(100_003)
+    whole = row.function(x)
+    for start, stop in ((1, 64), (3, 20), (65_530, 65_570), (7, 100_003), (99_999, 100_003)):
+        assert torch.equal(row.function(x[start:stop]), whole[start:stop])
+        assert torch.equal(row.function(x[start:stop].clone()), whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    function = getattr(F, name)
+    for kind, base in layouts(dtype).items():
+        if kind == "expanded":
+            continue
+        want = row.function(base)
+        x = base.clone() if kind != "sliced" else base
+        version = x._version
+        y = function(x, *row.arguments, inplace=True)
+        assert y is x, kind
+        assert x._version > version, kind
+        assert torch.equal(x, want), kind
+        # The same under autograd, on the output of another op.
+        leaf = layouts(dtype)[kind].clone().requires_grad_()
+        inner = leaf * 1
+        out = function(inner, *row.arguments, inplace=True)
+        assert out is inner
+        out.sum().backward()
+        outside = leaf.detach().clone().requires_grad_()
+        row.function(outside).sum().backward()
+        assert torch.equal(leaf.grad, outside.grad), kind
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace_on_a_view_reaches_the_base(name: str) -> None:
+    row = ACTIVATIONS[name]
+    results = []
+    for function in (getattr(F, name), None):
+        leaf = torch.linspace(-4, 4, 24).reshape(4, 6).requires_grad_()
+        base = leaf * 1
+        view = base[1:3]
+        if function is not None:
+            function(view, *row.arguments, inplace=True)
+        else:
+            view.copy_(row.eager(view.clone()))
+        base.square().sum().backward()
+        results.append((base.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_inplace_invalidates_what_others_saved() -> None:
+    x = torch.randn(8, requires_grad=True)
+    a = x * 1
+    b = a.exp() + a.square()  # square saves its input
+    F.mish(a, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        b.sum().backward()
+    with torch.no_grad():
+        a = torch.randn(8)
+    b = (x * a).sum()
+    with torch.no_grad():
+        F.mish(a, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        b.backward()
+
+
+def saved_bytes(function: object, x: Tensor) -> int:
+    """Bytes of the distinct storages that a call keeps for backward."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = function(x)  # type: ignore[operator]
+    del y
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saves_one_tensor(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(64, 64, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = row.function(x)
+    big = [t for t in seen if t.numel() > 1]
+    assert len(big) == 1
+    kept = y if row.saves == "output" else x
+    assert big[0].data_ptr() == kept.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LeakyReLU(), nn.ELU(), nn.CELU(), nn.SELU(), nn.ReLU6(), nn.Hardtanh(), nn.Hardsigmoid(),
+     nn.Softplus(), nn.LogSigmoid(), nn.Softsign(), nn.Hardshrink(), nn.Softshrink()],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), layer,
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+    )  # fmt: skip
+    x = torch.randn(4, 8, 32, 32, requires_grad=True)
+    unit = x.untyped_storage().nbytes()
+    eager = saved_bytes(model, x)
+    fusedtrain.convert(model)
+    fused = saved_bytes(model, x)
+    fusedtrain.revert(model)
+    assert eager / unit > 3.9  # LogSigmoid and Softsign keep a fifth
+    assert fused / unit < 3.1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["prelu", "star_relu"])
+def test_parameter_gradients(name: str, threads: int) -> None:
+    """Against float64, and the same bits for any number of threads."""
+    row = ACTIVATIONS[name]
+    before = torch.get_num_threads()
+    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1)]
+    for shape in shapes:
+        channels = shape[1] if len(shape) > 1 and name == "prelu" else 1
+        for contiguous in (True, False):
+            x = torch.randn(shape)
+            if not contiguous and x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+            tensors = [torch.randn(channels) for _ in row.parameters]
+            grad = torch.randn(shape)
+            found = []
+            for n in (1, threads):
+                torch.set_num_threads(n)
+                leaves = [t.clone().requires_grad_() for t in (x, *tensors)]
+                y = getattr(F, name)(*leaves)
+                found.append(torch.autograd.grad(y, leaves, grad))
+            torch.set_num_threads(before)
+            wide = [t.double().requires_grad_() for t in (x, *tensors)]
+            want = torch.autograd.grad(row.forward(*wide), wide, grad.double())
+            for one, many, w in zip(*found, want, strict=True):
+                assert torch.equal(one, many)
+                torch.testing.assert_close(one.double(), w, rtol=2e-5, atol=2e-5)
+
+
+def test_modules_have_the_arguments_of_torch() -> None:
+    for name in fnn.__all__:
+        fused = getattr(fnn, name)
+        native = getattr(nn, name, None)
+        if native is None:
+            continue
+        assert issubclass(fused, native)
+        assert fused.__init__ is native.__init__
+        arguments = {"Threshold": (0.5, 2.0)}.get(name, ())
+        assert repr(fused(*arguments)) == repr(native(*arguments))
+        x = torch.randn(3, 4)
+        assert error(fused(*arguments)(x).detach(), native(*arguments)(x).detach()) < 8
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda x: F.leaky_relu(x, -0.5), lambda x: nn.functional.leaky_relu(x, -0.5)),
+        (lambda x: F.elu(x, -1.0), lambda x: nn.functional.elu(x, -1.0)),
+        (lambda x: F.celu(x, -2.0), lambda x: nn.functional.celu(x, -2.0)),
+        (lambda x: F.softplus(x, 1.0, 0.5), lambda x: nn.functional.softplus(x, 1.0, 0.5)),
+        (lambda x: F.softplus(x, -2.0), lambda x: nn.functional.softplus(x, -2.0)),
+        (lambda x: F.hardshrink(x, -0.5), lambda x: nn.functional.hardshrink(x, -0.5)),
+        (lambda x: F.hardtanh(x, 0.5, 0.5), lambda x: nn.functional.hardtanh(x, 0.5, 0.5)),
+        (lambda x: F.leaky_relu(x, 0.0), lambda x: nn.functional.leaky_relu(x, 0.0)),
+        (lambda x: F.elu(x, 0.0), lambda x: nn.functional.elu(x, 0.0)),
+        (lambda x: F.softshrink(x, 0.0), lambda x: nn.functional.softshrink(x, 0.0)),
+    ],
+)  # fmt: skip
+def test_parameters_for_which_the_output_does_not_tell_the_input(ours, theirs) -> None:  # type: ignore[no-untyped-def]
+    x = torch.cat([torch.randn(1000) * 3, torch.zeros(3)]).requires_grad_()
+    y, z = ours(x), theirs(x)
+    torch.testing.assert_close(y, z)
+    grads = [torch.autograd.grad(o, x, torch.linspace(-1, 1, 1003))[0] for o in (y, z)]
+    torch.testing.assert_close(*grads)
+
+
+def available_gib() -> float:
+    import os
+
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+def test_more_than_2_to_31_elements() -> None:
+    if available_gib() < 15:
+        pytest.skip("needs 15 GiB of free memory for 2^31 + 7 float16 numbers")
+    n = 2**31 + 7
+    x = torch.zeros(n, dtype=torch.float16)
+    at = torch.tensor([0, 2**20, 2**31 - 1, 2**31, n - 1])
+    x[at] = torch.tensor([-1.0, 7.0, -2.0, 3.0, -3.0], dtype=torch.float16)
+    F.leaky_relu(x, 0.5, inplace=True)
+    assert x[at].tolist() == [-0.5, 7.0, -1.0, 3.0, -1.5]
+    g = torch.ops.fusedtrain.leaky_relu_backward(x, x, 0.5)
+    assert g[at].tolist() == [-0.25, 7.0, -0.5, 3.0, -0.75]
+    assert g[1].item() == 0

@@ -1,0 +1,403 @@
+"""examples/train.py: it runs on every kind of data, repeats itself, and sees a wrong gradient."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+Image = pytest.importorskip("PIL.Image")
+
+from _models import torchvision as import_torchvision_for_tests  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train  # noqa: E402
+from _train import data as train_data  # noqa: E402
+from _train import modes as train_modes  # noqa: E402
+from _train.checks import compare_gradients, compare_runs  # noqa: E402
+from _train.models import MODELS, build_model  # noqa: E402
+
+QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
+QUICK += ["--device", "cpu", "--no-progress", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torchvision() -> None:
+    """Operator names can be declared once per process: let the tests' own helper do it."""
+    import_torchvision_for_tests()
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_after() -> Any:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(output: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    status = train.main([*QUICK, "--output", str(output), *options])
+    return status, json.loads((output / "results.json").read_text())
+
+
+def losses(results: dict[str, Any]) -> list[list[float]]:
+    return [mode["losses"] for mode in results["modes"]]
+
+
+def failed(results: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in results["checks"] if not check["passed"]]
+
+
+def test_three_modes_are_compared_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, results = run(tmp_path)
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert results["passed"]
+    assert not failed(results)
+    names = ["fp32 eager", "AMP bf16 eager", "AMP bf16 fusedtrain"]
+    assert [mode["name"] for mode in results["modes"]] == names
+    assert [mode["compared_with"] for mode in results["modes"]] == [None, *names[:2]]
+    assert all(name in printed for name in names)
+    assert "images/s" in printed
+    assert "9 x torch.nn.ReLU" in printed
+    for mode in results["modes"]:
+        assert len(mode["losses"]) == 4
+        assert mode["images_per_second"] > 0
+        assert mode["ms_per_step"] > 0
+        assert 0 <= mode["test_accuracy"] <= 1
+    fp32, amp, _ = (mode["saved_for_backward_mb"] for mode in results["modes"])
+    assert 0.3 * fp32 < amp < 0.7 * fp32
+    assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_repeats_itself_also_with_workers(tmp_path: Path) -> None:
+    _, first = run(tmp_path / "first")
+    _, again = run(tmp_path / "again", "--workers", "1")
+    _, other = run(tmp_path / "other", "--seed", "1")
+    assert losses(first) == losses(again)
+    assert losses(first) != losses(other)
+
+
+def test_options_of_the_training_loop(tmp_path: Path) -> None:
+    options = ("--amp", "off", "--channels-last", "--accumulate", "2", "--cudnn-benchmark")
+    status, results = run(tmp_path, *options)
+    assert status == 0
+    assert [mode["name"] for mode in results["modes"]] == ["fp32 eager", "fp32 fusedtrain"]
+    assert len(losses(results)[0]) == 4
+
+
+def test_fp16_scales_its_loss(tmp_path: Path) -> None:
+    status, results = run(tmp_path, "--amp", "fp16", "--steps", "2")
+    assert status == 0, failed(results)
+    assert results["modes"][2]["name"] == "AMP fp16 fusedtrain"
+
+
+@pytest.mark.parametrize("layout", ["split", "flat"])
+def test_folder_of_pictures(tmp_path: Path, layout: str) -> None:
+    generator = np.random.default_rng(0)
+    for part in ("train", "test") if layout == "split" else ("",):
+        for label, shade in (("dark", 40), ("light", 200)):
+            folder = tmp_path / "pictures" / part / label
+            folder.mkdir(parents=True)
+            for number in range(20):
+                pixels = generator.integers(shade - 30, shade + 30, (20, 24), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    data = f"folder:{tmp_path / 'pictures'}"
+    status, results = run(tmp_path / "out", "--data", data, "--steps", "2")
+    assert status == 0, failed(results)
+    loaded = train_data.load_data(data, tmp_path, seed=0)
+    assert (len(loaded.train), len(loaded.test)) == ((40, 40) if layout == "split" else (32, 8))
+    images, labels = loaded.train.__getitems__([0, 31])
+    assert images.shape == (2, 3, 32, 32)
+    assert labels.tolist() == [0, 1]
+    assert images[0].mean() < 0 < images[1].mean()
+
+
+def _write_idx(path: Path, values: np.ndarray[Any, Any]) -> None:
+    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
+
+
+def _fashion_folder(folder: Path) -> Path:
+    for part, count in (("train", 100), ("t10k", 20)):
+        pixels = np.arange(count * 28 * 28).reshape(count, 28, 28) % 251
+        _write_idx(folder / f"{part}-images-idx3-ubyte.gz", pixels)
+        _write_idx(folder / f"{part}-labels-idx1-ubyte.gz", np.arange(count) % 10)
+    return folder
+
+
+def test_fashion_mnist_from_a_local_folder(tmp_path: Path) -> None:
+    root = str(_fashion_folder(tmp_path))
+    status, results = run(tmp_path, "--data", "fashion-mnist", "--data-root", root, "--steps", "2")
+    assert status == 0, failed(results)
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_only(tmp_path: Path) -> None:
+    root = _fashion_folder(tmp_path)
+    images = train_data.load_data("fashion-mnist", root, seed=3).train
+    images.set_epoch(1)
+    together, _ = images.__getitems__([5, 6, 7, 8])
+    apart = torch.stack([images[index][0] for index in (5, 6, 7, 8)])
+    assert torch.equal(together, apart)
+    again = train_data.load_data("fashion-mnist", root, seed=3).train
+    assert not torch.equal(together, again.__getitems__([5, 6, 7, 8])[0])
+    again.set_epoch(1)
+    assert torch.equal(together, again.__getitems__([5, 6, 7, 8])[0])
+
+
+def test_crop_and_flip_keep_the_picture() -> None:
+    image = torch.arange(8 * 8, dtype=torch.uint8).view(1, 1, 8, 8)
+    centre, corner = torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, 0.99]])
+    stay, mirror = torch.tensor([False]), torch.tensor([True])
+    assert torch.equal(train_data._crop_and_flip(image, centre, stay), image)
+    assert torch.equal(train_data._crop_and_flip(image, centre, mirror), image.flip(3))
+    shifted = train_data._crop_and_flip(image, corner, stay)
+    assert torch.equal(shifted[..., 1:, :-1], image[..., :-1, 1:])
+
+
+@pytest.mark.parametrize("size", [28, 32])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_take_small_images(name: str, size: int) -> None:
+    model = build_model(name, classes=7, width=8)
+    assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
+    strides = [m.stride for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert strides[0] == (1, 1)
+
+
+def test_accumulated_gradients_equal_those_of_a_bigger_batch() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    images, labels = torch.randn(12, 3, 8, 8), torch.randint(0, 5, (12,))
+    world = train_modes.World(torch.device("cpu"))
+    found = []
+    for parts in (1, 3):
+        mode = train_modes.build_modes(base, None, world, compiled=False, channels_last=False)[1]
+        batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        loss = train_modes.backward(mode, batches)
+        found.append([loss, *(p.grad for p in mode.net.parameters())])
+    for whole, accumulated in zip(*found, strict=True):
+        torch.testing.assert_close(accumulated, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_probes_leave_the_model_as_it_was() -> None:
+    base = build_model("resnet18", 10, width=8)
+    world = train_modes.World(torch.device("cpu"))
+    mode = train_modes.build_modes(base, None, world, compiled=False, channels_last=False)[1]
+    before = {name: value.clone() for name, value in mode.net.state_dict().items()}
+    batch = (torch.randn(4, 3, 32, 32), torch.arange(4))
+    assert train_modes.measure_saved_bytes(mode, batch) > 0
+    assert train_modes.gradients(mode, batch, torch.bfloat16)
+    for name, value in mode.net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in mode.net.parameters())
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+Damage = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _damaged_convert(damage: Damage, only: int | None) -> Callable[[nn.Module], Any]:
+    """fusedtrain.convert, with the outputs of the fused modules sent through ``damage``."""
+    convert = fusedtrain.convert
+
+    def damaged(model: nn.Module) -> Any:
+        report = convert(model)
+        fused = [m for m in model.modules() if type(m).__module__.startswith("fusedtrain")]
+        assert fused
+        for module in fused if only is None else [fused[only]]:
+            module.register_forward_hook(lambda _m, _i, output: damage(output))
+        return report
+
+    return damaged
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+@pytest.mark.parametrize(
+    ("damage", "only"),
+    [
+        pytest.param(lambda x: _ScaledGradient.apply(x, -1.0), None, id="sign"),
+        pytest.param(lambda x: _ScaledGradient.apply(x, 1.05), None, id="5-percent"),
+        pytest.param(lambda x: _ScaledGradient.apply(x, 1.05), 4, id="5-percent-in-one-block"),
+        pytest.param(lambda x: x.detach(), 4, id="no-gradient"),
+        pytest.param(lambda x: x + 0.1, 4, id="forward"),
+    ],
+)
+def test_a_wrong_activation_fails_the_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Damage,
+    only: int | None,
+    amp: str,
+) -> None:
+    monkeypatch.setattr(fusedtrain, "convert", _damaged_convert(damage, only))
+    status, results = run(tmp_path, "--amp", amp, "--steps", "2")
+    assert status == 1
+    assert not results["passed"]
+    assert any("gradient" in name for name in failed(results))
+    assert "does not follow the eager run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_curve_that_leaves_the_eager_one_fails_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first gradient cannot show: an activation that goes wrong later."""
+    calls = 0
+
+    def damage(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return _ScaledGradient.apply(x, -1.0 if calls > 9 * 8 else 1.0)
+
+    monkeypatch.setattr(fusedtrain, "convert", _damaged_convert(damage, None))
+    status, results = run(tmp_path, "--steps", "25", "--lr", "0.1")
+    assert status == 1
+    assert failed(results)
+    assert not any("gradient" in name for name in failed(results))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusedtrain, "convert", _damaged_convert(lambda x: x * float("nan"), 0))
+    status, results = run(tmp_path)
+    assert status == 1
+    assert len(losses(results)[0]) == 1
+    assert "losses that are not finite" in failed(results)
+
+
+def test_tolerance_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.Generator().manual_seed(0)
+
+    def damage(x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 1e-4 * torch.rand(x.shape, generator=noise))
+
+    monkeypatch.setattr(fusedtrain, "convert", _damaged_convert(damage, None))
+    status, results = run(tmp_path, "--amp", "off", "--tolerance", "1e-9")
+    assert status == 1
+    assert any(name.startswith("loss, first") for name in failed(results))
+
+
+def test_renamed_parameters_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"parameters differ.*weight"):
+        compare_gradients({}, {"weight": torch.ones(2, 2)})
+
+
+def test_nothing_to_compare_is_not_a_pass() -> None:
+    zero = {"weight": torch.zeros(2, 2)}
+    assert not compare_gradients(zero, zero).passed
+    assert [check.name for check in compare_runs([], 1, None)] == ["losses that are not finite"]
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "train.py"), *QUICK]
+    command += ["--steps", "3", "--accumulate", "2", "--output", str(tmp_path)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("images/s") == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["processes"] == 2
+    assert results["passed"]
+    assert [len(curve) for curve in losses(results)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size: must be a positive whole number, not '0'"),
+        (["--epochs", "two"], "--epochs: must be a positive whole number, not 'two'"),
+        (["--lr", "-1"], "--lr: must be a positive number"),
+        (["--lr", "nan"], "--lr: must be a positive number"),
+        (["--width", "12"], "--width: must be a multiple of 8"),
+        (["--data", "mnist"], "--data: must be digits, fashion-mnist, cifar10 or folder:PATH"),
+        (["--data", "folder:"], "--data: must be"),
+        (["--amp", "fp8"], "--amp: invalid choice: 'fp8'"),
+        (["--model", "vgg"], "--model: invalid choice: 'vgg'"),
+    ],
+)
+def test_wrong_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train.main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--device", "cuda"])
+    assert "--device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("fashion-mnist", "apt install dataset-fashion-mnist"),
+        ("cifar10", "--data-root"),
+        ("folder:no/such/place", "there is no such folder"),
+        ("folder:.", "one subfolder of pictures per class"),
+    ],
+)
+def test_missing_data_names_the_remedy(
+    name: str,
+    remedy: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def offline() -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(train_data, "DEBIAN_FASHION_MNIST", tmp_path / "absent")
+    monkeypatch.setattr(train_data, "import_torchvision", offline)
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*QUICK, "--data", name, "--data-root", str(tmp_path)]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_damaged_data_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _fashion_folder(tmp_path) / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:100])
+    options = ["--data", "fashion-mnist", "--data-root", str(tmp_path)]
+    assert train.main([*QUICK, *options]) == 2
+    assert f"{path} is damaged" in capsys.readouterr().err
+
+
+def test_too_few_images(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([*QUICK, "--batch-size", "512", "--accumulate", "4"]) == 2
+    assert "needs 2048 training images, digits has 1500" in capsys.readouterr().err
