@@ -6,95 +6,14 @@ python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [-
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-RIVALS = ("eager", "compile")
-# Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
-LARGE = 2**20
-# A copy whose median is this many times its least ran on a busy machine. With both of two cores
-# taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
-BUSY = 2.0
-COLORS = {"fusedtrain": "#1b6ca8", "eager": "#c9c9c9", "compile": "#e8a33d"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One benchmark: an op's pass on one dtype, size and device (see README.md)."""
-
-    op: str
-    pass_name: str
-    dtype: str
-    numel: int
-    device: str
-    device_type: str
-    backend: str
-    torch: str
-    date: str
-    threads: int
-    ns: dict[str, float]
-    ns_min: dict[str, float]
-    gb_per_s: dict[str, float]
-    percent_of_copy: float
-    percent_of_preallocated_copy: float
-    ratio: dict[str, float]
-    ratio_interval: dict[str, list[float]]
-
-    @classmethod
-    def parse(cls, info: dict[str, Any]) -> Row:
-        """From a result's ``extra_info``."""
-        fields = {name: info[name] for name in cls.__dataclass_fields__ if name != "pass_name"}
-        return cls(pass_name=info["pass"], **fields)
-
-    @property
-    def machine(self) -> str:
-        """The device with all that must be equal for two rows to be compared."""
-        threads = f", {self.threads} threads" if self.device_type == "cpu" else ""
-        backend = "" if self.backend == "default" else f", {self.backend} backend"
-        return f"{self.device}{threads}{backend}, torch {self.torch}, {self.date[:10]}"
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the machine was too busy for this row to be quoted."""
-        return any(self.ns[name] > BUSY * self.ns_min[name] for name in ("copy", "fusedtrain"))
-
-    def is_slower(self, tolerance: float, overhead_us: float) -> bool:
-        """Slower than eager by more than ``tolerance``, and surely so.
-
-        Below 2^20 elements on the CPU, a difference within ``overhead_us`` is let pass.
-        """
-        if "eager" not in self.ratio:
-            return False
-        surely = self.ratio_interval["eager"][1] < 1
-        slower = surely and self.ratio["eager"] < 1 / (1 + tolerance)
-        if self.device_type == "cpu" and self.numel < LARGE:
-            slower &= self.ns["fusedtrain"] - self.ns["eager"] > overhead_us * 1e3
-        return slower
-
-
-def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of pytest-benchmark's JSON files, in a readable order."""
-    rows = []
-    for path in paths:
-        entries = json.loads(path.read_text())["benchmarks"]
-        rows += [Row.parse(e["extra_info"]) for e in entries if "gb_per_s" in e["extra_info"]]
-    return sorted(rows, key=lambda row: (*_section(row), row.op, row.pass_name))
-
-
-def _section(row: Row) -> tuple[str, str, int]:
-    return row.machine, row.dtype, row.numel
-
-
-def size_text(numel: int) -> str:
-    """``2^20`` for a power of two."""
-    exponent = numel.bit_length() - 1
-    return f"2^{exponent}" if numel == 2**exponent else str(numel)
+from benchmarks._chart import draw
+from benchmarks._rows import BUSY, LARGE, RIVALS, Row, load, section_key, size_text
 
 
 def time_text(ns: float) -> str:
@@ -121,7 +40,7 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
-    for (machine, dtype, numel), section in groupby(rows, key=_section):
+    for (machine, dtype, numel), section in groupby(rows, key=section_key):
         table = Table(
             title=f"{dtype}, {size_text(numel)} elements ({machine})", title_justify="left"
         )
@@ -143,14 +62,14 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
                 _ratio_text(row, "eager"),
                 f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
                 _ratio_text(row, "compile"),
-                " ".join(["SLOWER"] * slower + ["noisy"] * row.is_noisy),
+                " ".join(["SLOWER"] * slower + ["noisy"] * row.noisy),
                 style="red" if slower else None,
             )
         console.print(table)
     console.print(
         "vs X: X's time / fusedtrain's, the median over rounds that time both; above 1 is faster. "
-        "% copy: of x.clone() of the same size; % prealloc: of out.copy_(x). noisy: a median above "
-        f"{BUSY:g} times the least; not to be quoted.",
+        "% copy: of x.clone() of the same size; % prealloc: of out.copy_(x). noisy: the copy took "
+        f"over {BUSY:g} times the best of this size, or fusedtrain over its own: do not quote.",
         style="dim",
     )
 
@@ -158,7 +77,7 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
 def markdown(rows: Sequence[Row], dtypes: Sequence[str], sizes: Sequence[int]) -> str:
     """One Markdown table per machine, dtype and size: a line per op, its passes side by side."""
     parts = []
-    for (machine, dtype, numel), members in groupby(rows, key=_section):
+    for (machine, dtype, numel), members in groupby(rows, key=section_key):
         if dtype not in dtypes or numel not in sizes:
             continue
         section = list(members)
@@ -183,9 +102,14 @@ def markdown(rows: Sequence[Row], dtypes: Sequence[str], sizes: Sequence[int]) -
                 if row is None:
                     cells += [""] * (1 + len(rivals))
                     continue
-                cells.append(f"{row.gb_per_s['fusedtrain']:.1f} ({row.percent_of_copy:.0f} %)")
+                mark = " \\*" if row.noisy else ""
+                cells.append(
+                    f"{row.gb_per_s['fusedtrain']:.1f} ({row.percent_of_copy:.0f} %){mark}"
+                )
                 cells += [_ratio_text(row, rival) for rival in rivals]
             lines.append(f"| {op} | {' | '.join(cells)} |")
+        if any(row.noisy for row in section):
+            lines += ["", "\\* measured while the machine was busy: the ratios are uncertain"]
         parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
@@ -195,7 +119,7 @@ def summary(rows: Sequence[Row], tolerance: float, overhead_us: float) -> str:
     lines = []
     for machine, members in groupby(rows, key=lambda row: row.machine):
         of_machine = list(members)
-        noisy = sum(row.is_noisy for row in of_machine)
+        noisy = sum(row.noisy for row in of_machine)
         lines.append(f"{machine}: {len(of_machine)} rows, {noisy} noisy")
         for rival in RIVALS:
             ratios = [r.ratio[rival] for r in of_machine if rival in r.ratio and r.numel >= LARGE]
@@ -218,101 +142,10 @@ def summary(rows: Sequence[Row], tolerance: float, overhead_us: float) -> str:
     lines += [
         f"  {row.op} {row.pass_name} {row.dtype} {size_text(row.numel)}: "
         f"{row.ratio['eager']:.2f}x, {time_text(row.ns['fusedtrain'])} against "
-        f"{time_text(row.ns['eager'])}"
+        f"{time_text(row.ns['eager'])}{' (noisy)' if row.noisy else ''}"
         for row in slower
     ]
     return "\n".join(lines)
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """The bar chart: speed-up of every op, and bandwidths where torch.compile was a rival."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    machines = [list(members) for _, members in groupby(rows, key=lambda row: row.machine)]
-    most = max(len({row.op for row in members}) for members in machines)
-    figure, axes = plt.subplots(
-        len(machines),
-        2,
-        figsize=(14, len(machines) * (2.2 + 0.34 * most)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for (left, right), members in zip(axes, machines, strict=True):
-        _draw_ratios(left, _widest(members))
-        _draw_bandwidths(right, _largest_compiled(members))
-        left.set_ylabel(members[0].machine)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _sections(rows: Sequence[Row]) -> list[list[Row]]:
-    return [list(members) for _, members in groupby(rows, key=_section)]
-
-
-def _widest(rows: Sequence[Row]) -> list[Row]:
-    """The dtype and size with the most ops; float32 and the larger size where equal."""
-    return max(_sections(rows), key=lambda s: (len(s), s[0].dtype == "float32", s[0].numel))
-
-
-def _largest_compiled(rows: Sequence[Row]) -> list[Row]:
-    """The largest size that has all rivals, float32 if there."""
-    return max(
-        _sections(rows),
-        key=lambda s: ("compile" in s[0].ratio, s[0].dtype == "float32", s[0].numel),
-    )
-
-
-def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
-    passes = sorted({row.pass_name for row in rows})
-    last = {row.op: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == passes[-1]}
-    ops = sorted({row.op for row in rows}, key=lambda op: last.get(op, 0.0))
-    height = 0.8 / len(passes)
-    for index, (name, color) in enumerate(zip(passes, ("#8ec1e8", "#1b6ca8"), strict=False)):
-        bars = {row.op: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == name}
-        drawn = axes.barh(
-            [y + height * (len(passes) / 2 - index - 0.5) for y in range(len(ops))],
-            [bars.get(op, 0.0) for op in ops],
-            height,
-            label=name,
-            color=color,
-        )
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(ops)), ops)
-    axes.set_xlabel("eager time / fusedtrain time (above 1: fusedtrain is faster)")
-    axes.set_title(f"against eager: {rows[0].dtype}, {size_text(rows[0].numel)} elements")
-    axes.legend(loc="lower right")
-    axes.margins(x=0.1, y=0.01)
-
-
-def _draw_bandwidths(axes: Any, rows: Sequence[Row]) -> None:
-    name = sorted({row.pass_name for row in rows})[-1]
-    shown = [row for row in rows if row.pass_name == name]
-    shown.sort(key=lambda row: row.gb_per_s["fusedtrain"])
-    series = [s for s in COLORS if any(s in row.gb_per_s for row in shown)]
-    height = 0.8 / len(series)
-    for index, which in enumerate(series):
-        drawn = axes.barh(
-            [y + height * (len(series) / 2 - index - 0.5) for y in range(len(shown))],
-            [row.gb_per_s.get(which, 0.0) for row in shown],
-            height,
-            label=which,
-            color=COLORS[which],
-        )
-        axes.bar_label(drawn, fmt="%.1f", fontsize=7, padding=2)
-    copies = sorted(row.gb_per_s["copy_fresh"] for row in shown)
-    axes.axvline(
-        copies[len(copies) // 2], color="black", linestyle="--", linewidth=1, label="x.clone()"
-    )
-    axes.set_yticks(range(len(shown)), [row.op for row in shown])
-    axes.set_xlabel("GB/s of the bytes that the cheapest exact scheme moves")
-    axes.set_title(f"{name}: {rows[0].dtype}, {size_text(rows[0].numel)} elements")
-    axes.legend(loc="lower right")
-    axes.margins(x=0.1, y=0.01)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

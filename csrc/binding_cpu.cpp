@@ -55,22 +55,48 @@ Tensor backward(int op, const Tensor& grad, const Tensor& saved, double a = 0, d
   check_same(grad, saved, name, "grad", "saved");
   Tensor grad_input = torch::stable::empty_like(saved);
   const Tensor s = dense_like(saved, grad_input), g = dense_like(grad, grad_input);
-  run_pointwise(PointwiseBackward{op, dtype, g.const_data_ptr(), s.const_data_ptr(),
-                                  grad_input.mutable_data_ptr(), {a, b}},
-                saved.numel());
+  run_pointwise(
+      PointwiseBackward{
+          op, dtype, g.const_data_ptr(), s.const_data_ptr(), grad_input.mutable_data_ptr(), {a, b}},
+      saved.numel());
   return grad_input;
 }
 
 // One set of functions for each number of float parameters.
-template <int op> Tensor forward0(Tensor x) { return forward(op, x); }
-template <int op> Tensor forward1(Tensor x, double a) { return forward(op, x, a); }
-template <int op> Tensor forward2(Tensor x, double a, double b) { return forward(op, x, a, b); }
-template <int op> void inplace0(Tensor x) { forward_inplace(op, x); }
-template <int op> void inplace1(Tensor x, double a) { forward_inplace(op, x, a); }
-template <int op> void inplace2(Tensor x, double a, double b) { forward_inplace(op, x, a, b); }
-template <int op> Tensor backward0(Tensor g, Tensor s) { return backward(op, g, s); }
-template <int op> Tensor backward1(Tensor g, Tensor s, double a) { return backward(op, g, s, a); }
-template <int op> Tensor backward2(Tensor g, Tensor s, double a, double b) {
+template <int op>
+Tensor forward0(Tensor x) {
+  return forward(op, x);
+}
+template <int op>
+Tensor forward1(Tensor x, double a) {
+  return forward(op, x, a);
+}
+template <int op>
+Tensor forward2(Tensor x, double a, double b) {
+  return forward(op, x, a, b);
+}
+template <int op>
+void inplace0(Tensor x) {
+  forward_inplace(op, x);
+}
+template <int op>
+void inplace1(Tensor x, double a) {
+  forward_inplace(op, x, a);
+}
+template <int op>
+void inplace2(Tensor x, double a, double b) {
+  forward_inplace(op, x, a, b);
+}
+template <int op>
+Tensor backward0(Tensor g, Tensor s) {
+  return backward(op, g, s);
+}
+template <int op>
+Tensor backward1(Tensor g, Tensor s, double a) {
+  return backward(op, g, s, a);
+}
+template <int op>
+Tensor backward2(Tensor g, Tensor s, double a, double b) {
   return backward(op, g, s, a, b);
 }
 
@@ -108,8 +134,12 @@ ChannelArguments channel_arguments(int op, const Tensor& input, const Tensor& a,
 Tensor channel_forward(int op, const Tensor& input, const Tensor& a, const Tensor& b) {
   const ChannelArguments args = channel_arguments(op, input, a, b);
   Tensor output = torch::stable::empty_like(args.input);
-  run_channelwise(ChannelwiseForward{op, args.dtype, args.view.rows, args.view.channels,
-                                     args.view.inner, args.input.const_data_ptr(),
+  run_channelwise(ChannelwiseForward{op,
+                                     args.dtype,
+                                     args.view.rows,
+                                     args.view.channels,
+                                     args.view.inner,
+                                     args.input.const_data_ptr(),
                                      output.mutable_data_ptr(),
                                      {args.a.const_data_ptr(), args.b.const_data_ptr()}});
   return output;
@@ -129,19 +159,22 @@ void add_up(const std::vector<double>& partial, int64_t tasks, int which, Tensor
   torch::stable::copy_(result, sums);
 }
 
-std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad,
-                                                    const Tensor& input, const Tensor& a,
-                                                    const Tensor& b) {
+std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad, const Tensor& input,
+                                                    const Tensor& a, const Tensor& b) {
   check_same(grad, input, kChannelwiseNames[op], "grad", "input");
   const ChannelArguments args = channel_arguments(op, input, a, b);
   Tensor grad_input = torch::stable::empty_like(args.input);
   const Tensor g = dense_like(grad, args.input);
-  const int64_t tasks =
-      cpu::channelwise_tasks(args.view.rows, args.view.channels, args.view.inner);
+  const int64_t tasks = cpu::channelwise_tasks(args.view.rows, args.view.channels, args.view.inner);
   std::vector<double> partial(tasks * kMaxParameters * args.view.channels, 0.0);
-  run_channelwise(ChannelwiseBackward{op, args.dtype, args.view.rows, args.view.channels,
-                                      args.view.inner, g.const_data_ptr(),
-                                      args.input.const_data_ptr(), grad_input.mutable_data_ptr(),
+  run_channelwise(ChannelwiseBackward{op,
+                                      args.dtype,
+                                      args.view.rows,
+                                      args.view.channels,
+                                      args.view.inner,
+                                      g.const_data_ptr(),
+                                      args.input.const_data_ptr(),
+                                      grad_input.mutable_data_ptr(),
                                       {args.a.const_data_ptr(), args.b.const_data_ptr()},
                                       partial.data()});
   Tensor grad_a = torch::stable::empty_like(args.a), grad_b = torch::stable::empty_like(args.b);
@@ -150,13 +183,16 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad,
   return {grad_input, grad_a, grad_b};
 }
 
-template <int op> Tensor channel_forward1(Tensor x, Tensor a) {
+template <int op>
+Tensor channel_forward1(Tensor x, Tensor a) {
   return channel_forward(op, x, a, a);
 }
-template <int op> Tensor channel_forward2(Tensor x, Tensor a, Tensor b) {
+template <int op>
+Tensor channel_forward2(Tensor x, Tensor a, Tensor b) {
   return channel_forward(op, x, a, b);
 }
-template <int op> std::tuple<Tensor, Tensor> channel_backward1(Tensor g, Tensor x, Tensor a) {
+template <int op>
+std::tuple<Tensor, Tensor> channel_backward1(Tensor g, Tensor x, Tensor a) {
   auto [gx, ga, gb] = channel_backward(op, g, x, a, a);
   return {gx, ga};
 }
@@ -170,13 +206,13 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward2(Tensor g, Tensor x, Tensor 
 
 STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   using namespace fusedtrain;
-#define FT_REGISTER(name, Formula, n, rounds)            \
-  m.impl(#name, TORCH_BOX(&forward##n<op_##name>));      \
-  m.impl(#name "_", TORCH_BOX(&inplace##n<op_##name>));  \
+#define FT_REGISTER(name, Formula, n, rounds)                    \
+  m.impl(#name, TORCH_BOX(&forward##n<op_##name>));              \
+  m.impl(#name "_", TORCH_BOX(&inplace##n<op_##name>));          \
   m.impl(#name "_backward", TORCH_BOX(&backward##n<op_##name>));
   FT_POINTWISE(FT_REGISTER)
-#define FT_REGISTER_CHANNELWISE(name, Formula, n)           \
-  m.impl(#name, TORCH_BOX(&channel_forward##n<op_##name>)); \
+#define FT_REGISTER_CHANNELWISE(name, Formula, n)                        \
+  m.impl(#name, TORCH_BOX(&channel_forward##n<op_##name>));              \
   m.impl(#name "_backward", TORCH_BOX(&channel_backward##n<op_##name>));
   FT_CHANNELWISE(FT_REGISTER_CHANNELWISE)
 }

@@ -84,8 +84,7 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* op, const c
   STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "fusedtrain::", op, ": ", name_a, " and ",
                   name_b, " must have the same dtype");
   STD_TORCH_CHECK(a.get_device_index() == b.get_device_index() && a.is_cpu() == b.is_cpu(),
-                  "fusedtrain::", op, ": ", name_a, " and ", name_b,
-                  " must be on the same device");
+                  "fusedtrain::", op, ": ", name_a, " and ", name_b, " must be on the same device");
 }
 
 // The tensor itself where its data are dense, else a dense copy (of torch's choice of strides).

@@ -13,39 +13,39 @@
 #include "host_device.h"
 #include "cpu/vecmath.h"
 
-// name of the op, struct, number of float parameters, whether these are rounded to the tensor's dtype
-// first (where backward compares the saved output with them)
-#define FT_POINTWISE(X)                     \
-  X(relu, Relu, 0, false)                   \
-  X(relu6, Relu6, 0, false)                 \
-  X(leaky_relu, LeakyRelu, 1, false)        \
-  X(elu, Elu, 1, false)                     \
-  X(celu, Celu, 1, false)                   \
-  X(selu, Selu, 0, false)                   \
-  X(silu, Silu, 0, false)                   \
-  X(mish, Mish, 0, false)                   \
-  X(gelu, Gelu, 0, false)                   \
-  X(gelu_tanh, GeluTanh, 0, false)          \
-  X(quick_gelu, QuickGelu, 0, false)        \
-  X(sigmoid, Sigmoid, 0, false)             \
-  X(logsigmoid, LogSigmoid, 0, false)       \
-  X(tanh, Tanh, 0, false)                   \
-  X(tanhshrink, Tanhshrink, 0, false)       \
-  X(softplus, Softplus, 2, false)           \
-  X(softsign, Softsign, 0, false)           \
-  X(hardswish, Hardswish, 0, false)         \
-  X(hardsigmoid, Hardsigmoid, 0, false)     \
-  X(hardtanh, Hardtanh, 2, true)            \
-  X(hardshrink, Hardshrink, 1, true)        \
-  X(softshrink, Softshrink, 1, false)       \
-  X(threshold, Threshold, 2, false)         \
-  X(relu_squared, ReluSquared, 0, false)    \
-  X(hard_mish, HardMish, 0, false)          \
+// name of the op, struct, number of float parameters, whether these are rounded to the tensor's
+// dtype first (where backward compares the saved output with them)
+#define FT_POINTWISE(X)                  \
+  X(relu, Relu, 0, false)                \
+  X(relu6, Relu6, 0, false)              \
+  X(leaky_relu, LeakyRelu, 1, false)     \
+  X(elu, Elu, 1, false)                  \
+  X(celu, Celu, 1, false)                \
+  X(selu, Selu, 0, false)                \
+  X(silu, Silu, 0, false)                \
+  X(mish, Mish, 0, false)                \
+  X(gelu, Gelu, 0, false)                \
+  X(gelu_tanh, GeluTanh, 0, false)       \
+  X(quick_gelu, QuickGelu, 0, false)     \
+  X(sigmoid, Sigmoid, 0, false)          \
+  X(logsigmoid, LogSigmoid, 0, false)    \
+  X(tanh, Tanh, 0, false)                \
+  X(tanhshrink, Tanhshrink, 0, false)    \
+  X(softplus, Softplus, 2, false)        \
+  X(softsign, Softsign, 0, false)        \
+  X(hardswish, Hardswish, 0, false)      \
+  X(hardsigmoid, Hardsigmoid, 0, false)  \
+  X(hardtanh, Hardtanh, 2, true)         \
+  X(hardshrink, Hardshrink, 1, true)     \
+  X(softshrink, Softshrink, 1, false)    \
+  X(threshold, Threshold, 2, false)      \
+  X(relu_squared, ReluSquared, 0, false) \
+  X(hard_mish, HardMish, 0, false)       \
   X(squareplus, Squareplus, 1, false)
 
 // name of the op, struct, number of parameter tensors (one value a channel, or one in all)
-#define FT_CHANNELWISE(X) \
-  X(prelu, Prelu, 1)                        \
+#define FT_CHANNELWISE(X)   \
+  X(prelu, Prelu, 1)        \
   X(star_relu, StarRelu, 2)
 
 FT_BEGIN_NAMESPACE
@@ -290,9 +290,7 @@ struct Hardsigmoid : NoParameters {  // saves the output
     const T t = math::at_least(T(3) - math::abs(x), T(0)) / T(6);
     return x < T(0) ? t : T(1) - t;
   }
-  FT_METHOD T backward(T g, T y) const {
-    return y <= T(0) || y >= T(1) ? T(0) : g * T(1.0 / 6.0);
-  }
+  FT_METHOD T backward(T g, T y) const { return y <= T(0) || y >= T(1) ? T(0) : g * T(1.0 / 6.0); }
 };
 
 template <class T>

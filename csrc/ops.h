@@ -60,7 +60,8 @@ namespace cpu {
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
 void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end);
 
-// The work is cut into tasks that do not depend on the number of threads, so the sums do not either.
+// The work is cut into tasks that do not depend on the number of threads, so the sums do not
+// either.
 int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner);
 void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task);
 void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task);

@@ -156,16 +156,21 @@ def test_slower_rows_are_flagged(
 def test_rows_of_a_busy_machine_are_marked(
     results: Callable[..., Path], report: ModuleType, capsys: Any
 ) -> None:
-    busy = [1e6] + [3e6] * 8
     path = results(
-        ("relu", "forward", N, busy, {"eager": busy}),
+        ("relu", "forward", N, times(3), {"eager": times(3)}),  # its copy is 3 times silu's
         ("silu", "forward", N, STEADY, {"eager": STEADY}),
+        ("mish", "forward", 2**10, [1e3] + [3e3] * 8, {"eager": STEADY}),
+        ("gelu", "forward", 2**23, times(8), {"eager": STEADY}),  # the only one of its size
     )
     assert report.main([str(path)]) == 0
     text = capsys.readouterr().out
-    assert "2 rows, 1 noisy" in text
-    (line,) = (x for x in text.splitlines() if "│ relu" in x)
-    assert "noisy" in line
+    assert "4 rows, 2 noisy" in text
+    lines = {op: x for x in text.splitlines() for op in ("relu", "silu", "mish") if f"│ {op}" in x}
+    assert [op for op, line in lines.items() if "noisy" in line] == ["mish", "relu"]
+    assert report.main([str(path), "--markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "| relu | 2.8 (100 %) \\* |" in text
+    assert "| silu | 8.4 (100 %) |" in text
 
 
 def test_interleave_takes_turns(measure: ModuleType) -> None:

@@ -146,7 +146,7 @@ def test_model_float64(name: str) -> None:
     for key, value in stock.state_dict().items():
         assert torch.equal(fused.state_dict()[key], value), key
 
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     expected, expected_gradients = run(stock, x)
     output, gradients = run(fused, x)
     assert difference(expected, output) < 1e-12

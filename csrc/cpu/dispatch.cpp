@@ -8,7 +8,8 @@ namespace fusedtrain {
 namespace cpu {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // of floats: three buffers are 12 KiB, within any first-level cache
+constexpr int64_t kBlock =
+    1024;  // of floats: three buffers are 12 KiB, within any first-level cache
 constexpr int64_t kTask = 16384;  // elements of one channelwise task
 
 int rank(const char* name) {
@@ -28,8 +29,8 @@ const Kernels& choose() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("f16c");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
-                          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vl");
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (limit >= 2 && has_avx512) return kernels_avx512();
   if (limit >= 1 && has_avx2) return kernels_avx2();
 #endif

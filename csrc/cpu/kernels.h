@@ -1,7 +1,7 @@
 // The function table that each instruction-set unit fills and dispatch.cpp chooses from.
 //
-// Only float and double kernels: 16-bit data are converted block by block (dispatch.cpp), in buffers
-// that stay in the first-level cache.
+// Only float and double kernels: 16-bit data are converted block by block (dispatch.cpp), in
+// buffers that stay in the first-level cache.
 #pragma once
 
 #include <stdint.h>

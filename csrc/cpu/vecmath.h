@@ -169,7 +169,7 @@ FT_INLINE T tanh(T x) {
 }
 
 // Standard normal distribution: returns the cumulative probability, stores the density.
-// Absolute error 1.5e-7 in float; in the lower tail the relative error stays below
+// Absolute error 2e-7 in float; in the lower tail the relative error stays below
 // (4 + x^2) ULP. All x; 0 or 1 at the infinities.
 FT_INLINE float normal_cdf(float x, float& density) {
   const float a = at_most(abs(x), 15.0f);

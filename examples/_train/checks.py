@@ -29,6 +29,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,22 +107,12 @@ def compare_runs(modes: Sequence[Mode], test_images: int, tolerance: float | Non
         steps = len(mode.losses)
         chance = 2 * math.sqrt(2 * eager.accuracy * (1 - eager.accuracy) / test_images)
         last = max(5, steps // 10)
+        head, end = f"first {min(steps, HEAD_STEPS)} steps", f"mean of the last {last} steps"
+        end_limit = END_LOSS[0] + END_LOSS[1] * _end_loss(eager, last)
         plan: list[tuple[str, Distance, float]] = [
-            (
-                f"loss, first {min(steps, HEAD_STEPS)} steps: relative difference",
-                _head_difference,
-                HEAD_LOSS[mode.dtype],
-            ),
-            (
-                f"loss, mean of the last {last} steps: difference",
-                lambda a, b, last=last: abs(_end_loss(a, last) - _end_loss(b, last)),
-                END_LOSS[0] + END_LOSS[1] * _end_loss(eager, last),
-            ),
-            (
-                "final accuracy: difference",
-                lambda a, b: abs(a.accuracy - b.accuracy),
-                END_ACCURACY + chance,
-            ),
+            (f"loss, {head}: relative difference", _head_difference, HEAD_LOSS[mode.dtype]),
+            (f"loss, {end}: difference", partial(_end_difference, last), end_limit),
+            ("final accuracy: difference", _accuracy_difference, END_ACCURACY + chance),
         ]
         for name, distance, limit in plan[: None if steps >= STEPS_WITH_AN_END else 1]:
             granted = limit + GRANTED * distance(eager, exact)
@@ -137,6 +128,14 @@ Distance = Callable[[Mode, Mode], float]
 def _head_difference(mode: Mode, reference: Mode) -> float:
     pairs = zip(mode.losses[:HEAD_STEPS], reference.losses[:HEAD_STEPS], strict=True)
     return _worst(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+
+
+def _end_difference(last: int, mode: Mode, reference: Mode) -> float:
+    return abs(_end_loss(mode, last) - _end_loss(reference, last))
+
+
+def _accuracy_difference(mode: Mode, reference: Mode) -> float:
+    return abs(mode.accuracy - reference.accuracy)
 
 
 def _end_loss(mode: Mode, last: int) -> float:

@@ -169,16 +169,15 @@ def correct_answers(mode: Mode, data: Images, indices: Sequence[int], batch_size
 
 
 def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Gradients of one batch by parameter name; the model is left as it was."""
+    """Gradients of one batch by parameter name (zero if none); leaves the model as it was."""
     scale = 1024.0 if dtype is torch.float16 else 1.0
     buffers = [b.clone() for b in mode.net.buffers()]
     # TF32's rounding, amplified through a deep net, would hide an error of several percent.
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         (loss_of(mode.net, batch, dtype) * scale).backward()
     found = {
-        name: p.grad.double() / scale
+        name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() / scale
         for name, p in mode.net.named_parameters()
-        if p.grad is not None
     }
     mode.optimizer.zero_grad(set_to_none=True)
     _restore(mode.net, buffers)

@@ -1,0 +1,59 @@
+# Development commands. Each sets up what it needs; `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+RESULTS_DIR ?= benchmarks/results
+WORKERS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh)
+
+.PHONY: help train test lint format bench wheel build abi-matrix clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: build  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
+	$(PY) examples/train.py $(ARGS)
+
+test: build  ## the whole test-suite (ARGS="-k mish")
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: build  ## ruff, mypy, clang-format, the laws of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(PY) tools/laws.py
+
+format: build  ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
+	$(PY) -m benchmarks.run --results-dir $(RESULTS_DIR) $(ARGS)
+
+wheel: build  ## dist/*.whl: one file for every Python 3 and torch from 2.10
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+
+abi-matrix: wheel  ## the wheel under torch 2.10, 2.13 and 2.15 (downloads gigabytes)
+	$(PY) tools/abi_matrix.py dist/*.whl
+
+build: $(VENV)/.installed
+	@FUSEDTRAIN_REQUIRE=$${FUSEDTRAIN_REQUIRE-cpu} $(PY) setup.py -q build_ext --inplace
+
+# The environment of its own: the pinned torch, the tools, the package in place.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.10 or newer)"; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+	  echo "missing: a C++ compiler ($${CXX:-c++}); Debian: apt-get install g++"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
+	  echo "missing: the venv module; Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/pip install -q -c constraints.txt torch "setuptools>=77" wheel ninja
+	FUSEDTRAIN_REQUIRE=cpu $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:  ## remove what was built; the environment stays
+	rm -rf build dist *.egg-info fusedtrain/*.so fusedtrain/_build_info.json

@@ -1,0 +1,104 @@
+"""The bar chart of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks._rows import Row, section_key, size_text
+
+COLORS = {"fusedtrain": "#1b6ca8", "eager": "#c9c9c9", "compile": "#e8a33d"}
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """The bar chart: speed-up of every op, and bandwidths where torch.compile was a rival."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    machines = [list(members) for _, members in groupby(rows, key=lambda row: row.machine)]
+    most = max(len({row.op for row in members}) for members in machines)
+    figure, axes = plt.subplots(
+        len(machines),
+        2,
+        figsize=(14, len(machines) * (2.2 + 0.34 * most)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for (left, right), members in zip(axes, machines, strict=True):
+        _draw_ratios(left, _widest(members))
+        _draw_bandwidths(right, _largest_compiled(members))
+        left.set_ylabel(members[0].machine)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _sections(rows: Sequence[Row]) -> list[list[Row]]:
+    return [list(members) for _, members in groupby(rows, key=section_key)]
+
+
+def _widest(rows: Sequence[Row]) -> list[Row]:
+    """The dtype and size with the most ops; float32 and the larger size where equal."""
+    return max(_sections(rows), key=lambda s: (len(s), s[0].dtype == "float32", s[0].numel))
+
+
+def _largest_compiled(rows: Sequence[Row]) -> list[Row]:
+    """The largest size that has all rivals, float32 if there."""
+    return max(
+        _sections(rows),
+        key=lambda s: ("compile" in s[0].ratio, s[0].dtype == "float32", s[0].numel),
+    )
+
+
+def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
+    passes = sorted({row.pass_name for row in rows})
+    last = {row.op: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == passes[-1]}
+    ops = sorted({row.op for row in rows}, key=lambda op: last.get(op, 0.0))
+    height = 0.8 / len(passes)
+    for index, (name, color) in enumerate(zip(passes, ("#8ec1e8", "#1b6ca8"), strict=False)):
+        bars = {row.op: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == name}
+        drawn = axes.barh(
+            [y + height * (len(passes) / 2 - index - 0.5) for y in range(len(ops))],
+            [bars.get(op, 0.0) for op in ops],
+            height,
+            label=name,
+            color=color,
+        )
+        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(ops)), ops)
+    axes.set_xlabel("eager time / fusedtrain time (above 1: fusedtrain is faster)")
+    axes.set_title(f"against eager: {rows[0].dtype}, {size_text(rows[0].numel)} elements")
+    axes.legend(loc="lower right")
+    axes.margins(x=0.1, y=0.01)
+
+
+def _percent_of_copy(row: Row, which: str) -> float:
+    return 100 * row.gb_per_s.get(which, 0.0) / row.gb_per_s["copy_fresh"]
+
+
+def _draw_bandwidths(axes: Any, rows: Sequence[Row]) -> None:
+    name = sorted({row.pass_name for row in rows})[-1]
+    shown = [row for row in rows if row.pass_name == name]
+    shown.sort(key=lambda row: row.percent_of_copy)
+    series = [s for s in COLORS if any(s in row.gb_per_s for row in shown)]
+    height = 0.8 / len(series)
+    for index, which in enumerate(series):
+        drawn = axes.barh(
+            [y + height * (len(series) / 2 - index - 0.5) for y in range(len(shown))],
+            [_percent_of_copy(row, which) for row in shown],
+            height,
+            label=which,
+            color=COLORS[which],
+        )
+        axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
+    axes.axvline(100, color="black", linewidth=1)
+    axes.set_yticks(range(len(shown)), [row.op for row in shown])
+    axes.set_xlabel("percent of the bandwidth of x.clone() in the same rounds")
+    axes.set_title(f"{name}: {rows[0].dtype}, {size_text(rows[0].numel)} elements")
+    axes.legend(loc="lower right")
+    axes.margins(x=0.1, y=0.01)
