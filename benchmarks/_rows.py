@@ -70,10 +70,12 @@ class Row:
 
 def load(paths: Iterable[Path]) -> list[Row]:
     """The rows of pytest-benchmark's JSON files, in a readable order."""
-    rows = []
+    rows: list[Row] = []
     for path in paths:
         entries = json.loads(path.read_text())["benchmarks"]
-        rows += [Row.parse(e["extra_info"]) for e in entries if "gb_per_s" in e["extra_info"]]
+        found = [Row.parse(e["extra_info"]) for e in entries if "gb_per_s" in e["extra_info"]]
+        # One date for one run, also across midnight.
+        rows += [replace(row, date=min(r.date for r in found)) for row in found]
     rows.sort(key=lambda row: (*section_key(row), row.op, row.pass_name))
     return [row for _, members in groupby(rows, key=section_key) for row in _mark_noisy([*members])]
 

@@ -19,6 +19,7 @@ from benchmarks._measure import (
     Call,
     Clock,
     Effort,
+    FlushingCudaClock,
     ReplayClock,
     TensorFunction,
     dtype_name,
@@ -164,6 +165,7 @@ def test_activation(
             calls["compile"] = compiled
     samples = interleave(calls, clock, effort)
     benchmark.group = f"{dtype_name(case.dtype)} {case.numel} {case.pass_name}"
+    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
     benchmark.extra_info.update(
         row(
             op=case.op,

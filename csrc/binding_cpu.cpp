@@ -18,6 +18,12 @@ enum ChannelwiseOp { FT_CHANNELWISE(FT_ENUM) };
 constexpr const char* kPointwiseNames[] = {FT_POINTWISE(FT_NAME)};
 constexpr const char* kChannelwiseNames[] = {FT_CHANNELWISE(FT_NAME)};
 
+Tensor new_output(const Tensor& model) {
+  Tensor output = torch::stable::empty_like(model);
+  cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
+  return output;
+}
+
 template <class Call>
 void run_pointwise(const Call& call, int64_t n) {
   if (n <= kGrain) {
@@ -30,7 +36,7 @@ void run_pointwise(const Call& call, int64_t n) {
 
 Tensor forward(int op, const Tensor& input, double a = 0, double b = 0) {
   const Dtype dtype = dtype_of(input, kPointwiseNames[op], "input");
-  Tensor output = torch::stable::empty_like(input);
+  Tensor output = new_output(input);
   const void* x = input.const_data_ptr();
   if (!is_dense(input)) {
     torch::stable::copy_(output, input);
@@ -53,7 +59,7 @@ Tensor backward(int op, const Tensor& grad, const Tensor& saved, double a = 0, d
   const char* name = kPointwiseNames[op];
   const Dtype dtype = dtype_of(saved, name, "saved");
   check_same(grad, saved, name, "grad", "saved");
-  Tensor grad_input = torch::stable::empty_like(saved);
+  Tensor grad_input = new_output(saved);
   const Tensor s = dense_like(saved, grad_input), g = dense_like(grad, grad_input);
   run_pointwise(
       PointwiseBackward{
@@ -133,7 +139,7 @@ ChannelArguments channel_arguments(int op, const Tensor& input, const Tensor& a,
 
 Tensor channel_forward(int op, const Tensor& input, const Tensor& a, const Tensor& b) {
   const ChannelArguments args = channel_arguments(op, input, a, b);
-  Tensor output = torch::stable::empty_like(args.input);
+  Tensor output = new_output(args.input);
   run_channelwise(ChannelwiseForward{op,
                                      args.dtype,
                                      args.view.rows,
@@ -163,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad, 
                                                     const Tensor& a, const Tensor& b) {
   check_same(grad, input, kChannelwiseNames[op], "grad", "input");
   const ChannelArguments args = channel_arguments(op, input, a, b);
-  Tensor grad_input = torch::stable::empty_like(args.input);
+  Tensor grad_input = new_output(args.input);
   const Tensor g = dense_like(grad, args.input);
   const int64_t tasks = cpu::channelwise_tasks(args.view.rows, args.view.channels, args.view.inner);
   std::vector<double> partial(tasks * kMaxParameters * args.view.channels, 0.0);

@@ -121,7 +121,7 @@ template <class T>
 struct SigmoidAndSlope {
   T value, slope;
   FT_METHOD explicit SigmoidAndSlope(T z) {
-    const T e = math::exp(-math::abs(z));
+    const T e = math::exp_negative(-math::abs(z));
     const T r = T(1) / (T(1) + e);
     value = z < T(0) ? e * r : r;
     slope = e * r * r;
@@ -133,7 +133,7 @@ struct Silu : NoParameters {
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
     x = math::at_least(x, -Constants<T>::kFar);
-    return x / (T(1) + math::exp(-x));
+    return x / (T(1) + math::exp_normal(-x));
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, -Constants<T>::kFar, Constants<T>::kFar);
@@ -164,8 +164,7 @@ template <class T>
 struct Gelu : NoParameters {
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
-    T density;
-    return math::at_least(x, T(-40)) * math::normal_cdf(x, density);
+    return math::at_least(x, T(-40)) * math::normal_cdf(x);
   }
   FT_METHOD T backward(T g, T x) const {
     T density;
@@ -198,7 +197,7 @@ struct QuickGelu : NoParameters {
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
     x = math::at_least(x, -Constants<T>::kFar);
-    return x / (T(1) + math::exp(T(-1.702) * x));
+    return x / (T(1) + math::exp_normal(T(-1.702) * x));
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, -Constants<T>::kFar, Constants<T>::kFar);

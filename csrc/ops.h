@@ -66,6 +66,10 @@ int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner);
 void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task);
 void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task);
 
+// Tells the system that a fresh output is about to be written whole, so that it may map it in huge
+// pages (docs/decisions/0002-huge-pages.md). FUSEDTRAIN_HUGE_PAGES=0 turns this off.
+void prepare_output(void* data, int64_t bytes);
+
 // "default", "avx2" or "avx512": what this process uses.
 const char* capability();
 

@@ -169,8 +169,8 @@ def _turns(
 
 
 def learning_rate(number: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the steps, then half a cosine down to nearly zero."""
-    warm = max(1, steps // 10)
+    """Linear warm-up over a fifth of the steps, then half a cosine down to nearly zero."""
+    warm = max(1, steps // 5)
     if number < warm:
         return peak * (number + 1) / warm
     return peak * 0.5 * (1 + math.cos(math.pi * (number + 1 - warm) / (steps + 1 - warm)))

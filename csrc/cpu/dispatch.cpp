@@ -1,6 +1,9 @@
 // Chooses the instruction set once, cuts the work, converts 16-bit data block by block.
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "kernels.h"
 
@@ -91,6 +94,27 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 const char* capability() { return kernels().name; }
 
+void prepare_output(void* data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  // Below two huge pages most of the memory comes from the heap, already mapped.
+  constexpr int64_t kSmallest = 4 << 20;
+  if (bytes < kSmallest) return;
+  static const bool wanted = [] {
+    const char* setting = getenv("FUSEDTRAIN_HUGE_PAGES");
+    return setting == nullptr || strcmp(setting, "0") != 0;
+  }();
+  if (!wanted) return;
+  constexpr uintptr_t kPage = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) & ~(kPage - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kPage - 1);
+  // Advice: where the system refuses it, nothing changes.
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+  (void)data;
+  (void)bytes;
+#endif
+}
+
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end) {
   const Kernels& k = kernels();
   double parameters[kMaxParameters];
@@ -139,7 +163,8 @@ void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end) {
 namespace {
 
 // Cuts rows x channels x inner into tasks and visits a task's runs: n consecutive elements whose
-// channels are either all `channel` (step 0) or count up from it (step 1). A run fits the buffers.
+// channels are either all `channel` (step 0) or count up from it (step 1). 16-bit runs are cut to
+// fit the buffers.
 struct Cut {
   int64_t rows, channels, inner;
   bool by_channel() const { return inner == 1 && channels > 1; }
@@ -151,25 +176,25 @@ struct Cut {
     return rows * channels * pieces();
   }
   template <class Visit>
-  void visit(int64_t task, const Visit& visit) const {
+  void visit(int64_t task, int64_t longest, const Visit& visit) const {
     if (by_channel()) {
       const int64_t last = smaller(rows, (task + 1) * rows_a_task());
       for (int64_t row = task * rows_a_task(); row < last; ++row)
-        for (int64_t c = 0; c < channels; c += kBlock)
-          visit(row * channels + c, smaller(kBlock, channels - c), c, 1);
+        for (int64_t c = 0; c < channels; c += longest)
+          visit(row * channels + c, smaller(longest, channels - c), c, 1);
       return;
     }
     const int64_t row_channel = task / pieces(), start = task % pieces() * kTask;
     const int64_t stop = smaller(inner, start + kTask);
-    for (int64_t i = start; i < stop; i += kBlock)
-      visit(row_channel * inner + i, smaller(kBlock, stop - i), row_channel % channels, 0);
+    for (int64_t i = start; i < stop; i += longest)
+      visit(row_channel * inner + i, smaller(longest, stop - i), row_channel % channels, 0);
   }
 };
 
 template <class T>
 void run(const ChannelwiseForward& call, int64_t task, const KernelsOf<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
-  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     k.channel_forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, at<T>(call.parameters[0], c),
                                at<T>(call.parameters[1], c), step);
   });
@@ -179,7 +204,7 @@ void run_16bit(const ChannelwiseForward& call, int64_t task) {
   const Format format = format_of(call.dtype);
   const Cut cut{call.rows, call.channels, call.inner};
   alignas(64) float x[kBlock], a[kBlock], b[kBlock];
-  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
     format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
@@ -192,7 +217,7 @@ template <class T>
 void run(const ChannelwiseBackward& call, int64_t task, const KernelsOf<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
   double* sums = call.partial_sums + task * kMaxParameters * call.channels;
-  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     k.channel_backward[call.op](at<T>(call.grad, i), at<T>(call.x, i), at<T>(call.grad_input, i), n,
                                 at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step,
                                 sums + c, call.channels);
@@ -204,7 +229,7 @@ void run_16bit(const ChannelwiseBackward& call, int64_t task) {
   const Cut cut{call.rows, call.channels, call.inner};
   double* sums = call.partial_sums + task * kMaxParameters * call.channels;
   alignas(64) float g[kBlock], x[kBlock], a[kBlock], b[kBlock];
-  cut.visit(task, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     format.load(at<uint16_t>(call.grad, i), g, n);
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);

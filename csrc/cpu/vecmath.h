@@ -20,7 +20,7 @@ struct Constants;
 
 template <>
 struct Constants<float> {
-  using Int = int32_t;
+  using Bits = uint32_t;
   static constexpr int kMantissaBits = 23;
   static constexpr int kExponentBias = 127;
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -28,6 +28,8 @@ struct Constants<float> {
   static constexpr float kLn2Low = -2.12194440054690581e-4f;
   static constexpr float kExpMax = 89.0f;
   static constexpr float kExpMin = -104.0f;
+  static constexpr float kNormalMax = 88.8f;  // rounds to n = 128: inf
+  static constexpr float kNormalMin = -88.0f;  // rounds to n = -127: 0
   static constexpr float kHuge = 3.402823466e+38f;
   // Beyond this, exp(x) is 0 or inf and every S-shaped function has reached its limit.
   static constexpr float kFar = 110.0f;
@@ -35,7 +37,7 @@ struct Constants<float> {
 
 template <>
 struct Constants<double> {
-  using Int = int64_t;
+  using Bits = uint64_t;
   static constexpr int kMantissaBits = 52;
   static constexpr int kExponentBias = 1023;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
@@ -43,6 +45,8 @@ struct Constants<double> {
   static constexpr double kLn2Low = 1.90821492927058770002e-10;
   static constexpr double kExpMax = 710.0;
   static constexpr double kExpMin = -746.0;
+  static constexpr double kNormalMax = 709.8;
+  static constexpr double kNormalMin = -709.0;
   static constexpr double kHuge = 1.7976931348623157e+308;
   static constexpr double kFar = 1000.0;
 };
@@ -68,20 +72,17 @@ FT_INLINE double copysign(double x, double s) { return __builtin_copysign(x, s);
 FT_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FT_INLINE double sqrt(double x) { return __builtin_sqrt(x); }
 
-// 2^n for an integral n within the normal exponents.
+// 2^n, where `shifted` is n + kRound for an integral n: its low bits are n. 0 for the exponent below
+// the normal ones, inf for the one above.
 template <class T>
-FT_INLINE T power_of_two(T n) {
+FT_INLINE T power_of_two(T shifted) {
   using C = Constants<T>;
-  const T shifted = n + C::kRound;
-  typename C::Int bits, zero;
-  const T round = C::kRound;
+  using Bits = typename C::Bits;
+  Bits bits;
   __builtin_memcpy(&bits, &shifted, sizeof(T));
-  __builtin_memcpy(&zero, &round, sizeof(T));
-  using Unsigned = decltype(sizeof(T) == 4 ? uint32_t{} : uint64_t{});
-  const typename C::Int power = static_cast<typename C::Int>(
-      static_cast<Unsigned>(bits - zero + C::kExponentBias) << C::kMantissaBits);
+  bits = (bits << C::kMantissaBits) + (Bits(C::kExponentBias) << C::kMantissaBits);
   T result;
-  __builtin_memcpy(&result, &power, sizeof(T));
+  __builtin_memcpy(&result, &bits, sizeof(T));
   return result;
 }
 
@@ -104,29 +105,55 @@ FT_INLINE double exp_tail(double r) {  // 1.7e-19 relative to e^r
   return p * r + 0.5;
 }
 
+// x = n ln 2 + r, |r| <= ln(2)/2; returns r. `shifted` is n + kRound.
+template <class T>
+FT_INLINE T reduce(T x, T& shifted) {
+  using C = Constants<T>;
+  shifted = x * T(1.44269504088896340736) + C::kRound;
+  const T n = shifted - C::kRound;
+  return (x - n * C::kLn2High) - n * C::kLn2Low;
+}
+
 // e^x. 2 ULP (1 in the denormal range's own units). All x; overflows to inf, underflows through
 // the denormals to 0.
 template <class T>
 FT_INLINE T exp(T x) {
   using C = Constants<T>;
-  x = clamp(x, C::kExpMin, C::kExpMax);
-  const T n = (x * T(1.44269504088896340736) + C::kRound) - C::kRound;
-  const T r = (x - n * C::kLn2High) - n * C::kLn2Low;
+  T shifted;
+  const T r = reduce(clamp(x, C::kExpMin, C::kExpMax), shifted);
   const T p = T(1) + (r + r * r * exp_tail(r));
   // Two factors: 2^n alone is not representable at either end of the range.
-  const T half = (n * T(0.5) + C::kRound) - C::kRound;
-  return (p * power_of_two(half)) * power_of_two(n - half);
+  const T n = shifted - C::kRound;
+  const T half = n * T(0.5) + C::kRound;
+  return (p * power_of_two(half)) * power_of_two((n - (half - C::kRound)) + C::kRound);
+}
+
+// e^x where the sigmoids need it, at two thirds of the cost of exp. 2 ULP from -87 to 88; below, it
+// is at most 1.3e-38 (double: 2.3e-308), and 0 from -88 (-709) down; above, inf from 88.4 (709.5).
+template <class T>
+FT_INLINE T exp_normal(T x) {
+  using C = Constants<T>;
+  T shifted;
+  const T r = reduce(clamp(x, C::kNormalMin, C::kNormalMax), shifted);
+  return (T(1) + (r + r * r * exp_tail(r))) * power_of_two(shifted);
+}
+
+// The same for x <= 0.
+template <class T>
+FT_INLINE T exp_negative(T x) {
+  T shifted;
+  const T r = reduce(at_least(x, Constants<T>::kNormalMin), shifted);
+  return (T(1) + (r + r * r * exp_tail(r))) * power_of_two(shifted);
 }
 
 // e^x - 1. 3 ULP. All x; -1 from -40 down, inf above the range; keeps the sign of zero.
 template <class T>
 FT_INLINE T expm1(T x) {
   using C = Constants<T>;
-  const T z = clamp(x, T(-40), C::kExpMax);
-  const T n = (z * T(1.44269504088896340736) + C::kRound) - C::kRound;
-  const T r = (z - n * C::kLn2High) - n * C::kLn2Low;
+  T shifted;
+  const T r = reduce(clamp(x, T(-40), C::kExpMax), shifted);
   const T p = r + r * r * exp_tail(r);
-  const T s = power_of_two(n - T(1));
+  const T s = power_of_two(shifted - T(1));
   const T y = T(2) * (s * p + (s - T(0.5)));
   return x == T(0) ? x : y;
 }
@@ -155,10 +182,10 @@ FT_INLINE T log1p_unit(T x) {
   return upper ? y + T(0.69314718055994530942) : y;
 }
 
-// 1 / (1 + e^-x). 4 ULP while e^-x is finite, then 0 (as torch).
+// 1 / (1 + e^-x). 4 ULP down to -87 (double: -708), then 0 (torch: from -88.7 down).
 template <class T>
 FT_INLINE T sigmoid(T x) {
-  return T(1) / (T(1) + exp(-x));
+  return T(1) / (T(1) + exp_normal(-x));
 }
 
 // tanh(x). 4 ULP. All x; keeps the sign of zero.
@@ -168,32 +195,60 @@ FT_INLINE T tanh(T x) {
   return copysign(-e / (e + T(2)), x);
 }
 
-// Standard normal distribution: returns the cumulative probability, stores the density.
-// Absolute error 2e-7 in float; in the lower tail the relative error stays below
-// (4 + x^2) ULP. All x; 0 or 1 at the infinities.
+// Cumulative probability of the standard normal distribution. Absolute error 2.5e-7 in float, 0 from
+// -13 down. In the tail from -10 up the relative error stays below 1e-3. All x.
+FT_INLINE float normal_cdf(float x) {
+  const float a = at_most(abs(x), 20.0f);
+  // log2 of the upper tail on 0 <= a <= 10, fitted for an absolute error of 2.6e-8 in the tail
+  // itself: no division and no second exponential (against 24 % more time in gelu's forward).
+  float p = -5.8895417827e-9f;
+  p = p * a + 2.5086100376e-7f;
+  p = p * a - 4.35611387e-6f;
+  p = p * a + 3.8443774725e-5f;
+  p = p * a - 0.00015471866771f;
+  p = p * a - 0.00023943645216f;
+  p = p * a + 0.0072099724866f;
+  p = p * a - 0.052597931962f;
+  p = p * a - 0.45917600573f;
+  p = p * a - 1.1511089035f;
+  p = at_least(p * a - 0.99999992477f, -127.0f);
+  const float shifted = p + Constants<float>::kRound;
+  const float r = p - (shifted - Constants<float>::kRound);
+  float q = 0.00015467973208f;  // 2^r: 4e-9
+  q = q * r + 0.0013390939849f;
+  q = q * r + 0.0096180351484f;
+  q = q * r + 0.055503569657f;
+  q = q * r + 0.24022651064f;
+  q = q * r + 0.69314718806f;
+  const float upper_tail = (q * r + 1.0f) * power_of_two(shifted);
+  return x > 0.0f ? 1.0f - upper_tail : upper_tail;
+}
+
+// The same, and the density, whose exponential serves both. Absolute error 2.5e-7 in float; in the
+// lower tail the relative error stays below
+// (4 + x^2) ULP down to -13, then it is 0. All x; 0 or 1 at the infinities.
 FT_INLINE float normal_cdf(float x, float& density) {
-  const float a = at_most(abs(x), 15.0f);
-  const float e = exp(-0.5f * a * a);
+  const float a = at_most(abs(x), 14.0f);
+  const float e = exp_negative(-0.5f * a * a);
   const float t = 1.0f / (1.0f + 0.3f * a);
-  // erfc(a / sqrt(2)) e^(a^2 / 2) / (2 t) on 0 <= a <= 15: 3.5e-9.
-  float p = -0.02062863502f;
-  p = p * t + 0.1124646512f;
-  p = p * t - 0.2282844554f;
-  p = p * t + 0.1918828506f;
-  p = p * t - 0.07950880232f;
-  p = p * t + 0.09620473434f;
-  p = p * t + 0.07837228505f;
-  p = p * t + 0.1102393344f;
-  p = p * t + 0.1195713189f;
-  p = p * t + 0.1196867166f;
+  // erfc(a / sqrt(2)) e^(a^2 / 2) / (2 t) on 0 <= a <= 13: 1.1e-7.
+  float p = 0.03619496891f;
+  p = p * t - 0.159378694f;
+  p = p * t + 0.2101188753f;
+  p = p * t - 0.05716761696f;
+  p = p * t + 0.1304164697f;
+  p = p * t + 0.09934715908f;
+  p = p * t + 0.1208455179f;
+  p = p * t + 0.1196232639f;
   const float upper_tail = e * (t * p);
   density = 0.39894228040143267794f * e;
   return x > 0.0f ? 1.0f - upper_tail : upper_tail;
 }
-// The double version calls libm's erfc: right to 2 ULP and not vectorised.
+// The double versions call libm's erfc: right to 2 ULP and not vectorised.
+FT_INLINE double normal_cdf(double x) { return 0.5 * __builtin_erfc(-x * 0.70710678118654752440); }
 FT_INLINE double normal_cdf(double x, double& density) {
-  density = 0.39894228040143267794 * exp(-0.5 * x * x);
-  return 0.5 * __builtin_erfc(-x * 0.70710678118654752440);
+  density = 0.39894228040143267794 * exp_negative(-0.5 * x * x);
+  return normal_cdf(x);
 }
 
 }  // namespace math
