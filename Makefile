@@ -33,7 +33,7 @@ format: build  ## let ruff and clang-format rewrite the sources
 	$(BIN)/clang-format -i $(CPP)
 
 bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
-	$(PY) -m benchmarks.run --results-dir $(RESULTS_DIR) $(ARGS)
+	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.run $(ARGS)
 
 wheel: build  ## dist/*.whl: one file for every Python 3 and torch from 2.10
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .

@@ -55,7 +55,9 @@ def torch_folder() -> Path:
 def cxx() -> str:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if not compiler or not shutil.which(compiler.split()[0]):
-        raise CannotBuild("no C++ compiler found (set CXX, or install g++ 9 or clang++ 10 or newer)")
+        raise CannotBuild(
+            "no C++ compiler found (set CXX, or install g++ 9 or clang++ 10 or newer)"
+        )
     return compiler
 
 
@@ -177,7 +179,9 @@ def build_cuda(out: Path, work: Path) -> dict[str, object]:
     codes = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
     ptx = re.sub(r"\D", "", archs[-1])
     codes.append(f"-gencode arch=compute_{ptx},code=compute_{ptx}")
-    flags = f"-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -lineinfo -ccbin {host.split()[0]}"
+    flags = (
+        f"-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -lineinfo -ccbin {host.split()[0]}"
+    )
     include, link = torch_flags(torch)
     cuda = Path(compiler).resolve().parent.parent
     n = Ninja(work / "cuda")

@@ -163,9 +163,7 @@ struct Mish : NoParameters {
 template <class T>
 struct Gelu : NoParameters {
   using NoParameters::NoParameters;
-  FT_METHOD T forward(T x) const {
-    return math::at_least(x, T(-40)) * math::normal_cdf(x);
-  }
+  FT_METHOD T forward(T x) const { return math::at_least(x, T(-40)) * math::normal_cdf(x); }
   FT_METHOD T backward(T g, T x) const {
     T density;
     x = math::clamp(x, T(-40), T(40));

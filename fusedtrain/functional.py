@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
@@ -38,7 +39,7 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
         >>> relu(torch.tensor([-1.0, 2.0]))
         tensor([0., 2.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return input.copy_(_reference.relu(input.clone())) if inplace else _reference.relu(input)
     if _has(input):
         return _handle(relu, (input,), input, inplace=inplace)
@@ -52,7 +53,7 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
         >>> relu6(torch.tensor([-1.0, 2.0, 7.0]))
         tensor([0., 2., 6.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return input.copy_(_reference.relu6(input.clone())) if inplace else _reference.relu6(input)
     if _has(input):
         return _handle(relu6, (input,), input, inplace=inplace)
@@ -67,7 +68,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
         >>> leaky_relu(torch.tensor([-1.0, 2.0]), 0.5)
         tensor([-0.5000,  2.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.leaky_relu(input.clone(), negative_slope))
         return _reference.leaky_relu(input, negative_slope)
@@ -84,7 +85,7 @@ def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
         >>> elu(torch.tensor([-1.0, 2.0]))
         tensor([-0.6321,  2.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.elu(input.clone(), alpha))
         return _reference.elu(input, alpha)
@@ -101,7 +102,7 @@ def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
         >>> celu(torch.tensor([-1.0, 2.0]), 2.0)
         tensor([-0.7869,  2.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.celu(input.clone(), alpha))
         return _reference.celu(input, alpha)
@@ -118,7 +119,7 @@ def selu(input: Tensor, inplace: bool = False) -> Tensor:
         >>> selu(torch.tensor([-1.0, 2.0]))
         tensor([-1.1113,  2.1014])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return input.copy_(_reference.selu(input.clone())) if inplace else _reference.selu(input)
     if _has(input):
         return _handle(selu, (input,), input, inplace=inplace)
@@ -133,7 +134,7 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
         >>> silu(torch.tensor([-1.0, 2.0]))
         tensor([-0.2689,  1.7616])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return input.copy_(_reference.silu(input.clone())) if inplace else _reference.silu(input)
     if _has(input):
         return _handle(silu, (input,), input, inplace=inplace)
@@ -148,7 +149,7 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
         >>> mish(torch.tensor([-1.0, 2.0]))
         tensor([-0.3034,  1.9440])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return input.copy_(_reference.mish(input.clone())) if inplace else _reference.mish(input)
     if _has(input):
         return _handle(mish, (input,), input, inplace=inplace)
@@ -162,7 +163,7 @@ def quick_gelu(input: Tensor, inplace: bool = False) -> Tensor:
         >>> quick_gelu(torch.tensor([-1.0, 2.0]))
         tensor([-0.1542,  1.9357])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.quick_gelu(input.clone()))
         return _reference.quick_gelu(input)
@@ -178,7 +179,7 @@ def sigmoid(input: Tensor) -> Tensor:
         >>> sigmoid(torch.tensor([-1.0, 2.0]))
         tensor([0.2689, 0.8808])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.sigmoid(input)
     if _has(input):
         return _handle(sigmoid, (input,), input)
@@ -192,7 +193,7 @@ def logsigmoid(input: Tensor) -> Tensor:
         >>> logsigmoid(torch.tensor([-1.0, 2.0]))
         tensor([-1.3133, -0.1269])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.logsigmoid(input)
     if _has(input):
         return _handle(logsigmoid, (input,), input)
@@ -206,7 +207,7 @@ def tanh(input: Tensor) -> Tensor:
         >>> tanh(torch.tensor([-1.0, 2.0]))
         tensor([-0.7616,  0.9640])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.tanh(input)
     if _has(input):
         return _handle(tanh, (input,), input)
@@ -220,7 +221,7 @@ def tanhshrink(input: Tensor) -> Tensor:
         >>> tanhshrink(torch.tensor([-1.0, 2.0]))
         tensor([-0.2384,  1.0360])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.tanhshrink(input)
     if _has(input):
         return _handle(tanhshrink, (input,), input)
@@ -235,7 +236,7 @@ def softsign(input: Tensor) -> Tensor:
         >>> softsign(torch.tensor([-1.0, 3.0]))
         tensor([-0.5000,  0.7500])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.softsign(input)
     if _has(input):
         return _handle(softsign, (input,), input)
@@ -250,7 +251,7 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
         >>> hardswish(torch.tensor([-1.0, 2.0]))
         tensor([-0.3333,  1.6667])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.hardswish(input.clone()))
         return _reference.hardswish(input)
@@ -267,7 +268,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
         >>> hardsigmoid(torch.tensor([-1.5, 4.0]))
         tensor([0.2500, 1.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.hardsigmoid(input.clone()))
         return _reference.hardsigmoid(input)
@@ -289,7 +290,7 @@ def hardtanh(
         >>> hardtanh(torch.tensor([-2.0, 0.5]))
         tensor([-1.0000,  0.5000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.hardtanh(input.clone(), min_val, max_val))
         return _reference.hardtanh(input, min_val, max_val)
@@ -306,7 +307,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
         >>> hardshrink(torch.tensor([-1.0, 0.25]))
         tensor([-1.,  0.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.hardshrink(input, lambd)
     if _has(input):
         return _handle(hardshrink, (input,), input, lambd=lambd)
@@ -324,7 +325,7 @@ def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
         >>> softshrink(torch.tensor([-1.0, 0.75]))
         tensor([-0.5000,  0.2500])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.softshrink(input, lambd)
     if _has(input):
         return _handle(softshrink, (input,), input, lambd=lambd)
@@ -339,7 +340,7 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
         >>> threshold(torch.tensor([-1.0, 2.0]), 0.5, -3.0)
         tensor([-3.,  2.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.threshold(input.clone(), threshold, value))
         return _reference.threshold(input, threshold, value)
@@ -361,7 +362,7 @@ def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
         >>> relu_squared(torch.tensor([-1.0, 3.0]))
         tensor([0., 9.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.relu_squared(input.clone()))
         return _reference.relu_squared(input)
@@ -377,7 +378,7 @@ def hard_mish(input: Tensor, inplace: bool = False) -> Tensor:
         >>> hard_mish(torch.tensor([-1.0, 3.0]))
         tensor([-0.5000,  3.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         if inplace:
             return input.copy_(_reference.hard_mish(input.clone()))
         return _reference.hard_mish(input)
@@ -398,7 +399,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         >>> gelu(torch.tensor([-1.0, 2.0]))
         tensor([-0.1587,  1.9545])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.gelu_tanh(input) if approximate == "tanh" else _reference.gelu(input)
     if _has(input):
         return _handle(gelu, (input,), input, approximate=approximate)
@@ -410,7 +411,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    """``log(1 + exp(beta * x)) / beta``, and ``x`` where ``beta * x > threshold``; saves the output.
+    """``log(1 + exp(beta * x)) / beta``; ``x`` where ``beta * x > threshold``. Saves the output.
 
     A ``threshold`` below 20, where the output does not tell the branches apart, runs in eager
     torch. Autocast on CUDA computes it in float32, as torch's. See
@@ -420,7 +421,7 @@ def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tenso
         >>> softplus(torch.tensor([-1.0, 2.0]))
         tensor([0.3133, 2.1269])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.softplus(input, beta, threshold)
     if _has(input):
         return _handle(softplus, (input,), input, beta=beta, threshold=threshold)
@@ -439,7 +440,7 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
         >>> squareplus(torch.tensor([0.0, 1.5]))
         tensor([1., 2.])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.squareplus(input, b)
     if _has(input):
         return _handle(squareplus, (input,), input, b=b)
@@ -449,7 +450,9 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """``x if x > 0 else weight * x``; saves input and weight. See :func:`torch.nn.functional.prelu`.
+    """``x if x > 0 else weight * x``; saves both arguments.
+
+    See :func:`torch.nn.functional.prelu`.
 
     Args:
         input: any shape; dimension 1 are the channels.
@@ -459,7 +462,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         >>> prelu(torch.tensor([-1.0, 2.0]), torch.tensor([0.25]))
         tensor([-0.2500,  2.0000])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.prelu(input, weight)
     if _has_any((input, weight)):
         return _handle(prelu, (input, weight), input, weight)
@@ -481,7 +484,7 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         >>> star_relu(torch.tensor([-1.0, 2.0]), torch.tensor([0.5]), torch.tensor([0.25]))
         tensor([0.2500, 2.2500])
     """
-    if torch.jit.is_scripting():
+    if _scripting():
         return _reference.star_relu(input, scale, bias)
     if _has_any((input, scale, bias)):
         return _handle(star_relu, (input, scale, bias), input, scale, bias)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from fusedtrain.reference import ACTIVATIONS, Activation
 from torch import Tensor
+
+from fusedtrain.reference import ACTIVATIONS, Activation
 
 NAMES = list(ACTIVATIONS)
 POINTWISE = [name for name, row in ACTIVATIONS.items() if not row.tensors]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from _cases import DTYPES, INPLACE, NAMES, POINTWISE, assert_close, backward_scale, error, layouts
-from fusedtrain.reference import ACTIVATIONS
 from torch import Tensor, nn
 
 import fusedtrain
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
+from fusedtrain.reference import ACTIVATIONS
 
 
 def expected(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,10 @@ def test_bounds_that_the_dtype_cannot_hold(dtype: torch.dtype, value: float) -> 
     """A clipped output equals the bound as stored: it must count as clipped in backward."""
     x = torch.linspace(-3, 3, 4001).to(dtype).requires_grad_()
     for function, torch_function in (
-        (lambda t: F.hardtanh(t, -value, value), lambda t: nn.functional.hardtanh(t, -value, value)),
+        (
+            lambda t: F.hardtanh(t, -value, value),
+            lambda t: nn.functional.hardtanh(t, -value, value),
+        ),
         (lambda t: F.hardshrink(t, value), lambda t: nn.functional.hardshrink(t, value)),
     ):
         y, z = function(x), torch_function(x)
@@ -124,7 +127,17 @@ LIMITS = {
 def test_special_values(name: str, dtype: torch.dtype) -> None:
     row = ACTIVATIONS[name]
     tiny = torch.finfo(dtype).smallest_normal
-    values = [float("-inf"), float("inf"), float("nan"), -0.0, 0.0, tiny, -tiny, tiny / 4, -tiny / 4]
+    values = [
+        float("-inf"),
+        float("inf"),
+        float("nan"),
+        -0.0,
+        0.0,
+        tiny,
+        -tiny,
+        tiny / 4,
+        -tiny / 4,
+    ]
     # 17 copies: through the vector body and through the tail
     x = torch.tensor(values * 17, dtype=dtype, requires_grad=True)
     y = row.function(x)

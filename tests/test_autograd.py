@@ -13,11 +13,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from _cases import INPLACE, NAMES, POINTWISE
-from fusedtrain.reference import ACTIVATIONS
 from torch import Tensor, nn
 
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
+from fusedtrain.reference import ACTIVATIONS
 
 MODULES = {
     "Threshold": lambda: fnn.Threshold(0.5, -1.0),
@@ -132,9 +132,7 @@ def test_opcheck(name: str) -> None:
             torch.randn(2, 3, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last),
             torch.randn(8, 6, dtype=dtype)[::2, 1:4],
         ):
-            arguments = tuple(
-                a.to(dtype) if isinstance(a, Tensor) else a for a in row.arguments
-            )
+            arguments = tuple(a.to(dtype) if isinstance(a, Tensor) else a for a in row.arguments)
             torch.library.opcheck(getattr(ops, name).default, (x, *arguments))
             grad = torch.randn_like(x)
             backward = getattr(ops, f"{name}_backward").default
@@ -245,7 +243,9 @@ x, y = torch.load({str(tmp_path / "x.pt")!r}), torch.load({str(tmp_path / "y.pt"
 torch.testing.assert_close(model(x), y)
 assert "fusedtrain" not in sys.modules
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 

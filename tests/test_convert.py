@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,6 +80,15 @@ TIMM_TARGETS = {
     "metaformer.StarReLU": "StarReLU",
     "metaformer.SquaredReLU": "ReLUSquared",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """On two busy cores two threads, which spin for each other, took 443 s, and one 35 s."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class OwnReLU(nn.ReLU):

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusedtrain.reference import ACTIVATIONS
 
 import fusedtrain
+from fusedtrain.reference import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(fusedtrain.__file__).parent
 BINARIES = [p for p in (PACKAGE / "_C.so", PACKAGE / "_C_cuda.so") if p.exists()]
 
 
-def python(code: str, *, pure: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    code: str, *, pure: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Runs code in a new process; `pure`: with no binary to be found."""
     env = {**os.environ, **environment}
     if pure:
@@ -78,7 +80,7 @@ def test_every_schema_has_its_kernel() -> None:
 
 
 def test_wide_registers_stay_in_their_units() -> None:
-    """zmm only in avx512 functions, ymm only there and in avx2 ones: no SIGILL on older machines."""
+    """zmm only in avx512 functions, ymm only there and in avx2 ones: no SIGILL elsewhere."""
     run = subprocess.run(
         [needs("objdump"), "-d", "-C", "--no-show-raw-insn", str(PACKAGE / "_C.so")],
         capture_output=True, text=True, check=True,

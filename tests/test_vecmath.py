@@ -20,11 +20,11 @@ FLAGS = {"default": [], "avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-m
 SOURCE = """
 #include "cpu/vecmath.h"
 using namespace fusedtrain::formulas;
-#define WRAP(name, call)                                                                          \\
-  extern "C" void name##_float(const float* x, float* y, long n) {                                \\
-    typedef float T; for (long i = 0; i < n; ++i) y[i] = call; }                                   \\
-  extern "C" void name##_double(const double* x, double* y, long n) {                             \\
-    typedef double T; for (long i = 0; i < n; ++i) y[i] = call; }
+#define WRAP_FOR(T, name, call)                           \\
+  extern "C" void name##_##T(const T* x, T* y, long n) {  \\
+    for (long i = 0; i < n; ++i) y[i] = call;             \\
+  }
+#define WRAP(name, call) WRAP_FOR(float, name, call) WRAP_FOR(double, name, call)
 template <class T> static inline T cdf(T x) { T d; return math::normal_cdf(x, d); }
 template <class T> static inline T pdf(T x) { T d; math::normal_cdf(x, d); return d; }
 WRAP(exp, math::exp(x[i]))
@@ -49,7 +49,9 @@ CONTRACTS = {
 
 
 @pytest.fixture(scope="module", params=list(FLAGS))
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
     isa: str = request.param
     if COMPILER is None:
         pytest.skip("needs a C++ compiler")
@@ -74,7 +76,9 @@ def call(library: ctypes.CDLL, name: str, x: np.ndarray) -> np.ndarray:
     kind = {np.dtype(np.float32): "float", np.dtype(np.float64): "double"}[x.dtype]
     y = np.full_like(x, np.nan)
     function = getattr(library, f"{name}_{kind}")
-    function(x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(len(x)))
+    function(
+        x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(len(x))
+    )
     return y
 
 
@@ -131,7 +135,9 @@ def test_normal_distribution(library: ctypes.CDLL, dtype: type) -> None:
     eps = np.finfo(dtype).eps
     assert np.max(np.abs(actual - expected)) <= (2.5e-7 if dtype is np.float32 else 4 * eps)
     relative = np.abs(actual - expected) / expected / eps
-    assert np.max(relative - x.astype(np.float64) ** 2 * (x < 0)) <= (4 if dtype is np.float32 else 8)
+    assert np.max(relative - x.astype(np.float64) ** 2 * (x < 0)) <= (
+        4 if dtype is np.float32 else 8
+    )
     density = np.exp(-0.5 * x.astype(np.float64) ** 2) / np.sqrt(2 * np.pi)
     error = np.abs(call(library, "normal_pdf", x) - density) / density / eps
     assert np.max(error - x.astype(np.float64) ** 2) <= 4

@@ -34,21 +34,24 @@ def names(text: str, macro: str) -> set[str]:
 
 def main() -> int:
     forbid(
-        r"\.is_cuda|\.is_cpu\b|device\.type\s*[!=]=", python("_backends.py"),
+        r"\.is_cuda|\.is_cpu\b|device\.type\s*[!=]=",
+        python("_backends.py"),
         "the dispatcher is the only switch",
     )
     forbid(
-        r"os\.environ|getenv", python("_backends.py"),
+        r"os\.environ|getenv",
+        python("_backends.py"),
         "environment variables are read in _backends.py",
     )
+    forbid(r"#include\s*[<\"](torch|ATen|c10)/", sources("checks.h"), "only the bindings see torch")
+    isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name != "dispatch.cpp"] + [
+        CSRC / "formulas.h",
+        CSRC / "host_device.h",
+        CSRC / "ops.h",
+    ]
     forbid(
-        r"#include\s*[<\"](torch|ATen|c10)/", sources("checks.h"), "only the bindings see torch"
-    )
-    isa = [
-        p for p in sources() if p.parent == CSRC / "cpu" and p.name != "dispatch.cpp"
-    ] + [CSRC / "formulas.h", CSRC / "host_device.h", CSRC / "ops.h"]
-    forbid(
-        r"#include\s*<(?!(stdint\.h|immintrin\.h)>)", isa,
+        r"#include\s*<(?!(stdint\.h|immintrin\.h)>)",
+        isa,
         "instruction-set units include no library (an inline function could be shared)",
     )
     formulas = (CSRC / "formulas.h").read_text()

@@ -28,7 +28,7 @@ struct Constants<float> {
   static constexpr float kLn2Low = -2.12194440054690581e-4f;
   static constexpr float kExpMax = 89.0f;
   static constexpr float kExpMin = -104.0f;
-  static constexpr float kNormalMax = 88.8f;  // rounds to n = 128: inf
+  static constexpr float kNormalMax = 88.8f;   // rounds to n = 128: inf
   static constexpr float kNormalMin = -88.0f;  // rounds to n = -127: 0
   static constexpr float kHuge = 3.402823466e+38f;
   // Beyond this, exp(x) is 0 or inf and every S-shaped function has reached its limit.
@@ -72,8 +72,8 @@ FT_INLINE double copysign(double x, double s) { return __builtin_copysign(x, s);
 FT_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FT_INLINE double sqrt(double x) { return __builtin_sqrt(x); }
 
-// 2^n, where `shifted` is n + kRound for an integral n: its low bits are n. 0 for the exponent below
-// the normal ones, inf for the one above.
+// 2^n, where `shifted` is n + kRound for an integral n: its low bits are n. 0 for the exponent
+// below the normal ones, inf for the one above.
 template <class T>
 FT_INLINE T power_of_two(T shifted) {
   using C = Constants<T>;
@@ -195,8 +195,8 @@ FT_INLINE T tanh(T x) {
   return copysign(-e / (e + T(2)), x);
 }
 
-// Cumulative probability of the standard normal distribution. Absolute error 2.5e-7 in float, 0 from
-// -13 down. In the tail from -10 up the relative error stays below 1e-3. All x.
+// Cumulative probability of the standard normal distribution. Absolute error 2.5e-7 in float, 0
+// from -13 down. In the tail from -10 up the relative error stays below 1e-3. All x.
 FT_INLINE float normal_cdf(float x) {
   const float a = at_most(abs(x), 20.0f);
   // log2 of the upper tail on 0 <= a <= 10, fitted for an absolute error of 2.6e-8 in the tail

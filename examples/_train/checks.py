@@ -41,10 +41,11 @@ SLOPE_ERROR = 0.2
 HEAD_STEPS = 10
 HEAD_LOSS = {None: 0.1, torch.float16: 0.1, torch.bfloat16: 0.15}
 # A shorter run has no end: its losses and accuracies still swing from step to step.
-STEPS_WITH_AN_END = 20
-END_LOSS = (0.1, 0.1)  # absolute, and as a part of the eager loss
+STEPS_WITH_AN_END = 40
+END_LOSS = (0.15, 0.25)  # absolute, and as a part of the eager loss
 END_ACCURACY = 0.05  # beside twice the standard error of a difference on so many images
-GRANTED = 2.0  # times the distance of AMP eager from fp32 eager
+GRANTED = 2.0  # times the distance of AMP eager from fp32 eager, but not without end: where
+GRANTED_AT_MOST = 0.5  # AMP eager itself tumbles, an open limit would say nothing
 
 Gradients = dict[str, Tensor]
 
@@ -115,7 +116,7 @@ def compare_runs(modes: Sequence[Mode], test_images: int, tolerance: float | Non
             ("final accuracy: difference", _accuracy_difference, END_ACCURACY + chance),
         ]
         for name, distance, limit in plan[: None if steps >= STEPS_WITH_AN_END else 1]:
-            granted = limit + GRANTED * distance(eager, exact)
+            granted = limit + min(GRANTED * distance(eager, exact), GRANTED_AT_MOST)
             checks.append(Check(name, distance(mode, eager), granted))
         if tolerance is not None:
             checks[1].limit = tolerance

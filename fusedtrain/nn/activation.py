@@ -13,7 +13,7 @@ from .. import functional as F
 
 
 class ReLU(nn.ReLU):
-    """Fused :class:`torch.nn.ReLU`: the same arguments; see :func:`fusedtrain.functional.relu`.
+    """Fused :class:`torch.nn.ReLU`; see :func:`fusedtrain.functional.relu`.
 
     Example:
         >>> ReLU()(torch.tensor([-1.0, 2.0]))
@@ -25,7 +25,7 @@ class ReLU(nn.ReLU):
 
 
 class ReLU6(nn.ReLU6):
-    """Fused :class:`torch.nn.ReLU6`: the same arguments; see :func:`fusedtrain.functional.relu6`.
+    """Fused :class:`torch.nn.ReLU6`; see :func:`fusedtrain.functional.relu6`.
 
     Example:
         >>> ReLU6()(torch.tensor([-1.0, 7.0]))
@@ -37,7 +37,7 @@ class ReLU6(nn.ReLU6):
 
 
 class LeakyReLU(nn.LeakyReLU):
-    """Fused :class:`torch.nn.LeakyReLU`: the same arguments; see :func:`fusedtrain.functional.leaky_relu`.
+    """Fused :class:`torch.nn.LeakyReLU`; see :func:`fusedtrain.functional.leaky_relu`.
 
     Example:
         >>> LeakyReLU(0.5)(torch.tensor([-1.0, 2.0]))
@@ -49,7 +49,7 @@ class LeakyReLU(nn.LeakyReLU):
 
 
 class PReLU(nn.PReLU):
-    """Fused :class:`torch.nn.PReLU`: the same arguments; see :func:`fusedtrain.functional.prelu`.
+    """Fused :class:`torch.nn.PReLU`; see :func:`fusedtrain.functional.prelu`.
 
     Example:
         >>> PReLU()(torch.tensor([-1.0, 2.0]))
@@ -61,7 +61,7 @@ class PReLU(nn.PReLU):
 
 
 class ELU(nn.ELU):
-    """Fused :class:`torch.nn.ELU`: the same arguments; see :func:`fusedtrain.functional.elu`.
+    """Fused :class:`torch.nn.ELU`; see :func:`fusedtrain.functional.elu`.
 
     Example:
         >>> ELU()(torch.tensor([-1.0, 2.0]))
@@ -73,7 +73,7 @@ class ELU(nn.ELU):
 
 
 class CELU(nn.CELU):
-    """Fused :class:`torch.nn.CELU`: the same arguments; see :func:`fusedtrain.functional.celu`.
+    """Fused :class:`torch.nn.CELU`; see :func:`fusedtrain.functional.celu`.
 
     Example:
         >>> CELU(2.0)(torch.tensor([-1.0, 2.0]))
@@ -85,7 +85,7 @@ class CELU(nn.CELU):
 
 
 class SELU(nn.SELU):
-    """Fused :class:`torch.nn.SELU`: the same arguments; see :func:`fusedtrain.functional.selu`.
+    """Fused :class:`torch.nn.SELU`; see :func:`fusedtrain.functional.selu`.
 
     Example:
         >>> SELU()(torch.tensor([-1.0, 2.0]))
@@ -97,7 +97,7 @@ class SELU(nn.SELU):
 
 
 class SiLU(nn.SiLU):
-    """Fused :class:`torch.nn.SiLU`: the same arguments; see :func:`fusedtrain.functional.silu`.
+    """Fused :class:`torch.nn.SiLU`; see :func:`fusedtrain.functional.silu`.
 
     Example:
         >>> SiLU()(torch.tensor([-1.0, 2.0]))
@@ -109,7 +109,7 @@ class SiLU(nn.SiLU):
 
 
 class Mish(nn.Mish):
-    """Fused :class:`torch.nn.Mish`: the same arguments; see :func:`fusedtrain.functional.mish`.
+    """Fused :class:`torch.nn.Mish`; see :func:`fusedtrain.functional.mish`.
 
     Example:
         >>> Mish()(torch.tensor([-1.0, 2.0]))
@@ -121,7 +121,7 @@ class Mish(nn.Mish):
 
 
 class GELU(nn.GELU):
-    """Fused :class:`torch.nn.GELU`: the same arguments; see :func:`fusedtrain.functional.gelu`.
+    """Fused :class:`torch.nn.GELU`; see :func:`fusedtrain.functional.gelu`.
 
     Example:
         >>> GELU("tanh")(torch.tensor([-1.0, 2.0]))
@@ -133,7 +133,7 @@ class GELU(nn.GELU):
 
 
 class Sigmoid(nn.Sigmoid):
-    """Fused :class:`torch.nn.Sigmoid`: the same arguments; see :func:`fusedtrain.functional.sigmoid`.
+    """Fused :class:`torch.nn.Sigmoid`; see :func:`fusedtrain.functional.sigmoid`.
 
     Example:
         >>> Sigmoid()(torch.tensor([-1.0, 2.0]))
@@ -145,7 +145,7 @@ class Sigmoid(nn.Sigmoid):
 
 
 class LogSigmoid(nn.LogSigmoid):
-    """Fused :class:`torch.nn.LogSigmoid`: the same arguments; see :func:`fusedtrain.functional.logsigmoid`.
+    """Fused :class:`torch.nn.LogSigmoid`; see :func:`fusedtrain.functional.logsigmoid`.
 
     Example:
         >>> LogSigmoid()(torch.tensor([-1.0, 2.0]))
@@ -157,7 +157,7 @@ class LogSigmoid(nn.LogSigmoid):
 
 
 class Tanh(nn.Tanh):
-    """Fused :class:`torch.nn.Tanh`: the same arguments; see :func:`fusedtrain.functional.tanh`.
+    """Fused :class:`torch.nn.Tanh`; see :func:`fusedtrain.functional.tanh`.
 
     Example:
         >>> Tanh()(torch.tensor([-1.0, 2.0]))
@@ -169,7 +169,7 @@ class Tanh(nn.Tanh):
 
 
 class Tanhshrink(nn.Tanhshrink):
-    """Fused :class:`torch.nn.Tanhshrink`: the same arguments; see :func:`fusedtrain.functional.tanhshrink`.
+    """Fused :class:`torch.nn.Tanhshrink`; see :func:`fusedtrain.functional.tanhshrink`.
 
     Example:
         >>> Tanhshrink()(torch.tensor([-1.0, 2.0]))
@@ -181,7 +181,7 @@ class Tanhshrink(nn.Tanhshrink):
 
 
 class Softplus(nn.Softplus):
-    """Fused :class:`torch.nn.Softplus`: the same arguments; see :func:`fusedtrain.functional.softplus`.
+    """Fused :class:`torch.nn.Softplus`; see :func:`fusedtrain.functional.softplus`.
 
     Example:
         >>> Softplus()(torch.tensor([-1.0, 2.0]))
@@ -193,7 +193,7 @@ class Softplus(nn.Softplus):
 
 
 class Softsign(nn.Softsign):
-    """Fused :class:`torch.nn.Softsign`: the same arguments; see :func:`fusedtrain.functional.softsign`.
+    """Fused :class:`torch.nn.Softsign`; see :func:`fusedtrain.functional.softsign`.
 
     Example:
         >>> Softsign()(torch.tensor([-1.0, 3.0]))
@@ -205,7 +205,7 @@ class Softsign(nn.Softsign):
 
 
 class Hardswish(nn.Hardswish):
-    """Fused :class:`torch.nn.Hardswish`: the same arguments; see :func:`fusedtrain.functional.hardswish`.
+    """Fused :class:`torch.nn.Hardswish`; see :func:`fusedtrain.functional.hardswish`.
 
     Example:
         >>> Hardswish()(torch.tensor([-1.0, 2.0]))
@@ -217,7 +217,7 @@ class Hardswish(nn.Hardswish):
 
 
 class Hardsigmoid(nn.Hardsigmoid):
-    """Fused :class:`torch.nn.Hardsigmoid`: the same arguments; see :func:`fusedtrain.functional.hardsigmoid`.
+    """Fused :class:`torch.nn.Hardsigmoid`; see :func:`fusedtrain.functional.hardsigmoid`.
 
     Example:
         >>> Hardsigmoid()(torch.tensor([-1.5, 4.0]))
@@ -229,7 +229,7 @@ class Hardsigmoid(nn.Hardsigmoid):
 
 
 class Hardtanh(nn.Hardtanh):
-    """Fused :class:`torch.nn.Hardtanh`: the same arguments; see :func:`fusedtrain.functional.hardtanh`.
+    """Fused :class:`torch.nn.Hardtanh`; see :func:`fusedtrain.functional.hardtanh`.
 
     Example:
         >>> Hardtanh(-2.0, 2.0)(torch.tensor([-3.0, 1.0]))
@@ -241,7 +241,7 @@ class Hardtanh(nn.Hardtanh):
 
 
 class Hardshrink(nn.Hardshrink):
-    """Fused :class:`torch.nn.Hardshrink`: the same arguments; see :func:`fusedtrain.functional.hardshrink`.
+    """Fused :class:`torch.nn.Hardshrink`; see :func:`fusedtrain.functional.hardshrink`.
 
     Example:
         >>> Hardshrink()(torch.tensor([-1.0, 0.25]))
@@ -253,7 +253,7 @@ class Hardshrink(nn.Hardshrink):
 
 
 class Softshrink(nn.Softshrink):
-    """Fused :class:`torch.nn.Softshrink`: the same arguments; see :func:`fusedtrain.functional.softshrink`.
+    """Fused :class:`torch.nn.Softshrink`; see :func:`fusedtrain.functional.softshrink`.
 
     Example:
         >>> Softshrink()(torch.tensor([-1.0, 0.75]))
@@ -265,7 +265,7 @@ class Softshrink(nn.Softshrink):
 
 
 class Threshold(nn.Threshold):
-    """Fused :class:`torch.nn.Threshold`: the same arguments; see :func:`fusedtrain.functional.threshold`.
+    """Fused :class:`torch.nn.Threshold`; see :func:`fusedtrain.functional.threshold`.
 
     Example:
         >>> Threshold(0.5, -3.0)(torch.tensor([-1.0, 2.0]))

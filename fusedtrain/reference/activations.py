@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Activation:
     # Where `saves="output"` is exact only for some parameter values: elsewhere eager torch runs.
     valid: Callable[..., bool] | None = None
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """The example parameters, as the op takes them."""
         return tuple(torch.tensor(v) for v in self.example) if self.tensors else self.example
