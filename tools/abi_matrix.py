@@ -22,7 +22,9 @@ worst = 0.0
 for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
     for row in ACTIVATIONS.values():
         for x in (torch.randn(7, 9) * 3, torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)):
-            x = x.to(dtype).requires_grad_()
+            x = x.to(dtype)
+            # Off the kinks: torch 2.15 changed the slope of clamp at its bounds.
+            x = torch.where(x * 2 == (x * 2).round(), x + 0.125, x).requires_grad_()
             y = row.function(x)
             g = torch.randn_like(y)
             (gx,) = torch.autograd.grad(y, x, g)

@@ -60,36 +60,81 @@ FT_INLINE uint16_t float_to_bfloat16(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-// GCC does not vectorise the two F16C conversions by itself.
-inline void from_half(const uint16_t* in, float* out, int64_t n) {
-  int64_t i = 0;
+// A format: blocks of kLanes numbers to float and back. The loops over a block have a constant
+// length, so that the compiler keeps it in registers between load, formula and store.
+constexpr int kLanes = 64;
+
+struct Half {
+  static FT_METHOD void load(const uint16_t* in, float* out) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
+    for (int i = 0; i < kLanes; i += 16)
+      _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
 #elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
+    for (int i = 0; i < kLanes; i += 8)
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
+#else
+    for (int i = 0; i < kLanes; ++i) out[i] = half_to_float(in[i]);
 #endif
-  for (; i < n; ++i) out[i] = half_to_float(in[i]);
-}
-inline void to_half(const float* in, uint16_t* out, int64_t n) {
-  int64_t i = 0;
+  }
+  static FT_METHOD void store(const float* in, uint16_t* out) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    _mm256_storeu_si256((__m256i*)(out + i),
-                        _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+    for (int i = 0; i < kLanes; i += 16)
+      _mm256_storeu_si256((__m256i*)(out + i),
+                          _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128((__m128i*)(out + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+    for (int i = 0; i < kLanes; i += 8)
+      _mm_storeu_si128((__m128i*)(out + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes; ++i) out[i] = float_to_half(in[i]);
 #endif
-  for (; i < n; ++i) out[i] = float_to_half(in[i]);
+  }
+};
+
+struct BFloat16 {
+  static FT_METHOD void load(const uint16_t* in, float* out) {
+    for (int i = 0; i < kLanes; ++i) out[i] = bfloat16_to_float(in[i]);
+  }
+  static FT_METHOD void store(const float* in, uint16_t* out) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < kLanes; i += 16) {
+      const __m512 value = _mm512_loadu_ps(in + i);
+      const __m512i bits = _mm512_castps_si512(value);
+      const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+      const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+      const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+      const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+      const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+      _mm256_storeu_si256((__m256i*)(out + i), _mm512_cvtepi32_epi16(kept));
+    }
+#else
+    for (int i = 0; i < kLanes; ++i) out[i] = float_to_bfloat16(in[i]);
+#endif
+  }
+};
+
+// Any number of elements; the tail goes through a block too, so every element sees the same code.
+template <class Format>
+void from_16bit(const uint16_t* in, float* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) Format::load(in + i, out + i);
+  if (i == n) return;
+  uint16_t narrow[kLanes] = {};
+  float wide[kLanes];
+  for (int64_t k = 0; k < n - i; ++k) narrow[k] = in[i + k];
+  Format::load(narrow, wide);
+  for (int64_t k = 0; k < n - i; ++k) out[i + k] = wide[k];
 }
-inline void from_bfloat16(const uint16_t* in, float* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = bfloat16_to_float(in[i]);
-}
-inline void to_bfloat16(const float* in, uint16_t* out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = float_to_bfloat16(in[i]);
+template <class Format>
+void to_16bit(const float* in, uint16_t* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) Format::store(in + i, out + i);
+  if (i == n) return;
+  float wide[kLanes] = {};
+  uint16_t narrow[kLanes];
+  for (int64_t k = 0; k < n - i; ++k) wide[k] = in[i + k];
+  Format::store(wide, narrow);
+  for (int64_t k = 0; k < n - i; ++k) out[i + k] = narrow[k];
 }
 
 FT_END_NAMESPACE

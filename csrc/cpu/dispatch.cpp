@@ -1,4 +1,4 @@
-// Chooses the instruction set once, cuts the work, converts 16-bit data block by block.
+// Chooses the instruction set once, cuts the work, finds the kernel of the dtype.
 #include <stdlib.h>
 #include <string.h>
 #ifdef __linux__
@@ -115,49 +115,46 @@ void prepare_output(void* data, int64_t bytes) {
 #endif
 }
 
-void pointwise(const PointwiseForward& call, int64_t begin, int64_t end) {
+namespace {
+
+template <class T>
+void run(const PointwiseForward& call, int64_t i, int64_t n, const double* parameters,
+         const PointwiseKernels<T>& k) {
+  k.forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, parameters);
+}
+
+template <class T>
+void run(const PointwiseBackward& call, int64_t i, int64_t n, const double* parameters,
+         const PointwiseKernels<T>& k) {
+  k.backward[call.op](at<T>(call.grad, i), at<T>(call.saved, i), at<T>(call.grad_input, i), n,
+                      parameters);
+}
+
+template <class Call>
+void run_pointwise(const Call& call, int64_t begin, int64_t end) {
   const Kernels& k = kernels();
   double parameters[kMaxParameters];
   round_parameters(call.op, call.dtype, call.parameters, parameters);
-  if (call.dtype == Dtype::kFloat32) {
-    k.f32.forward[call.op](at<float>(call.x, begin), at<float>(call.y, begin), end - begin,
-                           parameters);
-  } else if (call.dtype == Dtype::kFloat64) {
-    k.f64.forward[call.op](at<double>(call.x, begin), at<double>(call.y, begin), end - begin,
-                           parameters);
-  } else {
-    const Format format = format_of(call.dtype);
-    alignas(64) float buffer[kBlock];
-    for (int64_t i = begin; i < end; i += kBlock) {
-      const int64_t n = smaller(kBlock, end - i);
-      format.load(at<uint16_t>(call.x, i), buffer, n);
-      k.f32.forward[call.op](buffer, buffer, n, parameters);
-      format.store(buffer, at<uint16_t>(call.y, i), n);
-    }
+  const int64_t n = end - begin;
+  switch (call.dtype) {
+    case Dtype::kFloat32:
+      return run(call, begin, n, parameters, k.f32);
+    case Dtype::kFloat64:
+      return run(call, begin, n, parameters, k.f64);
+    case Dtype::kFloat16:
+      return run(call, begin, n, parameters, k.f16);
+    case Dtype::kBFloat16:
+      return run(call, begin, n, parameters, k.bf16);
   }
 }
 
+}  // namespace
+
+void pointwise(const PointwiseForward& call, int64_t begin, int64_t end) {
+  run_pointwise(call, begin, end);
+}
 void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end) {
-  const Kernels& k = kernels();
-  double parameters[kMaxParameters];
-  round_parameters(call.op, call.dtype, call.parameters, parameters);
-  if (call.dtype == Dtype::kFloat32) {
-    k.f32.backward[call.op](at<float>(call.grad, begin), at<float>(call.saved, begin),
-                            at<float>(call.grad_input, begin), end - begin, parameters);
-  } else if (call.dtype == Dtype::kFloat64) {
-    k.f64.backward[call.op](at<double>(call.grad, begin), at<double>(call.saved, begin),
-                            at<double>(call.grad_input, begin), end - begin, parameters);
-  } else {
-    const Format format = format_of(call.dtype);
-    alignas(64) float grad[kBlock], saved[kBlock];
-    for (int64_t i = begin; i < end; i += kBlock) {
-      const int64_t n = smaller(kBlock, end - i);
-      format.load(at<uint16_t>(call.grad, i), grad, n);
-      format.load(at<uint16_t>(call.saved, i), saved, n);
-      k.f32.backward[call.op](grad, saved, grad, n, parameters);
-      format.store(grad, at<uint16_t>(call.grad_input, i), n);
-    }
-  }
+  run_pointwise(call, begin, end);
 }
 
 namespace {
@@ -192,11 +189,11 @@ struct Cut {
 };
 
 template <class T>
-void run(const ChannelwiseForward& call, int64_t task, const KernelsOf<T>& k) {
+void run(const ChannelwiseForward& call, int64_t task, const ChannelwiseKernels<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
   cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
-    k.channel_forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, at<T>(call.parameters[0], c),
-                               at<T>(call.parameters[1], c), step);
+    k.forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, at<T>(call.parameters[0], c),
+                       at<T>(call.parameters[1], c), step);
   });
 }
 
@@ -208,19 +205,19 @@ void run_16bit(const ChannelwiseForward& call, int64_t task) {
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
     format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
-    kernels().f32.channel_forward[call.op](x, x, n, a, b, step);
+    kernels().channel_f32.forward[call.op](x, x, n, a, b, step);
     format.store(x, at<uint16_t>(call.y, i), n);
   });
 }
 
 template <class T>
-void run(const ChannelwiseBackward& call, int64_t task, const KernelsOf<T>& k) {
+void run(const ChannelwiseBackward& call, int64_t task, const ChannelwiseKernels<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
   double* sums = call.partial_sums + task * kMaxParameters * call.channels;
   cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
-    k.channel_backward[call.op](at<T>(call.grad, i), at<T>(call.x, i), at<T>(call.grad_input, i), n,
-                                at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step,
-                                sums + c, call.channels);
+    k.backward[call.op](at<T>(call.grad, i), at<T>(call.x, i), at<T>(call.grad_input, i), n,
+                        at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step, sums + c,
+                        call.channels);
   });
 }
 
@@ -234,7 +231,7 @@ void run_16bit(const ChannelwiseBackward& call, int64_t task) {
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
     format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
-    kernels().f32.channel_backward[call.op](g, x, g, n, a, b, step, sums + c, call.channels);
+    kernels().channel_f32.backward[call.op](g, x, g, n, a, b, step, sums + c, call.channels);
     format.store(g, at<uint16_t>(call.grad_input, i), n);
   });
 }
@@ -243,9 +240,9 @@ template <class Call>
 void run_tasks(const Call& call, int64_t first, int64_t last) {
   for (int64_t task = first; task < last; ++task) {
     if (call.dtype == Dtype::kFloat32)
-      run(call, task, kernels().f32);
+      run(call, task, kernels().channel_f32);
     else if (call.dtype == Dtype::kFloat64)
-      run(call, task, kernels().f64);
+      run(call, task, kernels().channel_f64);
     else
       run_16bit(call, task);
   }

@@ -8,14 +8,31 @@ namespace fusedtrain {
 namespace cpu {
 
 template <class T>
-static constexpr KernelsOf<T> kernels_of() {
-  return KernelsOf<T>{
+static constexpr PointwiseKernels<T> pointwise_kernels() {
+  return {
 #define FT_FORWARD(name, Formula, ...) FT_ISA::pointwise_forward<FT_ISA::Formula, T>,
 #define FT_BACKWARD(name, Formula, ...) FT_ISA::pointwise_backward<FT_ISA::Formula, T>,
-#define FT_CHANNEL_FORWARD(name, Formula, n) FT_ISA::channelwise_forward<FT_ISA::Formula, n, T>,
-#define FT_CHANNEL_BACKWARD(name, Formula, n) FT_ISA::channelwise_backward<FT_ISA::Formula, n, T>,
       {FT_POINTWISE(FT_FORWARD)},
       {FT_POINTWISE(FT_BACKWARD)},
+  };
+}
+
+template <class Format>
+static constexpr PointwiseKernels<uint16_t> pointwise_kernels_16bit() {
+  return {
+#define FT_FORWARD_16(name, Formula, ...) FT_ISA::pointwise_forward_16bit<FT_ISA::Formula, Format>,
+#define FT_BACKWARD_16(name, Formula, ...)                   \
+  FT_ISA::pointwise_backward_16bit<FT_ISA::Formula, Format>,
+      {FT_POINTWISE(FT_FORWARD_16)},
+      {FT_POINTWISE(FT_BACKWARD_16)},
+  };
+}
+
+template <class T>
+static constexpr ChannelwiseKernels<T> channelwise_kernels() {
+  return {
+#define FT_CHANNEL_FORWARD(name, Formula, n) FT_ISA::channelwise_forward<FT_ISA::Formula, n, T>,
+#define FT_CHANNEL_BACKWARD(name, Formula, n) FT_ISA::channelwise_backward<FT_ISA::Formula, n, T>,
       {FT_CHANNELWISE(FT_CHANNEL_FORWARD)},
       {FT_CHANNELWISE(FT_CHANNEL_BACKWARD)},
   };
@@ -23,12 +40,16 @@ static constexpr KernelsOf<T> kernels_of() {
 
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
-                 kernels_of<float>(),
-                 kernels_of<double>(),
-                 FT_ISA::from_half,
-                 FT_ISA::to_half,
-                 FT_ISA::from_bfloat16,
-                 FT_ISA::to_bfloat16};
+                 pointwise_kernels<float>(),
+                 pointwise_kernels<double>(),
+                 pointwise_kernels_16bit<FT_ISA::Half>(),
+                 pointwise_kernels_16bit<FT_ISA::BFloat16>(),
+                 channelwise_kernels<float>(),
+                 channelwise_kernels<double>(),
+                 FT_ISA::from_16bit<FT_ISA::Half>,
+                 FT_ISA::to_16bit<FT_ISA::Half>,
+                 FT_ISA::from_16bit<FT_ISA::BFloat16>,
+                 FT_ISA::to_16bit<FT_ISA::BFloat16>};
 }
 
 }  // namespace cpu

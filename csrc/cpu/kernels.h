@@ -18,9 +18,14 @@ constexpr int kChannelwiseOps = 0 FT_CHANNELWISE(FT_COUNT);
 #undef FT_COUNT
 
 template <class T>
-struct KernelsOf {
-  using Forward = void (*)(const T* x, T* y, int64_t n, const double* parameters);
-  using Backward = void (*)(const T* g, const T* saved, T* gx, int64_t n, const double* parameters);
+struct PointwiseKernels {
+  void (*forward[kPointwiseOps])(const T* x, T* y, int64_t n, const double* parameters);
+  void (*backward[kPointwiseOps])(const T* g, const T* saved, T* gx, int64_t n,
+                                  const double* parameters);
+};
+
+template <class T>
+struct ChannelwiseKernels {
   // parameter_step 0: one channel; 1: element i is of channel i.
   using ChannelForward = void (*)(const T* x, T* y, int64_t n, const T* a, const T* b,
                                   int64_t parameter_step);
@@ -28,16 +33,17 @@ struct KernelsOf {
   using ChannelBackward = void (*)(const T* g, const T* x, T* gx, int64_t n, const T* a, const T* b,
                                    int64_t parameter_step, double* sums, int64_t sums_stride);
 
-  Forward forward[kPointwiseOps];
-  Backward backward[kPointwiseOps];
-  ChannelForward channel_forward[kChannelwiseOps];
-  ChannelBackward channel_backward[kChannelwiseOps];
+  ChannelForward forward[kChannelwiseOps];
+  ChannelBackward backward[kChannelwiseOps];
 };
 
 struct Kernels {
   const char* name;
-  KernelsOf<float> f32;
-  KernelsOf<double> f64;
+  PointwiseKernels<float> f32;
+  PointwiseKernels<double> f64;
+  PointwiseKernels<uint16_t> f16, bf16;
+  ChannelwiseKernels<float> channel_f32;
+  ChannelwiseKernels<double> channel_f64;
   void (*from_half)(const uint16_t* in, float* out, int64_t n);
   void (*to_half)(const float* in, uint16_t* out, int64_t n);
   void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);

@@ -244,11 +244,30 @@ FT_INLINE float normal_cdf(float x, float& density) {
   density = 0.39894228040143267794f * e;
   return x > 0.0f ? 1.0f - upper_tail : upper_tail;
 }
-// The double versions call libm's erfc: right to 2 ULP and not vectorised.
-FT_INLINE double normal_cdf(double x) { return 0.5 * __builtin_erfc(-x * 0.70710678118654752440); }
 FT_INLINE double normal_cdf(double x, double& density) {
-  density = 0.39894228040143267794 * exp_negative(-0.5 * x * x);
-  return normal_cdf(x);
+  const double a = at_most(abs(x), 39.0);
+  const double e = exp_negative(-0.5 * a * a);
+  // erfc(a / sqrt(2)) e^(a^2 / 2) (a + 5) / 2 as a polynomial of (a - 5) / (a + 5): 6e-18.
+  constexpr double kCoefficients[] = {
+      -3.0289728280171412623e-10,  1.4319666693562341358e-9,   7.9421729319016499675e-9,
+      -8.2947808688582444555e-9,   -6.6011508429993101384e-8,  4.0880452351814551575e-8,
+      4.3288408323818309379e-7,    -3.3553717211844422588e-7,  -2.7689524702388324971e-6,
+      3.9803846962184835266e-6,    0.000016681041221392948328, -0.000049762654909867747766,
+      -0.000059375674793011516266, 0.00054489903339075085198,  -0.00079786940800945276152,
+      -0.0029933767667056956608,   0.020795066800837628112,    -0.069118638706569996107,
+      0.16502036617033742238,      -0.3135331566712961954,     0.49530561596997729889,
+      -0.6653825028900567812,      0.76919304975006295591,
+  };
+  const double r = 1.0 / (a + 5.0), s = (a - 5.0) * r;
+  double p = kCoefficients[0];
+  for (int i = 1; i < 23; ++i) p = p * s + kCoefficients[i];
+  const double upper_tail = e * (p * r);
+  density = 0.39894228040143267794 * e;
+  return x > 0.0 ? 1.0 - upper_tail : upper_tail;
+}
+FT_INLINE double normal_cdf(double x) {
+  double density;
+  return normal_cdf(x, density);
 }
 
 }  // namespace math

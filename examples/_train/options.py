@@ -71,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, help="stop each mode after this many optimizer steps")
     add("--batch-size", type=positive, default=64, help="images per process and micro-batch")
     add("--accumulate", type=positive, default=1, help="micro-batches per optimizer step")
-    add("--lr", type=positive_float, default=0.02, help="peak learning rate of SGD")
+    add("--lr", type=positive_float, default=0.03, help="peak learning rate of SGD")
     add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
     add(
         "--amp",

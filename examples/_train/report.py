@@ -149,6 +149,7 @@ class Report:
                     "saved_for_backward_mb": mode.saved_bytes / 1e6,
                     "test_accuracy": _plain(mode.accuracy),
                     "max_loss_difference": _plain(self.curve_difference(mode)),
+                    "seconds": [round(s, 6) for s in mode.seconds],
                     "losses": [_plain(loss) for loss in mode.losses],
                     "conversion": mode.conversion,
                 }
