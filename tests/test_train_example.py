@@ -150,6 +150,20 @@ def test_fashion_mnist_from_a_local_folder(tmp_path: Path) -> None:
     assert status == 0, failed(results)
 
 
+@pytest.mark.skipif(
+    not train_data.DEBIAN_FASHION_MNIST.is_dir(), reason="needs Debian's dataset-fashion-mnist"
+)
+def test_fashion_mnist_of_debian(tmp_path: Path) -> None:
+    options = ("--data", "fashion-mnist", "--data-root", str(tmp_path), "--steps", "60")
+    status, results = run(tmp_path / "out", *options, "--test-images", "500", "--lr", "0.05")
+    assert status == 0, failed(results)
+    loaded = train_data.load_data("fashion-mnist", tmp_path, seed=0)
+    assert (len(loaded.train), len(loaded.test), loaded.classes) == (60_000, 10_000, 10)
+    for mode in results["modes"]:
+        assert np.mean(mode["losses"][-10:]) < 0.8 * np.mean(mode["losses"][:3])
+        assert mode["test_accuracy"] > 0.3
+
+
 def test_augmentation_depends_on_seed_epoch_and_image_only(tmp_path: Path) -> None:
     root = _fashion_folder(tmp_path)
     images = train_data.load_data("fashion-mnist", root, seed=3).train
