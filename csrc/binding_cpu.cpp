@@ -151,18 +151,16 @@ Tensor channel_forward(int op, const Tensor& input, const Tensor& a, const Tenso
   return output;
 }
 
-// Sums the tasks' shares in their order: the same bits for any number of threads.
-void add_up(const std::vector<double>& partial, int64_t tasks, int which, Tensor& result) {
-  const int64_t channels = result.numel();
-  std::vector<double> total(channels, 0.0);
-  for (int64_t task = 0; task < tasks; ++task)
-    for (int64_t c = 0; c < channels; ++c)
-      total[c] += partial[(task * kMaxParameters + which) * channels + c];
-  std::vector<int64_t> sizes(result.sizes().begin(), result.sizes().end());
+Tensor parameter_gradient(const ChannelwiseBackward& call, int which, const Tensor& parameter) {
+  Tensor gradient = torch::stable::empty_like(parameter);
+  std::vector<int64_t> sizes(parameter.sizes().begin(), parameter.sizes().end());
   Tensor sums = torch::stable::empty(sizes, torch::headeronly::ScalarType::Double);
-  double* out = static_cast<double*>(sums.mutable_data_ptr());
-  for (int64_t c = 0; c < channels; ++c) out[c] = total[c];
-  torch::stable::copy_(result, sums);
+  torch::stable::zero_(sums);
+  // An empty input is seen as one channel, whatever the number of values of the parameter.
+  if (call.rows * call.channels * call.inner > 0)
+    cpu::add_shares(call, which, static_cast<double*>(sums.mutable_data_ptr()));
+  torch::stable::copy_(gradient, sums);
+  return gradient;
 }
 
 std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad, const Tensor& input,
@@ -171,21 +169,21 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward(int op, const Tensor& grad, 
   const ChannelArguments args = channel_arguments(op, input, a, b);
   Tensor grad_input = new_output(args.input);
   const Tensor g = dense_like(grad, args.input);
-  const int64_t tasks = cpu::channelwise_tasks(args.view.rows, args.view.channels, args.view.inner);
-  std::vector<double> partial(tasks * kMaxParameters * args.view.channels, 0.0);
-  run_channelwise(ChannelwiseBackward{op,
-                                      args.dtype,
-                                      args.view.rows,
-                                      args.view.channels,
-                                      args.view.inner,
-                                      g.const_data_ptr(),
-                                      args.input.const_data_ptr(),
-                                      grad_input.mutable_data_ptr(),
-                                      {args.a.const_data_ptr(), args.b.const_data_ptr()},
-                                      partial.data()});
-  Tensor grad_a = torch::stable::empty_like(args.a), grad_b = torch::stable::empty_like(args.b);
-  add_up(partial, tasks, 0, grad_a);
-  add_up(partial, tasks, 1, grad_b);
+  std::vector<double> shares(
+      cpu::channelwise_shares(args.view.rows, args.view.channels, args.view.inner), 0.0);
+  const ChannelwiseBackward call{op,
+                                 args.dtype,
+                                 args.view.rows,
+                                 args.view.channels,
+                                 args.view.inner,
+                                 g.const_data_ptr(),
+                                 args.input.const_data_ptr(),
+                                 grad_input.mutable_data_ptr(),
+                                 {args.a.const_data_ptr(), args.b.const_data_ptr()},
+                                 shares.data()};
+  run_channelwise(call);
+  const Tensor grad_a = parameter_gradient(call, 0, args.a);
+  const Tensor grad_b = parameter_gradient(call, 1, args.b);
   return {grad_input, grad_a, grad_b};
 }
 

@@ -41,8 +41,7 @@ struct ChannelwiseForward {
   const void* parameters[kMaxParameters];
 };
 
-// Also sums the gradients of the parameters: partial_sums holds, for each of the tasks of
-// channelwise_tasks() and each parameter, one double a channel (layout: task, parameter, channel).
+// Also sums the gradients of the parameters, in shares that add_shares() adds up.
 struct ChannelwiseBackward {
   int op;
   Dtype dtype;
@@ -51,7 +50,7 @@ struct ChannelwiseBackward {
   const void* x;
   void* grad_input;
   const void* parameters[kMaxParameters];
-  double* partial_sums;
+  double* shares;  // channelwise_shares() zeros
 };
 
 namespace cpu {
@@ -65,6 +64,11 @@ void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end);
 int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner);
 void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task);
 void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task);
+// Doubles that the shares of all tasks take: at most about the bytes of the input, mostly far
+// fewer.
+int64_t channelwise_shares(int64_t rows, int64_t channels, int64_t inner);
+// The gradient of parameter `which`, one value a channel.
+void add_shares(const ChannelwiseBackward& call, int which, double* gradient);
 
 // Tells the system that a fresh output is about to be written whole, so that it may map it in huge
 // pages (docs/decisions/0002-huge-pages.md). FUSEDTRAIN_HUGE_PAGES=0 turns this off.

@@ -56,8 +56,11 @@ def _build_record() -> dict[str, Any]:
     path = _HERE / "_build_info.json"
     if not path.exists():
         return {}
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _load_library(path: Path, not_built: str) -> str:
@@ -79,7 +82,7 @@ def _cpu_capability(path: Path) -> str:
 
 
 def _load_cpu(record: dict[str, Any]) -> Backend:
-    asked = os.environ.get("FUSEDTRAIN_CPU_CAPABILITY")
+    asked = os.environ.get("FUSEDTRAIN_CPU_CAPABILITY") or None
     if asked is not None and asked not in _CAPABILITIES:
         raise ValueError(
             f"FUSEDTRAIN_CPU_CAPABILITY={asked!r}: must be one of {', '.join(_CAPABILITIES)}"
@@ -118,7 +121,8 @@ def load() -> None:
     _state["cuda"] = _load_cuda(record)
     _state["triton"] = Backend(False, reason="this version has no Triton kernels")
     _state["reference"] = Backend(True)
-    for name in filter(None, os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")):
+    required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
+    for name in filter(None, (part.strip() for part in required)):
         if name not in _state:
             raise ValueError(f"FUSEDTRAIN_REQUIRE={name!r}: must name {', '.join(_state)}")
         if not _state[name].loaded:

@@ -23,6 +23,7 @@ from .reference import ACTIVATIONS, Activation
 
 _library = torch.library.Library("fusedtrain", "DEF")
 _KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in _KERNEL_DTYPES}
 _told: set[str] = set()
 
 
@@ -52,6 +53,12 @@ def _fallback_inplace(forward: Callable[..., Tensor]) -> Callable[..., None]:
     return run
 
 
+def _check_all_meta(name: str, *arguments: Any) -> None:
+    for argument in arguments:
+        if isinstance(argument, Tensor) and not argument.is_meta:
+            raise RuntimeError(f"fusedtrain::{name}: meta and {argument.device} tensors are mixed")
+
+
 def _define(row: Activation) -> None:
     kind = "Tensor" if row.tensors else "float"
     parameters = "".join(f", {kind} {p}" for p in row.parameters)
@@ -60,7 +67,12 @@ def _define(row: Activation) -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     saved = row.saves
 
+    def fake_forward(input: Tensor, *parameters: Any) -> Tensor:
+        _check_all_meta(row.name, input, *parameters)
+        return torch.empty_like(input)
+
     def fake_backward(grad: Tensor, saved: Tensor, *parameters: Any) -> Any:
+        _check_all_meta(row.name, grad, saved, *parameters)
         grad_input = torch.empty_like(saved)
         if not row.tensors:
             return grad_input
@@ -73,7 +85,7 @@ def _define(row: Activation) -> None:
     fallback = "CompositeExplicitAutograd"
     _library.impl(row.name, _fallback(row.forward), fallback)
     _library.impl(f"{row.name}_backward", _fallback(row.backward), fallback)
-    _library.impl(row.name, lambda input, *_: torch.empty_like(input), "Meta")
+    _library.impl(row.name, fake_forward, "Meta")
     _library.impl(f"{row.name}_backward", fake_backward, "Meta")
     if not row.tensors:
         _library.define(f"{row.name}_(Tensor(a!) input{parameters}) -> ()", tags=tags)
@@ -149,25 +161,46 @@ class Kernel:
         self._apply, self._apply_inplace = _apply_of(function), _apply_of(function_inplace)
 
     def __call__(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
-        if not takes(input) or not (self._valid is None or self._valid(*parameters)):
+        if not takes(input) or (parameters and not self._exact(input.dtype, parameters)):
             return self._plain(input, inplace, *parameters)
         if inplace:
             return self._run_inplace(input, *parameters)
         if input.requires_grad and torch.is_grad_enabled():
+            if torch.is_inference_mode_enabled() or input.is_inference():
+                return self._plain(input, False, *parameters)
             return self._apply(input, *parameters)
         output: Tensor = self._forward(input, *parameters)
         return output
 
+    def _exact(self, dtype: torch.dtype, parameters: tuple[float, ...]) -> bool:
+        """Whether the kernel is right for these: numbers that the dtype holds, and `row.valid`.
+
+        For all others eager torch runs, or raises what it raises.
+        """
+        largest = _LARGEST[dtype]
+        for p in parameters:
+            if (type(p) is not float and type(p) is not int) or not -largest <= p <= largest:
+                return False
+        return self._valid is None or self._valid(*parameters)
+
     def _plain(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
-        if not inplace:
+        if not inplace or not isinstance(input, Tensor):
             return self._reference(input, *parameters)
         _check_inference(input)
         # A clone, since what the reference saves must survive the copy.
-        return input.copy_(self._reference(input.clone(), *parameters))
+        result = self._reference(input.clone(), *parameters)
+        if result.dtype != input.dtype:
+            raise RuntimeError(
+                f"{self.row.name}: result type {result.dtype} can't be cast to the desired output "
+                f"type {input.dtype}"
+            )
+        return input.copy_(result)
 
     def _run_inplace(self, input: Tensor, *parameters: float) -> Tensor:
         _check_inference(input)
-        if torch.is_grad_enabled():
+        if input.is_neg():
+            return self._plain(input, True, *parameters)
+        if torch.is_grad_enabled() and not input.is_inference():
             if input.requires_grad and input.is_leaf:
                 raise RuntimeError(
                     "a leaf Variable that requires grad is being used in an in-place operation."
@@ -176,7 +209,9 @@ class Kernel:
                 # copy_ knows what autograd allows for views, and says so.
                 return input.copy_(self(input.clone(), False, *parameters))
             if input.requires_grad:
-                return self._apply_inplace(input, *parameters)
+                # The clone is made here, so that second derivatives reach the input through it.
+                saved = None if self.row.saves == "output" else input.clone()
+                return self._apply_inplace(input, saved, *parameters)
         self._inplace(input, *parameters)
         if not input.is_inference():
             increment_version(input)
@@ -210,11 +245,12 @@ def _functions(
             ctx.parameters = parameters
         return output
 
-    def forward_inplace(ctx: Any, input: Tensor, *parameters: float) -> Tensor:
-        saved = input if saves_output else input.clone()
+    def forward_inplace(
+        ctx: Any, input: Tensor, saved: Tensor | None, *parameters: float
+    ) -> Tensor:
         inplace_op(input, *parameters)
         ctx.mark_dirty(input)
-        ctx.save_for_backward(saved)
+        ctx.save_for_backward(input if saved is None else saved)
         if parameters:
             ctx.parameters = parameters
         return input
@@ -228,6 +264,11 @@ def _functions(
             return formula(grad, saved)
         return (formula(grad, saved, *ctx.parameters), *(None for _ in ctx.parameters))
 
+    def backward_inplace(ctx: Any, grad: Tensor) -> Any:
+        gradients = backward(ctx, grad)
+        grad_input, *rest = gradients if has_parameters else (gradients,)
+        return (grad_input, None, *rest)
+
     name = "".join(part.capitalize() for part in row.name.split("_"))
     base = (torch.autograd.Function,)
     return (
@@ -235,7 +276,10 @@ def _functions(
         type(
             f"{name}Inplace",
             base,
-            {"forward": staticmethod(forward_inplace), "backward": staticmethod(backward)},
+            {
+                "forward": staticmethod(forward_inplace),
+                "backward": staticmethod(backward_inplace),
+            },
         ),
     )
 
@@ -253,18 +297,20 @@ class ChannelKernel:
         if not takes(input) or not all(self._fits(t, input) for t in tensors):
             return self._reference(input, *tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *tensors)):
+            if torch.is_inference_mode_enabled() or input.is_inference():
+                return self._reference(input, *tensors)
             return self._apply(input, *tensors)
         output: Tensor = self._forward(input, *tensors)
         return output
 
-    @staticmethod
-    def _fits(tensor: Tensor, input: Tensor) -> bool:
+    def _fits(self, tensor: Tensor, input: Tensor) -> bool:
+        per_channel = self.row.per_channel and input.dim() > 1
         return (
             takes(tensor)
             and tensor.dtype == input.dtype
             and tensor.device == input.device
             and tensor.dim() <= min(input.dim(), 1)  # broadcasting would add a dimension
-            and (tensor.numel() == 1 or (input.dim() > 1 and tensor.numel() == input.size(1)))
+            and (tensor.numel() == 1 or (per_channel and tensor.numel() == input.size(1)))
         )
 
 

@@ -90,6 +90,10 @@ def convert(model: torch.nn.Module, *, exclude: Iterable[type | str] = ()) -> Co
     modules and stay. In a module from `torch.compile` the wrapped model is converted, and compiles
     anew at its next call. Converting again changes nothing; :func:`revert` undoes it.
 
+    One thing a converted model may not do: modify the output of an activation in place,
+    `y = act(x); y += z`, where backward needs that output (see fusedtrain.functional): torch raises
+    RuntimeError then, naming the function. Exclude that module, or write `y = y + z`.
+
     `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
     these stay as they are, with all that is in them.
 

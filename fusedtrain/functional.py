@@ -78,8 +78,8 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the output where ``alpha >= 0``, else
-    runs eager torch. See :func:`torch.nn.functional.elu`.
+    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the output where
+    ``0 <= alpha <= 1000``, else runs eager torch. See :func:`torch.nn.functional.elu`.
 
     Example:
         >>> elu(torch.tensor([-1.0, 2.0]))
@@ -96,7 +96,7 @@ def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
     """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the output where
-    ``alpha > 0``, else runs eager torch. See :func:`torch.nn.functional.celu`.
+    ``0.001 <= alpha <= 1000``, else runs eager torch. See :func:`torch.nn.functional.celu`.
 
     Example:
         >>> celu(torch.tensor([-1.0, 2.0]), 2.0)
@@ -400,7 +400,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         tensor([-0.1587,  1.9545])
     """
     if _scripting():
-        return _reference.gelu_tanh(input) if approximate == "tanh" else _reference.gelu(input)
+        return torch.nn.functional.gelu(input, approximate=approximate)
     if _has(input):
         return _handle(gelu, (input,), input, approximate=approximate)
     if approximate == "none":
@@ -413,9 +413,9 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
     """``log(1 + exp(beta * x)) / beta``; ``x`` where ``beta * x > threshold``. Saves the output.
 
-    A ``threshold`` below 20, where the output does not tell the branches apart, runs in eager
-    torch. Autocast on CUDA computes it in float32, as torch's. See
-    :func:`torch.nn.functional.softplus`.
+    A ``threshold`` below 20, where the output does not tell the branches apart, and a ``beta``
+    outside of 0.001 ... 1000 run in eager torch. Autocast on CUDA computes it in float32, as
+    torch's. See :func:`torch.nn.functional.softplus`.
 
     Example:
         >>> softplus(torch.tensor([-1.0, 2.0]))
@@ -468,7 +468,9 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         return _handle(prelu, (input, weight), input, weight)
     if _ops.autocasts(input):
         dtype = torch.get_autocast_dtype(input.device.type)
-        input, weight = input.to(dtype), weight.to(dtype)
+        input = input.to(dtype)
+        if weight.is_floating_point() and weight.dtype != torch.float64:
+            weight = weight.to(dtype)
     return _prelu(input, weight)
 
 

@@ -293,7 +293,8 @@ def test_parameter_gradients(name: str, threads: int) -> None:
     """Against float64, and the same bits for any number of threads."""
     row = ACTIVATIONS[name]
     before = torch.get_num_threads()
-    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1)]
+    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1), (100, 20_000), (2, 300, 7),
+              (0, 3, 2), (2, 2, 40_000)]  # fmt: skip
     for shape in shapes:
         channels = shape[1] if len(shape) > 1 and name == "prelu" else 1
         for contiguous in (True, False):
@@ -314,6 +315,35 @@ def test_parameter_gradients(name: str, threads: int) -> None:
             for one, many, w in zip(*found, want, strict=True):
                 assert torch.equal(one, many)
                 torch.testing.assert_close(one.double(), w, rtol=2e-5, atol=2e-5)
+
+
+def test_prelu_backward_needs_little_memory() -> None:
+    """One slot a (row, channel), not one for each channel of each."""
+    import resource
+
+    x = torch.randn(2, 8192, 2, requires_grad=True)
+    weight = torch.rand(8192, requires_grad=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    F.prelu(x, weight).sum().backward()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # was 2 GB
+
+
+@pytest.mark.parametrize(
+    ("function", "native"),
+    [
+        (lambda x: F.celu(x, 1e-8), lambda x: nn.functional.celu(x, 1e-8)),
+        (lambda x: F.softplus(x, 1e-5), lambda x: nn.functional.softplus(x, 1e-5)),
+        (lambda x: F.elu(x, 1e5), lambda x: nn.functional.elu(x, 1e5)),
+        (lambda x: F.celu(x, 1e-3), lambda x: nn.functional.celu(x, 1e-3)),
+        (lambda x: F.elu(x, 1e3), lambda x: nn.functional.elu(x, 1e3)),
+        (lambda x: F.softplus(x, 1e-3), lambda x: nn.functional.softplus(x, 1e-3)),
+        (lambda x: F.softplus(x, 1e3), lambda x: nn.functional.softplus(x, 1e3)),
+    ],
+)  # fmt: skip
+def test_extreme_parameters_in_float16(function, native) -> None:  # type: ignore[no-untyped-def]
+    x = torch.tensor([-2.0, -1.0, -1e-3, 0.0, 1e-3, 1.0], dtype=torch.float16, requires_grad=True)
+    ours, theirs = (torch.autograd.grad(f(x), x, torch.ones_like(x))[0] for f in (function, native))
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
 
 
 def test_modules_have_the_arguments_of_torch() -> None:

@@ -43,6 +43,20 @@ def test_gradcheck_and_gradgradcheck(name: str) -> None:
     assert torch.autograd.gradgradcheck(function, x)
 
 
+@pytest.mark.parametrize("name", INPLACE)
+def test_gradgradcheck_in_place(name: str) -> None:
+    """Second derivatives reach the input through what an in-place call saved."""
+    row = ACTIVATIONS[name]
+    x = away_from_kinks(4, 5)
+
+    def function(t: Tensor) -> Tensor:
+        result: Tensor = getattr(F, name)(t * 1, *row.arguments, inplace=True)
+        return result
+
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
 @pytest.mark.parametrize("name", ["prelu", "star_relu"])
 def test_gradcheck_of_parameters(name: str) -> None:
     row = ACTIVATIONS[name]
@@ -258,6 +272,7 @@ def test_trace_records_plain_aten() -> None:
 
 def test_fx_keeps_the_fused_function() -> None:
     model = nn.Sequential(nn.Linear(3, 3), fnn.SiLU(), fnn.PReLU(), fnn.StarReLU())
+    pickle.loads(pickle.dumps(torch.fx.symbolic_trace(fnn.SiLU())))
     traced = torch.fx.symbolic_trace(model)
     assert any(node.target is F.silu for node in traced.graph.nodes)
     x = torch.randn(2, 3)
@@ -318,6 +333,13 @@ def test_wrong_input(name: str, kind: str) -> None:
         (lambda x: F.prelu(x, torch.ones(3, 1)), RuntimeError, "weight"),
         (lambda x: F.prelu(x, torch.ones(3, dtype=torch.float64)), RuntimeError, ""),
         (lambda x: fnn.SquarePlus(-1.0), ValueError, "b must be"),
+        (lambda x: F.leaky_relu(x, torch.tensor(0.1, requires_grad=True)), TypeError, "Number"),
+        (lambda x: F.hardshrink(x, "a"), TypeError, ""),
+        (lambda x: F.mish([1.0], inplace=True), TypeError, "must be Tensor"),
+        (lambda x: F.hardtanh(x.half(), -1e6, 1e6), RuntimeError, "overflow"),
+        (lambda x: F.quick_gelu(torch.tensor([1, 2]), inplace=True), RuntimeError, "cast"),
+        (lambda x: torch.ops.fusedtrain.mish_backward(x.to("meta"), x), RuntimeError, ""),
+        (lambda x: torch.ops.fusedtrain.prelu(x, torch.ones(3, device="meta")), RuntimeError, ""),
     ],
 )  # fmt: skip
 def test_wrong_arguments(call: Callable[[Tensor], Tensor], exception: type, words: str) -> None:
@@ -369,6 +391,18 @@ def test_inference_mode_and_no_grad() -> None:
     with torch.no_grad():
         y = F.mish(torch.randn(3, requires_grad=True))
     assert not y.requires_grad
+
+
+def test_inference_mode_with_gradients_switched_on() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():
+        for function, native in ((F.relu, torch.relu), (F.silu, nn.functional.silu)):
+            assert function(x).requires_grad == native(x).requires_grad
+    negative = torch.randn(4, dtype=torch.complex64).conj().imag
+    want = nn.functional.silu(negative)
+    with torch.no_grad():
+        F.silu(negative, inplace=True)
+    torch.testing.assert_close(negative, want)
 
 
 def test_tensor_subclasses_and_odd_layouts_run_in_torch() -> None:

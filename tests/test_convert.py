@@ -549,7 +549,9 @@ def test_exclude_errors(exclude: Any, error: type[Exception], text: str) -> None
 
 
 @pytest.mark.parametrize("function", [fusedtrain.convert, fusedtrain.revert])
-@pytest.mark.parametrize("wrong", [None, nn.ReLU, torch.relu, [nn.ReLU()]], ids=["None", "class", "function", "list"])
+@pytest.mark.parametrize(
+    "wrong", [None, nn.ReLU, torch.relu, [nn.ReLU()]], ids=["None", "class", "function", "list"]
+)
 def test_model_must_be_a_module(function: Any, wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got "):
         function(wrong)

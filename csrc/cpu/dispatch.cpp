@@ -16,7 +16,7 @@ constexpr int64_t kBlock =
 constexpr int64_t kTask = 16384;  // elements of one channelwise task
 
 int rank(const char* name) {
-  if (name == nullptr) return 2;
+  if (name == nullptr || *name == '\0') return 2;
   if (strcmp(name, "default") == 0 || strcmp(name, "DEFAULT") == 0) return 0;
   if (strcmp(name, "avx2") == 0 || strcmp(name, "AVX2") == 0) return 1;
   return 2;
@@ -96,8 +96,9 @@ const char* capability() { return kernels().name; }
 
 void prepare_output(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  // Below two huge pages most of the memory comes from the heap, already mapped.
-  constexpr int64_t kSmallest = 4 << 20;
+  // Smaller ones mostly come from the heap, already mapped: at 4 MiB the call cost more than it
+  // gave.
+  constexpr int64_t kSmallest = 8 << 20;
   if (bytes < kSmallest) return;
   static const bool wanted = [] {
     const char* setting = getenv("FUSEDTRAIN_HUGE_PAGES");
@@ -161,37 +162,61 @@ namespace {
 
 // Cuts rows x channels x inner into tasks and visits a task's runs: n consecutive elements whose
 // channels are either all `channel` (step 0) or count up from it (step 1). 16-bit runs are cut to
-// fit the buffers.
+// fit the buffers. `share` is where the run's sums go: with step 0 a slot of its own piece, with
+// step 1 the task's slot of that channel.
 struct Cut {
   int64_t rows, channels, inner;
+
   bool by_channel() const { return inner == 1 && channels > 1; }
-  int64_t pieces() const { return (inner + kTask - 1) / kTask; }  // of one (row, channel)
-  int64_t rows_a_task() const { return channels >= kTask ? 1 : kTask / channels; }
-  int64_t tasks() const {
-    if (rows * channels * inner == 0) return 0;
-    if (by_channel()) return (rows + rows_a_task() - 1) / rows_a_task();
-    return rows * channels * pieces();
+  bool empty() const { return rows == 0 || channels == 0 || inner == 0; }
+  // By channel: few tasks, since each has a slot for every channel.
+  int64_t rows_a_task() const {
+    const int64_t least = channels >= kTask ? 1 : kTask / channels;
+    const int64_t spread = (rows + 31) / 32;
+    return least > spread ? least : spread;
   }
+  // Else: pieces of one (row, channel), several to a task where they are short.
+  int64_t pieces() const { return (inner + kTask - 1) / kTask; }
+  int64_t pieces_a_task() const { return inner >= kTask ? 1 : kTask / inner; }
+  int64_t all_pieces() const { return rows * channels * pieces(); }
+
+  int64_t tasks() const {
+    if (empty()) return 0;
+    if (by_channel()) return (rows + rows_a_task() - 1) / rows_a_task();
+    return (all_pieces() + pieces_a_task() - 1) / pieces_a_task();
+  }
+  int64_t shares() const {  // of one parameter
+    if (empty()) return 0;
+    return by_channel() ? tasks() * channels : all_pieces();
+  }
+  int64_t channel_of_share(int64_t share) const {
+    return by_channel() ? share % channels : share / pieces() % channels;
+  }
+
   template <class Visit>
   void visit(int64_t task, int64_t longest, const Visit& visit) const {
     if (by_channel()) {
       const int64_t last = smaller(rows, (task + 1) * rows_a_task());
       for (int64_t row = task * rows_a_task(); row < last; ++row)
         for (int64_t c = 0; c < channels; c += longest)
-          visit(row * channels + c, smaller(longest, channels - c), c, 1);
+          visit(row * channels + c, smaller(longest, channels - c), c, 1, task * channels + c);
       return;
     }
-    const int64_t row_channel = task / pieces(), start = task % pieces() * kTask;
-    const int64_t stop = smaller(inner, start + kTask);
-    for (int64_t i = start; i < stop; i += longest)
-      visit(row_channel * inner + i, smaller(longest, stop - i), row_channel % channels, 0);
+    const int64_t last = smaller(all_pieces(), (task + 1) * pieces_a_task());
+    for (int64_t piece = task * pieces_a_task(); piece < last; ++piece) {
+      const int64_t row_channel = piece / pieces(), start = piece % pieces() * kTask;
+      const int64_t stop = smaller(inner, start + kTask);
+      for (int64_t i = start; i < stop; i += longest)
+        visit(row_channel * inner + i, smaller(longest, stop - i), row_channel % channels, 0,
+              piece);
+    }
   }
 };
 
 template <class T>
 void run(const ChannelwiseForward& call, int64_t task, const ChannelwiseKernels<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
-  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t) {
     k.forward[call.op](at<T>(call.x, i), at<T>(call.y, i), n, at<T>(call.parameters[0], c),
                        at<T>(call.parameters[1], c), step);
   });
@@ -201,7 +226,7 @@ void run_16bit(const ChannelwiseForward& call, int64_t task) {
   const Format format = format_of(call.dtype);
   const Cut cut{call.rows, call.channels, call.inner};
   alignas(64) float x[kBlock], a[kBlock], b[kBlock];
-  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t) {
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
     format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
@@ -213,25 +238,25 @@ void run_16bit(const ChannelwiseForward& call, int64_t task) {
 template <class T>
 void run(const ChannelwiseBackward& call, int64_t task, const ChannelwiseKernels<T>& k) {
   const Cut cut{call.rows, call.channels, call.inner};
-  double* sums = call.partial_sums + task * kMaxParameters * call.channels;
-  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  const int64_t stride = cut.shares();
+  cut.visit(task, kTask, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t share) {
     k.backward[call.op](at<T>(call.grad, i), at<T>(call.x, i), at<T>(call.grad_input, i), n,
-                        at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step, sums + c,
-                        call.channels);
+                        at<T>(call.parameters[0], c), at<T>(call.parameters[1], c), step,
+                        call.shares + share, stride);
   });
 }
 
 void run_16bit(const ChannelwiseBackward& call, int64_t task) {
   const Format format = format_of(call.dtype);
   const Cut cut{call.rows, call.channels, call.inner};
-  double* sums = call.partial_sums + task * kMaxParameters * call.channels;
+  const int64_t stride = cut.shares();
   alignas(64) float g[kBlock], x[kBlock], a[kBlock], b[kBlock];
-  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step) {
+  cut.visit(task, kBlock, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t share) {
     format.load(at<uint16_t>(call.grad, i), g, n);
     format.load(at<uint16_t>(call.x, i), x, n);
     format.load(at<uint16_t>(call.parameters[0], c), a, step ? n : 1);
     format.load(at<uint16_t>(call.parameters[1], c), b, step ? n : 1);
-    kernels().channel_f32.backward[call.op](g, x, g, n, a, b, step, sums + c, call.channels);
+    kernels().channel_f32.backward[call.op](g, x, g, n, a, b, step, call.shares + share, stride);
     format.store(g, at<uint16_t>(call.grad_input, i), n);
   });
 }
@@ -258,6 +283,18 @@ void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t las
 }
 void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task) {
   run_tasks(call, first_task, last_task);
+}
+
+int64_t channelwise_shares(int64_t rows, int64_t channels, int64_t inner) {
+  return kMaxParameters * Cut{rows, channels, inner}.shares();
+}
+
+// In the order of the shares: the same bits for any number of threads.
+void add_shares(const ChannelwiseBackward& call, int which, double* gradient) {
+  const Cut cut{call.rows, call.channels, call.inner};
+  const double* shares = call.shares + which * cut.shares();
+  for (int64_t c = 0; c < call.channels; ++c) gradient[c] = 0;
+  for (int64_t i = 0; i < cut.shares(); ++i) gradient[cut.channel_of_share(i)] += shares[i];
 }
 
 }  // namespace cpu

@@ -4,8 +4,6 @@ A subclass keeps everything of its torch module: arguments, defaults, attributes
 ``isinstance``. Shapes, dtypes and what backward saves: see :mod:`fusedtrain.functional`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -30,7 +30,9 @@ class Activation:
     parameters: tuple[str, ...] = ()  # numbers, or tensors where `tensors` is set
     example: tuple[Any, ...] = ()  # values of the parameters in tests and benchmarks
     tensors: bool = False
-    # Where `saves="output"` is exact only for some parameter values: elsewhere eager torch runs.
+    per_channel: bool = False  # tensors may have one value for each channel (dimension 1)
+    # Where `saves="output"` is exact only for some parameter values; elsewhere eager torch runs.
+    # The bounds of 1e-3 and 1e3 keep the saved output within float16's range and resolution.
     valid: Callable[..., bool] | None = None
 
     @cached_property
@@ -361,10 +363,12 @@ _ROWS = (
         valid=lambda negative_slope: negative_slope >= 0,
     ),
     Activation(
-        "elu", elu, elu_backward, "output", ("alpha",), (1.0,), valid=lambda alpha: alpha >= 0
+        "elu", elu, elu_backward, "output", ("alpha",), (1.0,),
+        valid=lambda alpha: 0 <= alpha <= 1e3,
     ),
     Activation(
-        "celu", celu, celu_backward, "output", ("alpha",), (1.0,), valid=lambda alpha: alpha > 0
+        "celu", celu, celu_backward, "output", ("alpha",), (1.0,),
+        valid=lambda alpha: 1e-3 <= alpha <= 1e3,
     ),
     Activation("selu", selu, selu_backward, "output"),
     Activation("silu", silu, silu_backward, "input"),
@@ -379,7 +383,7 @@ _ROWS = (
     # Below a threshold of 20 the output does not tell the two branches apart.
     Activation(
         "softplus", softplus, softplus_backward, "output", ("beta", "threshold"), (1.0, 20.0),
-        valid=lambda beta, threshold: threshold >= 20 and beta != 0,
+        valid=lambda beta, threshold: threshold >= 20 and 1e-3 <= abs(beta) <= 1e3,
     ),
     Activation("softsign", softsign, softsign_backward, "output"),
     Activation("hardswish", hardswish, hardswish_backward, "input"),
@@ -402,7 +406,10 @@ _ROWS = (
         "squareplus", squareplus, squareplus_backward, "input", ("b",), (4.0,),
         valid=lambda b: b >= 0,
     ),
-    Activation("prelu", prelu, prelu_backward, "input", ("weight",), ([0.25],), tensors=True),
+    Activation(
+        "prelu", prelu, prelu_backward, "input", ("weight",), ([0.25],), tensors=True,
+        per_channel=True,
+    ),
     Activation(
         "star_relu", star_relu, star_relu_backward, "input", ("scale", "bias"),
         ([0.8944], [-0.4472]), tensors=True,
