@@ -6,8 +6,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <optional>
-
 #include "ops.h"
 
 namespace fusedtrain {
@@ -87,6 +85,15 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* op, const c
                   "fusedtrain::", op, ": ", name_a, " and ", name_b, " must be on the same device");
 }
 
+// The pointers that kernels are given. The CUDA emulator of the tests hears of them, and so knows
+// which memory a kernel may touch.
+#ifdef FT_EMULATED
+#include "emulated_buffers.h"
+#else
+inline const void* read_data(const Tensor& t) { return t.const_data_ptr(); }
+inline void* write_data(const Tensor& t) { return t.mutable_data_ptr(); }
+#endif
+
 // The tensor itself where its data are dense, else a dense copy (of torch's choice of strides).
 inline Tensor dense(const Tensor& t) {
   if (is_dense(t)) return t;
@@ -103,12 +110,11 @@ inline Tensor dense_like(const Tensor& t, const Tensor& model) {
   return copy;
 }
 
-// A dense tensor as rows x channels x inner in memory order, channels being dimension 1; nothing
-// where dimension 1 lies so that this cannot be said.
+// A dense tensor as rows x channels x inner in memory order, channels being dimension 1.
 struct ChannelView {
   int64_t rows, channels, inner;
 };
-inline std::optional<ChannelView> channel_view(const Tensor& t, bool one_channel) {
+inline ChannelView channel_view(const Tensor& t, bool one_channel) {
   const auto sizes = t.sizes(), strides = t.strides();
   int64_t numel = 1;
   for (size_t i = 0; i < sizes.size(); ++i) numel *= sizes[i];

@@ -50,7 +50,7 @@ struct ChannelwiseBackward {
   const void* x;
   void* grad_input;
   const void* parameters[kMaxParameters];
-  double* shares;  // channelwise_shares() zeros
+  double* shares;  // of the gradients of the parameters; channelwise_shares() tells how many
 };
 
 namespace cpu {
@@ -64,8 +64,8 @@ void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end);
 int64_t channelwise_tasks(int64_t rows, int64_t channels, int64_t inner);
 void channelwise(const ChannelwiseForward& call, int64_t first_task, int64_t last_task);
 void channelwise(const ChannelwiseBackward& call, int64_t first_task, int64_t last_task);
-// Doubles that the shares of all tasks take: at most about the bytes of the input, mostly far
-// fewer.
+// Doubles that the shares of all tasks take, zeros at first: at most about the bytes of the input,
+// mostly far fewer.
 int64_t channelwise_shares(int64_t rows, int64_t channels, int64_t inner);
 // The gradient of parameter `which`, one value a channel.
 void add_shares(const ChannelwiseBackward& call, int which, double* gradient);
@@ -78,4 +78,22 @@ void prepare_output(void* data, int64_t bytes);
 const char* capability();
 
 }  // namespace cpu
+
+// On the current device, in order on a cudaStream_t. A launch that fails throws std::runtime_error.
+namespace cuda {
+
+// The device that kernels are launched on from here, in this thread.
+void set_device(int device);
+
+void pointwise(const PointwiseForward& call, int64_t n, void* stream);
+void pointwise(const PointwiseBackward& call, int64_t n, void* stream);
+
+void channelwise(const ChannelwiseForward& call, void* stream);
+void channelwise(const ChannelwiseBackward& call, void* stream);
+// Doubles that the shares take; none of them need be set.
+int64_t channelwise_shares(const ChannelwiseBackward& call);
+// The gradient of parameter `which`, one value of the call's dtype a channel.
+void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream);
+
+}  // namespace cuda
 }  // namespace fusedtrain

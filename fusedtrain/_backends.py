@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import json
 import os
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from ._version import __version__
 
 _HERE = Path(__file__).parent
 _CAPABILITIES = ("default", "avx2", "avx512")
+_CHOICES = ("cuda", "triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -102,25 +104,55 @@ def _load_cpu(record: dict[str, Any]) -> Backend:
 
 def _load_cuda(record: dict[str, Any]) -> Backend:
     if torch.version.cuda is None:
-        return Backend(False, reason=f"torch {torch.__version__} is a build without CUDA")
+        kind = "for ROCm" if torch.version.hip is not None else "without CUDA"
+        return Backend(False, reason=f"torch {torch.__version__} is a build {kind}")
     reason = _load_library(_HERE / "_C_cuda.so", record.get("cuda_not_built", ""))
     if reason:
         return Backend(False, reason=reason)
     return Backend(True, tuple(f"sm_{a}" for a in record.get("cuda_archs", ())))
 
 
-def load() -> None:
-    """Loads the compiled files once; FUSEDTRAIN_REQUIRE=cpu,cuda turns a missing one into an error.
+def _load_triton(library: torch.library.Library) -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        return Backend(False, reason="triton is not installed (pip install triton)")
+    from . import triton
+
+    reason = triton.available()
+    if reason is not None:
+        return Backend(False, reason=reason)
+    triton.register(library)
+    return Backend(True)
+
+
+def load(library: torch.library.Library) -> None:
+    """Loads the kernels once, by the settings of the environment.
+
+    ``FUSEDTRAIN_BACKEND``: whose kernels GPU tensors take in this process. ``cuda``, ``triton``, or
+    ``reference`` (plain torch, on the CPU too); unset, the first of them that is there.
+    ``FUSEDTRAIN_REQUIRE=cpu,cuda,triton``: a backend that is not there is an error.
+
+    Args:
+        library: of the schemas, into which Triton kernels are registered.
 
     Raises:
-        RuntimeError: a backend named in FUSEDTRAIN_REQUIRE is not there, with the reason.
-        ValueError: FUSEDTRAIN_REQUIRE or FUSEDTRAIN_CPU_CAPABILITY has an unknown value.
+        RuntimeError: a backend named in either is not there, with the reason.
+        ValueError: one of the settings, or FUSEDTRAIN_CPU_CAPABILITY, has an unknown value.
     """
     record = _build_record()
-    _state["cpu"] = _load_cpu(record)
-    _state["cuda"] = _load_cuda(record)
-    _state["triton"] = Backend(False, reason="this version has no Triton kernels")
+    chosen = os.environ.get("FUSEDTRAIN_BACKEND") or ""
+    if chosen and chosen not in _CHOICES:
+        raise ValueError(f"FUSEDTRAIN_BACKEND={chosen!r}: must be one of {', '.join(_CHOICES)}")
+    off = Backend(False, reason=f"FUSEDTRAIN_BACKEND={chosen}")
+    _state["cpu"] = off if chosen == "reference" else _load_cpu(record)
+    _state["cuda"] = _load_cuda(record) if chosen in ("", "cuda") else off
+    # Both registered for one key, the later one would win without a word.
+    if not chosen and _state["cuda"].loaded:
+        _state["triton"] = Backend(False, reason="the CUDA kernels are loaded")
+    else:
+        _state["triton"] = _load_triton(library) if chosen in ("", "triton") else off
     _state["reference"] = Backend(True)
+    if chosen and not _state[chosen].loaded:
+        raise RuntimeError(f"FUSEDTRAIN_BACKEND={chosen}: {_state[chosen].reason}")
     required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
     for name in filter(None, (part.strip() for part in required)):
         if name not in _state:
@@ -130,7 +162,11 @@ def load() -> None:
 
 
 def why_not(device_type: str) -> str:
-    """Why ops on this device run in plain torch; empty for devices that never have a kernel."""
+    """Why ops on this device run in plain torch; empty where somebody asked for that."""
+    if os.environ.get("FUSEDTRAIN_BACKEND") == "reference":
+        return ""
+    if device_type == "cuda":
+        return f"CUDA: {_state['cuda'].reason}; Triton: {_state['triton'].reason}"
     return _state[device_type].reason if device_type in _state else "no kernel for this device"
 
 

@@ -343,7 +343,7 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
 
 for _row in ACTIVATIONS.values():
     _define(_row)
-_backends.load()
+_backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}
 CHANNEL_KERNELS = {row.name: ChannelKernel(row) for row in ACTIVATIONS.values() if row.tensors}

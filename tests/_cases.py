@@ -75,3 +75,25 @@ def assert_close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 def backward_scale(row: Activation) -> float:
     """How much of the tolerance backward needs: 2 where it starts from a rounded output."""
     return 2.0 if row.saves == "output" or row.tensors else 1.5
+
+
+# Where torch returns nan at an infinity and the function has a limit, we return the limit.
+LIMITS = {
+    "silu": (0.0, None), "mish": (0.0, None), "gelu": (0.0, float("inf")),
+    "gelu_tanh": (0.0, None), "quick_gelu": (0.0, None), "hardswish": (0.0, None),
+    "hard_mish": (0.0, None), "softsign": (-1.0, 1.0), "squareplus": (0.0, None),
+}  # fmt: skip
+
+
+def special_values(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Infinities, NaN, zeros of both signs, denormals; and what the activation makes of them."""
+    tiny = torch.finfo(dtype).smallest_normal
+    inf, nan = float("inf"), float("nan")
+    values = [-inf, inf, nan, -0.0, 0.0, tiny, -tiny, tiny / 4, -tiny / 4]
+    # 17 copies: through the vector body and through the tail
+    x = torch.tensor(values * 17, dtype=dtype)
+    expected = ACTIVATIONS[name].eager(x)
+    for i, bound in enumerate(LIMITS.get(name, (None, None))):
+        if bound is not None:
+            expected[i :: len(values)] = bound
+    return x, expected

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from _cases import DTYPES, INPLACE, NAMES, POINTWISE, assert_close, backward_scale, error, layouts
+from _cases import (
+    DTYPES,
+    INPLACE,
+    NAMES,
+    POINTWISE,
+    assert_close,
+    backward_scale,
+    error,
+    layouts,
+    special_values,
+)
 from torch import Tensor, nn
 
 import fusedtrain
@@ -114,40 +124,16 @@ def test_float32_next_to_the_kinks(name: str) -> None:
     assert torch.equal(g == 0, want == 0)
 
 
-# Where torch returns nan at an infinity and the function has a limit, we return the limit.
-LIMITS = {
-    "silu": (0.0, None), "mish": (0.0, None), "gelu": (0.0, float("inf")),
-    "gelu_tanh": (0.0, None), "quick_gelu": (0.0, None), "hardswish": (0.0, None),
-    "hard_mish": (0.0, None), "softsign": (-1.0, 1.0), "squareplus": (0.0, None),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_special_values(name: str, dtype: torch.dtype) -> None:
     row = ACTIVATIONS[name]
     tiny = torch.finfo(dtype).smallest_normal
-    values = [
-        float("-inf"),
-        float("inf"),
-        float("nan"),
-        -0.0,
-        0.0,
-        tiny,
-        -tiny,
-        tiny / 4,
-        -tiny / 4,
-    ]
-    # 17 copies: through the vector body and through the tail
-    x = torch.tensor(values * 17, dtype=dtype, requires_grad=True)
+    x, want = special_values(name, dtype)
+    x.requires_grad_()
     y = row.function(x)
     (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
     y = y.detach()
-    want = row.eager(x.detach())
-    low, high = LIMITS.get(name, (None, None))
-    for i, bound in ((0, low), (1, high)):
-        if bound is not None:
-            want[i :: len(values)] = bound
     assert torch.equal(torch.isnan(y), torch.isnan(want))
     kept = ~torch.isnan(want)
     torch.testing.assert_close(

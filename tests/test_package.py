@@ -133,6 +133,16 @@ def test_pure_python_gives_right_numbers_and_one_warning() -> None:
     assert "_C.so was not built" in run.stdout
 
 
+def test_reference_backend_is_plain_torch_everywhere_and_silent() -> None:
+    run = python(
+        NUMBERS + "\nprint(fusedtrain.backend_info())",
+        FUSEDTRAIN_BACKEND="reference", FUSEDTRAIN_REQUIRE="",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "plain-torch reference used" not in run.stdout
+    assert run.stdout.count("not loaded: FUSEDTRAIN_BACKEND=reference") == 3
+
+
 def test_a_file_that_does_not_load_is_named() -> None:
     code = """
 import torch
@@ -184,6 +194,9 @@ torch.save({{n: r.function(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
         ({"FUSEDTRAIN_CPU_CAPABILITY": "sse9"}, "FUSEDTRAIN_CPU_CAPABILITY='sse9'"),
         ({"FUSEDTRAIN_REQUIRE": "cuda"}, "FUSEDTRAIN_REQUIRE=cuda"),
         ({"FUSEDTRAIN_REQUIRE": "tpu"}, "FUSEDTRAIN_REQUIRE='tpu'"),
+        ({"FUSEDTRAIN_BACKEND": "cuda"}, "FUSEDTRAIN_BACKEND=cuda"),
+        ({"FUSEDTRAIN_BACKEND": "triton"}, "FUSEDTRAIN_BACKEND=triton"),
+        ({"FUSEDTRAIN_BACKEND": "metal"}, "FUSEDTRAIN_BACKEND='metal': must be one of cuda"),
         (
             {"FUSEDTRAIN_CPU_CAPABILITY": "avx512", "ATEN_CPU_CAPABILITY": "default"},
             "allows default only",
@@ -191,7 +204,7 @@ torch.save({{n: r.function(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
     ],
 )
 def test_settings_that_cannot_be_met_are_errors(setting: dict[str, str], words: str) -> None:
-    if setting.get("FUSEDTRAIN_REQUIRE") == "cuda" and torch.version.cuda is not None:
+    if {"cuda", "triton"} & set(setting.values()) and torch.version.cuda is not None:
         pytest.skip("CUDA can be met here")
     run = python("import fusedtrain", **setting)
     assert run.returncode != 0

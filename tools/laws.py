@@ -43,7 +43,16 @@ def main() -> int:
         python("_backends.py"),
         "environment variables are read in _backends.py",
     )
-    forbid(r"#include\s*[<\"](torch|ATen|c10)/", sources("checks.h"), "only the bindings see torch")
+    forbid(
+        r"#include\s*[<\"](torch|ATen|c10)/",
+        sources("checks.h", "binding_cuda.cpp"),
+        "only the bindings see torch",
+    )
+    forbid(
+        r"<<<|cudaLaunchKernel",
+        sources("launch.cuh"),
+        "kernels start by launch() of launch.cuh, so that the emulator can run them",
+    )
     isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name != "dispatch.cpp"] + [
         CSRC / "formulas.h",
         CSRC / "host_device.h",

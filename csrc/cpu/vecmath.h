@@ -118,6 +118,9 @@ FT_INLINE T reduce(T x, T& shifted) {
 // the denormals to 0.
 template <class T>
 FT_INLINE T exp(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) return ::expf(x);
+#endif
   using C = Constants<T>;
   T shifted;
   const T r = reduce(clamp(x, C::kExpMin, C::kExpMax), shifted);
@@ -132,6 +135,9 @@ FT_INLINE T exp(T x) {
 // is at most 1.3e-38 (double: 2.3e-308), and 0 from -88 (-709) down; above, inf from 88.4 (709.5).
 template <class T>
 FT_INLINE T exp_normal(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) return ::expf(x);
+#endif
   using C = Constants<T>;
   T shifted;
   const T r = reduce(clamp(x, C::kNormalMin, C::kNormalMax), shifted);
@@ -141,6 +147,9 @@ FT_INLINE T exp_normal(T x) {
 // The same for x <= 0.
 template <class T>
 FT_INLINE T exp_negative(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) return ::expf(x);
+#endif
   T shifted;
   const T r = reduce(at_least(x, Constants<T>::kNormalMin), shifted);
   return (T(1) + (r + r * r * exp_tail(r))) * power_of_two(shifted);
@@ -212,6 +221,9 @@ FT_INLINE float normal_cdf(float x) {
   p = p * a - 0.45917600573f;
   p = p * a - 1.1511089035f;
   p = at_least(p * a - 0.99999992477f, -127.0f);
+#ifdef __CUDA_ARCH__
+  const float upper_tail = p > -127.0f ? ::exp2f(p) : (p <= -127.0f ? 0.0f : p);  // nan stays
+#else
   const float shifted = p + Constants<float>::kRound;
   const float r = p - (shifted - Constants<float>::kRound);
   float q = 0.00015467973208f;  // 2^r: 4e-9
@@ -221,6 +233,7 @@ FT_INLINE float normal_cdf(float x) {
   q = q * r + 0.24022651064f;
   q = q * r + 0.69314718806f;
   const float upper_tail = (q * r + 1.0f) * power_of_two(shifted);
+#endif
   return x > 0.0f ? 1.0f - upper_tail : upper_tail;
 }
 

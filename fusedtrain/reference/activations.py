@@ -344,6 +344,7 @@ def _channels(parameter: Tensor, input: Tensor) -> Tensor:
 def prelu_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     g, x = _wide(grad), _wide(input)
     grad_input = torch.where(x > 0, g, g * _channels(weight, input)).to(grad.dtype)
+    grad_input = grad_input.reshape(input.shape)  # a 0-dim input meets a weight of one dimension
     return grad_input, _sum_to((g * x).masked_fill(x > 0, 0), weight)
 
 

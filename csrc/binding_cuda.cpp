@@ -1,0 +1,76 @@
+// torch::stable tensors -> cuda entry points of ops.h, on the tensors' device and its current
+// stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
+#include "binding_activations.h"
+
+#ifndef FT_EMULATED
+#include <torch/csrc/stable/accelerator.h>
+
+// Weak: in libtorch_cuda, which a torch without CUDA does not have.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream)
+    __attribute__((weak));
+#endif
+
+namespace fusedtrain {
+namespace {
+
+#ifdef FT_EMULATED
+struct Place {
+  explicit Place(const Tensor&) {}
+  static bool on_device(const Tensor& t) { return t.is_cpu(); }
+  void* stream = nullptr;
+};
+#else
+// Makes a tensor's device the current one, for torch (which restores it) and for our own copy of
+// the CUDA runtime.
+struct Place {
+  explicit Place(const Tensor& t) : guard(t.get_device_index()) {
+    const int32_t device = t.get_device_index();
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                    "fusedtrain: this torch has no CUDA streams");
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+    cuda::set_device(device);
+  }
+  static bool on_device(const Tensor& t) { return t.is_cuda(); }
+  torch::stable::accelerator::DeviceGuard guard;
+  void* stream = nullptr;
+};
+#endif
+
+struct Cuda {
+  explicit Cuda(const Tensor& t) : place(t) {}
+
+  static bool on_device(const Tensor& t) { return Place::on_device(t); }
+  static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
+
+  template <class Call>
+  void pointwise(const Call& call, int64_t n) const {
+    cuda::pointwise(call, n, place.stream);
+  }
+
+  void channelwise(const ChannelwiseForward& call) const { cuda::channelwise(call, place.stream); }
+
+  void channelwise(ChannelwiseBackward call, Tensor* const* gradients) const {
+    Tensor shares = torch::stable::new_empty(*gradients[0], {cuda::channelwise_shares(call)},
+                                             torch::headeronly::ScalarType::Double);
+    call.shares = static_cast<double*>(write_data(shares));
+    cuda::channelwise(call, place.stream);
+    for (int k = 0; k < kMaxParameters && gradients[k] != nullptr; ++k)
+      cuda::add_shares(call, k, write_data(*gradients[k]), place.stream);
+  }
+
+  Place place;
+};
+
+}  // namespace
+}  // namespace fusedtrain
+
+#ifdef FT_EMULATED
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain_emulated, CPU, m) {
+#else
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
+#endif
+  using namespace fusedtrain;
+  using Ops = Activations<Cuda>;
+  FT_POINTWISE(FT_IMPLEMENT_POINTWISE)
+  FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
+}

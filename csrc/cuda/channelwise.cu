@@ -1,0 +1,290 @@
+// Formulas with parameters that differ by channel, over a tensor of rows x channels x inner.
+//
+// Two walks. Where `inner` is long (channels first) a warp takes a segment of one row and channel.
+// Where it is short (channels last, or inner small) a thread keeps its columns, each of one
+// channel, and walks over the rows. Both sum the gradients of the parameters in a block, and blocks
+// leave their shares to be added up by a second kernel: the order of the sums is fixed for a
+// device.
+#include "../formulas.h"
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+// Loads that a thread has in flight, for each tensor. 4 of 8 elements each would spill.
+template <class S>
+constexpr int kVecs = sizeof(S) == 2 ? 2 : 4;
+constexpr int kBlocksPerMultiprocessor = 16;
+
+// How a call is cut into blocks. Block b works on part b % parts (channels, or groups of columns)
+// and on group b / parts of what is summed over.
+struct Plan {
+  bool columns;  // the second walk
+  bool wide;     // 16 bytes at a time
+  int64_t parts, groups;
+  int64_t per_group;  // segments, or rows
+  int64_t shares;     // of a group and parameter: channels, or columns
+};
+
+template <class S>
+Plan plan_for(int64_t rows, int64_t channels, int64_t inner, bool aligned) {
+  Plan plan;
+  const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
+  constexpr int kLanes = Vec<S>::kLanes;
+  plan.wide = aligned && inner % kLanes == 0;
+  plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels > 1;
+  int64_t steps;
+  if (plan.columns) {
+    plan.wide = aligned && channels * inner % kLanes == 0;
+    plan.parts = ceil_div(channels * inner, kWarp * (plan.wide ? kLanes : 1));
+    plan.shares = channels * inner;
+    steps = ceil_div(rows, kWarps * kVecs<S>);
+  } else {
+    plan.parts = channels;
+    plan.shares = channels;
+    steps = ceil_div(rows * ceil_div(inner, kWarp * kVecs<S> * (plan.wide ? kLanes : 1)), kWarps);
+  }
+  const int64_t wanted = ceil_div(most, plan.parts);
+  plan.groups = wanted < steps ? wanted : steps;
+  plan.per_group = ceil_div(steps, plan.groups) * kWarps * (plan.columns ? kVecs<S> : 1);
+  plan.groups = ceil_div(steps * kWarps * (plan.columns ? kVecs<S> : 1), plan.per_group);
+  return plan;
+}
+
+template <class S>
+struct Tensors {
+  const S* grad;  // null in forward
+  const S* x;
+  S* out;
+  const S* a;
+  const S* b;
+};
+
+// What a thread does with elements [at, at + lanes) of kVectors places that are `stride` apart, of
+// which the first `count` exist. `which` tells the parameters of a lane.
+template <template <class> class Formula, bool kBackward, int kVectors, class V, class S, class P>
+__device__ __forceinline__ void apply(const Tensors<S>& t, int64_t at, int64_t stride, int count,
+                                      const P (&a)[V::kLanes], const P (&b)[V::kLanes],
+                                      P (&sum_a)[V::kLanes], P (&sum_b)[V::kLanes]) {
+  V g[kVectors], x[kVectors];
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    if (j >= count) continue;
+    x[j].load(t.x + at + j * stride);
+    if constexpr (kBackward) g[j].load(t.grad + at + j * stride);
+  }
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    if (j >= count) continue;
+#pragma unroll
+    for (int k = 0; k < V::kLanes; ++k) {
+      if constexpr (kBackward) {
+        P da = P(0), db = P(0);
+        x[j].lane[k] = Formula<P>::backward(g[j].lane[k], x[j].lane[k], a[k], b[k], da, db);
+        sum_a[k] += da;
+        sum_b[k] += db;
+      } else {
+        x[j].lane[k] = Formula<P>::forward(x[j].lane[k], a[k], b[k]);
+      }
+    }
+    x[j].store(t.out + at + j * stride);
+  }
+}
+
+template <int kVectors>
+__device__ __forceinline__ int at_most(int64_t left) {
+  return left < kVectors ? int(left) : kVectors;
+}
+
+// First walk: all of a block has one channel, a warp one segment of kVecs vectors a lane.
+template <template <class> class Formula, bool kBackward, bool kWide, class S>
+__global__ void __launch_bounds__(kThreads, 2)
+    segments_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
+                    double* shares, int64_t shares_of_parameter) {
+  using V = Vec<S, kWide>;
+  using P = typename Compute<S>::T;
+  constexpr int kSegment = kWarp * kVecs<S> * V::kLanes;
+  const int64_t channel = blockIdx.x % channels, group = blockIdx.x / channels;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t pieces = (inner + kSegment - 1) / kSegment;
+  int64_t last = (group + 1) * per_group;
+  if (last > rows * pieces) last = rows * pieces;
+
+  P a[V::kLanes], b[V::kLanes], sum_a[V::kLanes], sum_b[V::kLanes];
+#pragma unroll
+  for (int k = 0; k < V::kLanes; ++k) {
+    a[k] = load_one(t.a[channel]);
+    b[k] = load_one(t.b[channel]);
+    sum_a[k] = sum_b[k] = P(0);
+  }
+  for (int64_t segment = group * per_group + warp; segment < last; segment += kWarps) {
+    const int64_t row = segment / pieces;
+    const int64_t i = (segment - row * pieces) * kSegment + lane * V::kLanes;
+    const int64_t left = i < inner ? (inner - i + kWarp * V::kLanes - 1) / (kWarp * V::kLanes) : 0;
+    apply<Formula, kBackward, kVecs<S>, V>(t, (row * channels + channel) * inner + i,
+                                           kWarp * V::kLanes, at_most<kVecs<S>>(left), a, b, sum_a,
+                                           sum_b);
+  }
+  if constexpr (kBackward) {
+    __shared__ P scratch[2][kWarps];
+    P total_a = P(0), total_b = P(0);
+#pragma unroll
+    for (int k = 0; k < V::kLanes; ++k) {
+      total_a += sum_a[k];
+      total_b += sum_b[k];
+    }
+    total_a = block_sum<kWarps>(total_a, scratch[0]);
+    total_b = block_sum<kWarps>(total_b, scratch[1]);
+    if (threadIdx.x == 0) {
+      shares[group * channels + channel] = total_a;
+      shares[shares_of_parameter + group * channels + channel] = total_b;
+    }
+  }
+}
+
+// Second walk: a lane keeps V::kLanes columns, the warps of a block share the rows.
+template <template <class> class Formula, bool kBackward, bool kWide, class S>
+__global__ void __launch_bounds__(kThreads, 2)
+    columns_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
+                   double* shares, int64_t shares_of_parameter) {
+  using V = Vec<S, kWide>;
+  using P = typename Compute<S>::T;
+  const int64_t columns = channels * inner;
+  const int64_t parts = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
+  const int64_t group = blockIdx.x / parts;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t column = (blockIdx.x % parts * kWarp + lane) * V::kLanes;
+  const bool exists = column < columns;
+  int64_t last = (group + 1) * per_group;
+  if (last > rows) last = rows;
+
+  P a[V::kLanes], b[V::kLanes], sum_a[V::kLanes], sum_b[V::kLanes];
+#pragma unroll
+  for (int k = 0; k < V::kLanes; ++k) {
+    const int64_t channel = exists ? (column + k) / inner : 0;
+    a[k] = load_one(t.a[channel]);
+    b[k] = load_one(t.b[channel]);
+    sum_a[k] = sum_b[k] = P(0);
+  }
+  if (exists) {
+    for (int64_t row = group * per_group + warp; row < last; row += kWarps * kVecs<S>) {
+      const int64_t left = (last - row + kWarps - 1) / kWarps;
+      apply<Formula, kBackward, kVecs<S>, V>(t, row * columns + column, kWarps * columns,
+                                             at_most<kVecs<S>>(left), a, b, sum_a, sum_b);
+    }
+  }
+  if constexpr (kBackward) {
+    __shared__ P scratch[2][kWarps][kWarp * V::kLanes];
+#pragma unroll
+    for (int k = 0; k < V::kLanes; ++k) {
+      scratch[0][warp][k * kWarp + lane] = sum_a[k];
+      scratch[1][warp][k * kWarp + lane] = sum_b[k];
+    }
+    __syncthreads();
+    // The lanes of warp p add up parameter p.
+    if (warp < 2 && exists) {
+#pragma unroll
+      for (int k = 0; k < V::kLanes; ++k) {
+        P sum = P(0);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += scratch[warp][w][k * kWarp + lane];
+        shares[warp * shares_of_parameter + group * columns + column + k] = sum;
+      }
+    }
+  }
+}
+
+// A warp a channel: the shares of all groups and of the channel's columns.
+template <class S>
+__global__ void __launch_bounds__(kThreads)
+    add_shares_kernel(const double* shares, S* gradient, int64_t channels, int64_t groups,
+                      int64_t of_group, int64_t of_channel) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t channel = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (channel >= channels) return;
+  double sum = 0;
+  for (int64_t i = lane; i < groups * of_channel; i += kWarp) {
+    const int64_t group = i / of_channel;
+    sum += shares[group * of_group + channel * of_channel + (i - group * of_channel)];
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) gradient[channel] = store_one<S>(typename Compute<S>::T(sum));
+}
+
+template <class S>
+Tensors<S> tensors_of(const ChannelwiseForward& call) {
+  return {nullptr, static_cast<const S*>(call.x), static_cast<S*>(call.y),
+          static_cast<const S*>(call.parameters[0]), static_cast<const S*>(call.parameters[1])};
+}
+template <class S>
+Tensors<S> tensors_of(const ChannelwiseBackward& call) {
+  return {static_cast<const S*>(call.grad), static_cast<const S*>(call.x),
+          static_cast<S*>(call.grad_input), static_cast<const S*>(call.parameters[0]),
+          static_cast<const S*>(call.parameters[1])};
+}
+double* shares_of(const ChannelwiseForward&) { return nullptr; }
+double* shares_of(const ChannelwiseBackward& call) { return call.shares; }
+
+template <class S, class Call>
+Plan plan_of(const Call& call) {
+  const Tensors<S> t = tensors_of<S>(call);
+  return plan_for<S>(call.rows, call.channels, call.inner, aligned(t.grad, t.x, t.out));
+}
+
+template <template <class> class Formula, class Call>
+void run(const Call& call, void* stream) {
+  constexpr bool kBackward = std::is_same_v<Call, ChannelwiseBackward>;
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    const Plan plan = plan_of<S>(call);
+    auto* kernel = plan.columns ? (plan.wide ? &columns_kernel<Formula, kBackward, true, S>
+                                             : &columns_kernel<Formula, kBackward, false, S>)
+                                : (plan.wide ? &segments_kernel<Formula, kBackward, true, S>
+                                             : &segments_kernel<Formula, kBackward, false, S>);
+    launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, tensors_of<S>(call), call.rows,
+           call.channels, call.inner, plan.per_group, shares_of(call), plan.groups * plan.shares);
+  });
+}
+
+template <class Call>
+void run_op(const Call& call, void* stream) {
+  using Run = void (*)(const Call&, void*);
+#define FT_RUN(name, Formula, parameters) &run<formulas::Formula, Call>,
+  static constexpr Run kRuns[] = {FT_CHANNELWISE(FT_RUN)};
+#undef FT_RUN
+  if (call.rows * call.channels * call.inner > 0) kRuns[call.op](call, stream);
+}
+
+}  // namespace
+
+void channelwise(const ChannelwiseForward& call, void* stream) { run_op(call, stream); }
+void channelwise(const ChannelwiseBackward& call, void* stream) { run_op(call, stream); }
+
+int64_t channelwise_shares(const ChannelwiseBackward& call) {
+  int64_t count = 0;
+  by_dtype(call.dtype, [&](auto* null) {
+    const Plan plan = plan_of<std::remove_pointer_t<decltype(null)>>(call);
+    count = 2 * plan.groups * plan.shares;
+  });
+  return count;
+}
+
+void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream) {
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    const Plan plan = plan_of<S>(call);
+    const int64_t of_parameter = plan.groups * plan.shares;
+    launch(&add_shares_kernel<S>, ceil_div(call.channels, kWarps), kThreads, stream, 0,
+           static_cast<const double*>(call.shares + which * of_parameter),
+           static_cast<S*>(gradient), call.channels, plan.groups, plan.shares,
+           plan.shares / call.channels);
+  });
+}
+
+}  // namespace cuda
+}  // namespace fusedtrain

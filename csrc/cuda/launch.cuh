@@ -1,0 +1,61 @@
+// The one way to start a kernel, and what the launchers need to know of the device.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the error is told here, not at the next call
+  std::string message = std::string("fusedtrain: ") + what + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorInsufficientDriver || error == cudaErrorNoKernelImageForDevice)
+    message += " (FUSEDTRAIN_BACKEND=triton or reference runs without the compiled kernels)";
+  throw std::runtime_error(message);
+}
+
+// Dynamic shared memory of a kernel, 16-byte aligned (tests/cuda_emulator has a definition of its
+// own).
+#ifndef FT_DYNAMIC_SHARED
+#define FT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#endif
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, size_t shared_bytes,
+            A... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), "kernel launch");
+}
+
+// Streaming multiprocessors of the current device. Asked once a device: the query takes 1 us.
+inline int multiprocessors() {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < kDevices) count = known[device].load(std::memory_order_relaxed);
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+          "cudaDeviceGetAttribute");
+    if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fusedtrain

@@ -1,0 +1,99 @@
+// Global memory in pieces of 16 bytes, and the conversion to the type that formulas compute in.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#include "../ops.h"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+// What a stored type is computed in.
+template <class S>
+struct Compute {
+  using T = float;
+};
+template <>
+struct Compute<double> {
+  using T = double;
+};
+
+template <class S>
+__host__ __device__ __forceinline__ typename Compute<S>::T load_one(S x) {
+  return x;
+}
+template <>
+__host__ __device__ __forceinline__ float load_one(__half x) {
+  return __half2float(x);
+}
+template <>
+__host__ __device__ __forceinline__ float load_one(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+template <class S>
+__host__ __device__ __forceinline__ S store_one(typename Compute<S>::T x) {
+  return x;
+}
+template <>
+__host__ __device__ __forceinline__ __half store_one<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__host__ __device__ __forceinline__ __nv_bfloat16 store_one<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// Neighbouring elements: kLanes of 16 bytes together, or one (kWide = false) of any alignment.
+template <class S, bool kWide = true>
+struct Vec {
+  static constexpr int kLanes = kWide ? 16 / sizeof(S) : 1;
+  using T = typename Compute<S>::T;
+
+  struct alignas(kLanes * sizeof(S)) Stored {
+    S lane[kLanes];
+  };
+
+  T lane[kLanes];
+
+  __device__ __forceinline__ void load(const S* p) {
+    const Stored stored = *reinterpret_cast<const Stored*>(p);
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) lane[k] = load_one(stored.lane[k]);
+  }
+
+  __device__ __forceinline__ void store(S* p) const {
+    Stored stored;
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) stored.lane[k] = store_one<S>(lane[k]);
+    *reinterpret_cast<Stored*>(p) = stored;
+  }
+};
+
+// Calls f with a null pointer of the stored type.
+template <class F>
+void by_dtype(Dtype dtype, F f) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return f(static_cast<float*>(nullptr));
+    case Dtype::kFloat64:
+      return f(static_cast<double*>(nullptr));
+    case Dtype::kFloat16:
+      return f(static_cast<__half*>(nullptr));
+    case Dtype::kBFloat16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+  }
+}
+
+// Whether Vec<S> can be used on all of these.
+template <class... P>
+inline bool aligned(const P*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fusedtrain

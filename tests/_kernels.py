@@ -1,0 +1,132 @@
+"""The implementations of the ops, by backend, that one table of cases drives.
+
+CPU and emulated CUDA run here; interpreted Triton too, where triton is installed. On a machine with
+a GPU, CUDA and Triton are the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import cuda_emulator
+import pytest
+import torch
+from torch import Tensor
+
+from fusedtrain import backend_info
+from fusedtrain.reference import ACTIVATIONS
+
+HAS_GPU = torch.cuda.is_available()
+
+
+class Kernels:
+    """Calls ops by name, the last letters of which tell forward, backward and in place apart."""
+
+    device = "cpu"
+    kernel = True  # strides are kept, and 16-bit numbers rounded once
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+
+class Reference(Kernels):
+    """Plain torch, the fallback of the ops. Its 16-bit results are rounded at every step."""
+
+    kernel = False
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        if name.endswith("_backward"):
+            return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
+        if name.endswith("_"):
+            arguments[0].copy_(ACTIVATIONS[name[:-1]].forward(*arguments))
+            return None
+        return ACTIVATIONS[name].forward(*arguments)
+
+
+class Registered(Kernels):
+    """The kernels that the dispatcher has for a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        return getattr(torch.ops.fusedtrain, name)(*arguments)
+
+
+class Emulated(Kernels):
+    """The CUDA kernels, on the CPU, with their threads in every order: the same bits each time."""
+
+    def __init__(self) -> None:
+        self.emulator = cuda_emulator.load()
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        inplace = name.endswith("_")
+        kept = arguments[0].clone() if inplace else None
+        results = []
+        for order in cuda_emulator.ORDERS:
+            if inplace:
+                arguments[0].copy_(kept)
+            self.emulator.set_order(order)
+            result = self.emulator.call(name, *arguments)
+            results.append(arguments[0].clone() if inplace else result)
+        self.emulator.set_order("forward")
+        for other in results[1:]:
+            assert same_bits(results[0], other), f"{name} depends on the order of its threads"
+        return None if inplace else results[0]
+
+
+class Triton(Kernels):
+    """The Triton kernels: on the GPU, or interpreted."""
+
+    def __init__(self) -> None:
+        import fusedtrain.triton
+
+        self.device = "cuda" if HAS_GPU else "cpu"
+        self.ops = fusedtrain.triton.OPS
+
+    def __call__(self, name: str, *arguments: Any) -> Any:
+        return self.ops[name](*arguments)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two tensors, or tuples of them, are equal; one NaN is as good as another."""
+    if isinstance(a, tuple):
+        return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _triton() -> Triton:
+    pytest.importorskip("triton")
+    if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and TRITON_INTERPRET is not 1")
+    return Triton()
+
+
+def _emulated() -> Emulated:
+    if reason := cuda_emulator.why_not():
+        pytest.skip(reason)
+    return Emulated()
+
+
+def _registered(device: str) -> Registered:
+    if device == "cuda" and not HAS_GPU:
+        pytest.skip("no GPU")
+    if not backend_info().backends[device].loaded:
+        pytest.skip(backend_info().backends[device].reason)
+    return Registered(device)
+
+
+BACKENDS: dict[str, Callable[[], Kernels]] = {
+    "reference": Reference,
+    "cpu": lambda: _registered("cpu"),
+    "emulated": _emulated,
+    "triton": _triton,
+    "cuda": lambda: _registered("cuda"),
+}
+
+
+def in_layout_of(values: Tensor, like: Tensor) -> Tensor:
+    """The values with the strides of a dense tensor."""
+    return torch.empty_like(like).copy_(values)

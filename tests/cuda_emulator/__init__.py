@@ -1,0 +1,106 @@
+"""Builds and loads the emulated CUDA kernels, as the ops of ``torch.ops.fusedtrain_emulated``."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+import fusedtrain  # noqa: F401  (its schemas)
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "emulator"
+ORDERS = ("forward", "reverse", "shuffled")
+
+# Fortified, longjmp refuses to go from one stack to another.
+# -O1 -fno-tree-sra: the sanitizer's hooks see each access as the kernel has it, 16 bytes in one.
+_FLAGS = "-U_FORTIFY_SOURCE -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unused-function"
+_KERNEL_FLAGS = (
+    f"{_FLAGS} -O1 -fno-tree-sra -fsanitize=thread --param tsan-instrument-func-entry-exit=0 "
+    f"-Wno-unknown-pragmas -I{HERE}/include -include cuda_runtime.h -x c++"
+)
+
+
+def why_not() -> str:
+    """Why the emulator cannot be built here; empty where it can."""
+    if not shutil.which("c++"):
+        return "the emulator needs a C++ compiler (c++)"
+    if importlib.util.find_spec("ninja") is None:
+        return "the emulator needs ninja"
+    return ""
+
+
+def build() -> Path:
+    """The library, built where a source has changed since."""
+    import ninja
+
+    torch_folder = Path(torch.__file__).parent
+    host = (
+        f"{_FLAGS} -O2 -I{HERE}/include -DFT_EMULATED -DTORCH_TARGET_VERSION=0x020A000000000000 "
+        f"-isystem {torch_folder}/include -isystem {torch_folder}/include/torch/csrc/api/include"
+    )
+    sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
+    sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory")]
+    sources += [(ROOT / "csrc/binding_cuda.cpp", host)]
+    library = BUILD / "_emulated.so"
+    lines = [
+        "rule compile",
+        "  command = c++ $flags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = c++ -shared $in -L{torch_folder}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu "
+        "-lc10 -o $out",
+    ]
+    for source, flags in sources:
+        lines += [f"build {source.stem}.o: compile {source}", f"  flags = {flags}"]
+    lines.append(f"build {library.name}: link {' '.join(s.stem + '.o' for s, _ in sources)}")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # Test processes run side by side: the first one builds.
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (BUILD / "build.ninja").write_text("\n".join(lines) + "\n")
+        run = subprocess.run(
+            [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(BUILD)], capture_output=True, text=True
+        )
+    if run.returncode != 0:
+        raise RuntimeError(f"the emulator does not build:\n{run.stdout}{run.stderr}")
+    return library
+
+
+@functools.cache
+def load() -> Emulator:
+    """The emulator; its ops are defined with the schemas of ``torch.ops.fusedtrain``."""
+    path = build()
+    library = torch.library.Library("fusedtrain_emulated", "DEF")
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        if name.startswith("fusedtrain::"):
+            op = getattr(torch.ops.fusedtrain, name.removeprefix("fusedtrain::"))
+            library.define(str(op.default._schema).removeprefix("fusedtrain::"))
+    torch.ops.load_library(str(path))
+    return Emulator(ctypes.CDLL(str(path)), library)
+
+
+class Emulator:
+    """The controls of the library."""
+
+    def __init__(self, c: ctypes.CDLL, schemas: torch.library.Library) -> None:
+        self.c = c
+        self.schemas = schemas  # lives as long as the ops
+
+    def set_order(self, order: str) -> None:
+        """In which order threads and blocks take turns: one of ORDERS."""
+        self.c.emulator_order(ORDERS.index(order))
+
+    def call(self, name: str, *arguments: object) -> object:
+        """One op, with no buffers but its own."""
+        self.c.emulator_reset()
+        return getattr(torch.ops.fusedtrain_emulated, name)(*arguments)

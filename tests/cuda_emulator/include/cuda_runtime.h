@@ -1,0 +1,205 @@
+// The part of CUDA that the kernels use, for the host's compiler: see ../README.md.
+//
+// Included before everything else (-include), as nvcc does with its own. Functions that kernels
+// call are declared here and defined in emulator.cpp, which is not instrumented: their own memory
+// accesses are not the kernel's.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <tuple>
+#include <utility>
+
+#define __CUDACC__ 1
+#define __CUDA_ARCH__ 900
+#define __host__
+#define __device__
+#define __global__ __attribute__((noinline))
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+// One block runs at a time, so its shared memory can be static.
+#define __shared__ static
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emulator {
+
+uint3 thread_index();
+uint3 block_index();
+dim3 block_dim();
+dim3 grid_dim();
+void* dynamic_shared();
+
+void barrier(const char* file, int line);
+// Gives `value` to the lanes of `mask`, takes that of lane `source`; all lanes of the mask meet
+// here.
+uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name);
+unsigned ballot(unsigned mask, bool predicate, const char* name);
+int lane();
+enum class Atomic { kAdd, kMax, kExchange };
+float atomic(float* p, float value, Atomic what);
+double atomic(double* p, double value, Atomic what);
+int atomic(int* p, int value, Atomic what);
+unsigned atomic(unsigned* p, unsigned value, Atomic what);
+
+}  // namespace emulator
+
+// threadIdx.x and its kin: members that ask the emulator when they are used as numbers.
+namespace emulator {
+#define FT_INDEX(Name, function)                                   \
+  struct Name {                                                    \
+    struct X {                                                     \
+      operator unsigned() const { return emulator::function().x; } \
+    } x;                                                           \
+    struct Y {                                                     \
+      operator unsigned() const { return emulator::function().y; } \
+    } y;                                                           \
+    struct Z {                                                     \
+      operator unsigned() const { return emulator::function().z; } \
+    } z;                                                           \
+  };
+FT_INDEX(ThreadIndex, thread_index)
+FT_INDEX(BlockIndex, block_index)
+FT_INDEX(BlockDim, block_dim)
+FT_INDEX(GridDim, grid_dim)
+#undef FT_INDEX
+}  // namespace emulator
+constexpr emulator::ThreadIndex threadIdx{};
+constexpr emulator::BlockIndex blockIdx{};
+constexpr emulator::BlockDim blockDim{};
+constexpr emulator::GridDim gridDim{};
+
+#define __syncthreads() emulator::barrier(__FILE__, __LINE__)
+// How launch.cuh names dynamic shared memory.
+#define FT_DYNAMIC_SHARED(name)                                                       \
+  unsigned char* const name = static_cast<unsigned char*>(emulator::dynamic_shared())
+
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  emulator::exchange(mask, 0, emulator::lane(), "__syncwarp");
+}
+
+namespace emulator {
+template <class T>
+__forceinline__ T shuffle(unsigned mask, T value, int source, const char* name) {
+  static_assert(sizeof(T) <= 8, "a shuffle takes at most 8 bytes");
+  uint64_t bits = 0;
+  __builtin_memcpy(&bits, &value, sizeof(T));
+  bits = exchange(mask, bits, source, name);
+  __builtin_memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+}  // namespace emulator
+
+template <class T>
+__forceinline__ T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  const int lane = emulator::lane(), first = lane / width * width;
+  return emulator::shuffle(mask, value, first + source % width, "__shfl_sync");
+}
+template <class T>
+__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::lane(), end = lane / width * width + width;
+  const int source = lane + int(delta) < end ? lane + int(delta) : lane;
+  return emulator::shuffle(mask, value, source, "__shfl_down_sync");
+}
+template <class T>
+__forceinline__ T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  const int lane = emulator::lane(), first = lane / width * width;
+  const int source = lane - int(delta) >= first ? lane - int(delta) : lane;
+  return emulator::shuffle(mask, value, source, "__shfl_up_sync");
+}
+template <class T>
+__forceinline__ T __shfl_xor_sync(unsigned mask, T value, int flip, int width = 32) {
+  const int lane = emulator::lane(), end = lane / width * width + width;
+  const int source = (lane ^ flip) < end ? lane ^ flip : lane;
+  return emulator::shuffle(mask, value, source, "__shfl_xor_sync");
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  return emulator::ballot(mask, predicate != 0, "__ballot_sync");
+}
+inline int __any_sync(unsigned mask, int predicate) {
+  return emulator::ballot(mask, predicate != 0, "__any_sync") != 0;
+}
+inline int __all_sync(unsigned mask, int predicate) {
+  return emulator::ballot(mask, predicate != 0, "__all_sync") == mask;
+}
+
+template <class T>
+__forceinline__ T atomicAdd(T* p, T value) {
+  return emulator::atomic(p, value, emulator::Atomic::kAdd);
+}
+template <class T>
+__forceinline__ T atomicMax(T* p, T value) {
+  return emulator::atomic(p, value, emulator::Atomic::kMax);
+}
+template <class T>
+__forceinline__ T atomicExch(T* p, T value) {
+  return emulator::atomic(p, value, emulator::Atomic::kExchange);
+}
+
+// The runtime.
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorLaunchFailure = 719,
+};
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+using cudaStream_t = struct CUstream_st*;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  void* attrs;
+  unsigned numAttrs;
+};
+
+cudaError_t cudaGetLastError();
+const char* cudaGetErrorString(cudaError_t error);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t stream);
+
+namespace emulator {
+
+// Runs `call(context)` once for every thread.
+cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context);
+
+// Not instrumented: it reads the arguments from the host's stack, as the hardware does from its
+// own.
+template <class... P, size_t... I>
+__attribute__((no_sanitize("thread"))) void invoke(void (*kernel)(P...),
+                                                   std::tuple<P...>& arguments,
+                                                   std::index_sequence<I...>) {
+  kernel(std::get<I>(arguments)...);
+}
+
+template <class... P>
+struct Launch {
+  void (*kernel)(P...);
+  std::tuple<P...> arguments;
+  __attribute__((no_sanitize("thread"))) static void call(void* self) {
+    Launch* launch = static_cast<Launch*>(self);
+    invoke(launch->kernel, launch->arguments, std::index_sequence_for<P...>());
+  }
+};
+
+}  // namespace emulator
+
+template <class... P, class... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...),
+                               A&&... arguments) {
+  emulator::Launch<P...> launch{kernel, std::tuple<P...>(std::forward<A>(arguments)...)};
+  return emulator::run(*config, &emulator::Launch<P...>::call, &launch);
+}

@@ -1,0 +1,195 @@
+#include "memory.h"
+
+#include <link.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+namespace emulator {
+namespace {
+
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char* format, ...) {
+  char line[400];
+  va_list list;
+  va_start(list, format);
+  vsnprintf(line, sizeof line, format, list);
+  va_end(list);
+  return line;
+}
+
+// The segments of this library: kernels keep static shared memory and constants there.
+struct Segment {
+  uintptr_t begin, end;
+  bool writable;
+};
+
+int add_segments(dl_phdr_info* info, size_t, void* found) {
+  auto& segments = *static_cast<std::vector<Segment>*>(found);
+  std::vector<Segment> of_this;
+  bool ours = false;
+  const uintptr_t here = reinterpret_cast<uintptr_t>(&add_segments);
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& header = info->dlpi_phdr[i];
+    if (header.p_type != PT_LOAD) continue;
+    const uintptr_t begin = info->dlpi_addr + header.p_vaddr;
+    of_this.push_back({begin, begin + header.p_memsz, (header.p_flags & PF_W) != 0});
+    if (here >= begin && here < begin + header.p_memsz) ours = true;
+  }
+  if (ours) segments = of_this;
+  return ours;
+}
+
+const Segment* segment_of(uintptr_t address) {
+  static const std::vector<Segment> segments = [] {
+    std::vector<Segment> found;
+    dl_iterate_phdr(&add_segments, &found);
+    return found;
+  }();
+  for (const Segment& s : segments)
+    if (address >= s.begin && address < s.end) return &s;
+  return nullptr;
+}
+
+// Whether what was done then is certain to be seen now.
+bool ordered(const Moment& then, const Moment& now) {
+  if (then.block != now.block) return false;
+  if (then.thread == now.thread) return true;
+  if (now.barriers > then.barriers) return true;
+  if (then.thread == kManyThreads) return false;
+  return (then.thread - 1) / 32 == (now.thread - 1) / 32 && now.warp_syncs > then.warp_syncs;
+}
+
+std::string race(const char* what, const char* kind, const Moment& then, const Moment& now) {
+  if (then.thread == kManyThreads)
+    return text(
+        "race: thread %u of block %u %s %s memory that other threads read, with nothing in "
+        "between that orders them",
+        now.thread - 1, now.block, what, kind);
+  return text(
+      "race: thread %u of block %u %s %s memory that thread %u of block %u used, with "
+      "nothing in between that orders them",
+      now.thread - 1, now.block, what, kind, then.thread - 1, then.block);
+}
+
+std::string check_cell(Cell& cell, const Access& access, const Moment& now, uint32_t launch,
+                       const char* kind) {
+  if (cell.launch != launch) {
+    cell.launch = launch;
+    cell.writer = cell.reader = Moment();
+    cell.atomic = false;
+  }
+  const bool both_atomic = access.atomic && cell.atomic;
+  if (!access.write || access.atomic)
+    if (!cell.written) return text("reads %s memory that nothing has written", kind);
+  if (cell.writer.thread != 0 && !both_atomic && !ordered(cell.writer, now))
+    return race(access.write ? "writes" : "reads", kind, cell.writer, now);
+  if (access.write) {
+    if (cell.reader.thread != 0 && !both_atomic && !ordered(cell.reader, now))
+      return race("writes", kind, cell.reader, now);
+    cell.writer = now;
+    cell.written = true;
+    cell.atomic = access.atomic;
+    cell.reader = Moment();
+  } else if (cell.reader.thread == 0 || ordered(cell.reader, now)) {
+    cell.reader = now;
+  } else {
+    if (cell.reader.block != now.block) cell.reader.block = kManyThreads;
+    if (now.barriers > cell.reader.barriers) cell.reader.barriers = now.barriers;
+    cell.reader.thread = kManyThreads;
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string Shadow::check(size_t offset, const Access& access, const Moment& now, uint32_t launch,
+                          const char* kind) {
+  for (size_t i = offset / 2; i * 2 < offset + access.bytes; ++i) {
+    std::string wrong = check_cell(cells_[i], access, now, launch, kind);
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+void Memory::add(const void* data, size_t bytes, bool writable) {
+  if (bytes == 0) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  auto same = buffers_.find(begin);
+  if (same != buffers_.end() && same->second.bytes == bytes) {
+    if (!writable && !same->second.readable) {
+      same->second.readable = true;
+      same->second.shadow.resize(bytes, true);
+    }
+    same->second.writable |= writable;
+    return;
+  }
+  // What lay there has been freed.
+  for (auto it = buffers_.begin(); it != buffers_.end();)
+    it = it->first < begin + bytes && begin < it->first + it->second.bytes ? buffers_.erase(it)
+                                                                           : std::next(it);
+  Buffer& buffer = buffers_[begin];
+  buffer.bytes = bytes;
+  buffer.readable = !writable;
+  buffer.writable = writable;
+  buffer.shadow.resize(bytes, !writable);
+  if (writable) memset(const_cast<void*>(data), 0xff, bytes);
+}
+
+void Memory::new_block(size_t dynamic_bytes) {
+  static_shared_.clear();
+  dynamic_bytes_ = dynamic_bytes;
+  memset(dynamic_, 0xff, dynamic_bytes);
+  dynamic_shadow_.resize(dynamic_bytes, false);
+}
+
+std::string Memory::check(const Access& access, const Moment& now) {
+  const uintptr_t begin = access.address, end = begin + access.bytes;
+  const char* verb = access.write ? "writes" : "reads";
+  if (access.aligned && begin % access.bytes != 0)
+    return text("misaligned: %s %zu bytes at an address that is %zu more than a multiple of them",
+                verb, access.bytes, size_t(begin % access.bytes));
+
+  const uintptr_t dynamic = reinterpret_cast<uintptr_t>(dynamic_);
+  if (begin >= dynamic && begin < dynamic + kDynamicMost) {
+    if (end > dynamic + dynamic_bytes_)
+      return text("out of bounds: %s %zu bytes at offset %zu of %zu bytes of dynamic shared memory",
+                  verb, access.bytes, size_t(begin - dynamic), dynamic_bytes_);
+    return dynamic_shadow_.check(begin - dynamic, access, now, launch_, "shared");
+  }
+
+  auto after = buffers_.upper_bound(begin);
+  if (after != buffers_.begin()) {
+    auto& [address, buffer] = *std::prev(after);
+    if (begin < address + buffer.bytes) {
+      if (end > address + buffer.bytes)
+        return text("out of bounds: %s %zu bytes at offset %zu of a buffer of %zu", verb,
+                    access.bytes, size_t(begin - address), buffer.bytes);
+      if (access.write && !buffer.writable) return text("writes to an input");
+      return buffer.shadow.check(begin - address, access, now, launch_, "global");
+    }
+  }
+
+  if (const Segment* segment = segment_of(begin)) {
+    if (!segment->writable) return access.write ? text("writes to a constant") : "";
+    for (uintptr_t at = begin / 2; at * 2 < end; ++at) {
+      std::string wrong = check_cell(static_shared_[at], access, now, launch_, "shared");
+      if (!wrong.empty()) return wrong;
+    }
+    return "";
+  }
+
+  size_t before = SIZE_MAX, behind = SIZE_MAX;
+  if (after != buffers_.end()) before = after->first - begin;
+  if (after != buffers_.begin())
+    behind = begin - std::prev(after)->first - std::prev(after)->second.bytes;
+  const std::string nearest =
+      buffers_.empty() ? "none was given"
+      : behind < before
+          ? text("%zu bytes past the end of one of %zu", behind, std::prev(after)->second.bytes)
+          : text("%zu bytes before the start of one of %zu", before, after->second.bytes);
+  return text("out of bounds: %s %zu bytes outside of every buffer: %s", verb, access.bytes,
+              nearest.c_str());
+}
+
+}  // namespace emulator

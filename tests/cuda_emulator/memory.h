@@ -1,0 +1,79 @@
+// Which memory a kernel may touch, and who touched it last.
+#pragma once
+
+#include <stdint.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+namespace emulator {
+
+// A thread at a moment: what must be known to tell whether another one is ordered before it.
+struct Moment {
+  uint32_t thread = 0;  // within the launch, from 1; kManyThreads for several readers
+  uint32_t block = 0;
+  uint32_t barriers = 0;  // that the thread has passed
+  uint32_t warp_syncs = 0;
+};
+constexpr uint32_t kManyThreads = 0xffffffffu;
+
+// Two bytes, the smallest element.
+struct Cell {
+  uint32_t launch = 0;   // that the moments belong to
+  bool written = false;  // ever
+  bool atomic = false;   // the writer was an atomic operation
+  Moment writer, reader;
+};
+
+struct Access {
+  uintptr_t address;
+  size_t bytes;
+  bool write, atomic;
+  bool aligned;  // to its own size, as the hardware demands
+};
+
+// Cells of one piece of memory.
+class Shadow {
+ public:
+  void resize(size_t bytes, bool written) {
+    cells_.assign((bytes + 1) / 2, Cell());
+    for (Cell& c : cells_) c.written = written;
+  }
+  // What is wrong with an access at this offset, or nothing.
+  std::string check(size_t offset, const Access& access, const Moment& now, uint32_t launch,
+                    const char* kind);
+
+ private:
+  std::vector<Cell> cells_;
+};
+
+struct Buffer {
+  size_t bytes;
+  bool readable, writable;
+  Shadow shadow;
+};
+
+class Memory {
+ public:
+  void clear() { buffers_.clear(); }
+  void add(const void* data, size_t bytes, bool writable);
+  // A launch or a block begins.
+  void new_launch() { ++launch_; }
+  void new_block(size_t dynamic_bytes);
+  unsigned char* dynamic_shared() { return dynamic_; }
+  // What is wrong with an access of a kernel, or nothing.
+  std::string check(const Access& access, const Moment& now);
+
+  static constexpr size_t kDynamicMost = 227 << 10;  // of a block on sm_90
+
+ private:
+  std::map<uintptr_t, Buffer> buffers_;      // by address
+  std::map<uintptr_t, Cell> static_shared_;  // of this block
+  alignas(1024) unsigned char dynamic_[kDynamicMost];
+  size_t dynamic_bytes_ = 0;
+  Shadow dynamic_shadow_;
+  uint32_t launch_ = 0;
+};
+
+}  // namespace emulator

@@ -1,0 +1,189 @@
+"""One table of cases for the kernels of every backend: numbers, layouts, special values, in place.
+
+The ops are called as the functions call them (tests/test_activations.py has the functions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _cases import DTYPES, NAMES, POINTWISE, assert_close, backward_scale, layouts, special_values
+from _kernels import BACKENDS, Kernels, in_layout_of
+from torch import Tensor
+
+from fusedtrain.reference import ACTIVATIONS
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return BACKENDS[request.param]()
+
+
+def tensors_of(name: str, x: Tensor) -> list[Any]:
+    """The parameters of the op: floats, or tensors of one value or one a channel."""
+    row = ACTIVATIONS[name]
+    if not row.tensors:
+        return list(row.arguments)
+    channels = x.size(1) if row.per_channel and x.dim() > 1 else 1
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randn(channels, generator=generator) for _ in row.parameters]
+    return [t.to(x) for t in found]
+
+
+def want(name: str, x: Tensor, grad: Tensor, parameters: list[Any]) -> list[Tensor]:
+    """Output, gradient of the input and of tensor parameters: eager torch in float64."""
+    row = ACTIVATIONS[name]
+    wide = [
+        p.detach().double().cpu().requires_grad_() if isinstance(p, Tensor) else p
+        for p in (x, *parameters)
+    ]
+    y = row.forward(*wide)
+    leaves = [p for p in wide if isinstance(p, Tensor)]
+    return [y.detach(), *torch.autograd.grad(y, leaves, grad.double().cpu())]
+
+
+def cases(dtype: torch.dtype, name: str, device: str) -> Iterator[tuple[str, Tensor]]:
+    for kind, x in layouts(dtype).items():
+        if name == "star_relu" and kind == "0-dim":
+            continue  # broadcasts with its parameters to one dimension
+        moved = x.to(device)
+        if x.numel() and moved.stride() != x.stride():  # .to() keeps dense layouts only
+            moved = torch.as_strided(
+                x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device),
+                x.size(), x.stride(), x.storage_offset(),
+            )  # fmt: skip
+        yield kind, moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    generator = torch.Generator().manual_seed(2)
+    for kind, x in cases(dtype, name, ops.device):
+        parameters = tensors_of(name, x)
+        grad = torch.randn(x.shape, generator=generator).to(dtype).to(ops.device)
+        kept = x.clone()
+        y = ops(name, x, *parameters)
+        assert y.dtype == dtype, kind
+        if ops.kernel and (kind != "0-dim" or not row.tensors):
+            assert y.stride() == torch.empty_like(x).stride(), kind
+        grads = ops(f"{name}_backward", grad, y if row.saves == "output" else x, *parameters)
+        assert torch.equal(x, kept), kind
+        expected = want(name, x, grad, parameters)
+        if name == "hardsigmoid" and dtype == torch.float64:
+            # torch's own float64 gradient is 1/6 rounded to float32.
+            expected[1] = torch.where(expected[1] == 0, 0.0, grad.double().cpu() / 6)
+        loose = 1 if ops.kernel else 4
+        assert_close(y.cpu(), expected[0], loose)
+        found = grads if isinstance(grads, tuple) else (grads,)
+        assert_close(found[0].cpu(), expected[1], loose * backward_scale(row))
+        for sums, exact in zip(found[1:], expected[2:], strict=True):
+            rtol = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps)
+            torch.testing.assert_close(sums.cpu().double(), exact, rtol=rtol, atol=rtol * 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", POINTWISE)
+def test_inplace(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    for kind, x in cases(dtype, name, ops.device):
+        if kind == "expanded":
+            continue
+        parameters = tensors_of(name, x)
+        expected = ops(name, x, *parameters)
+        assert ops(f"{name}_", x, *parameters) is None
+        assert torch.equal(x, expected), kind
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_in_another_layout(ops: Kernels, name: str) -> None:
+    x = torch.randn(4, 6, 5, 3).contiguous(memory_format=torch.channels_last).to(ops.device)
+    parameters = tensors_of(name, x)
+    row = ACTIVATIONS[name]
+    base = torch.randn(4, 6, 5, 3).to(ops.device)
+    for grad in (base, base[:, :1].expand(4, 6, 5, 3), base.transpose(2, 3).contiguous().mT):
+        saved = ops(name, x, *parameters) if row.saves == "output" else x
+        found = ops(f"{name}_backward", grad, saved, *parameters)
+        first = found[0] if isinstance(found, tuple) else found
+        assert first.stride() == x.stride() or not ops.kernel
+        assert_close(first.cpu(), want(name, x, grad, parameters)[1], backward_scale(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    """Infinities, NaN, zeros of both signs, denormals: through the vectors and through the tail."""
+    x, expected = special_values(name, dtype)
+    row = ACTIVATIONS[name]
+    x = x.to(ops.device)
+    parameters = [p.to(x) if isinstance(p, Tensor) else p for p in row.arguments]
+    y = ops(name, x, *parameters).cpu()
+    tiny = torch.finfo(dtype).smallest_normal
+    if not ops.kernel:
+        expected = row.eager(x)
+    assert torch.equal(y.isnan(), expected.isnan())
+    torch.testing.assert_close(
+        y, expected, equal_nan=True,
+        rtol=4e-2 if dtype.itemsize == 2 else 1e-5,
+        atol=tiny if dtype == torch.bfloat16 else tiny / 256,  # torch's bfloat16 gelu flushes
+    )  # fmt: skip
+    if name != "softshrink":  # torch's vector body and its tail disagree on the sign of zero
+        zeros = (y == 0) & (expected == 0) & (x.cpu() == 0)
+        assert torch.equal(y[zeros].signbit(), expected[zeros].signbit())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_16_bit_number(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    if not ops.kernel:
+        pytest.skip("eager torch rounds 16-bit numbers at every step")
+    row = ACTIVATIONS[name]
+    x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
+    x = x[torch.isfinite(x)].clone().to(ops.device)
+    parameters = [p.to(x) if isinstance(p, Tensor) else p for p in row.arguments]
+    y = ops(name, x, *parameters)
+    ones = torch.ones_like(y)
+    g = ops(f"{name}_backward", ones, y if row.saves == "output" else x, *parameters)
+    g = g[0] if isinstance(g, tuple) else g
+    expected = want(name, x, ones, parameters)
+    limit = torch.finfo(dtype).max  # squares overflow
+    finite = (expected[0].abs() <= limit) & (expected[1].abs() <= limit)
+    assert_close(y.cpu()[finite], expected[0][finite])
+    assert_close(g.cpu()[finite], expected[1][finite], backward_scale(row))
+    if name in ("relu", "relu6", "hardtanh", "hardshrink", "softshrink", "threshold"):
+        assert torch.equal(g.cpu().double(), expected[1])
+    if name == "hardsigmoid":
+        assert torch.equal(g.cpu() == 0, expected[1] == 0)
+
+
+@pytest.mark.parametrize("name", ["prelu", "star_relu"])
+def test_parameter_gradients(ops: Kernels, name: str) -> None:
+    """Sums over long and short rows, channels first and last, one channel and many."""
+    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1), (2, 300, 7), (2, 2, 4_000),
+              (33, 2, 5, 5), (5, 16, 8, 8)]  # fmt: skip
+    for shape in shapes:
+        for dtype in (torch.float32, torch.float16):
+            for last in (False, True):
+                x = torch.randn(shape).to(dtype).to(ops.device)
+                if last and x.dim() == 4:
+                    x = x.contiguous(memory_format=torch.channels_last)
+                parameters = tensors_of(name, x)
+                grad = in_layout_of(torch.randn(shape).to(dtype).to(ops.device), x)
+                found = ops(f"{name}_backward", grad, x, *parameters)
+                expected = want(name, x, grad, parameters)[1:]
+                rtol = 2e-5 if dtype == torch.float32 else 1e-3
+                for sums, exact in zip(found[1:], expected[1:], strict=True):
+                    scale = (exact.abs().max() + 1).item()
+                    torch.testing.assert_close(
+                        sums.cpu().double(), exact, rtol=rtol, atol=rtol * scale
+                    )
+
+
+def test_a_grid_that_goes_round(ops: Kernels) -> None:
+    """More elements than the blocks take in one turn, with a tail."""
+    x = torch.randn(300_001).to(ops.device)
+    y = ops("mish", x)
+    assert_close(y.cpu(), want("mish", x, torch.ones_like(x), [])[0])
