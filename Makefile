@@ -10,7 +10,8 @@ PY := $(BIN)/python
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test lint format bench wheel build abi-matrix clean
+.PHONY: help train test lint format bench wheel build abi-matrix clean \
+  gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +56,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch "setuptools>=77" wheel ninja
 	FUSEDTRAIN_REQUIRE=cpu $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
+
+# On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
+GPU_PYTHON ?= python3
+
+gpu:  ## everything that needs a GPU: logs and JSON into RESULTS_DIR (three parts, 9 minutes at most each)
+	@code=0; for part in test sanitize bench; do $(MAKE) gpu-$$part || code=1; done; exit $$code
+
+gpu-build gpu-test gpu-sanitize gpu-bench: gpu-%:
+	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $*
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info fusedtrain/*.so fusedtrain/_build_info.json

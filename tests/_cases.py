@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 8.0, torch.float64: 64.0, torch.float16: 1.0, torch.
 
 def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors of every ugly kind, values within the range where activations bend."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return (torch.randn(shape, generator=generator) * 3).to(dtype)

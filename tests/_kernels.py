@@ -13,6 +13,7 @@ from typing import Any
 import cuda_emulator
 import pytest
 import torch
+from _triton_interpreter import round_to_nearest
 from torch import Tensor
 
 from fusedtrain import backend_info
@@ -83,6 +84,8 @@ class Triton(Kernels):
     def __init__(self) -> None:
         import fusedtrain.triton
 
+        if not HAS_GPU:
+            round_to_nearest()
         self.device = "cuda" if HAS_GPU else "cpu"
         self.ops = fusedtrain.triton.OPS
 

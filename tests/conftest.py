@@ -1,11 +1,19 @@
-"""Settings of the whole suite: few threads, one warning policy, repeatable random numbers."""
+"""Settings of the whole suite: threads, repeatable random numbers, GPU tensors where there are."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Triton has no compiler for the CPU; its interpreter must be chosen before triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Written for tensors of the default device: on a machine with a GPU they run on it, too.
+ON_THE_GPU_TOO = {"test_activations", "test_autograd"}
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +21,22 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "cuda" and request.node.get_closest_marker("cpu_only"):
+        pytest.skip("of the CPU only")
+    torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if torch.cuda.is_available() and metafunc.module.__name__ in ON_THE_GPU_TOO:
+        metafunc.fixturenames.append("default_device")
+        metafunc.parametrize("default_device", ["cpu", "cuda"], indirect=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cpu_only: not to be run on a GPU's tensors")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

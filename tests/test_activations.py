@@ -273,6 +273,7 @@ def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) 
     assert fused / unit < 3.1
 
 
+@pytest.mark.cpu_only  # test_kernels.py has the GPU's
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", ["prelu", "star_relu"])
 def test_parameter_gradients(name: str, threads: int) -> None:
@@ -303,6 +304,7 @@ def test_parameter_gradients(name: str, threads: int) -> None:
                 torch.testing.assert_close(one.double(), w, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.cpu_only
 def test_prelu_backward_needs_little_memory() -> None:
     """One slot a (row, channel), not one for each channel of each."""
     import resource
@@ -375,6 +377,7 @@ def available_gib() -> float:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
+@pytest.mark.cpu_only
 def test_more_than_2_to_31_elements() -> None:
     if available_gib() < 15:
         pytest.skip("needs 15 GiB of free memory for 2^31 + 7 float16 numbers")

@@ -118,7 +118,7 @@ def test_retain_graph_twice_and_module_twice() -> None:
 def test_autocast_gives_the_dtype_of_torch(name: str, dtype: torch.dtype) -> None:
     row = ACTIVATIONS[name]
     x = torch.randn(6, 5, dtype=dtype, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         y, want = row.function(x), row.eager(x)
     assert y.dtype == want.dtype
     torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
@@ -130,7 +130,7 @@ def test_autocast_gives_the_dtype_of_torch(name: str, dtype: torch.dtype) -> Non
 def test_prelu_under_autocast_takes_a_float32_weight() -> None:
     layer = fnn.PReLU(5)
     conv = nn.Conv2d(3, 5, 1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         layer(conv(torch.randn(2, 3, 4, 4))).sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.dtype == torch.float32
@@ -345,7 +345,7 @@ def test_wrong_input(name: str, kind: str) -> None:
 def test_wrong_arguments(call: Callable[[Tensor], Tensor], exception: type, words: str) -> None:
     x = torch.randn(2, 3)
     before = x.clone()
-    with pytest.raises(exception, match=words):
+    with pytest.raises(exception, match=words or None):
         call(x)
     assert torch.equal(x, before)
 

@@ -25,8 +25,8 @@ WIDE = {
     "backward_kernel.*half.*Mish": "pointwise",
     "forward_kernel.*bfloat16.*Silu": "pointwise",
     "forward_kernel.*double.*Elu": "pointwise",
-    "segments_kernel.*Prelu.*true, true, __half": "channelwise",
-    "columns_kernel.*Prelu.*true, true, float": "channelwise",
+    "segments_kernel.*Prelu.*(true|false), true, ": "channelwise",
+    "columns_kernel.*StarRelu.*(true|false), true, ": "channelwise",
 }
 
 

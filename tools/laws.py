@@ -75,6 +75,11 @@ def main() -> int:
         # functional.gelu reaches gelu_tanh by its argument, as torch's does
         for name in declared ^ (found | ({"gelu_tanh"} if found is public else set())):
             FOUND.append(f"one name everywhere: {name} is not in both formulas.h and {where}")
+    twins = (PACKAGE / "triton/formulas.py").read_text()
+    for name in sorted(declared):
+        for twin in (f"{name}_forward", f"{name}_backward"):
+            if not re.search(rf"^def {twin}\(", twins, re.M):
+                FOUND.append(f"one name everywhere: {twin} is not in triton/formulas.py")
     for line in FOUND:
         print(line)
     print(f"laws: {len(declared)} ops, {len(FOUND)} broken")

@@ -220,10 +220,11 @@ FT_INLINE float normal_cdf(float x) {
   p = p * a - 0.052597931962f;
   p = p * a - 0.45917600573f;
   p = p * a - 1.1511089035f;
-  p = at_least(p * a - 0.99999992477f, -127.0f);
+  p = p * a - 0.99999992477f;
 #ifdef __CUDA_ARCH__
-  const float upper_tail = p > -127.0f ? ::exp2f(p) : (p <= -127.0f ? 0.0f : p);  // nan stays
+  const float upper_tail = ::exp2f(at_least(p, -151.0f));  // 0 there
 #else
+  p = at_least(p, -127.0f);
   const float shifted = p + Constants<float>::kRound;
   const float r = p - (shifted - Constants<float>::kRound);
   float q = 0.00015467973208f;  // 2^r: 4e-9

@@ -69,7 +69,15 @@ struct Vec {
     Stored stored;
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) stored.lane[k] = store_one<S>(lane[k]);
-    *reinterpret_cast<Stored*>(p) = stored;
+    if constexpr (kWide) {
+      // An ordinary store, spelt out: nvcc takes one of a struct apart, and puts the parts together
+      // again only at times (not in channelwise.cu).
+      uint4 bits;
+      __builtin_memcpy(&bits, &stored, sizeof bits);
+      __stwb(reinterpret_cast<uint4*>(p), bits);
+    } else {
+      *p = stored.lane[0];
+    }
   }
 };
 

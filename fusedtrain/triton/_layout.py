@@ -1,0 +1,85 @@
+"""What the launchers ask of a tensor's strides: csrc/checks.h, in Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def is_dense(t: Tensor) -> bool:
+    """Every element once, no gaps: the data can be walked as one flat array."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_like(t: Tensor, model: Tensor) -> Tensor:
+    """`t` with the layout of `model`, a dense tensor of the same sizes; copied where it differs."""
+    strides, wanted = t.stride(), model.stride()
+    if strides == wanted:
+        return t
+    if all(s == w or n == 1 for s, w, n in zip(strides, wanted, t.size(), strict=True)):
+        return t
+    return torch.empty_like(model).copy_(t.detach())
+
+
+def channel_view(t: Tensor) -> tuple[int, int, int]:
+    """A dense tensor as rows x channels x inner in memory order, channels being dimension 1."""
+    numel = t.numel()
+    if t.dim() < 2 or t.size(1) == 1 or numel == 0:
+        return 1, 1, numel
+    channels, inner = t.size(1), t.stride(1)
+    # Dense: the dimensions of smaller stride fill `inner` elements, the others are the rows.
+    return numel // (channels * inner), channels, inner
+
+
+def cdiv(a: int, b: int) -> int:
+    """Triton's own takes 1 us, and the next one 2."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+class Tiles(NamedTuple):
+    """How a tensor of rows x channels x inner is cut: a matrix, and the sides of its tiles."""
+
+    rows: int
+    columns: int
+    planes: bool  # a row is one channel's plane; else it goes through all channels
+    unit: int  # what divides the columns: 16, which puts rows on 16 bytes, or 1
+    height: int
+    width: int
+
+
+def tiles_of(rows: int, channels: int, inner: int, block: int) -> Tiles:
+    columns = channels * inner
+    # Planes where they are long, unless only whole rows start on 16 bytes.
+    planes = inner >= 256 and (inner % 16 == 0 or columns % 16 != 0 or rows < 16)
+    if planes:
+        rows, columns = rows * channels, inner
+    width = min(256 if planes else 128, power_of_two(columns))
+    height = min(block // width, power_of_two(rows))
+    width = min(block // height, power_of_two(columns))
+    return Tiles(rows, columns, planes, 16 if columns % 16 == 0 else 1, height, width)
+
+
+def check_same(name: str, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:
+    for what, same in (
+        ("have the same shape", a.size() == b.size()),
+        ("have the same dtype", a.dtype == b.dtype),
+        ("be on the same device", a.device == b.device),
+    ):
+        if not same:
+            raise RuntimeError(f"fusedtrain::{name}: {name_a} and {name_b} must {what}")

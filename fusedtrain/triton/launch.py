@@ -1,0 +1,75 @@
+"""From a kernel and its arguments to a launch, with little Python in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+# The dtype of each tensor in Triton, and that of the math.
+STORED = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+WIDE = {dtype: tl.float64 if dtype is torch.float64 else tl.float32 for dtype in STORED}
+
+# A compiled kernel may rely on offsets below 2^31 bytes, where the first tensors were that small.
+_SMALL = 2**28  # a power of two
+# Triton 3.9 warns where the second is left out: 3.10 will stop to contract a * b + c.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def check_dtype(name: str, tensor: Tensor, argument: str) -> None:
+    if tensor.dtype not in STORED:
+        raise RuntimeError(
+            f"fusedtrain::{name}: {argument} must be float32, float64, float16 or bfloat16"
+        )
+
+
+class Launcher:
+    """Launches one kernel, and remembers what Triton compiled for each variant, dtype and device.
+
+    Triton itself finds a compiled kernel again in 6.2 us of Python, and starts one that it is given
+    in 1.8 (3.6.0, Python 3.11, AMD EPYC, without the driver's part). It is remembered for arguments
+    that Triton would not tell apart: pointers divisible by 16, tensors below 2 GiB, and numbers on
+    which the kernel does not specialize.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        variant: Any,
+        programs: int,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """``variant`` and the dtype of the first tensor settle ``constants`` and other dtypes."""
+        first = tensors[0]
+        device = first.get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(variant, programs, tensors, numbers, constants)
+            return
+        addresses = elements = 0
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+            elements |= tensor.numel()
+        if addresses & 15 or elements >= _SMALL:
+            self._kernel[(programs,)](*tensors, *numbers, *constants, **_OPTIONS)
+            return
+        key = (variant, first.dtype, device)
+        compiled = self._compiled.get(key)
+        if compiled is None:  # always so in the interpreter
+            compiled = self._kernel[(programs,)](*tensors, *numbers, *constants, **_OPTIONS)
+            if compiled is not None:
+                self._compiled[key] = compiled
+        else:
+            compiled[(programs, 1, 1)](*tensors, *numbers, *constants)

@@ -1,0 +1,269 @@
+"""What is Triton's alone: every kernel compiles for every target, to 16-byte accesses without
+spills; numbers do not recompile; the ways in which channelwise kernels cut a tensor.
+
+tests/test_kernels.py runs the kernels, interpreted where there is no GPU. Triton decides when a
+kernel is defined whether to interpret it, so compilation has processes of its own: this file, run
+as a script with the name of a target.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _cases import DTYPES, POINTWISE, assert_close
+from _kernels import BACKENDS
+from _triton_interpreter import round_to_nearest
+
+from fusedtrain.reference import ACTIVATIONS
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+SHORT = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
+# rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
+VIEWS = {"columns": (64, 64, 1), "inner": (64, 3, 49), "planes": (4, 3, 784), "odd": (1, 5, 4001)}
+WHOLE = ["columns", "planes"]
+
+
+def run(*arguments: str, **environment: str) -> None:
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env={**kept, **environment}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_code(target: str, tmp_path: Path) -> None:
+    run(__file__, target, TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_launches(tmp_path: Path) -> None:
+    run(__file__, "launches", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_import_leaves_triton_alone() -> None:
+    code = (
+        "import sys, torch, fusedtrain, fusedtrain.triton as t;"
+        "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
+        "reason = t.available();"
+        "assert (torch.version.cuda or torch.version.hip) is None or reason is None, reason;"
+        "assert 'triton' not in sys.modules;"
+        "assert len(t.OPS) == 26 * 3 + 2 * 2 and 'triton' in sys.modules"
+    )
+    run("-c", code)
+
+
+def test_missing_triton_is_named() -> None:
+    code = (
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a)\n"
+        "import fusedtrain\n"
+        "try: import fusedtrain.triton\n"
+        "except ImportError as error: assert 'needs triton' in str(error), error\n"
+        "else: raise SystemExit('imported')"
+    )
+    run("-c", code)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["prelu", "star_relu"])
+def test_every_cut(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns and planes, several steps a program; the sums have the same bits every time."""
+    ops = BACKENDS["triton"]()
+    round_to_nearest()
+    from fusedtrain.triton import channelwise
+
+    monkeypatch.setattr(channelwise, "_PROGRAMS", 2)
+    channelwise._backward_plan.cache_clear()
+    row = ACTIVATIONS[name]
+    for rows, channels, inner in (*VIEWS.values(), (1000, 3, 1), (3, 2, 1), (2, 2, 300)):
+        for count in (1, channels):
+            x, g = (torch.randn(rows, channels, inner).to(dtype) for _ in range(2))
+            parameters = [torch.randn(count).to(dtype) for _ in row.parameters]
+            wide = [t.double().view(1, -1, 1) for t in parameters]
+            x64 = x.double()
+            prelu = torch.where(x64 > 0, x64, wide[0] * x64)
+            want = prelu if name == "prelu" else wide[0] * x64.relu() ** 2 + wide[1]
+            on_device = [t.to(ops.device) for t in (x, *parameters)]
+            assert_close(ops(name, *on_device).cpu(), want)
+            found, again = (
+                ops(f"{name}_backward", g.to(ops.device), *on_device) for _ in range(2)
+            )  # fmt: skip
+            sums = row.backward(g.double(), x64, *(t.double() for t in parameters))
+            for one, two, w in zip(found, again, sums, strict=True):
+                assert torch.equal(one, two)
+                eps = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, torch.finfo(dtype).eps)
+                torch.testing.assert_close(one.double().cpu(), w, rtol=eps, atol=10 * eps)
+
+
+# --- in processes of their own ---
+
+
+def compile_for(target: str, kernel: Any, dtype: torch.dtype, *constants: Any) -> Any:
+    """As for tensors that start on 16 bytes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fusedtrain.triton.launch import _OPTIONS
+
+    signature, constexprs, aligned = {}, {}, {}
+    values = iter(constants)
+    for p in kernel.params:
+        if p.is_constexpr:
+            signature[p.name] = "constexpr"
+            constexprs[p.name] = next(values)
+        elif p.name.endswith("_ptr"):
+            narrow = p.name == "shares_ptr" and dtype.itemsize < 4
+            signature[p.name] = "*fp32" if narrow else f"*{SHORT[dtype]}"
+            aligned[(p.num,)] = [["tt.divisibility", 16]]
+        else:
+            signature[p.name] = p.annotation_type
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(_OPTIONS))
+
+
+def check_code(compiled: Any, loads: int, assemble: bool = True) -> None:
+    """16-byte accesses, in at least `loads` loads, and nothing but registers."""
+    if "ptx" in compiled.asm:
+        code = compiled.asm["ptx"]
+        wide = r"\.global\.(?:v4\.b32|v2\.b64)"
+        assert len(re.findall(rf"ld{wide}", code)) >= loads
+        assert len(re.findall(rf"st{wide}", code)) >= 1
+        assert ".local" not in code
+        assert not assemble or spilled_bytes(code) == 0
+    else:
+        code = compiled.asm["amdgcn"]
+        assert re.search(r"(?:global|buffer)_load_dwordx4", code)
+        assert re.search(r"(?:global|buffer)_store_dwordx4", code)
+        assert set(re.findall(r"_spill_count:\s+(\d+)", code)) == {"0"}
+        assert set(re.findall(r"\.private_segment_fixed_size:\s+(\d+)", code)) == {"0"}
+
+
+def spilled_bytes(ptx: str) -> int:
+    """The stack frame and the spills, of which Triton's own assembler tells."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = re.search(r"\.target (sm_(\d+)\w*)", ptx)
+    assert arch is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        done = subprocess.run(
+            [get_ptxas(int(arch[2])).path, "-v", "-arch", arch[1], "-o", "/dev/null", file.name],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    numbers = re.findall(r"(\d+) bytes (?:stack frame|spill)", done.stdout + done.stderr)
+    assert len(numbers) == 3
+    return sum(map(int, numbers))
+
+
+def check_target(target: str) -> None:
+    from fusedtrain.triton import channelwise as c
+    from fusedtrain.triton import formulas, pointwise
+
+    for dtype in DTYPES:
+        # Every formula once; a few for each dtype.
+        every = target == "sm_90" and dtype is torch.bfloat16
+        for name in POINTWISE if every else FEW:
+            for direction in ("forward", "backward"):
+                constants = pointwise._constants(name, direction, dtype)
+                kernel = getattr(pointwise, f"{direction}_kernel")
+                compiled = compile_for(target, kernel, dtype, *constants)
+                loads = 2 if (dtype.itemsize, direction) == (2, "forward") else 4
+                check_code(compiled, loads, assemble=name in FEW)
+                if every:
+                    # The parameters stay float64; denormals stay, but for gelu's tail of 1e-38.
+                    assert compiled.asm["ptx"].count(".param .f64") == 2
+                    assert ".ftz" not in compiled.asm["ptx"] or name == "gelu"
+        forward, backward = c._FORWARD_BLOCK[dtype.itemsize], c._BACKWARD_BLOCK[dtype.itemsize]
+        f, b = formulas.star_relu_forward, formulas.star_relu_backward
+        check_code(compile_for(target, c.flat_forward_kernel, dtype, f, forward), 2)
+        check_code(compile_for(target, c.flat_backward_kernel, dtype, b, 2, 2, backward), 4)
+        for kind, view in VIEWS.items():
+            if kind in WHOLE:
+                tiles = c._forward_plan("star_relu", dtype.itemsize, False, view)
+                check_code(compile_for(target, c.tile_forward_kernel, dtype, *tiles.constants), 2)
+                tiles, finish, _ = c._backward_plan("star_relu", dtype.itemsize, False, view, 2)
+                check_code(compile_for(target, c.tile_backward_kernel, dtype, *tiles.constants), 4)
+                compile_for(target, c.finish_kernel, dtype, *finish.constants)
+
+
+def check_launches() -> None:
+    """With a driver that does nothing: one compilation for all sizes and parameters."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        launched: list[Any] = []  # noqa: RUF012
+        utils: Any = None
+
+        def load_binary(self, *_: Any) -> tuple[int, ...]:
+            return 1, 2, 32, 0, 1024
+
+        def get_device_properties(self, _: int) -> dict[str, int]:
+            return {"max_shared_mem": 2**17}
+
+        def unload_module(self, _: int) -> None:
+            pass
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, _: int) -> int:
+            return 7
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def launcher_cls(self, *_: Any) -> Any:
+            return lambda *arguments: self.launched.append(arguments)
+
+    driver = Driver()
+    driver.utils = driver
+    triton.runtime.driver.set_active(driver)
+    from fusedtrain.triton import OPS, channelwise, pointwise
+
+    cache = pointwise._launch_forward._compiled
+    for n, alpha in ((1, 0.1), (7, 1.0), (2048, 0.0), (4096, 1e300), (5000, -3.0)):
+        x = torch.empty(n)
+        OPS["elu"](x, alpha)
+        arguments = driver.launched[-1]
+        assert arguments[:4] == (-(-n // 2048), 1, 1, 7)
+        assert arguments[9].data_ptr() == x.data_ptr()
+        assert arguments[11:14] == (n, alpha, 0.0)
+    assert len(cache) == 1
+    OPS["elu"](torch.empty(9)[1:], 1.0)  # not on 16 bytes: a kernel of its own, not remembered
+    assert len(cache) == 1
+    kernels = pointwise.forward_kernel.device_caches[0][0]
+    assert len(kernels) == 2
+    for dtype in (torch.float16, torch.bfloat16):  # sums of one dtype, gradients of two
+        x = torch.empty(64, dtype=dtype)
+        OPS["prelu_backward"](x, x, x[:1])
+    finish = channelwise._launch_finish._compiled.values()
+    assert len({kernel.asm["ptx"] for kernel in finish}) == 2
+    before = len(driver.launched)
+    OPS["elu_"](torch.empty(2, 0), 1.0)
+    OPS["prelu"](torch.empty(0, 3), torch.empty(3))
+    OPS["elu_backward"](torch.empty(0), torch.empty(0), 1.0)
+    assert len(driver.launched) == before
+
+
+if __name__ == "__main__":
+    check_launches() if sys.argv[1] == "launches" else check_target(sys.argv[1])
