@@ -92,7 +92,13 @@ struct Activations {
             channel_view(x, n == 1)};
   }
 
+  static void check_device(int op, const Tensor& input) {
+    STD_TORCH_CHECK(Backend::on_device(input), "fusedtrain::", kChannelwiseNames[op],
+                    ": input must be on the device of the parameters");
+  }
+
   static Tensor channel_forward(int op, const Tensor& input, const Tensor& a, const Tensor& b) {
+    check_device(op, input);
     const Backend backend(input);
     const ChannelArguments args = channel_arguments(op, input, a, b);
     Tensor output = Backend::new_output(args.input);
@@ -111,6 +117,7 @@ struct Activations {
                                                              const Tensor& input, const Tensor& a,
                                                              const Tensor& b, int parameters) {
     check_same(grad, input, kChannelwiseNames[op], "grad", "input");
+    check_device(op, input);
     const Backend backend(input);
     const ChannelArguments args = channel_arguments(op, input, a, b);
     Tensor grad_input = Backend::new_output(args.input);
@@ -132,6 +139,7 @@ struct Activations {
                                             read_data(args.input),
                                             write_data(grad_input),
                                             {read_data(args.a), read_data(args.b)},
+                                            parameters,
                                             nullptr},
                         gradients);
     return {grad_input, grad_a, grad_b};

@@ -363,7 +363,7 @@ struct Squareplus {
     x = math::clamp(x, T(-1e18), T(1e18));
     const T s = root(x), a = math::abs(x);
     const T y = x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * s + T(0.5) * a;
-    return g * (s > T(0) ? y / s : T(0.5));
+    return g * (s == T(0) ? T(0.5) : y / s);
   }
 };
 

@@ -50,6 +50,7 @@ struct ChannelwiseBackward {
   const void* x;
   void* grad_input;
   const void* parameters[kMaxParameters];
+  int parameter_count;
   double* shares;  // of the gradients of the parameters; channelwise_shares() tells how many
 };
 

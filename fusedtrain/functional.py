@@ -490,4 +490,6 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return _reference.star_relu(input, scale, bias)
     if _has_any((input, scale, bias)):
         return _handle(star_relu, (input, scale, bias), input, scale, bias)
+    if _ops.autocasts(input, "cuda"):  # whose autocast squares in float32
+        return _reference.star_relu(input, scale, bias)
     return _star_relu(input, scale, bias)

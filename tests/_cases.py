@@ -46,12 +46,25 @@ def layouts(dtype: torch.dtype) -> dict[str, Tensor]:
         "permuted": random(3, 4, 5, 6).permute(2, 0, 3, 1),
         "sliced": random(9, 14)[1:7, 2:11:2],
         "offset": random(1030)[3:],
+        "offset, whole vectors": random(4099)[3:],
+        "offset, long rows": random(1 + 2 * 8 * 32)[1:].view(2, 8, 32),
+        "offset, columns": random(1 + 64 * 16)[1:].view(64, 16),
         "expanded": random(5, 1).expand(5, 6),
         "size-1 dims": random(1, 6, 1, 4),
         "many dims": random(2, 1, 3, 2, 1, 2, 2),
         "channels of 1": random(4, 1, 5),
         "wide": random(3, 2500),
     }
+
+
+def truth(row: Activation, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and gradient of eager torch in float64, on the device of x."""
+    # torch's CUDA kernels of these two use 1/6 rounded to float32.
+    device = "cpu" if row.name in ("hardswish", "hardsigmoid") else x.device
+    wide = x.detach().double().to(device).requires_grad_()
+    y = row.eager(wide)
+    (g,) = torch.autograd.grad(y, wide, grad.double().to(device))
+    return y.detach().to(x.device), g.to(x.device)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
@@ -91,9 +104,10 @@ def special_values(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     inf, nan = float("inf"), float("nan")
     values = [-inf, inf, nan, -0.0, 0.0, tiny, -tiny, tiny / 4, -tiny / 4]
     # 17 copies: through the vector body and through the tail
-    x = torch.tensor(values * 17, dtype=dtype)
+    x = torch.tensor(values * 17, dtype=dtype, device="cpu")
     expected = ACTIVATIONS[name].eager(x)
     for i, bound in enumerate(LIMITS.get(name, (None, None))):
         if bound is not None:
             expected[i :: len(values)] = bound
-    return x, expected
+    device = torch.get_default_device()
+    return x.to(device), expected.to(device)

@@ -21,18 +21,22 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a test's tensors are made: the CPU, and where ON_THE_GPU_TOO says so, the GPU."""
+    if not hasattr(request, "param"):
+        yield "cpu"
+        return
     if request.param == "cuda" and request.node.get_closest_marker("cpu_only"):
         pytest.skip("of the CPU only")
     torch.set_default_device(request.param)
+    assert torch.get_default_device().type == request.param
     yield request.param
     torch.set_default_device(None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if torch.cuda.is_available() and metafunc.module.__name__ in ON_THE_GPU_TOO:
-        metafunc.fixturenames.append("default_device")
         metafunc.parametrize("default_device", ["cpu", "cuda"], indirect=True)
 
 

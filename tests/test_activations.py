@@ -14,6 +14,7 @@ from _cases import (
     error,
     layouts,
     special_values,
+    truth,
 )
 from torch import Tensor, nn
 
@@ -25,11 +26,7 @@ from fusedtrain.reference import ACTIVATIONS
 
 def expected(name: str, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Output and gradient of eager torch in float64."""
-    row = ACTIVATIONS[name]
-    wide = x.detach().double().requires_grad_()
-    y = row.eager(wide)
-    (g,) = torch.autograd.grad(y, wide, grad.double())
-    return y.detach(), g
+    return truth(ACTIVATIONS[name], x, grad)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -97,17 +94,17 @@ def test_bounds_that_the_dtype_cannot_hold(dtype: torch.dtype, value: float) -> 
         ),
         (lambda t: F.hardshrink(t, value), lambda t: nn.functional.hardshrink(t, value)),
     ):
-        y, z = function(x), torch_function(x)
+        y, z = function(x), torch_function(x.cpu()).to(x.device)
         assert torch.equal(y, z)
         ours, theirs = (torch.autograd.grad(o, x, torch.ones_like(o))[0] for o in (y, z))
         assert torch.equal(ours, theirs)
-    # torch's backward of these two rounds the bound and its forward does not; ours agree.
+    # On the CPU torch rounds the bound in backward and not in forward; ours agree with each other.
     y = F.threshold(x, value, 9.0)
-    assert torch.equal(y, nn.functional.threshold(x, value, 9.0))
+    assert torch.equal(y, nn.functional.threshold(x.cpu(), value, 9.0).to(x.device))
     (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(g == 1, y == x)
     y = F.softshrink(x, value)
-    assert torch.equal(y, nn.functional.softshrink(x, value))
+    assert torch.equal(y, nn.functional.softshrink(x.cpu(), value).to(x.device))
     (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert torch.equal(g == 1, x.float().abs() > value)
 
@@ -221,7 +218,7 @@ def test_inplace_invalidates_what_others_saved() -> None:
 
 
 def saved_bytes(function: object, x: Tensor) -> int:
-    """Bytes of the distinct storages that a call keeps for backward."""
+    """Bytes of the distinct storages that a call keeps for backward, the small ones left out."""
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -231,7 +228,7 @@ def saved_bytes(function: object, x: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = function(x)  # type: ignore[operator]
     del y
-    return sum(storages.values())
+    return sum(n for n in storages.values() if 2 * n >= x.untyped_storage().nbytes())
 
 
 @pytest.mark.parametrize("name", NAMES)

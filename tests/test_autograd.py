@@ -146,7 +146,7 @@ def test_opcheck(name: str) -> None:
             torch.randn(2, 3, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last),
             torch.randn(8, 6, dtype=dtype)[::2, 1:4],
         ):
-            arguments = tuple(a.to(dtype) if isinstance(a, Tensor) else a for a in row.arguments)
+            arguments = tuple(a.to(x) if isinstance(a, Tensor) else a for a in row.arguments)
             torch.library.opcheck(getattr(ops, name).default, (x, *arguments))
             grad = torch.randn_like(x)
             backward = getattr(ops, f"{name}_backward").default
@@ -344,6 +344,8 @@ def test_wrong_input(name: str, kind: str) -> None:
 )  # fmt: skip
 def test_wrong_arguments(call: Callable[[Tensor], Tensor], exception: type, words: str) -> None:
     x = torch.randn(2, 3)
+    if words == "overflow" and x.device.type != "cpu":
+        pytest.skip("torch's clamp on CUDA takes float bounds")
     before = x.clone()
     with pytest.raises(exception, match=words or None):
         call(x)

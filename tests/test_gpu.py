@@ -5,9 +5,11 @@ The ops are called through the dispatcher: CUDA kernels, or Triton's with FUSEDT
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
-from _cases import DTYPES, NAMES, assert_close, backward_scale
+from _cases import DTYPES, NAMES, assert_close, backward_scale, truth
 
 import fusedtrain
 import fusedtrain.functional as F
@@ -16,9 +18,19 @@ from fusedtrain.reference import ACTIVATIONS
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
+# Parameters on the GPU, made before anything is captured or timed.
+CALLS = {
+    "mish": lambda weight: F.mish,
+    "elu": lambda weight: F.elu,
+    "prelu": lambda weight: lambda x: F.prelu(x, weight),
+}
+
+
 def test_gpu_kernels_are_loaded() -> None:
     backends = fusedtrain.backend_info().backends
-    assert backends["cuda"].loaded or backends["triton"].loaded, fusedtrain.backend_info()
+    expected = os.environ.get("FUSEDTRAIN_TEST_GPU_BACKEND")  # set by `make gpu`
+    loaded = {name for name in ("cuda", "triton") if backends[name].loaded}
+    assert loaded == {expected} if expected else loaded, fusedtrain.backend_info()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name, row in ACTIVATIONS.items():
         for op in (name, f"{name}_backward", *([] if row.tensors else [f"{name}_"])):
@@ -31,59 +43,58 @@ def test_numbers_on_the_gpu(name: str, dtype: torch.dtype) -> None:
     """Enough elements for a grid that goes round, with a tail; function and gradient."""
     row = ACTIVATIONS[name]
     generator = torch.Generator("cuda").manual_seed(0)
-    for shape in ((40_000_003,), (64, 96, 31, 33)):
+    for shape in ((20_000_003,), (64, 96, 31, 33)):
         x = (torch.randn(shape, device="cuda", generator=generator) * 3).to(dtype).requires_grad_()
         y = row.function(x)
-        grad = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+        # Backward of a rounded output errs in proportion to the gradient.
+        grad = torch.randn(shape, device="cuda", generator=generator).clamp_(-3, 3).to(dtype)
         (g,) = torch.autograd.grad(y, x, grad)
-        wide = x.detach().double().requires_grad_()
-        want = row.eager(wide)
-        (want_g,) = torch.autograd.grad(want, wide, grad.double())
-        assert_close(y.detach(), want.detach())
+        want, want_g = truth(row, x, grad)
+        if name == "hardsigmoid" and dtype == torch.float64:
+            want_g = torch.where(want_g == 0, 0.0, grad / 6)  # torch's 1/6 is a float32
+        assert_close(y.detach(), want)
         assert_close(g, want_g, backward_scale(row))
 
 
 @pytest.mark.parametrize("name", ["mish", "prelu"])
 def test_side_stream_without_a_sync(name: str) -> None:
     """The op runs where the caller's stream is: behind the slow work that makes its input."""
-    row = ACTIVATIONS[name]
-    big = torch.randn(4096, 4096, device="cuda")
+    call = CALLS[name](torch.tensor([0.25], device="cuda"))
+    source = torch.randn(1_000_003, device="cuda")
+    x = torch.zeros_like(source)
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        for _ in range(20):
-            big = big @ big * 1e-3
-        x = big.clone()
-        y = row.function(x)
-        y_after = y.clone()
-    torch.cuda.synchronize()
-    torch.testing.assert_close(y_after, row.eager(x), rtol=1e-4, atol=1e-5)
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        x.copy_(source)
+        y = call(x)
+    side.synchronize()
+    torch.testing.assert_close(y, ACTIVATIONS[name].eager(source), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["mish", "elu", "prelu"])
 def test_cuda_graph(name: str) -> None:
     """Capture forward and backward, replay over new data."""
     row = ACTIVATIONS[name]
+    call = CALLS[name](torch.tensor([0.25], device="cuda"))
     x = torch.randn(10_007, device="cuda", requires_grad=True)
     grad = torch.randn(10_007, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # warm-up, as torch demands
         for _ in range(3):
-            torch.autograd.grad(row.function(x), x, grad)
+            torch.autograd.grad(call(x), x, grad)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = row.function(x)
+        y = call(x)
         (g,) = torch.autograd.grad(y, x, grad)
     for _ in range(2):
         with torch.no_grad():
             x.copy_(torch.randn_like(x))
         graph.replay()
-        wide = x.detach().double().requires_grad_()
-        want = row.eager(wide)
-        (want_g,) = torch.autograd.grad(want, wide, grad.double())
-        assert_close(y.detach(), want.detach())
+        want, want_g = truth(row, x, grad)
+        assert_close(y.detach(), want)
         assert_close(g, want_g, backward_scale(row))
 
 
@@ -127,8 +138,9 @@ def test_every_alignment(name: str, dtype: torch.dtype) -> None:
         x = base[offset : offset + 10_000 + offset]
         y = row.function(x)
         assert_close(y, row.eager(x.double()))
-        g = torch.ops.fusedtrain.leaky_relu_backward(x, base[16 : 16 + x.numel()], 0.01)
-        assert g.shape == x.shape
+        saved = base[16 : 16 + x.numel()]  # aligned, where the gradient is not
+        g = torch.ops.fusedtrain.leaky_relu_backward(x, saved, 0.01)
+        assert torch.equal(g, torch.where(saved > 0, x, x * 0.01))
 
 
 @pytest.mark.parametrize("name", ["mish", "elu", "prelu"])

@@ -50,7 +50,7 @@ def cases(dtype: torch.dtype, name: str, device: str) -> Iterator[tuple[str, Ten
         if name == "star_relu" and kind == "0-dim":
             continue  # broadcasts with its parameters to one dimension
         moved = x.to(device)
-        if x.numel() and moved.stride() != x.stride():  # .to() keeps dense layouts only
+        if x.numel() and (moved.stride() != x.stride() or x.storage_offset()):
             moved = torch.as_strided(
                 x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device),
                 x.size(), x.stride(), x.storage_offset(),
@@ -182,8 +182,57 @@ def test_parameter_gradients(ops: Kernels, name: str) -> None:
                     )
 
 
-def test_a_grid_that_goes_round(ops: Kernels) -> None:
-    """More elements than the blocks take in one turn, with a tail."""
-    x = torch.randn(300_001).to(ops.device)
-    y = ops("mish", x)
-    assert_close(y.cpu(), want("mish", x, torch.ones_like(x), [])[0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_grid_that_goes_round(ops: Kernels, dtype: torch.dtype) -> None:
+    """More elements than the blocks take in one turn, with a tail: forward and backward."""
+    x = torch.randn(300_001).to(dtype).to(ops.device)
+    grad = torch.randn(300_001).clamp_(-3, 3).to(dtype).to(ops.device)
+    expected = want("mish", x, grad, [])
+    loose = 1 if ops.kernel else 4
+    assert_close(ops("mish", x).cpu(), expected[0], loose)
+    assert_close(ops("mish_backward", grad, x).cpu(), expected[1], 1.5 * loose)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["mish", "prelu", "star_relu"])
+def test_backward_with_one_tensor_misaligned(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    base = torch.randn(2, 4 * 4096 + 8).to(dtype).to(ops.device)
+    for first, second in ((0, 1), (1, 0), (3, 3)):
+        grad = base[0, first : first + 4 * 4096].view(2, 4, 2048)
+        x = base[1, second : second + 4 * 4096].view(2, 4, 2048)
+        parameters = tensors_of(name, x)
+        found = ops(f"{name}_backward", grad, x, *parameters)
+        first_found = found[0] if isinstance(found, tuple) else found
+        expected = want(name, x, grad, parameters)[1]
+        assert_close(first_found.cpu(), expected, 4 if not ops.kernel else 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2048), (64, 16), (6, 5, 7)])
+def test_two_parameters_of_a_channel_each(ops: Kernels, shape: tuple[int, ...]) -> None:
+    """The op star_relu takes them, though its function has one value of each."""
+    if not ops.kernel:
+        pytest.skip("the reference has no star_relu by channel")
+    x, grad = torch.randn(shape).to(ops.device), torch.randn(shape).to(ops.device)
+    scale, bias = (torch.randn(shape[1]).to(ops.device) for _ in range(2))
+    wide = [t.double().cpu().requires_grad_() for t in (x, scale, bias)]
+    spread = [t.view(-1, *[1] * (len(shape) - 2)) for t in wide[1:]]
+    y = spread[0] * wide[0].relu() ** 2 + spread[1]
+    expected = torch.autograd.grad(y, wide, grad.double().cpu())
+    assert_close(ops("star_relu", x, scale, bias).cpu(), y.detach())
+    found = ops("star_relu_backward", grad, x, scale, bias)
+    for one, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu().double(), exact, rtol=2e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "bounds"), [("hardtanh", (-0.1, 0.3)), ("hardshrink", (0.3,))])
+def test_bounds_that_16_bits_cannot_hold(
+    ops: Kernels, name: str, bounds: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    """They are rounded first: a clipped output compares equal to its bound."""
+    x = torch.linspace(-1, 1, 4001).to(dtype).to(ops.device)
+    y = ops(name, x, *bounds)
+    g = ops(f"{name}_backward", torch.ones_like(x), y, *bounds)
+    rounded = [torch.tensor(b).to(dtype).item() for b in bounds]
+    inside = (x > rounded[0]) & (x < rounded[-1]) if name == "hardtanh" else x.abs() > rounded[0]
+    assert torch.equal(g == 1, inside)

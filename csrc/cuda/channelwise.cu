@@ -105,7 +105,7 @@ __device__ __forceinline__ int at_most(int64_t left) {
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     segments_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                    double* shares, int64_t shares_of_parameter) {
+                    double* shares, int64_t shares_of_parameter, int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   constexpr int kSegment = kWarp * kVecs<S> * V::kLanes;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     total_b = block_sum<kWarps>(total_b, scratch[1]);
     if (threadIdx.x == 0) {
       shares[group * channels + channel] = total_a;
-      shares[shares_of_parameter + group * channels + channel] = total_b;
+      if (parameter_count > 1) shares[shares_of_parameter + group * channels + channel] = total_b;
     }
   }
 }
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     columns_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                   double* shares, int64_t shares_of_parameter) {
+                   double* shares, int64_t shares_of_parameter, int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   const int64_t columns = channels * inner;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();
     // The lanes of warp p add up parameter p.
-    if (warp < 2 && exists) {
+    if (warp < parameter_count && exists) {
 #pragma unroll
       for (int k = 0; k < V::kLanes; ++k) {
         P sum = P(0);
@@ -227,6 +227,8 @@ Tensors<S> tensors_of(const ChannelwiseBackward& call) {
           static_cast<S*>(call.grad_input), static_cast<const S*>(call.parameters[0]),
           static_cast<const S*>(call.parameters[1])};
 }
+int parameters_of(const ChannelwiseForward&) { return 0; }
+int parameters_of(const ChannelwiseBackward& call) { return call.parameter_count; }
 double* shares_of(const ChannelwiseForward&) { return nullptr; }
 double* shares_of(const ChannelwiseBackward& call) { return call.shares; }
 
@@ -247,7 +249,8 @@ void run(const Call& call, void* stream) {
                                 : (plan.wide ? &segments_kernel<Formula, kBackward, true, S>
                                              : &segments_kernel<Formula, kBackward, false, S>);
     launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, tensors_of<S>(call), call.rows,
-           call.channels, call.inner, plan.per_group, shares_of(call), plan.groups * plan.shares);
+           call.channels, call.inner, plan.per_group, shares_of(call), plan.groups * plan.shares,
+           parameters_of(call));
   });
 }
 
@@ -269,7 +272,7 @@ int64_t channelwise_shares(const ChannelwiseBackward& call) {
   int64_t count = 0;
   by_dtype(call.dtype, [&](auto* null) {
     const Plan plan = plan_of<std::remove_pointer_t<decltype(null)>>(call);
-    count = 2 * plan.groups * plan.shares;
+    count = call.parameter_count * plan.groups * plan.shares;
   });
   return count;
 }

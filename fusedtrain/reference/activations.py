@@ -38,7 +38,9 @@ class Activation:
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """The example parameters, as the op takes them."""
-        return tuple(torch.tensor(v) for v in self.example) if self.tensors else self.example
+        if not self.tensors:
+            return self.example
+        return tuple(torch.tensor(v, device="cpu") for v in self.example)
 
     def eager(self, input: Tensor) -> Tensor:
         """What eager torch computes, with the example parameters."""

@@ -65,7 +65,7 @@ class Memory {
   // What is wrong with an access of a kernel, or nothing.
   std::string check(const Access& access, const Moment& now);
 
-  static constexpr size_t kDynamicMost = 227 << 10;  // of a block on sm_90
+  static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
 
  private:
   std::map<uintptr_t, Buffer> buffers_;      // by address
