@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import torch
 from torch import Tensor
 
+from fusedtrain import functional
 from fusedtrain.reference import ACTIVATIONS, Activation
 
 NAMES = list(ACTIVATIONS)
 POINTWISE = [name for name, row in ACTIVATIONS.items() if not row.tensors]
 INPLACE = [
-    "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "silu", "mish", "quick_gelu",
-    "hardswish", "hardsigmoid", "hardtanh", "threshold", "relu_squared", "hard_mish",
-]  # fmt: skip
+    n for n, f in vars(functional).items() if n in NAMES and "inplace" in signature(f).parameters
+]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 # Error relative to max(|expected|, 1), in units of the dtype's eps. 16-bit: one rounding of the

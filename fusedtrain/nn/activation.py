@@ -1,4 +1,4 @@
-"""Activation modules: those of ``torch.nn`` as subclasses with a fused ``forward``, and five more.
+"""Activation modules: those of ``torch.nn`` as subclasses with a fused ``forward``, and more.
 
 A subclass keeps everything of its torch module: arguments, defaults, attributes, state_dict,
 ``isinstance``. Shapes, dtypes and what backward saves: see :mod:`fusedtrain.functional`.
