@@ -193,11 +193,11 @@ def test_inductor_fuses_through_the_call() -> None:
 
 @pytest.mark.parametrize("name", INPLACE)
 def test_compile_inplace(name: str) -> None:
-    row = ACTIVATIONS[name]
+    arguments = ACTIVATIONS[name].arguments  # a cached property, which Dynamo cannot trace
 
     def function(x: Tensor) -> Tensor:
         y = x * 2
-        getattr(F, name)(y, *row.arguments, inplace=True)
+        getattr(F, name)(y, *arguments, inplace=True)
         return y
 
     x = torch.randn(4, 6, requires_grad=True)
