@@ -1,6 +1,10 @@
 // torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/_ops.py.
 #include "binding_activations.h"
+#include "binding_optimizers.h"
 
+#include <string.h>
+
+#include <algorithm>
 #include <vector>
 
 namespace fusedtrain {
@@ -49,7 +53,103 @@ struct Cpu {
       torch::stable::copy_(*gradients[k], sums);
     }
   }
+
+  void measure(const OptimizerCall& call) const;
+  void try_update(const OptimizerCall& call) const;
+  void step(const OptimizerCall& call, bool measures, bool tries) const;
+  void update_scale(const ScaleUpdate& update) const { formulas::next_scale(update); }
+  void zero(const ZeroRange* ranges, int64_t count) const;
 };
+
+// What one call of an optimizer op works with.
+struct Work : cpu::OptimizerWork {
+  explicit Work(const OptimizerCall& call) : cpu::OptimizerWork{}, call(call) {
+    chunk_count = cpu::optimizer_chunks(call);
+    chunk_list.resize(chunk_count);
+    cpu::cut_into_chunks(call, chunk_list.data());
+    partial_list.resize(chunk_count * (kTensorSums > kTrialSums ? kTensorSums : kTrialSums));
+    coefficient_list.resize(call.count);
+    moment_list.resize(2 * call.count);
+    unit_list.resize(call.count + 1);
+    if (call.options->unit_factor != 0) {
+      unit_count = cpu::optimizer_units(call, unit_list.data());
+      unit_sum_list.resize(unit_count * (kTensorSums + 1));
+    }
+    chunks = chunk_list.data();
+    partials = partial_list.data();
+    first_unit = unit_list.data();
+    unit_sums = unit_sum_list.data();
+    unit_factors = unit_sums + unit_count * kTensorSums;
+    coefficients = coefficient_list.data();
+    moments = moment_list.data();
+  }
+
+  using Part = void (*)(const OptimizerCall&, const cpu::OptimizerWork&, int64_t, int64_t);
+  void parallel(int64_t n, Part part) const {
+    torch::stable::parallel_for(
+        0, n, 2, [&](int64_t first, int64_t last) { part(call, *this, first, last); });
+  }
+
+  // call.sums, and those of units where they are clipped.
+  void measure() const {
+    if (call.options->unit_factor != 0)
+      parallel(unit_count, cpu::measure_units);
+    else
+      parallel(chunk_count, cpu::measure);
+    cpu::add_measures(call, *this);
+  }
+
+  void try_update() const {
+    parallel(chunk_count, cpu::try_update);
+    cpu::add_trials(call, *this);
+  }
+
+  const OptimizerCall& call;
+
+ private:
+  std::vector<cpu::OptimizerChunk> chunk_list;
+  std::vector<double> partial_list, unit_sum_list;
+  std::vector<int64_t> unit_list;
+  std::vector<Coefficients> coefficient_list;
+  std::vector<float> moment_list;
+};
+
+void Cpu::measure(const OptimizerCall& call) const { Work(call).measure(); }
+
+void Cpu::try_update(const OptimizerCall& call) const {
+  const Work work(call);
+  if (cpu::prepare(call, work)) work.try_update();
+}
+
+void Cpu::step(const OptimizerCall& call, bool measures, bool tries) const {
+  const Work work(call);
+  if (measures && call.options->measures != 0) work.measure();
+  const bool applied = cpu::prepare(call, work);
+  if (applied && call.options->trial != 0) {
+    if (tries) work.try_update();
+    cpu::finish(call, work);
+  }
+  cpu::commit(call, work, applied);
+  if (applied)
+    work.parallel(work.chunk_count, cpu::update);
+  else if (call.options->write_back == 2)
+    work.parallel(work.chunk_count, cpu::zero_gradients);
+}
+
+// Ranges are cut like the bytes of one long range.
+void Cpu::zero(const ZeroRange* ranges, int64_t count) const {
+  std::vector<int64_t> starts(count + 1, 0);
+  for (int64_t i = 0; i < count; ++i) starts[i + 1] = starts[i] + ranges[i].bytes;
+  const auto part = [&](int64_t first, int64_t last) {
+    int64_t i = std::upper_bound(starts.begin(), starts.end(), first) - starts.begin() - 1;
+    for (; i < count && starts[i] < last; ++i) {
+      const int64_t begin = std::max(first, starts[i]), end = std::min(last, starts[i + 1]);
+      if (begin < end)
+        memset(static_cast<char*>(ranges[i].data) + begin - starts[i], 0, end - begin);
+    }
+  };
+  torch::stable::parallel_for(0, starts[count], 4 * kGrain, part);
+}
 
 }  // namespace
 }  // namespace fusedtrain
@@ -59,4 +159,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   using Ops = Activations<Cpu>;
   FT_POINTWISE(FT_IMPLEMENT_POINTWISE)
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
+  FT_IMPLEMENT_OPTIMIZERS(Cpu)
 }

@@ -53,7 +53,11 @@ def main() -> int:
         sources("launch.cuh"),
         "kernels start by launch() of launch.cuh, so that the emulator can run them",
     )
-    isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name != "dispatch.cpp"] + [
+    isa = [
+        p
+        for p in sources()
+        if p.parent == CSRC / "cpu" and p.name not in ("dispatch.cpp", "multi_tensor.cpp")
+    ] + [
         CSRC / "formulas.h",
         CSRC / "host_device.h",
         CSRC / "ops.h",

@@ -40,10 +40,14 @@ const Kernels& choose() {
   return kernels_default();
 }
 
+}  // namespace
+
 const Kernels& kernels() {
   static const Kernels& chosen = choose();
   return chosen;
 }
+
+namespace {
 
 // A 16-bit format as a pair of converters.
 struct Format {

@@ -2,6 +2,7 @@
 #include "channelwise.h"
 #include "convert.h"
 #include "kernels.h"
+#include "multi_tensor.h"
 #include "pointwise.h"
 
 namespace fusedtrain {
@@ -38,6 +39,24 @@ static constexpr ChannelwiseKernels<T> channelwise_kernels() {
   };
 }
 
+template <class T>
+static constexpr OptimizerKernels<T> optimizer_kernels() {
+  return {
+#define FT_UPDATE(name, Rule, least, most)                    \
+  {FT_ISA::update_kernel<FT_ISA::Rule, 0, least, most, T>(),  \
+   FT_ISA::update_kernel<FT_ISA::Rule, 1, least, most, T>(),  \
+   FT_ISA::update_kernel<FT_ISA::Rule, 2, least, most, T>(),  \
+   FT_ISA::update_kernel<FT_ISA::Rule, 3, least, most, T>()},
+#define FT_TRIAL(name, Rule, least, most)                    \
+  {FT_ISA::trial_kernel<FT_ISA::Rule, 0, least, most, T>(),  \
+   FT_ISA::trial_kernel<FT_ISA::Rule, 1, least, most, T>(),  \
+   FT_ISA::trial_kernel<FT_ISA::Rule, 2, least, most, T>(),  \
+   FT_ISA::trial_kernel<FT_ISA::Rule, 3, least, most, T>()},
+      {FT_RULES(FT_UPDATE)}, {FT_RULES(FT_TRIAL)}, FT_ISA::measure<T>,
+      FT_ISA::multiply<T>,   FT_ISA::average<T>,
+  };
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -49,7 +68,10 @@ static constexpr Kernels make_kernels(const char* name) {
                  FT_ISA::from_16bit<FT_ISA::Half>,
                  FT_ISA::to_16bit<FT_ISA::Half>,
                  FT_ISA::from_16bit<FT_ISA::BFloat16>,
-                 FT_ISA::to_16bit<FT_ISA::BFloat16>};
+                 FT_ISA::to_16bit<FT_ISA::BFloat16>,
+                 optimizer_kernels<float>(),
+                 optimizer_kernels<double>(),
+                 FT_ISA::to_bfloat16_stochastic};
 }
 
 }  // namespace cpu

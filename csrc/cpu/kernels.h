@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "../formulas.h"
+#include "../optimizers.h"
 #include "../ops.h"
 
 namespace fusedtrain {
@@ -37,6 +38,22 @@ struct ChannelwiseKernels {
   ChannelBackward backward[kChannelwiseOps];
 };
 
+template <class T>
+struct OptimizerKernels {
+  // Elements of one tensor; s[k] for the states that the instance has.
+  using Update = void (*)(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n);
+  // sums[] += those of kTrialSums; nothing is written.
+  using Trial = void (*)(const Coefficients& k, const T* p, const T* g, const T* const* s,
+                         int64_t n, double* sums);
+
+  Update update[kRules][kMaxStates + 1];  // by the number of states; null where there is no such
+  Trial trial[kRules][kMaxStates + 1];
+  // Of x times factor: sums[0] += number of non-finite values, sums[1] += sum of squares.
+  void (*measure)(const T* x, T factor, int64_t n, double* sums);
+  void (*multiply)(T* x, T factor, int64_t n);
+  void (*average)(T* a, const T* x, T weight, int64_t n);  // a += weight (x - a)
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -48,7 +65,15 @@ struct Kernels {
   void (*to_half)(const float* in, uint16_t* out, int64_t n);
   void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);
   void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
+  OptimizerKernels<float> optimizer_f32;
+  OptimizerKernels<double> optimizer_f64;
+  // Rounded up or down at random; `first` is the index of in[0] in its tensor.
+  void (*to_bfloat16_stochastic)(const float* in, uint16_t* out, int64_t n, int64_t first,
+                                 uint32_t key);
 };
+
+// Those of this process (dispatch.cpp).
+const Kernels& kernels();
 
 const Kernels& kernels_default();
 const Kernels& kernels_avx2();

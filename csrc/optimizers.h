@@ -1,0 +1,504 @@
+// Every update rule as one small struct: what one element's step is, and the numbers it needs.
+//
+// prepare() turns the options of a group, the step count and the norms of one tensor into
+// coefficients, once a step, in double. operator()(p, g, s) advances the states `s` of one element
+// in place and returns its direction u; step_element() below makes p' = keep p - size u of it. T is
+// float (also for 16-bit tensors, which are converted at the edges) or double. A state that a
+// tensor does not have reads as 0.
+//
+// To add one: a struct, a line in FT_RULES, and the places that CONTRIBUTING.md lists.
+#pragma once
+
+#include <math.h>
+
+#include "host_device.h"
+#include "ops.h"
+#include "cpu/vecmath.h"
+
+// name, struct, least and most states of an element
+#define FT_RULES(X)              \
+  X(sgd, Sgd, 0, 1)              \
+  X(lars, Lars, 0, 1)            \
+  X(adam, Adam, 2, 3)            \
+  X(nadamw, NAdamW, 2, 2)        \
+  X(lamb, Lamb, 2, 2)            \
+  X(lion, Lion, 1, 1)            \
+  X(rmsprop, RMSprop, 1, 3)      \
+  X(rmsprop_tf, RMSpropTF, 1, 3) \
+  X(adagrad, Adagrad, 1, 1)      \
+  X(novograd, NovoGrad, 1, 1)
+
+namespace fusedtrain {
+#define FT_RULE_NUMBER(name, Rule, least, most) rule_##name,
+enum RuleNumber { FT_RULES(FT_RULE_NUMBER) kRules };
+#undef FT_RULE_NUMBER
+}  // namespace fusedtrain
+
+FT_BEGIN_NAMESPACE
+
+// What prepare() knows of a tensor. Norms are those of the gradient that the rule will see: divided
+// by the loss scale and clipped. Where nobody asked for them they are 0.
+struct TensorFacts {
+  const OptionGroup* group;
+  double lr;
+  double step;  // of this update, counted from 1
+  double grad_norm, param_norm;
+  float* second_moment;  // two numbers of the tensor, kept from step to step
+};
+
+// What finish() knows besides, from a trial of the update. Sums over the elements whose direction
+// agrees with the gradient's sign where the group is cautious, over all elements elsewhere.
+struct TrialFacts {
+  double agreeing;  // number of elements with u g > 0
+  double squares;   // sum of u^2
+  double products;  // sum of u p
+  double numel;
+};
+
+// Rates of decoupled weight decay: lr, or lr^2 / max_lr where it is "corrected".
+FT_INLINE double decay_rate(const TensorFacts& t) {
+  const double max_lr = t.group->max_lr;
+  return (max_lr == 0 ? t.lr : t.lr * t.lr / max_lr) * t.group->weight_decay;
+}
+
+// c[] of every rule starts so: coupled (L2) weight decay.
+template <class T>
+struct Rule {
+  T weight_decay;
+  bool decays;
+
+  FT_METHOD explicit Rule(const Coefficients& k) : weight_decay(T(k.c[0])), decays(k.c[0] != 0) {}
+
+  // A multiplication by 0 is no "none": parameters may be infinite.
+  FT_METHOD T coupled(T p, T g) const { return decays ? g + weight_decay * p : g; }
+
+  FT_METHOD static void finish(const TensorFacts&, const TrialFacts&, Coefficients&) {}
+};
+
+// Without momentum, and where the first gradient fills the momentum buffer.
+FT_INLINE bool undampened(const TensorFacts& t) { return t.group->option[0] == 0 || t.step == 1; }
+
+// torch.optim.SGD; with decoupled weight decay timm's SGDW.
+// options: momentum, dampening, nesterov, decoupled
+template <class T>
+struct Sgd : Rule<T> {
+  T momentum, fresh, trust;
+  bool nesterov;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const bool decoupled = option[3] != 0;
+    k.size = t.lr;
+    k.keep = decoupled ? 1 - decay_rate(t) : 1;
+    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    k.c[1] = option[0];
+    k.c[2] = undampened(t) ? 1 : 1 - option[1];
+    k.c[3] = option[2];
+    k.c[4] = 1;
+  }
+
+  FT_METHOD explicit Sgd(const Coefficients& k)
+      : Rule<T>(k),
+        momentum(T(k.c[1])),
+        fresh(T(k.c[2])),
+        trust(T(k.c[4])),
+        nesterov(k.c[3] != 0) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g) * trust;
+    s[0] = momentum * s[0] + fresh * g;
+    return nesterov ? g + momentum * s[0] : s[0];
+  }
+};
+
+// timm's Lars (LARC with trust_clip): SGD behind a trust ratio of each tensor.
+// options: momentum, dampening, nesterov, trust_coeff, eps, trust_clip, always_adapt
+template <class T>
+struct Lars : Sgd<T> {
+  using Sgd<T>::Sgd;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const double decay = t.group->weight_decay;
+    k.size = t.lr;
+    k.keep = 1;
+    k.c[0] = decay;
+    k.c[1] = option[0];
+    k.c[2] = undampened(t) ? 1 : 1 - option[1];
+    k.c[3] = option[2];
+    double trust = 1;
+    if (decay != 0 || option[6] != 0) {
+      if (t.param_norm > 0 && t.grad_norm > 0)
+        trust = option[3] * t.param_norm / (t.grad_norm + t.param_norm * decay + option[4]);
+      if (option[5] != 0) trust = trust / t.lr < 1 ? trust / t.lr : 1;
+    }
+    k.c[4] = trust;
+  }
+};
+
+// torch.optim.Adam and AdamW.
+// options: beta1, beta2, eps, decoupled
+template <class T>
+struct Adam : Rule<T> {
+  T beta2, fresh1, fresh2, root, eps;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const bool decoupled = option[3] != 0;
+    k.size = t.lr / (1 - pow(option[0], t.step));
+    k.keep = decoupled ? 1 - decay_rate(t) : 1;
+    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    k.c[1] = option[0];
+    k.c[2] = option[1];
+    k.c[3] = 1 - option[0];
+    k.c[4] = 1 - option[1];
+    k.c[5] = 1 / ::sqrt(1 - pow(option[1], t.step));
+    k.c[6] = option[2];
+  }
+
+  FT_METHOD explicit Adam(const Coefficients& k)
+      : Rule<T>(k),
+        beta2(T(k.c[2])),
+        fresh1(T(k.c[3])),
+        fresh2(T(k.c[4])),
+        root(T(k.c[5])),
+        eps(T(k.c[6])) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g);
+    s[0] += (g - s[0]) * fresh1;
+    s[1] = beta2 * s[1] + fresh2 * g * g;
+    s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];  // amsgrad: the largest so far
+    return s[0] / (math::sqrt(s[2]) * root + eps);
+  }
+};
+
+// timm's NAdamW: AdamW that looks one step of the average ahead.
+// options: beta1, beta2, eps, decoupled (always 1)
+template <class T>
+struct NAdamW : Adam<T> {
+  T beta1;
+
+  FT_METHOD explicit NAdamW(const Coefficients& k) : Adam<T>(k), beta1(T(k.c[1])) {}
+
+  FT_METHOD T operator()(T, T& g, T* s) const {
+    s[0] += (g - s[0]) * this->fresh1;
+    s[1] = this->beta2 * s[1] + this->fresh2 * g * g;
+    const T ahead = s[0] * beta1 + g * this->fresh1;
+    return ahead / (math::sqrt(s[1]) * this->root + this->eps);
+  }
+};
+
+// timm's Lamb: Adam's direction, with a trust ratio of each tensor.
+// options: beta1, beta2, eps, bias_correction, grad_averaging, trust_clip, always_adapt,
+// decoupled_decay
+template <class T>
+struct Lamb : Rule<T> {
+  T beta1, beta2, fresh1, fresh2, root, eps, correction;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const bool decoupled = option[7] != 0, corrects = option[3] != 0;
+    k.size = t.lr;
+    k.keep = decoupled ? 1 - decay_rate(t) : 1;
+    k.late_decay = decoupled ? 0 : t.group->weight_decay;
+    k.c[0] = 0;
+    k.c[1] = option[0];
+    k.c[2] = option[1];
+    k.c[3] = option[4] != 0 ? 1 - option[0] : 1;
+    k.c[4] = 1 - option[1];
+    k.c[5] = corrects ? 1 / ::sqrt(1 - pow(option[1], t.step)) : 1;
+    k.c[6] = option[2];
+    k.c[7] = corrects ? 1 / (1 - pow(option[0], t.step)) : 1;
+  }
+
+  FT_METHOD static void finish(const TensorFacts& t, const TrialFacts& trial, Coefficients& k) {
+    const double* option = t.group->option;
+    if (t.group->weight_decay == 0 && option[6] == 0) return;
+    const double w = k.keep * t.param_norm, decay = k.late_decay, caution = k.caution;
+    const double squares = caution * caution * trial.squares +
+                           2 * caution * decay * trial.products +
+                           decay * decay * t.param_norm * t.param_norm;
+    const double u = ::sqrt(squares);
+    double trust = w > 0 && u > 0 ? w / u : 1;
+    if (option[5] != 0 && trust > 1) trust = 1;
+    k.size *= trust;
+  }
+
+  FT_METHOD explicit Lamb(const Coefficients& k)
+      : Rule<T>(k),
+        beta1(T(k.c[1])),
+        beta2(T(k.c[2])),
+        fresh1(T(k.c[3])),
+        fresh2(T(k.c[4])),
+        root(T(k.c[5])),
+        eps(T(k.c[6])),
+        correction(T(k.c[7])) {}
+
+  FT_METHOD T operator()(T, T& g, T* s) const {
+    s[0] = beta1 * s[0] + fresh1 * g;
+    s[1] = beta2 * s[1] + fresh2 * g * g;
+    return s[0] * correction / (math::sqrt(s[1]) * root + eps);
+  }
+};
+
+// Lion (arXiv 2302.06675), as timm has it. The sign of 0 is 0.
+// options: beta1, beta2
+template <class T>
+struct Lion : Rule<T> {
+  T beta1, fresh1, fresh2;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    k.size = t.lr;
+    k.keep = 1 - decay_rate(t);
+    k.c[0] = 0;
+    k.c[1] = option[0];
+    k.c[2] = 1 - option[0];
+    k.c[3] = 1 - option[1];
+  }
+
+  FT_METHOD explicit Lion(const Coefficients& k)
+      : Rule<T>(k), beta1(T(k.c[1])), fresh1(T(k.c[2])), fresh2(T(k.c[3])) {}
+
+  FT_METHOD T operator()(T, T& g, T* s) const {
+    const T ahead = beta1 * s[0] + fresh1 * g;
+    s[0] += (g - s[0]) * fresh2;
+    return ahead > T(0) ? T(1) : (ahead < T(0) ? T(-1) : ahead);
+  }
+};
+
+// torch.optim.RMSprop. states: square_avg, momentum_buffer, grad_avg
+// options: alpha, eps, momentum, centered
+template <class T>
+struct RMSprop : Rule<T> {
+  T alpha, fresh, eps, momentum;
+  bool centered;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    k.size = t.lr;
+    k.keep = 1;
+    k.c[0] = t.group->weight_decay;
+    k.c[1] = option[0];
+    k.c[2] = 1 - option[0];
+    k.c[3] = option[1];
+    k.c[4] = option[2];
+    k.c[5] = option[3];
+  }
+
+  FT_METHOD explicit RMSprop(const Coefficients& k)
+      : Rule<T>(k),
+        alpha(T(k.c[1])),
+        fresh(T(k.c[2])),
+        eps(T(k.c[3])),
+        momentum(T(k.c[4])),
+        centered(k.c[5] != 0) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g);
+    s[0] = alpha * s[0] + fresh * g * g;
+    s[2] += (g - s[2]) * fresh;
+    T variance = centered ? s[0] - s[2] * s[2] : s[0];
+    variance = variance < T(0) ? T(0) : variance;  // by rounding; torch's square root is nan there
+    s[1] = momentum * s[1] + g / (math::sqrt(variance) + eps);
+    return s[1];
+  }
+};
+
+// timm's RMSpropTF: eps inside the root, the learning rate inside the momentum buffer.
+// states: square_avg (starts at 1), momentum_buffer, grad_avg
+// options: alpha, eps, momentum, centered, decoupled_decay, lr_in_momentum
+template <class T>
+struct RMSpropTF : Rule<T> {
+  T fresh, eps, momentum, inner;
+  bool centered;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const bool decoupled = option[4] != 0, inside = option[5] != 0 && option[2] > 0;
+    k.size = inside ? 1 : t.lr;
+    k.keep = decoupled ? 1 - decay_rate(t) : 1;
+    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    k.c[1] = 1 - option[0];
+    k.c[2] = option[1];
+    k.c[3] = option[2];
+    k.c[4] = option[3];
+    k.c[5] = inside ? t.lr : 1;
+  }
+
+  FT_METHOD explicit RMSpropTF(const Coefficients& k)
+      : Rule<T>(k),
+        fresh(T(k.c[1])),
+        eps(T(k.c[2])),
+        momentum(T(k.c[3])),
+        inner(T(k.c[5])),
+        centered(k.c[4] != 0) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g);
+    s[0] += (g * g - s[0]) * fresh;
+    s[2] += (g - s[2]) * fresh;
+    T variance = centered ? s[0] - s[2] * s[2] : s[0];
+    variance = variance < T(0) ? T(0) : variance;
+    s[1] = momentum * s[1] + inner * g / math::sqrt(variance + eps);
+    return s[1];
+  }
+};
+
+// torch.optim.Adagrad.
+// options: lr_decay, eps
+template <class T>
+struct Adagrad : Rule<T> {
+  T eps;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    k.size = t.lr / (1 + (t.step - 1) * option[0]);
+    k.keep = 1;
+    k.c[0] = t.group->weight_decay;
+    k.c[1] = option[1];
+  }
+
+  FT_METHOD explicit Adagrad(const Coefficients& k) : Rule<T>(k), eps(T(k.c[1])) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g);
+    s[0] += g * g;
+    return g / (math::sqrt(s[0]) + eps);
+  }
+};
+
+// NovoGrad (arXiv 1905.11286), as timm's NvNovoGrad has it: one second moment a tensor.
+// options: beta1, beta2, eps, grad_averaging, amsgrad
+template <class T>
+struct NovoGrad : Rule<T> {
+  T beta1, per_norm, fresh;
+
+  FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
+    const double* option = t.group->option;
+    const double squares = t.grad_norm * t.grad_norm;
+    float* v = t.second_moment;
+    v[0] = float(v[0] == 0 ? squares : option[1] * v[0] + (1 - option[1]) * squares);
+    if (option[4] != 0) v[1] = v[1] > v[0] ? v[1] : v[0];
+    k.size = t.lr;
+    k.keep = 1;
+    k.c[0] = t.group->weight_decay;
+    k.c[1] = option[0];
+    k.c[2] = 1 / (::sqrt(double(option[4] != 0 ? v[1] : v[0])) + option[2]);
+    k.c[3] = option[3] != 0 ? 1 - option[0] : 1;
+  }
+
+  FT_METHOD explicit NovoGrad(const Coefficients& k)
+      : Rule<T>(k), beta1(T(k.c[1])), per_norm(T(k.c[2])), fresh(T(k.c[3])) {}
+
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g * per_norm) * fresh;
+    s[0] = beta1 * s[0] + g;
+    return s[0];
+  }
+};
+
+// What is the same for every rule, around it.
+template <template <class> class Formula, class T>
+struct Stepper {
+  Formula<T> formula;
+  T gradient, keep, size, late_decay, caution;
+  bool cautious, decays_late;
+
+  FT_METHOD explicit Stepper(const Coefficients& k)
+      : formula(k),
+        gradient(T(k.gradient)),
+        keep(T(k.keep)),
+        size(T(k.size)),
+        late_decay(T(k.late_decay)),
+        caution(T(k.caution)),
+        cautious(k.cautious != 0),
+        decays_late(k.late_decay != 0) {}
+
+  // The direction of an element, as the rule has it and with disagreeing ones at 0; advances `s`.
+  FT_METHOD T direction(T p, T stored, T* s, bool& agrees) const {
+    T g = stored * gradient;
+    const T u = formula(p, g, s);
+    agrees = u * g > T(0);
+    return cautious && !agrees ? u * T(0) : u;
+  }
+
+  FT_METHOD T step(T p, T stored, T* s) const {
+    bool agrees;
+    T u = direction(p, stored, s, agrees) * caution;
+    u = decays_late ? u + late_decay * p : u;
+    return keep * p - size * u;
+  }
+};
+
+// What of the coefficients waits for a trial of the update: caution (arXiv 2411.16085, with timm's
+// bound) and trust ratios of the update's norm.
+template <template <class> class Formula>
+FT_METHOD void finish_step(const TensorFacts& t, const TrialFacts& trial, Coefficients& k) {
+  if (k.cautious != 0) {
+    const double share = trial.agreeing / (trial.numel > 0 ? trial.numel : 1);
+    k.caution = 1 / (share > 1e-3 ? share : 1e-3);
+  }
+  Formula<double>::finish(t, trial, k);
+}
+
+// Random bits for stochastic rounding: a hash of the element's index under the tensor's key of this
+// step (the finaliser "lowbias32" of Chris Wellons' hash-prospector, public domain).
+FT_INLINE uint32_t random_bits(uint32_t index, uint32_t key) {
+  uint32_t x = index * 0x9e3779b9u + key;
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  x ^= x >> 16;
+  return x;
+}
+
+// The key of a tensor at a step (splitmix64's finaliser).
+FT_INLINE uint32_t random_key(int64_t seed, int64_t tensor, int64_t step) {
+  uint64_t x = uint64_t(seed) + uint64_t(tensor) * 0x9e3779b97f4a7c15u +
+               uint64_t(step) * 0xd1b54a32d192ed03u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return uint32_t(x >> 32) ^ uint32_t(x);
+}
+
+// The numbers that clip a gradient.
+
+// Global norm: torch's max_norm / (norm + eps), at most 1.
+FT_INLINE double clip_coefficient(double norm, double max_norm, double eps) {
+  const double ratio = max_norm / (norm + eps);
+  return ratio < 1 || ratio != ratio ? ratio : 1;
+}
+
+// Adaptive gradient clipping of one unit (arXiv 2102.06171), timm's constants.
+FT_INLINE double adaptive_clip_coefficient(double grad_norm, double param_norm, double factor,
+                                           double eps) {
+  const double most = (param_norm > eps ? param_norm : eps) * factor;
+  return grad_norm < most ? 1 : most / (grad_norm > 1e-6 ? grad_norm : 1e-6);
+}
+
+// The loss scale after the steps of an iteration. found_inf != 0 is a bad step: after `hysteresis`
+// of them without a good one between, and at every one that follows, the scale backs off.
+FT_INLINE void next_scale(const ScaleUpdate& u) {
+  const bool bad = !(*u.found_inf == 0);
+  float scale = *u.scale;
+  if (bad) {
+    *u.growth_tracker = 0;
+    if (*u.hysteresis_tracker > 0) *u.hysteresis_tracker -= 1;
+    if (*u.hysteresis_tracker == 0) scale = float(scale * u.backoff_factor);
+  } else {
+    *u.hysteresis_tracker = int32_t(u.hysteresis);
+    *u.growth_tracker += 1;
+    if (*u.growth_tracker == u.growth_interval) {
+      const float grown = float(scale * u.growth_factor);
+      if (grown - grown == 0) scale = grown;
+      *u.growth_tracker = 0;
+    }
+  }
+  scale = scale < u.min_scale ? float(u.min_scale) : scale;
+  *u.scale = scale > u.max_scale ? float(u.max_scale) : scale;
+}
+
+FT_END_NAMESPACE

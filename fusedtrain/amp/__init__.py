@@ -1,0 +1,5 @@
+"""Mixed precision."""
+
+from .grad_scaler import GradScaler
+
+__all__ = ["GradScaler"]

@@ -1,0 +1,36 @@
+"""Checks of optimizer arguments, with the messages of torch and timm."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_WORDS = {"lr": "learning rate", "eps": "epsilon value"}
+
+
+def check_not_negative(**values: float | Tensor) -> None:
+    """Raises ValueError for the first that is negative or NaN."""
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"Tensor {name} must be 1-element")
+        elif not value >= 0:
+            raise ValueError(f"Invalid {_WORDS.get(name, f'{name} value')}: {value}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raises ValueError unless both are in [0, 1)."""
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+
+
+def check_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
+    """Raises ValueError where Nesterov momentum is undefined."""
+    if nesterov and (momentum <= 0 or dampening != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+
+def refuse_differentiable(differentiable: bool) -> None:
+    """Raises what torch raises of its fused optimizers."""
+    if differentiable:
+        raise RuntimeError("`fused` does not support `differentiable`")

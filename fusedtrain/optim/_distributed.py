@@ -1,0 +1,108 @@
+"""Steps whose norms are of more than one call: several devices, parameters sharded over ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether the tensor is a DTensor (FSDP2, tensor parallelism)."""
+    # Who has one has imported its module, which takes a second that others should not wait.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """The tensor, or this rank's part of it."""
+    part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
+    return part
+
+
+def local_grad(grad: Any, param: Any) -> Tensor:
+    """The gradient of this rank's part of the parameter."""
+    if not is_distributed(param):
+        return local(grad)
+    if not is_distributed(grad):
+        raise RuntimeError("a gradient of a DTensor parameter must be a DTensor")
+    if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local(grad)
+
+
+def _sum_over_ranks(sums: Tensor, params: Sequence[Any]) -> None:
+    """Adds the rows of sharded parameters over the ranks that hold their parts.
+
+    A count of non-finite gradients above zero on one rank is above zero on all: the sum does what
+    a maximum would.
+    """
+    by_group: dict[Any, list[int]] = {}
+    for row, p in enumerate(params):
+        if is_distributed(p):
+            for dimension, placement in enumerate(p.placements):
+                if not placement.is_replicate():
+                    group = p.device_mesh.get_group(dimension)
+                    by_group.setdefault(group, []).append(row)
+    for group, rows in by_group.items():
+        index = torch.tensor(rows, device=sums.device)
+        part = sums.index_select(0, index)
+        torch.distributed.all_reduce(part, group=group)
+        sums.index_copy_(0, index, part)
+
+
+def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
+    """Measures everywhere, adds up over ranks and devices, then updates."""
+    ops = torch.ops.fusedtrain
+    for plan, arguments in calls:
+        plan.sums = ops.measure_gradients(*arguments)
+        _sum_over_ranks(plan.sums, plan.params)
+    norm = None
+    if len(calls) > 1:
+        norm = _across_devices(calls)
+    for plan, arguments in calls:
+        trial_sums = None
+        if trial:
+            trial_sums = ops.try_update(*arguments, plan.sums)
+            _sum_over_ranks(trial_sums, plan.params)
+        ops.optimizer_step(*arguments, plan.sums, trial_sums)
+        if norm is not None:
+            control = plan.store.control
+            control[2].copy_(norm[0], non_blocking=True)
+            control[3].copy_(norm[1], non_blocking=True)
+
+
+_RULE, _TABLE, _SCALE, _FOUND_INF = 0, 9, 11, 12  # among the arguments
+
+
+def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]:
+    """Makes every call skip, and clip, by what was measured on all devices.
+
+    The clip coefficient goes into the loss scale that a call divides by. Returns norm and
+    coefficient.
+    """
+    first = calls[0][0].sums.device
+    totals = [plan.sums.sum(0).to(first, non_blocking=True) for plan, _ in calls]
+    total = torch.stack(totals).sum(0)
+    norm = total[1].sqrt()
+    coefficient = torch.ones_like(norm)
+    options = calls[0][1][_TABLE][0]
+    measures, max_norm, eps = options[:3].tolist()
+    if max_norm:
+        coefficient = (max_norm / (norm + eps)).clamp(max=1)
+    for plan, arguments in calls:
+        device = plan.sums.device
+        here = coefficient.to(device, non_blocking=True)
+        plan.sums[:, 1] *= here * here
+        arguments[_TABLE][0, 1] = 0.0  # max_norm: clipped by the scale from here on
+        scale = arguments[_SCALE]
+        one = torch.ones((), device=device) if scale is None else scale.reshape(())
+        arguments[_SCALE] = (one / here).to(torch.float32)
+        if int(measures) & 1:
+            found = (total[:1] != 0).to(device, torch.float32, non_blocking=True)
+            given = arguments[_FOUND_INF]
+            arguments[_FOUND_INF] = found if given is None else found + given.reshape(1)
+    return norm, coefficient

@@ -1,0 +1,533 @@
+"""What all optimizers share: options, the step as one call, averages, checkpoints.
+
+A step collects the gradients, finds the plan of exactly these parameters (or builds it, see
+`_plan.py`), and calls ``torch.ops.fusedtrain.optimizer_step`` once a device. Nothing that is
+decided on the device is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypedDict
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import increment_version
+
+from .. import _ops as _ops  # defines and loads the ops
+from . import _distributed
+from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
+
+_FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
+_WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}
+_PLANS_KEPT = 8  # of different sets of parameters with gradients
+
+
+class OtherOptions(TypedDict, total=False):
+    """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
+
+    agc: float | None
+    agc_eps: float
+    ema_decay: float | None
+    gradient_writeback: str
+    state_dtype: torch.dtype | None
+    master_weights: bool
+    stochastic_rounding: bool
+
+
+class FusedOptions(OtherOptions, total=False):
+    """Keyword arguments that every optimizer of fusedtrain takes besides its own.
+
+    max_grad_norm: clips the norm of all gradients together, as ``clip_grad_norm_`` does.
+    agc: clips unit by unit (adaptive gradient clipping), to this fraction of the weights' norm.
+    agc_eps: least norm that a unit's weights count with.
+    ema_decay: keeps an exponential moving average of the weights, with this decay.
+    gradient_writeback: what a step leaves in ``.grad``: "none" (what was there), "unscaled"
+        (divided by the loss scale, and clipped) or "zero" (also after a skipped step).
+    state_dtype: of the states that are as large as the parameter; the parameter's where None.
+    master_weights: keeps float32 weights of float16 and bfloat16 parameters.
+    stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.
+    """
+
+    max_grad_norm: float | None
+
+
+_DEFAULTS: FusedOptions = {
+    "max_grad_norm": None,
+    "agc": None,
+    "agc_eps": 1e-3,
+    "ema_decay": None,
+    "gradient_writeback": "none",
+    "state_dtype": None,
+    "master_weights": False,
+    "stochastic_rounding": False,
+}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name in ("max_grad_norm", "agc"):
+        if options[name] is not None and not options[name] > 0:
+            raise ValueError(f"Invalid {name} value: {options[name]}")
+    if options["max_grad_norm"] is not None and options["agc"] is not None:
+        raise ValueError("max_grad_norm and agc cannot be used together")
+    if not options["agc_eps"] >= 0:
+        raise ValueError(f"Invalid agc_eps value: {options['agc_eps']}")
+    if options["ema_decay"] is not None and not 0 <= options["ema_decay"] < 1:
+        raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
+    if options["gradient_writeback"] not in _WRITE_BACK:
+        raise ValueError(f"Invalid gradient_writeback value: {options['gradient_writeback']!r}")
+    if options["state_dtype"] not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"state_dtype must be torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+        )
+    if options["master_weights"] and options["stochastic_rounding"]:
+        raise ValueError("master_weights and stochastic_rounding cannot be used together")
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
+
+    # torch's GradScaler leaves unscaling and skipping to an optimizer that says so.
+    _step_supports_amp_scaling = True
+
+    _last: list[Plan]  # of the last step
+
+    # What an optimizer says of itself.
+    _rule: ClassVar[str]
+    _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
+    _norms: ClassVar[int] = 0  # of each tensor, that the rule needs
+    _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
+    _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        raise NotImplementedError
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        """Names of the states of a group's parameters, in the order of the rule."""
+        raise NotImplementedError
+
+    def _initial(self, name: str) -> float:
+        """What a state starts with."""
+        return 0.0
+
+    def _max_lr(self, group: dict[str, Any]) -> float:
+        """Of "corrected" weight decay: the rate that the optimizer was made with, or 0."""
+        return float(self.defaults["lr"]) if group["corrected_weight_decay"] else 0.0
+
+    # --- options ---
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in _DEFAULTS:
+                raise TypeError(
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
+                )
+        merged = {**_DEFAULTS, **options}
+        _check_options(merged)
+        self._fused_options: dict[str, Any] = merged
+        self._rounding_seed = torch.initial_seed() & ((1 << 53) - 1)
+        self._forget()
+
+    def _change(self, name: str, value: Any) -> None:
+        options = {**self._fused_options, name: value}
+        _check_options(options)
+        self._fused_options = options
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Norm that all gradients together are clipped to, or None. May be set between steps."""
+        value: float | None = self._fused_options["max_grad_norm"]
+        return value
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._change("max_grad_norm", value)
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Decay of the averaged weights, or None. May be set between steps."""
+        value: float | None = self._fused_options["ema_decay"]
+        return value
+
+    @ema_decay.setter
+    def ema_decay(self, value: float | None) -> None:
+        self._change("ema_decay", value)
+
+    # --- the step ---
+
+    @_disable_dynamo  # in a compiled function the step is a call to Python
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes one step for every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+
+        Raises:
+            RuntimeError: for sparse gradients and complex parameters. Nothing is modified.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        plans, grads = self._plans_and_gradients()
+        self._last = plans
+        if not plans:
+            return
+        options = self._fused_options
+        rows = [self._numbers(group) for group in self.param_groups]
+        trial = self._tries or any(row.cautious for row in rows)
+        measures = self._measures()
+        self._measured = measures != 0
+        decay = options["ema_decay"]
+        head = (
+            float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
+            options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
+            _WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
+            float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
+        )  # fmt: skip
+        lrs: list[Tensor] = []
+        table = torch.tensor(
+            [head, *(row.row(lrs) for row in rows)], dtype=torch.float64, device="cpu"
+        )
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        calls = []
+        for plan, plan_grads in zip(plans, grads, strict=True):
+            device = plan.store.control.device
+            arguments: list[Any] = [
+                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, plan.states, plan.masters,
+                plan.averages, [_on(lr, device) for lr in lrs], plan.store.scalars,
+                plan.store.control, table if len(plans) == 1 else table.clone(), plan.rows,
+                _on(scale, device), _on(found_inf, device),
+            ]  # fmt: skip
+            calls.append((plan, arguments))
+        if (measures or trial) and (len(plans) > 1 or self._is_distributed()):
+            if options["agc"] is not None:
+                raise RuntimeError("agc is not supported for sharded parameters or several devices")
+            _distributed.step(calls, trial)
+        else:
+            for plan, arguments in calls:
+                plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, None, None)
+        for plan in plans:
+            increment_version(plan.local_params)
+            increment_version(plan.states)
+        if decay is not None:
+            self._average_parameters_without_gradients(1 - decay)
+
+    def _measures(self) -> int:
+        measures = self._norms
+        # A scaler of torch has looked at scaled gradients: what overflows on unscaling it misses.
+        scaled = getattr(self, "grad_scale", None) is not None
+        if scaled or getattr(self, "_checks_gradients", False):
+            measures |= _FINITE | _GRADIENTS
+        if self._clip_norm():
+            measures |= _GRADIENTS
+        if self._fused_options["agc"] is not None:
+            measures |= _GRADIENTS | _PARAMETERS
+        return measures
+
+    def _clip_norm(self) -> float:
+        return self._fused_options["max_grad_norm"] or 0.0
+
+    def _is_distributed(self) -> bool:
+        return any(_distributed.is_distributed(p) for plan in self._last for p in plan.params)
+
+    def _plans_and_gradients(self) -> tuple[list[Plan], list[list[Tensor]]]:
+        """The plans, one a device, of the parameters that have gradients, and these."""
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        groups: list[int] = []
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                grad = p.grad
+                if grad is not None:
+                    params.append(p)
+                    grads.append(grad)
+                    groups.append(number)
+        if not params:
+            return [], []
+        for grad in grads:
+            if grad.layout is not torch.strided:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
+        key = tuple(map(id, params))
+        needs = self._state_needs()
+        known_groups, plans = self._plans.get(key, ((), []))
+        if known_groups != groups or not all(
+            plan.needs == needs and plan.fits(self.state) for plan in plans
+        ):
+            plans = self._build(params, groups, needs)
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[key] = (groups, plans)
+        if len(plans) == 1 and not any(map(_distributed.is_distributed, params)):
+            return plans, [grads]
+        by_id = dict(zip(map(id, params), grads, strict=True))
+        return plans, [[_distributed.local_grad(by_id[id(p)], p) for p in x.params] for x in plans]
+
+    def _state_needs(self) -> Needs:
+        options = self._fused_options
+        return Needs(
+            tuple(map(self._slots, self.param_groups)),
+            self._scalar_names,
+            self._initial,
+            options["state_dtype"],
+            options["master_weights"],
+            options["ema_decay"] is not None,
+        )
+
+    def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
+        for p in params:
+            self._check_parameter(p)
+        by_device: dict[torch.device, list[int]] = {}
+        for i, p in enumerate(params):
+            by_device.setdefault(p.device, []).append(i)
+        return [
+            Plan(
+                self._store(device), self.state, [params[i] for i in which],
+                [groups[i] for i in which], needs,
+            )
+            for device, which in by_device.items()
+        ]  # fmt: skip
+
+    def _check_parameter(self, p: Tensor) -> None:
+        if p.is_complex():
+            raise RuntimeError(f"{type(self).__name__} does not support complex parameters")
+        if p.dtype not in DTYPES:
+            raise RuntimeError(
+                f"{type(self).__name__} supports float32, float64, float16 and bfloat16 "
+                f"parameters, got {p.dtype}"
+            )
+        inner = _distributed.local(p)
+        sizes = zip(inner.shape, inner.stride(), strict=True)
+        if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
+            raise RuntimeError(
+                f"a parameter of shape {tuple(p.shape)} has several elements at one place in memory"
+            )
+
+    def _store(self, device: torch.device) -> Store:
+        """The scalars of all parameters on the device; made anew where there are others."""
+        params = [p for g in self.param_groups for p in g["params"] if p.device == device]
+        store = self._stores.get(device)
+        if store is None or list(map(id, store.params)) != list(map(id, params)):
+            new = Store(params, device)
+            if self._scalar_names[0] is None:
+                # No step count in the checkpoint: one that has states has had a step.
+                stepped = [float(id(p) in self._loaded) for p in params]
+                new.scalars[0].copy_(torch.tensor(stepped, device="cpu"))
+            if store is not None:
+                new.control.copy_(store.control)
+                for p in params:
+                    column = store.columns.get(id(p))
+                    if column is not None:
+                        new.scalars[:, new.columns[id(p)]].copy_(store.scalars[:, column])
+            self._stores[device] = new
+            self._plans.clear()
+            store = new
+        return store
+
+    def _forget(self) -> None:
+        """Plans, after what they rest on has been replaced."""
+        self._plans: dict[tuple[int, ...], tuple[Any, list[Plan]]] = {}
+        self._stores: dict[torch.device, Store] = {}
+        self._last = []
+        self._measured = False
+        self._loaded = {id(p) for p, own in self.state.items() if own}
+
+    # --- what the last step did ---
+
+    def _control(self, which: int) -> Tensor:
+        if not self._last:
+            return torch.zeros(())
+        value = self._last[0].store.control[which]
+        return value.clone()
+
+    @property
+    def last_step_skipped(self) -> Tensor:
+        """Whether the last step was skipped, for gradients that were not finite.
+
+        A bool tensor of no dimensions on the device of the parameters; nothing waits for it.
+        """
+        return self._control(0) != 0
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped: an int64 tensor of no dimensions, on the device."""
+        return self._control(1).long()
+
+    @property
+    def applied_steps(self) -> Tensor:
+        """How many steps were not skipped: an int64 tensor of no dimensions, on the device."""
+        return self._control(5).long()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients at the last step, unscaled and before clipping.
+
+        A float32 tensor of no dimensions on the device, or None where the step had no reason to
+        measure it: no loss scaling, no clipping, no rule that needs norms.
+        """
+        return self._control(2) if self._measured else None
+
+    def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter of the last step, and how many of its gradient's values were not finite.
+
+        The counts are float64 tensors of no dimensions, on the device. Empty where the last step
+        had no reason to look (see `grad_norm`).
+        """
+        if not self._measured:
+            return []
+        return [
+            (p, count)
+            for plan in self._last
+            if plan.sums is not None
+            for p, count in zip(plan.params, plan.sums[:, 0].unbind(), strict=True)
+        ]
+
+    def _found_inf(self) -> dict[torch.device, Tensor]:
+        """Of the last step, for GradScaler.update: 1 where it was skipped, by device."""
+        return {plan.store.control.device: plan.store.control[0].clone() for plan in self._last[:1]}
+
+    # --- averages ---
+
+    def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter, and its moving average where ``ema_decay`` has made one.
+
+        Averages of 16-bit parameters are float32. A parameter that had no step yet is its own.
+        """
+        return [
+            (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
+    @contextmanager
+    def swap_averages(self) -> Iterator[None]:
+        """Within it the parameters hold their averages: evaluate, or save the model."""
+        if self.ema_decay is None:
+            raise RuntimeError("swap_averages needs an optimizer with ema_decay")
+        pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
+        with torch.no_grad():
+            kept = [p.detach().clone() for p, _ in pairs]
+            for p, average in pairs:
+                p.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (p, _), value in zip(pairs, kept, strict=True):
+                    p.copy_(value)
+
+    def _average_parameters_without_gradients(self, weight: float) -> None:
+        """Their averages go on, as those of ModelEma would, unless the step was skipped."""
+        stepped = {id(p) for plan in self._last for p in plan.params}
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state.get(p, {}).get("ema")
+                if average is not None and id(p) not in stepped:
+                    skipped = self._control(0).to(p.device, average.dtype)
+                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: same keys, shapes and dtypes for optimizers that torch has.
+
+        Momentum buffers that every step so far skipped are left out, as torch would not have made
+        them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
+        """
+        state_dict: dict[str, Any] = super().state_dict()
+        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        unborn = self._without_a_step()
+        state = {}
+        for number, own in state_dict["state"].items():
+            kept = dict(own)
+            if isinstance(number, int):
+                p, group = params[number]
+                if id(p) in unborn:
+                    kept.pop("momentum_buffer", None)
+                if isinstance(kept.get("step"), Tensor):
+                    step = kept["step"].clone()
+                    on_device = group.get("capturable") or group.get("fused")
+                    kept["step"] = step if on_device else step.cpu()
+            if kept:
+                state[number] = kept
+        state_dict["state"] = state
+        return state_dict
+
+    def _without_a_step(self) -> set[int]:
+        """Parameters that were never updated, for optimizers whose states do not tell."""
+        if self._scalar_names[0] is not None:
+            return set()
+        return {
+            id(p)
+            for store in self._stores.values()
+            for p, step in zip(store.params, store.scalars[0].tolist(), strict=True)
+            if step == 0
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep the dtype that this optimizer holds them in.
+
+        torch casts them to the parameter's, which cuts float32 states of 16-bit parameters.
+        """
+        given: list[dict[str, Any]] = []
+        hook = self.register_load_state_dict_pre_hook(lambda _, d: given.append(d))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        saved = given[0]
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
+
+    def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
+        if name in ("ema", "master_param"):
+            return torch.float64 if p.dtype is torch.float64 else torch.float32
+        if name in self._scalar_names:
+            return torch.float32
+        dtype: torch.dtype = self._fused_options["state_dtype"] or p.dtype
+        return dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        unborn = self._without_a_step()
+        if unborn:
+            state["state"] = self.state.copy()
+            for p in self.state:
+                if id(p) in unborn:
+                    kept = {k: v for k, v in self.state[p].items() if k != "momentum_buffer"}
+                    state["state"][p] = kept
+        return {
+            **state,
+            "_fused_options": self._fused_options,
+            "_rounding_seed": self._rounding_seed,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        name = self._scalar_names[0]
+        for group in state["param_groups"]:
+            step = group.pop("step", None)  # Apex and timm's Lamb count by group
+            for p in group["params"] if step is not None and name is not None else ():
+                if state["state"].get(p):
+                    state["state"][p].setdefault(name, torch.as_tensor(float(step)))
+        super().__setstate__(state)
+        self._forget()
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.device != device:
+        tensor = tensor.to(device, non_blocking=True)
+    return tensor if tensor.dtype is not torch.float16 else tensor.float()

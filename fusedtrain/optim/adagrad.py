@@ -1,0 +1,82 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import refuse_differentiable
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class Adagrad(FusedOptimizer, torch.optim.Adagrad):
+    """`torch.optim.Adagrad` in one call.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        lr_decay: lr is divided by 1 + (step - 1) lr_decay.
+        weight_decay: L2 penalty.
+        initial_accumulator_value: what the sum of squares starts with.
+        eps: added to the root.
+        maximize: ascends.
+        foreach, fused: accepted; the step is the fused one in any case.
+        differentiable: not supported.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range. RuntimeError: for `differentiable`.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.Adagrad([weight], lr=0.25)
+        >>> weight.grad = torch.tensor([3.0, -5.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.7500, 1.2500], requires_grad=True)
+    """
+
+    _rule = "adagrad"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        refuse_differentiable(differentiable)
+        torch.optim.Adagrad.__init__(
+            self, params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach,
+            maximize=maximize, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (group["lr_decay"], group["eps"]),
+            maximize=group["maximize"],
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("sum",)
+
+    def _initial(self, name: str) -> float:
+        return float(self.defaults["initial_accumulator_value"])

@@ -1,0 +1,111 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_betas, check_not_negative
+from ._engine import FusedOptimizer, OtherOptions
+from ._plan import Numbers
+
+
+class LAMB(FusedOptimizer):
+    """LAMB (arXiv 1904.00962), as timm's ``Lamb`` has it: Adam's update, scaled by |p| / |update|.
+
+    The norm of the update is that of a trial: gradients, parameters and states are read twice.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        bias_correction: corrects the averages for their start at 0.
+        betas: decays of the averages of the gradient and of its square.
+        eps: added to the denominator.
+        weight_decay: L2 penalty of the update. Groups without it are not scaled, unless
+            `always_adapt`.
+        grad_averaging: multiplies the gradient by 1 - beta1 in its average.
+        max_grad_norm: norm that all gradients together are clipped to, or None.
+        trust_clip: LAMBC: the scale is at most 1.
+        always_adapt: scales groups without weight decay too.
+        caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
+        decoupled_decay: fraction of lr that weights shrink by each step, instead of the penalty.
+        corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.LAMB([weight], lr=0.25, weight_decay=0.0)
+        >>> weight.grad = torch.tensor([0.3, -0.5])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.7500, 1.2500], requires_grad=True)
+    """
+
+    _rule = "lamb"
+    _norms = 2 | 4  # of gradients and parameters
+    _tries = True
+    _norm_eps = 0.0
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        caution: bool = False,
+        decoupled_decay: bool = False,
+        corrected_weight_decay: bool = False,
+        **options: Unpack[OtherOptions],
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+            "caution": caution,
+            "decoupled_decay": decoupled_decay,
+            "corrected_weight_decay": corrected_weight_decay,
+        }
+        super().__init__(params, defaults)
+        self._set_options({**options, "max_grad_norm": max_grad_norm})
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (
+                *group["betas"],
+                group["eps"],
+                group["bias_correction"],
+                group["grad_averaging"],
+                group["trust_clip"],
+                group["always_adapt"],
+                group["decoupled_decay"],
+            ),
+            max_lr=self._max_lr(group),
+            cautious=group["caution"],
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,97 @@
+"""LARS and LARC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_nesterov, check_not_negative
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class LARS(FusedOptimizer):
+    """LARS (arXiv 1708.03888), and LARC with ``trust_clip``, as timm's ``Lars`` has it.
+
+    SGD whose gradient, with weight decay added, is scaled in each tensor by
+    trust_coeff |p| / (|g| + weight_decay |p| + eps).
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        momentum, dampening, nesterov: as in `SGD`.
+        weight_decay: L2 penalty. Groups without it are not scaled, unless `always_adapt`.
+        trust_coeff: see above.
+        eps: see above.
+        trust_clip: LARC: the scale times lr is at most lr.
+        always_adapt: scales groups without weight decay too.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.LARS([weight], lr=1.0, always_adapt=True, trust_coeff=0.5)
+        >>> weight.grad = torch.tensor([5.0, 5.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.5000, 0.5000], requires_grad=True)
+    """
+
+    _rule = "lars"
+    _scalar_names = (None, None, None)
+    _norms = 2 | 4  # of gradients and parameters
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        trust_coeff: float = 0.001,
+        eps: float = 1e-8,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_nesterov(nesterov, momentum, dampening)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coeff": trust_coeff,
+            "eps": eps,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults)
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (
+                group["momentum"],
+                group["dampening"],
+                group["nesterov"],
+                group["trust_coeff"],
+                group["eps"],
+                group["trust_clip"],
+                group["always_adapt"],
+            ),
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] != 0 else None,)

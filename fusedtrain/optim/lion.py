@@ -1,0 +1,86 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_betas, check_not_negative
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class Lion(FusedOptimizer):
+    """Lion (arXiv 2302.06675), as timm's ``Lion`` has it: the sign of a momentum.
+
+    The sign of 0 is 0: a parameter without gradient stays where it is.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        betas: weights of the average in the update and from step to step.
+        weight_decay: fraction of lr that weights shrink by each step.
+        caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
+        corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
+        maximize: ascends.
+        foreach: accepted; the step is the fused one in any case.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = fusedtrain.optim.Lion([weight], lr=0.25)
+        >>> weight.grad = torch.tensor([3.0, -5.0, 0.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.7500, 1.2500, 1.0000], requires_grad=True)
+    """
+
+    _rule = "lion"
+    _scalar_names = (None, None, None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        caution: bool = False,
+        corrected_weight_decay: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        check_not_negative(lr=lr, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "caution": caution,
+            "corrected_weight_decay": corrected_weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            group["betas"],
+            maximize=group["maximize"],
+            max_lr=self._max_lr(group),
+            cautious=group["caution"],
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("exp_avg",)

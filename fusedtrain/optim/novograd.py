@@ -1,0 +1,79 @@
+"""NovoGrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_betas, check_not_negative
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class NovoGrad(FusedOptimizer):
+    """NovoGrad (arXiv 1905.11286), as timm's ``NvNovoGrad`` has it: one second moment a tensor.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        betas: decays of the averages of the gradient and of its squared norm.
+        eps: added to the denominator.
+        weight_decay: L2 penalty of the normalised gradient.
+        grad_averaging: multiplies that by 1 - beta1 in its average.
+        amsgrad: divides by the largest second moment so far (arXiv 1904.09237).
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.NovoGrad([weight], lr=0.25)
+        >>> weight.grad = torch.tensor([3.0, -4.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.8500, 1.2000], requires_grad=True)
+    """
+
+    _rule = "novograd"
+    _scalar_names = ("step", "exp_avg_sq", "max_exp_avg_sq")
+    _norms = 2  # of gradients
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.95, 0.98),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        grad_averaging: bool = False,
+        amsgrad: bool = False,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(params, defaults)
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (*group["betas"], group["eps"], group["grad_averaging"], group["amsgrad"]),
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("exp_avg",)

@@ -1,0 +1,180 @@
+"""RMSprop: torch's, and timm's in TensorFlow's manner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_not_negative, refuse_differentiable
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class RMSprop(FusedOptimizer, torch.optim.RMSprop):
+    """`torch.optim.RMSprop` in one call.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        alpha: decay of the average of squares.
+        eps: added to the root.
+        weight_decay: L2 penalty.
+        momentum: momentum factor.
+        centered: divides by an estimate of the standard deviation. Where rounding makes the
+            variance negative it counts as 0 (torch gives nan).
+        maximize: ascends.
+        foreach, capturable: accepted; the step is the fused, capturable one in any case.
+        differentiable: not supported.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range. RuntimeError: for `differentiable`.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.RMSprop([weight], lr=0.25, alpha=0.75)
+        >>> weight.grad = torch.tensor([3.0, -5.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+    """
+
+    _rule = "rmsprop"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        refuse_differentiable(differentiable)
+        torch.optim.RMSprop.__init__(
+            self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach,
+            maximize, differentiable,
+        )  # fmt: skip
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (group["alpha"], group["eps"], group["momentum"], group["centered"]),
+            maximize=group["maximize"],
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return (
+            "square_avg",
+            "momentum_buffer" if group["momentum"] > 0 else None,
+            "grad_avg" if group["centered"] else None,
+        )
+
+
+class RMSpropTF(FusedOptimizer):
+    """RMSprop as in TensorFlow, for EfficientNet recipes: timm's ``RMSpropTF``.
+
+    eps is inside the root, squares start at 1, and the learning rate enters the momentum buffer.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        alpha: decay of the average of squares.
+        eps: added under the root.
+        weight_decay: L2 penalty, or decoupled with `decoupled_decay`.
+        momentum: momentum factor.
+        centered: divides by an estimate of the standard deviation.
+        decoupled_decay: fraction of lr that weights shrink by each step.
+        corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
+        lr_in_momentum: scales by lr before the momentum buffer, not after it.
+        caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.RMSpropTF([weight], lr=0.5)
+        >>> weight.grad = torch.tensor([1.0, -1.0])
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.5000, 1.5000], requires_grad=True)
+    """
+
+    _rule = "rmsprop_tf"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        corrected_weight_decay: bool = False,
+        lr_in_momentum: bool = True,
+        caution: bool = False,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        check_not_negative(
+            lr=lr, alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "alpha": alpha,
+            "eps": eps,
+            "centered": centered,
+            "weight_decay": weight_decay,
+            "decoupled_decay": decoupled_decay,
+            "corrected_weight_decay": corrected_weight_decay,
+            "lr_in_momentum": lr_in_momentum,
+            "caution": caution,
+        }
+        super().__init__(params, defaults)
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (
+                group["alpha"],
+                group["eps"],
+                group["momentum"],
+                group["centered"],
+                group["decoupled_decay"],
+                group["lr_in_momentum"],
+            ),
+            max_lr=self._max_lr(group),
+            cautious=group["caution"] and group["momentum"] > 0,
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return (
+            "square_avg",
+            "momentum_buffer" if group["momentum"] > 0 else None,
+            "grad_avg" if group["centered"] else None,
+        )
+
+    def _initial(self, name: str) -> float:
+        return 1.0 if name == "square_avg" else 0.0

@@ -1,0 +1,159 @@
+"""Stochastic gradient descent: torch's, and timm's with decoupled weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from ._checks import check_nesterov, check_not_negative, refuse_differentiable
+from ._engine import FusedOptimizer, FusedOptions
+from ._plan import Numbers
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD` in one call: momentum, dampening, nesterov, weight decay, maximize.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        momentum: momentum factor.
+        dampening: dampening of the gradient in the momentum buffer, but for its first step.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum.
+        maximize: ascends.
+        foreach, fused: accepted; the step is the fused one in any case.
+        differentiable: not supported.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range. RuntimeError: for `differentiable`.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.SGD([weight], lr=0.5, momentum=0.9)
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.5000, 0.5000], requires_grad=True)
+    """
+
+    _rule = "sgd"
+    _scalar_names = (None, None, None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        refuse_differentiable(differentiable)
+        torch.optim.SGD.__init__(
+            self, params, lr, momentum, dampening, weight_decay, nesterov,
+            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
+        )  # fmt: skip
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (group["momentum"], group["dampening"], group["nesterov"], 0),
+            maximize=group["maximize"],
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+
+
+class SGDW(FusedOptimizer):
+    """SGD with decoupled weight decay (arXiv 1711.05101), as timm's ``SGDW`` has it.
+
+    Args:
+        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        lr: learning rate, a number or a tensor of one element.
+        momentum, dampening, nesterov, maximize: as in `SGD`.
+        weight_decay: fraction of lr that weights shrink by each step.
+        caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
+        corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
+        foreach: accepted; the step is the fused one in any case.
+        differentiable: not supported.
+        options: see `FusedOptions`.
+
+    Raises:
+        ValueError: for values out of range. RuntimeError: for `differentiable`.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = fusedtrain.optim.SGDW([weight], lr=0.5, weight_decay=0.1)
+        >>> weight.grad = torch.zeros(2)
+        >>> optimizer.step()
+        >>> weight
+        Parameter containing:
+        tensor([0.9500, 0.9500], requires_grad=True)
+    """
+
+    _rule = "sgd"
+    _scalar_names = (None, None, None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        caution: bool = False,
+        corrected_weight_decay: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        **options: Unpack[FusedOptions],
+    ) -> None:
+        refuse_differentiable(differentiable)
+        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        check_nesterov(nesterov, momentum, dampening)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "caution": caution,
+            "corrected_weight_decay": corrected_weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+        }
+        super().__init__(params, defaults)
+        self._set_options(options)
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            (group["momentum"], group["dampening"], group["nesterov"], 1),
+            maximize=group["maximize"],
+            max_lr=self._max_lr(group),
+            cautious=group["caution"] and group["momentum"] != 0,
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] != 0 else None,)

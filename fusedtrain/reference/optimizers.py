@@ -1,0 +1,314 @@
+"""The optimizer step in plain torch: what csrc/cpu/multi_tensor.cpp computes, op by op.
+
+Nothing here waits for the device: a step that is to be skipped is computed all the same, and
+``torch.where`` keeps every bit of what was there. Only ``table`` and ``rows`` are read, which are
+in host memory.
+
+``table`` is a matrix of float64: the options of the step (STEP_OPTIONS), then a row for each group
+(GROUP_OPTIONS, then the options of the rule, which csrc/optimizers.h names). ``rows`` has for each
+parameter: its group, its column of ``scalars``, the index of each of its states in ``states``, of
+its master in ``masters``, of its average in ``averages``; -1 where there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
+from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16
+
+WIDTH = 14  # of the table
+STEP_OPTIONS = (
+    "measures", "max_norm", "norm_eps", "unit_factor", "unit_eps", "average_weight", "write_back",
+    "stochastic", "seed", "trial",
+)  # fmt: skip
+GROUP_OPTIONS = ("lr", "lr_index", "weight_decay", "sign", "max_lr", "cautious")
+MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
+MAX_STATES = 3
+SCALARS = 3  # rows of `scalars`: applied steps, two second moments
+# `control`, about the last step: skipped?, skipped steps, norm of all gradients, clip coefficient,
+# number of non-finite gradients, applied steps, two that are unused.
+CONTROLS = 8
+
+
+class _Measures(NamedTuple):
+    sums: Tensor  # [n, 3]: number of non-finite gradients, sum of g^2, sum of p^2
+    squares: Tensor  # [n]: sum of g^2 after unit-wise clipping
+    unit_factors: list[Tensor] | None
+
+
+class _Plan(NamedTuple):
+    """What the update of every tensor needs to know."""
+
+    skip: Tensor
+    gradient: Tensor  # [n]: what stored gradients are multiplied by
+    unit_factors: list[Tensor] | None
+    facts: Facts
+    k: Coefficients
+
+
+@dataclass
+class _Call:
+    """The arguments that all three ops share, in their order."""
+
+    rule: int  # counts the rows of RULES
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[Tensor]
+    masters: list[Tensor]
+    averages: list[Tensor]
+    lrs: list[Tensor]
+    scalars: Tensor
+    control: Tensor
+    table: Tensor
+    rows: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __post_init__(self) -> None:
+        step, *self.groups = self.table.view(-1, WIDTH).tolist()
+        self.option = dict(zip(STEP_OPTIONS, step))
+        self.measures = int(self.option["measures"])
+        columns = self.rows.view(-1, 4 + MAX_STATES).tolist()
+        self.group = [row[0] for row in columns]
+        self.column = [row[1] for row in columns]
+
+        def chosen(tensors: list[Tensor], which: int) -> list[Tensor | None]:
+            return [tensors[row[which]] if row[which] >= 0 else None for row in columns]
+
+        states = [chosen(self.states, 2 + k) for k in range(MAX_STATES)]
+        self.state = list(zip(*states))
+        self.master = chosen(self.masters, 2 + MAX_STATES)
+        self.average = chosen(self.averages, 3 + MAX_STATES)
+        self.dtype = [torch.promote_types(p.dtype, torch.float32) for p in self.params]
+        if len(self.grads) != len(self.params) or any(
+            t is not None and t.shape != p.shape
+            for p, *others in zip(self.params, self.grads, *states, self.master, self.average)
+            for t in others
+        ):
+            raise RuntimeError("fusedtrain: all that belongs to a parameter must have its shape")
+
+    def on_device(self, numbers: list[Any]) -> Tensor:
+        dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
+        host = torch.tensor(numbers, dtype=dtype, device="cpu")
+        return host.to(self.scalars.device, non_blocking=True)
+
+    def param(self, i: int) -> Tensor:
+        master = self.master[i]
+        return (self.params[i] if master is None else master).to(self.dtype[i])
+
+    def grad(self, i: int, unit_factors: list[Tensor] | None) -> Tensor:
+        """The stored gradient, clipped unit by unit."""
+        grad = self.grads[i].to(self.dtype[i])
+        return grad if unit_factors is None else grad * unit_factors[i].to(grad.dtype)
+
+    def unscale(self) -> Tensor:
+        if self.scale is None:
+            return torch.ones((), dtype=torch.float64, device=self.scalars.device)
+        # To float32 at once, as torch's GradScaler rounds it.
+        return self.scale.reshape(()).double().reciprocal().float().double()
+
+    # --- the sweep over gradients
+
+    def measure(self) -> _Measures:
+        unscale = self.unscale()
+        sums, clipped, factors = [], [], []
+        for i, dtype in enumerate(self.dtype):
+            grad = self.grad(i, None) * unscale.to(dtype)
+            # A unit is an index of dimension 0: an output channel of a convolution, a neuron.
+            over = list(range(1 if grad.dim() > 1 else 0, grad.dim()))
+            squares = grad.double().square().sum(over, keepdim=True)
+            weights = torch.zeros_like(squares)
+            if self.measures & MEASURE_PARAMETERS:
+                weights = self.param(i).double().square().sum(over, keepdim=True)
+            factor = self.unit_factor(squares.sqrt(), weights.sqrt())
+            bad = (grad - grad != 0).sum()
+            sums.append(torch.stack([bad.double(), squares.sum(), weights.sum()]))
+            clipped.append((squares * factor.square()).sum())
+            factors.append(factor)
+        if self.option["unit_factor"] == 0:
+            return self.measured(torch.stack(sums))
+        return _Measures(torch.stack(sums), torch.stack(clipped), factors)
+
+    def unit_factor(self, grad_norm: Tensor, param_norm: Tensor) -> Tensor:
+        """Adaptive clipping (arXiv 2102.06171), timm's constants."""
+        most = param_norm.clamp(min=self.option["unit_eps"]) * self.option["unit_factor"]
+        return torch.where(grad_norm < most, 1.0, most / grad_norm.clamp(min=1e-6))
+
+    def measured(self, sums: Tensor | None) -> _Measures:
+        """By somebody else, or by nobody."""
+        if sums is None:
+            shape, device = (len(self.params), 3), self.scalars.device
+            sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        return _Measures(sums, sums[:, 1], None)
+
+    # --- the scalar tail
+
+    def norm(self, sums: Tensor) -> Tensor:
+        return sums[:, 1].sum().sqrt()
+
+    def clip(self, sums: Tensor) -> Tensor:
+        norm, most = self.norm(sums), self.option["max_norm"]
+        if most == 0:
+            return torch.ones_like(norm)
+        return (most / (norm + self.option["norm_eps"])).clamp(max=1)
+
+    def skip(self, sums: Tensor) -> Tensor:
+        skip = torch.zeros((), dtype=torch.bool, device=self.scalars.device)
+        if self.found_inf is not None:
+            skip = ~(self.found_inf.reshape(()) == 0)
+        if self.measures & MEASURE_FINITE:
+            skip = skip | (sums[:, 0] != 0).any()
+        return skip
+
+    def plan(self, measures: _Measures) -> _Plan:
+        table = self.table.view(-1, WIDTH)[1:].to(self.scalars.device, non_blocking=True)
+        lrs = [
+            table[g, 0] if row[1] < 0 else self.lrs[int(row[1])].reshape(()).double()
+            for g, row in enumerate(self.groups)
+        ]
+        group = self.on_device(self.group)
+        options = table[group]
+        scalars = self.scalars.view(SCALARS, -1)[:, self.on_device(self.column)]
+        clip = self.clip(measures.sums)
+        facts = Facts(
+            lr=torch.stack(lrs)[group],
+            weight_decay=options[:, 2],
+            max_lr=options[:, 4],
+            cautious=options[:, 5],
+            option=options[:, 6:],
+            step=scalars[0].double() + 1,
+            grad_norm=measures.squares.sqrt() * clip,
+            param_norm=measures.sums[:, 2].sqrt(),
+            moments=scalars[1:].t(),
+        )
+        return _Plan(
+            skip=self.skip(measures.sums),
+            gradient=self.unscale() * clip * options[:, 3],
+            unit_factors=measures.unit_factors,
+            facts=facts,
+            k=RULES[self.rule].prepare(facts),
+        )
+
+    def finished(self, plan: _Plan, sums: Tensor) -> _Plan:
+        """With what depends on a trial of the update."""
+        numel = self.on_device([float(p.numel()) for p in self.params])
+        trial = Trial(sums[:, 0], sums[:, 1], sums[:, 2], numel)
+        k, rule_finish = finish(plan.k, trial), RULES[self.rule].finish
+        return plan._replace(k=k if rule_finish is None else rule_finish(plan.facts, k, trial))
+
+    def commit(self, plan: _Plan, sums: Tensor) -> None:
+        """Step counts, and what the caller is told."""
+        scalars, column = self.scalars.view(SCALARS, -1), self.on_device(self.column)
+        old = scalars[:, column]
+        new = torch.cat([old[:1] + 1, plan.k.moments.t()])
+        scalars.index_copy_(1, column, torch.where(plan.skip, old, new))
+        skipped, norm, clip, bad = plan.skip.double(), self.norm(sums), self.clip(sums), sums[:, 0]
+        if self.measures == 0:
+            norm, clip, bad = norm * torch.nan, torch.ones_like(clip), bad * 0
+        applied = self.control[5] + (1 - skipped)
+        told = [skipped, self.control[1] + skipped, norm, clip, bad.sum(), applied]
+        self.control[: len(told)].copy_(torch.stack(told))
+
+    # --- the sweep over parameters
+
+    def direction(self, i: int, plan: _Plan) -> Stepped:
+        """Direction of tensor i with disagreeing elements at 0, which agree, the new states."""
+        dtype = self.dtype[i]
+        zero = torch.zeros((), dtype=dtype, device=self.scalars.device)
+        states = [zero if s is None else s.to(dtype) for s in self.state[i]]
+        grad = self.grad(i, plan.unit_factors) * plan.gradient[i].to(dtype)
+        c = list(plan.k.c[i].to(dtype).unbind())
+        u, grad, states = RULES[self.rule].update(self.param(i), grad, states, c)
+        agrees = u * grad > 0
+        return torch.where((plan.k.cautious[i] == 0) | agrees, u, u * 0), agrees, states
+
+    def trial(self, plan: _Plan) -> Tensor:
+        sums = []
+        for i in range(len(self.params)):
+            u, agrees, _ = self.direction(i, plan)
+            square, product = u.double().square(), u.double() * self.param(i).double()
+            sums.append(torch.stack([agrees.sum().double(), square.sum(), product.sum()]))
+        return torch.where(plan.skip, 0.0, torch.stack(sums))
+
+    def update(self, i: int, plan: _Plan) -> None:
+        dtype, k = self.dtype[i], plan.k
+
+        def write(to: Tensor | None, values: Tensor) -> None:
+            if to is not None:
+                to.copy_(torch.where(plan.skip, to, values.to(to.dtype)))
+
+        direction, _, states = self.direction(i, plan)
+        param, grad = self.param(i), self.grad(i, plan.unit_factors)
+        u, late_decay = direction * k.caution[i].to(dtype), k.late_decay[i].to(dtype)
+        u = torch.where(late_decay != 0, u + late_decay * param, u)
+        param = k.keep[i].to(dtype) * param - k.size[i].to(dtype) * u
+        for old, new in zip(self.state[i], states):
+            write(old, new)
+        average, weight = self.average[i], self.option["average_weight"]
+        if average is not None and weight != 0:
+            old = average.to(dtype)
+            write(average, old + weight * (param - old))
+        write(self.master[i], param)
+        stored = self.params[i]
+        if self.option["stochastic"] and stored.dtype == torch.bfloat16 and self.master[i] is None:
+            key = random_key(int(self.option["seed"]), self.column[i], self.control[5])
+            param = stochastic_bfloat16(param, memory_index(stored), key)
+        write(stored, param)
+        if self.option["write_back"] == 1:
+            write(self.grads[i], grad * plan.gradient[i].abs().to(dtype))
+        elif self.option["write_back"] == 2:
+            self.grads[i].zero_()
+
+
+@torch.no_grad()
+def measure_gradients(*arguments: Any) -> Tensor:
+    """The sums of every tensor, [n, 3] of float64: see _Measures.
+
+    Args:
+        arguments: the fields of _Call.
+    """
+    call = _Call(*arguments)
+    return call.measure().sums if call.params else call.measured(None).sums
+
+
+@torch.no_grad()
+def try_update(*arguments: Any) -> Tensor:
+    """Sums over a trial of the update, [n, 3] of float64; 0 where it would be skipped.
+
+    Args:
+        arguments: the fields of _Call, and the sums of ``measure_gradients``.
+    """
+    call = _Call(*arguments[:-1])
+    if not call.params:
+        return call.measured(None).sums
+    if call.option["unit_factor"] != 0:
+        raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
+    return call.trial(call.plan(call.measured(arguments[-1])))
+
+
+@torch.no_grad()
+def optimizer_step(*arguments: Any) -> Tensor:
+    """The step, in place; returns the sums of ``measure_gradients``.
+
+    Args:
+        arguments: the fields of _Call, then the sums of ``measure_gradients`` and those of
+            ``try_update``, each None where it is to be found out here.
+    """
+    call, sums, trial_sums = _Call(*arguments[:-2]), arguments[-2], arguments[-1]
+    if sums is not None and call.option["unit_factor"] != 0:
+        raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
+    if not call.params:
+        return call.measured(sums).sums.clone()
+    measures = call.measure() if sums is None and call.measures else call.measured(sums)
+    plan = call.plan(measures)
+    if call.option["trial"] != 0:
+        plan = call.finished(plan, call.trial(plan) if trial_sums is None else trial_sums)
+    for i in range(len(call.params)):
+        call.update(i, plan)
+    call.commit(plan, measures.sums)
+    return measures.sums.clone()

@@ -1,0 +1,53 @@
+"""Stochastic rounding to bfloat16, with the bits of csrc/optimizers.h.
+
+torch has no arithmetic of unsigned integers: theirs is done in int64, which wraps and is masked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS32 = 0xFFFFFFFF
+
+
+def _signed(x: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right of 64 bits."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def random_key(seed: int, tensor: int, step: Tensor) -> Tensor:
+    """The key of a tensor at a step (splitmix64's finaliser), 32 bits in an int64."""
+    start = _signed(seed + tensor * 0x9E3779B97F4A7C15)
+    x = start + step.to(torch.int64) * _signed(0xD1B54A32D192ED03)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return (_shift(x, 32) ^ x) & _BITS32
+
+
+def random_bits(index: Tensor, key: Tensor) -> Tensor:
+    """32 random bits of each element (lowbias32 of Chris Wellons' hash-prospector)."""
+    x = (index * 0x9E3779B9 + key) & _BITS32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS32
+    return x ^ (x >> 16)
+
+
+def memory_index(like: Tensor) -> Tensor:
+    """Of each element its place in memory (in that of a dense copy, where there are gaps)."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return torch.arange(like.numel(), device=like.device).as_strided(like.shape, strides)
+
+
+def stochastic_bfloat16(values: Tensor, index: Tensor, key: Tensor) -> Tensor:
+    """float32 values up or down at random, the nearer the likelier. Infinities and NaN stay."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & _BITS32
+    rounded = (bits + (random_bits(index, key) >> 16)) >> 16
+    rounded = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    return torch.where(finite, rounded.view(torch.bfloat16), values.to(torch.bfloat16))
