@@ -65,6 +65,7 @@ struct Cpu {
 struct Work : cpu::OptimizerWork {
   explicit Work(const OptimizerCall& call) : cpu::OptimizerWork{}, call(call) {
     chunk_count = cpu::optimizer_chunks(call);
+    for (int64_t t = 0; t < call.count; ++t) elements += call.tensors[t].numel;
     chunk_list.resize(chunk_count);
     cpu::cut_into_chunks(call, chunk_list.data());
     partial_list.resize(chunk_count * (kTensorSums > kTrialSums ? kTensorSums : kTrialSums));
@@ -86,6 +87,7 @@ struct Work : cpu::OptimizerWork {
 
   using Part = void (*)(const OptimizerCall&, const cpu::OptimizerWork&, int64_t, int64_t);
   void parallel(int64_t n, Part part) const {
+    if (elements <= kGrain) return part(call, *this, 0, n);
     torch::stable::parallel_for(
         0, n, 2, [&](int64_t first, int64_t last) { part(call, *this, first, last); });
   }
@@ -105,6 +107,7 @@ struct Work : cpu::OptimizerWork {
   }
 
   const OptimizerCall& call;
+  int64_t elements = 0;
 
  private:
   std::vector<cpu::OptimizerChunk> chunk_list;

@@ -1,6 +1,6 @@
 """fusedtrain: fused activations, batch norm and optimizer steps for PyTorch training."""
 
-from . import amp, functional, nn, optim
+from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
 from ._version import __version__
 from .convert import ConversionReport, convert, revert
@@ -14,6 +14,7 @@ __all__ = [
     "backend_info",
     "convert",
     "functional",
+    "integrations",
     "nn",
     "optim",
     "revert",

@@ -208,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _on(scale, device), _on(found_inf, device),
             ]  # fmt: skip
             calls.append((plan, arguments))
-        if (measures or trial) and (len(plans) > 1 or self._is_distributed()):
+        if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
             if options["agc"] is not None:
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
             _distributed.step(calls, trial)
@@ -236,9 +236,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
 
-    def _is_distributed(self) -> bool:
-        return any(_distributed.is_distributed(p) for plan in self._last for p in plan.params)
-
     def _plans_and_gradients(self) -> tuple[list[Plan], list[list[Tensor]]]:
         """The plans, one a device, of the parameters that have gradients, and these."""
         params: list[Tensor] = []
@@ -248,14 +245,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 grad = p.grad
                 if grad is not None:
+                    if grad.layout is not torch.strided:
+                        name = type(self).__name__
+                        raise RuntimeError(f"{name} does not support sparse gradients")
                     params.append(p)
                     grads.append(grad)
                     groups.append(number)
         if not params:
             return [], []
-        for grad in grads:
-            if grad.layout is not torch.strided:
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         key = tuple(map(id, params))
         needs = self._state_needs()
         known_groups, plans = self._plans.get(key, ((), []))
@@ -266,7 +263,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = (groups, plans)
-        if len(plans) == 1 and not any(map(_distributed.is_distributed, params)):
+        if len(plans) == 1 and not plans[0].distributed:
             return plans, [grads]
         by_id = dict(zip(map(id, params), grads, strict=True))
         return plans, [[_distributed.local_grad(by_id[id(p)], p) for p in x.params] for x in plans]

@@ -1,0 +1,5 @@
+"""Where other libraries look for optimizers and layers."""
+
+from . import timm
+
+__all__ = ["timm"]
