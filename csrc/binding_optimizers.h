@@ -208,6 +208,11 @@ struct OptimizerOps {
     torch::stable::zero_(sums);
     return sums;
   }
+  // Sums of another call do not tell what the units of its tensors are clipped by.
+  static void check_sums(const Arguments& a) {
+    STD_TORCH_CHECK(a.call.options->unit_factor == 0,
+                    "fusedtrain: units are clipped by what their own call measures");
+  }
   static double* sums_of(const Tensor& sums, const Arguments& a, int width) {
     STD_TORCH_CHECK(sums.scalar_type() == torch::headeronly::ScalarType::Double &&
                         sums.is_contiguous() && sums.numel() == a.call.count * width &&
@@ -238,6 +243,7 @@ struct OptimizerOps {
   // Per tensor the sums over a trial of the update.
   static Tensor try_update(FT_OPTIMIZER_ARGUMENTS, Tensor sums) {
     Arguments a(FT_OPTIMIZER_CALL, false);
+    check_sums(a);
     Tensor trial_sums = new_sums(scalars, a.call.count, kTrialSums);
     if (a.call.count == 0) return trial_sums;
     a.call.sums = sums_of(sums, a, kTensorSums);
@@ -249,9 +255,10 @@ struct OptimizerOps {
   // The step; `sums` and `trial_sums` are measured here where they are not given. Returns sums.
   static Tensor step(FT_OPTIMIZER_ARGUMENTS, MaybeTensor sums, MaybeTensor trial_sums) {
     Arguments a(FT_OPTIMIZER_CALL, true);
-    Tensor measured = sums.has_value() ? *sums : new_sums(scalars, a.call.count, kTensorSums);
-    STD_TORCH_CHECK(!sums.has_value() || a.call.options->unit_factor == 0,
-                    "fusedtrain: units are clipped by what their own call measures");
+    // A copy, since an op must not return its argument.
+    Tensor measured = sums.has_value() ? torch::stable::clone(*sums)
+                                       : new_sums(scalars, a.call.count, kTensorSums);
+    if (sums.has_value()) check_sums(a);
     if (a.call.count == 0) return measured;
     Tensor tried =
         trial_sums.has_value() ? *trial_sums : new_sums(scalars, a.call.count, kTrialSums);

@@ -95,6 +95,7 @@ struct Sgd : Rule<T> {
     k.c[2] = undampened(t) ? 1 : 1 - option[1];
     k.c[3] = option[2];
     k.c[4] = 1;
+    if (option[0] == 0) k.cautious = 0;  // as timm: the direction is the gradient itself
   }
 
   FT_METHOD explicit Sgd(const Coefficients& k)
@@ -133,6 +134,7 @@ struct Lars : Sgd<T> {
       if (option[5] != 0) trust = trust / t.lr < 1 ? trust / t.lr : 1;
     }
     k.c[4] = trust;
+    if (option[0] == 0) k.cautious = 0;
   }
 };
 
@@ -215,7 +217,7 @@ struct Lamb : Rule<T> {
   FT_METHOD static void finish(const TensorFacts& t, const TrialFacts& trial, Coefficients& k) {
     const double* option = t.group->option;
     if (t.group->weight_decay == 0 && option[6] == 0) return;
-    const double w = k.keep * t.param_norm, decay = k.late_decay, caution = k.caution;
+    const double w = ::fabs(k.keep) * t.param_norm, decay = k.late_decay, caution = k.caution;
     const double squares = caution * caution * trial.squares +
                            2 * caution * decay * trial.products +
                            decay * decay * t.param_norm * t.param_norm;
@@ -325,6 +327,7 @@ struct RMSpropTF : Rule<T> {
     k.c[3] = option[2];
     k.c[4] = option[3];
     k.c[5] = inside ? t.lr : 1;
+    if (option[2] == 0) k.cautious = 0;  // as timm
   }
 
   FT_METHOD explicit RMSpropTF(const Coefficients& k)

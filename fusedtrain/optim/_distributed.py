@@ -68,6 +68,9 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
         if trial:
             trial_sums = ops.try_update(*arguments, plan.sums)
             _sum_over_ranks(trial_sums, plan.params)
+            # The number of agreeing elements is divided by that of this rank's part.
+            shares = [local(p).numel() / max(p.numel(), 1) for p in plan.params]
+            trial_sums[:, 0] *= torch.tensor(shares, dtype=torch.float64).to(trial_sums.device)
         ops.optimizer_step(*arguments, plan.sums, trial_sums)
         if norm is not None:
             control = plan.store.control

@@ -1,0 +1,243 @@
+"""The CPU kernels of the optimizer step against the plain-torch one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from _cases import error
+from _optimizer_cases import BF16, F16, F32, F64, OPS, RULE_NAMES, Case, Spec, bits, busy, specs_of
+
+from fusedtrain.reference import optimizers
+from fusedtrain.reference.stochastic_rounding import random_bits, random_key
+
+
+@pytest.fixture
+def kernels() -> Any:
+    return OPS["kernels"]()
+
+
+@pytest.fixture(params=OPS)
+def ops(request: pytest.FixtureRequest) -> Any:
+    """Both implementations of the three ops."""
+    return OPS[request.param]()
+
+
+# Eps of the dtype, relative to max(|x|, 1): sums of products with and without fused multiplies; a
+# 16-bit number may be rounded the other way.
+TOLERANCE = {F32: 8.0, F64: 8.0, F16: 1.0, BF16: 1.0}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {"measures": 2},
+    "amp": {"scale": 512.0, "measures": 7, "max_norm": 3.0, "write_back": 1, "average_weight": 0.1},
+    "units": {"scale": 3.0, "measures": 7, "unit_factor": 0.3, "write_back": 1, "max_norm": 20.0},
+    "trial": {"measures": 7, "trial": 1, "write_back": 2, "found_inf": 0.0, "average_weight": 0.9},
+}
+
+
+def _case(rule: str, **step: Any) -> Case:
+    groups = [busy(rule), busy(rule, lr=0.02, weight_decay=0.0, cautious=1, sign=-1)]
+    return Case(rule, specs_of(rule), groups, **step)
+
+
+def _assert_close(case: Case, expected: Case) -> None:
+    # Averages, too, whose own dtype may be float64.
+    in_float = {
+        f"averages[{row[-1]}]"
+        for row, param in zip(case.rows.tolist(), case.params)
+        if param.dtype != F64 and row[-1] >= 0 and case.averages[row[-1]].dtype == F64
+    }
+    for (name, ours), (_, theirs) in zip(case.written(), expected.written()):
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        actual = ours.float() if name in in_float else ours
+        worst = error(actual[~same], theirs[~same])
+        assert worst <= TOLERANCE[actual.dtype], f"{name} {ours.dtype}: {worst:.1f} eps"
+        if ours.dtype in (F16, BF16) and ours.numel() > 100:
+            assert (~same).sum() <= 2, f"{name} {ours.dtype}: {(~same).sum()} are rounded otherwise"
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_kernels(kernels: Any, rule: str, step: str) -> None:
+    case = _case(rule, **STEPS[step])
+    before = case.clone()
+    for _ in range(3):
+        expected = case.clone()
+        theirs = optimizers.optimizer_step(*expected.arguments(), None, None)
+        ours = kernels.optimizer_step(*case.arguments(), None, None)
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+        _assert_close(case, expected)
+        case.new_gradients()
+    for (name, a), (_, b) in zip(case.written(), before.written()):
+        if name.startswith(("params", "states", "masters")) and a.numel() > 1:
+            assert not torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("write_back", [0, 1, 2])
+@pytest.mark.parametrize("why", ["inf", "nan", "found_inf", "sum of found_inf", "nan found_inf"])
+def test_skipped_first_step(ops: Any, why: str, write_back: int) -> None:
+    """No bit changes but those that tell of it; the next step is the first."""
+    found = {"found_inf": 1.0, "sum of found_inf": 2.0, "nan found_inf": math.nan}.get(why)
+    step = {"trial": 1, "max_norm": 1.0, "average_weight": 0.1, "write_back": write_back}
+    case = _case("sgd", measures=7, found_inf=found, scale=8.0, **step)
+    if found is None:
+        case.grads[0][3, 4] = {"inf": math.inf, "nan": math.nan}[why]
+        case.grads[7][0, 0, 0, 0] = -math.inf
+    before = case.clone()
+    ops.optimizer_step(*case.arguments(), None, None)
+    for (name, a), (_, b) in zip(case.written(), before.written()):
+        if write_back == 2 and name.startswith("grads"):
+            assert not a.any()
+        elif name != "control":
+            assert bits(a) == bits(b), name
+    assert case.control[[0, 1, 4, 5]].tolist() == [1, 1, 0 if found else 2, 0]
+    case.found_inf = None
+    case.new_gradients()
+    fresh = before.clone()
+    fresh.found_inf, fresh.grads = None, [g.clone() for g in case.grads]
+    for other in (case, fresh):
+        ops.optimizer_step(*other.arguments(), None, None)
+    for (name, a), (_, b) in zip(case.written(), fresh.written()):
+        assert name == "control" or torch.equal(a, b), name
+    assert case.control[[0, 1, 5]].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
+    """They flow alike, and the step is not skipped."""
+    specs = [Spec((3, 50)), Spec((150,), F64), Spec((2, 40), BF16)]
+    case = Case(rule, specs, [busy(rule, cautious=0)], measures=6, write_back=1)
+    for param, grad in zip(case.params, case.grads):
+        grad.view(-1)[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0])
+        param.view(-1)[1:5] = torch.tensor([math.inf, -math.inf, math.nan, 0])
+    expected = case.clone()
+    for _ in range(2):
+        optimizers.optimizer_step(*expected.arguments(), None, None)
+        kernels.optimizer_step(*case.arguments(), None, None)
+    _assert_close(case, expected)
+    assert case.control[[0, 5]].tolist() == [0, 2]
+    assert case.params[0].isnan().any()
+
+
+@pytest.mark.parametrize(("rule", "root"), [("rmsprop", 1e-2), ("rmsprop_tf", 1e-1)])
+def test_variance_below_zero(ops: Any, rule: str, root: float) -> None:
+    """By rounding, for instance: it counts as 0."""
+    group = busy(rule, centered=1, cautious=0, weight_decay=0.0)
+    case = Case(rule, [Spec((40,))], [group])
+    case.states[0].fill_(1.0)
+    case.states[2].fill_(9.0)
+    expected = case.params[0] - 0.05 * case.grads[0] / root
+    ops.optimizer_step(*case.arguments(), None, None)
+    torch.testing.assert_close(case.params[0], expected)
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_parts_of_a_step(kernels: Any, rule: str) -> None:
+    """Measured and tried before: the same step, to the bit."""
+    case = _case(rule, measures=7, trial=1, max_norm=1.0, scale=4.0)
+    parts = case.clone()
+    sums = kernels.measure_gradients(*parts.arguments())
+    tried = kernels.try_update(*parts.arguments(), sums)
+    for (name, a), (_, b) in zip(parts.written(), case.written()):
+        assert bits(a) == bits(b), f"{name} was written"
+    expected = optimizers.measure_gradients(*case.arguments())
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+    wanted = optimizers.try_update(*case.arguments(), expected)
+    torch.testing.assert_close(tried[:, :2], wanted[:, :2], rtol=1e-6, atol=0)
+    torch.testing.assert_close(tried, wanted, rtol=1e-5, atol=1e-4)
+    kernels.optimizer_step(*parts.arguments(), sums, tried)
+    kernels.optimizer_step(*case.arguments(), None, None)
+    for (name, a), (_, b) in zip(parts.written(), case.written()):
+        assert bits(a) == bits(b), name
+    infinite = case.clone()
+    infinite.grads[0][0, 0] = math.inf
+    for ops in (kernels, optimizers):
+        sums = ops.measure_gradients(*infinite.arguments())
+        assert not ops.try_update(*infinite.arguments(), sums).any()
+    case.set("unit_factor", 0.1)
+    for ops in (kernels, optimizers):
+        with pytest.raises(RuntimeError, match="their own call"):
+            ops.optimizer_step(*case.arguments(), sums, None)
+        with pytest.raises(RuntimeError, match="their own call"):
+            ops.try_update(*case.arguments(), sums)
+
+
+def test_rates_on_the_device(ops: Any) -> None:
+    groups = [busy("adam", lr=math.nan, lr_index=1), busy("adam", lr=math.nan, lr_index=0)]
+    lrs = [torch.tensor(0.25, dtype=F64), torch.tensor([0.5])]
+    case = Case("adam", [Spec((5,)), Spec((7,), group=1)], groups, lrs=lrs)
+    numbers = case.clone()
+    numbers.table = case.table.clone()
+    numbers.table[1:, :2] = torch.tensor([[0.5, -1], [0.25, -1]])
+    for other in (case, numbers):
+        ops.optimizer_step(*other.arguments(), None, None)
+    for a, b in zip(case.params, numbers.params):
+        assert torch.equal(a, b)
+        assert a.isfinite().all()
+
+
+def test_no_tensors(ops: Any) -> None:
+    case = Case("adam", [], [busy("adam")])
+    assert ops.measure_gradients(*case.arguments()).shape == (0, 3)
+    sums = ops.optimizer_step(*case.arguments(), None, None)
+    assert ops.try_update(*case.arguments(), sums).shape == (0, 3)
+    assert not case.control.any()
+
+
+# --- stochastic rounding
+
+
+def _hash(index: int, key: int) -> int:
+    x = (index * 0x9E3779B9 + key) % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+def _key(seed: int, tensor: int, step: int) -> int:
+    x = (seed + tensor * 0x9E3779B97F4A7C15 + step * 0xD1B54A32D192ED03) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return (x >> 32 ^ x) % 2**32
+
+
+def test_random_numbers() -> None:
+    for seed, tensor, step in [(0, 0, 0), (2**53 - 1, 12345, 2**24), (7, 1, 3)]:
+        key = random_key(seed, tensor, torch.tensor(float(step)))
+        assert key.item() == _key(seed, tensor, step)
+        index = torch.tensor([0, 1, 77, 2**31, 2**32 - 1, 2**32 + 5])
+        expected = [_hash(i % 2**32, int(key)) for i in index.tolist()]
+        assert random_bits(index, key).tolist() == expected
+
+
+def test_stochastic_rounding(kernels: Any) -> None:
+    """The same bits, where the arithmetic is exact; up and down so often that the mean stays."""
+    layouts = ["contiguous", "channels_last", "transposed", "sliced", "contiguous"]
+    specs = [Spec((32, 8, 8, 10), BF16, layout, F32) for layout in layouts]
+    specs[4].master = True
+    case = Case(
+        "sgd", specs, [{"lr": 0.5}], measures=0, stochastic=1, seed=2**52 + 1, average_weight=1
+    )
+    for param, grad in zip(case.params, case.grads):
+        param.copy_(1 + torch.randint(0, 128, param.shape) / 128)
+        grad.copy_(torch.randint(0, 2**14, grad.shape) / 2**16)
+    case.masters[0].copy_(case.params[4])
+    # Only exponents of ones, and a carry into infinity
+    case.params[0][0, 0, 0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    case.params[0][0, 0, 1, 0] = torch.finfo(BF16).max
+    case.grads[0][0, 0, 1, 0] = -(2.0**118)
+    case.grads[0].view(torch.int32)[0, 0, 1, 1] = 0x7FFFFFFF  # a nan that a carry would make -0
+    expected, start = case.clone(), case.clone()
+    for _ in range(2):
+        kernels.optimizer_step(*case.arguments(), None, None)
+        optimizers.optimizer_step(*expected.arguments(), None, None)
+        for a, b in zip(case.params, expected.params):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16)) or a.isnan().any()
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    moved = [(a.float() - b.float()) for a, b in zip(case.params, start.params)]
+    meant = [-g for g in case.grads]  # two steps of 1/2
+    error_of_mean = (moved[1] - meant[1]).mean().abs().item()
+    assert error_of_mean < 4 * 2**-8 * 2**0.5 / math.sqrt(moved[1].numel())
+    assert not torch.equal(moved[1], moved[3]), "the same numbers for two tensors"
+    assert torch.equal(case.params[4], case.masters[0].to(BF16))
