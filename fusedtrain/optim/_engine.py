@@ -128,6 +128,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         _check_options(merged)
         self._fused_options: dict[str, Any] = merged
         self._rounding_seed = torch.initial_seed() & ((1 << 53) - 1)
+        self._controls: dict[torch.device, Tensor] = {}  # outlive the plans
         self._forget()
 
     def _change(self, name: str, value: Any) -> None:
@@ -179,6 +180,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         plans, grads = self._plans_and_gradients()
         self._last = plans
         if not plans:
+            self._measured = False
+            for control in self._controls.values():
+                control[0] = 0
             return
         options = self._fused_options
         rows = [self._numbers(group) for group in self.param_groups]
@@ -208,6 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _on(scale, device), _on(found_inf, device),
             ]  # fmt: skip
             calls.append((plan, arguments))
+            plan.follow_parameters()
         if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
             if options["agc"] is not None:
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
@@ -215,9 +220,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             for plan, arguments in calls:
                 plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, None, None)
-        for plan in plans:
+        for plan, plan_grads in zip(plans, grads, strict=True):
             increment_version(plan.local_params)
             increment_version(plan.states)
+            plan.note_versions()
+            if options["gradient_writeback"] != "none":
+                increment_version([g for g in plan_grads if not g.is_inference()])
         if decay is not None:
             self._average_parameters_without_gradients(1 - decay)
 
@@ -313,13 +321,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = [p for g in self.param_groups for p in g["params"] if p.device == device]
         store = self._stores.get(device)
         if store is None or list(map(id, store.params)) != list(map(id, params)):
-            new = Store(params, device)
+            if device not in self._controls:
+                self._controls[device] = torch.zeros(8, device=device)
+            new = Store(params, device, self._controls[device])
             if self._scalar_names[0] is None:
                 # No step count in the checkpoint: one that has states has had a step.
                 stepped = [float(id(p) in self._loaded) for p in params]
                 new.scalars[0].copy_(torch.tensor(stepped, device="cpu"))
             if store is not None:
-                new.control.copy_(store.control)
                 for p in params:
                     column = store.columns.get(id(p))
                     if column is not None:
@@ -340,10 +349,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- what the last step did ---
 
     def _control(self, which: int) -> Tensor:
-        if not self._last:
-            return torch.zeros(())
-        value = self._last[0].store.control[which]
-        return value.clone()
+        controls = [self._last[0].store.control] if self._last else list(self._controls.values())
+        return controls[0][which].clone() if controls else torch.zeros(())
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -439,7 +446,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
         """
-        state_dict: dict[str, Any] = super().state_dict()
+        hook = self.register_state_dict_post_hook(
+            lambda _, saved: self._as_torch_has_it(saved), prepend=True
+        )
+        try:
+            state_dict: dict[str, Any] = super().state_dict()
+        finally:
+            hook.remove()
+        return state_dict
+
+    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         params = [(p, group) for group in self.param_groups for p in group["params"]]
         unborn = self._without_a_step()
         state = {}
@@ -475,12 +491,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch casts them to the parameter's, which cuts float32 states of 16-bit parameters.
         """
         given: list[dict[str, Any]] = []
-        hook = self.register_load_state_dict_pre_hook(lambda _, d: given.append(d))
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, saved: given.append(saved)),
+            self.register_load_state_dict_post_hook(lambda _: self._load(given[0]), prepend=True),
+        ]
         try:
             super().load_state_dict(state_dict)
         finally:
-            hook.remove()
-        saved = given[0]
+            for hook in hooks:
+                hook.remove()
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """States once more, in their dtypes."""
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
@@ -509,6 +531,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             **state,
             "_fused_options": self._fused_options,
             "_rounding_seed": self._rounding_seed,
+            "_controls": self._controls,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -527,4 +550,4 @@ def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
         return None
     if tensor.device != device:
         tensor = tensor.to(device, non_blocking=True)
-    return tensor if tensor.dtype is not torch.float16 else tensor.float()
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -47,12 +48,12 @@ class Numbers(NamedTuple):
 class Store:
     """The scalars of all parameters on one device, and what the last step there decided."""
 
-    def __init__(self, params: list[Tensor], device: torch.device) -> None:
+    def __init__(self, params: list[Tensor], device: torch.device, control: Tensor) -> None:
         self.params = params  # also keeps their ids from being taken by others
         self.columns = {id(p): column for column, p in enumerate(params)}
         self.scalars = torch.zeros(SCALARS, len(params), device=device)
         self.views = [row.unbind() for row in self.scalars.unbind()]
-        self.control = torch.zeros(8, device=device)
+        self.control = control
 
 
 class Needs(NamedTuple):
@@ -64,6 +65,12 @@ class Needs(NamedTuple):
     state_dtype: torch.dtype | None
     master_weights: bool
     ema: bool
+
+
+def _places(tensors: list[Tensor]) -> list[Any]:
+    """What a replaced ``.data`` may change."""
+    facts = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"))
+    return [list(map(fact, tensors)) for fact in facts]
 
 
 class Plan:
@@ -89,6 +96,8 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
+        self.with_master: list[Tensor] = []
+        self.versions: list[int] = []  # of these, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows = []
@@ -97,17 +106,22 @@ class Plan:
             self.dicts.append(own)
             column = store.columns[id(p)]
             row = [group, column]
-            for name in needs.slots[group]:
+            slots = needs.slots[group]
+            if needs.scalar_names[0] is None and any(n and own.get(n) is None for n in slots):
+                store.views[0][column].zero_()  # without a count of their own states start anew
+            for name in slots:
                 row.append(-1 if name is None else self._large(own, name, p, inner, needs))
-            row += [-1] * (STATES - len(needs.slots[group]))
+            row += [-1] * (STATES - len(slots))
             has_master = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
             row.append(self._copy(own, "master_param", p, self.masters) if has_master else -1)
+            if has_master:
+                self.with_master.append(inner)
             row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names):
                 self._scalar(own, name, store.views[which][column])
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self.addresses = list(map(Tensor.data_ptr, self.local_params))
+        self.places = _places(self.local_params)
         self.all_dicts: list[int] = []
 
     def fits(self, state: dict[Tensor, dict[str, Any]]) -> bool:
@@ -124,7 +138,18 @@ class Plan:
         if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):
             return False
         params = list(map(local, self.params)) if self.distributed else self.params
-        return list(map(Tensor.data_ptr, params)) == self.addresses
+        return _places(params) == self.places
+
+    def follow_parameters(self) -> None:
+        """Master weights take over what others have written to their parameters."""
+        for p, master, version in zip(self.with_master, self.masters, self.versions or repeat(-1)):
+            if p._version != version:
+                wide = p.to(master.dtype)
+                master.copy_(torch.where(master.to(p.dtype) == p, master, wide))
+
+    def note_versions(self) -> None:
+        """After a step: what is written from here on is not ours."""
+        self.versions = [p._version for p in self.with_master]
 
     def _keep(self, own: dict[str, Any], name: str, tensor: Tensor) -> None:
         own[name] = tensor
@@ -173,7 +198,9 @@ class Plan:
         if name is None:
             return
         value = own.get(name)
-        if value is not None and value is not view:
+        if value is None:
+            view.zero_()
+        elif value is not view:
             if isinstance(value, Tensor):
                 view.copy_(value.reshape(()), non_blocking=True)
             else:

@@ -116,6 +116,8 @@ class AppliedStepScheduler:
         """Goes on where the saved scheduler was."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._rates = [list(rates) for rates in state_dict["rates"]]
+        for group, rate in zip(self._shadow.param_groups, self._rates[-1], strict=True):
+            group["lr"] = rate  # most schedulers go on from it
         self._applied_before = int(self.optimizer.applied_steps) - state_dict["applied_before"]
         for number, group in enumerate(self.optimizer.param_groups):
             rates = [rates[number] for rates in self._rates]
