@@ -10,7 +10,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -150,11 +150,13 @@ NORMAL = Effort(min_rounds=8, max_rounds=100, seconds=0.25, sample_ns=200_000)
 QUICK = Effort(min_rounds=3, max_rounds=9, seconds=0.02, sample_ns=50_000)
 
 
-def interleave(calls: Mapping[str, Call], clock: Clock, effort: Effort) -> dict[str, list[float]]:
+def interleave(
+    calls: Mapping[str, Call], clock: Clock, effort: Effort, prepare: Call | None = None
+) -> dict[str, list[float]]:
     """Nanoseconds per call of every rival, one sample of each per round, in shuffled order.
 
     A neighbour who takes half of the machine for a second then slows all rivals alike, and the
-    ratios of a round stay true.
+    ratios of a round stay true. ``prepare`` is called before each sample and not timed.
     """
     repeats = {}
     for name, call in calls.items():
@@ -173,6 +175,8 @@ def interleave(calls: Mapping[str, Call], clock: Clock, effort: Effort) -> dict[
                 break
             shuffle(order)
             for name in order:
+                if prepare is not None:
+                    prepare()
                 samples[name].append(clock(calls[name], repeats[name]))
     finally:
         gc.enable()
@@ -218,12 +222,7 @@ def row(
         "pass": pass_name,
         "dtype": dtype_name(dtype),
         "numel": numel,
-        "device": device_name(device),
-        "device_type": device,
-        "backend": os.environ.get("FUSEDTRAIN_BACKEND", "default"),
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "threads": torch.get_num_threads(),
+        **setting(device),
         "rounds": len(samples["fusedtrain"]),
         "ns": ns,
         "ns_min": {name: min(values) for name, values in samples.items()},
@@ -231,10 +230,27 @@ def row(
         "gb_per_s": gb_per_s,
         "percent_of_copy": 100 * gb_per_s["fusedtrain"] / gb_per_s["copy_fresh"],
         "percent_of_preallocated_copy": 100 * gb_per_s["fusedtrain"] / gb_per_s["copy"],
-        "ratio": {},
-        "ratio_interval": {},
+        **compare(samples, ns.keys() - {"fusedtrain", *copies}),
     }
-    for rival in ns.keys() - {"fusedtrain", *copies}:
+    return result
+
+
+def setting(device: str) -> dict[str, Any]:
+    """What a row says of the machine and of the day."""
+    return {
+        "device": device_name(device),
+        "device_type": device,
+        "backend": os.environ.get("FUSEDTRAIN_BACKEND", "default"),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def compare(samples: Mapping[str, Sequence[float]], rivals: Iterable[str]) -> dict[str, Any]:
+    """Each rival's time / fusedtrain's: medians over the rounds, and their 99 % intervals."""
+    result: dict[str, Any] = {"ratio": {}, "ratio_interval": {}}
+    for rival in rivals:
         ratios = [a / b for a, b in zip(samples[rival], samples["fusedtrain"], strict=True)]
         result["ratio"][rival] = statistics.median(ratios)
         result["ratio_interval"][rival] = median_interval(ratios)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -50,9 +50,7 @@ class Row:
     @property
     def machine(self) -> str:
         """The device with all that must be equal for two rows to be compared."""
-        threads = f", {self.threads} threads" if self.device_type == "cpu" else ""
-        backend = "" if self.backend == "default" else f", {self.backend} backend"
-        return f"{self.device}{threads}{backend}, torch {self.torch}, {self.date[:10]}"
+        return machine_text(vars(self))
 
     def is_slower(self, tolerance: float, overhead_us: float) -> bool:
         """Slower than eager by more than ``tolerance``, and surely so.
@@ -68,12 +66,21 @@ class Row:
         return slower
 
 
+def machine_text(setting: Mapping[str, Any]) -> str:
+    """The machine, in words, from ``_measure.setting``."""
+    threads = f", {setting['threads']} threads" if setting["device_type"] == "cpu" else ""
+    backend = "" if setting["backend"] == "default" else f", {setting['backend']} backend"
+    day = setting["date"][:10]
+    return f"{setting['device']}{threads}{backend}, torch {setting['torch']}, {day}"
+
+
 def load(paths: Iterable[Path]) -> list[Row]:
     """The rows of pytest-benchmark's JSON files, in a readable order."""
     rows: list[Row] = []
     for path in paths:
         entries = json.loads(path.read_text())["benchmarks"]
-        found = [Row.parse(e["extra_info"]) for e in entries if "gb_per_s" in e["extra_info"]]
+        infos = [entry["extra_info"] for entry in entries]
+        found = [Row.parse(i) for i in infos if "gb_per_s" in i and "family" not in i]
         # One date for one run, also across midnight.
         rows += [replace(row, date=min(r.date for r in found)) for row in found]
     rows.sort(key=lambda row: (*section_key(row), row.op, row.pass_name))

@@ -28,8 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedtrain benchmarks")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where to run")
     group.addoption("--full", action="store_true", help="the whole cross product, for hours")
-    group.addoption("--quick", action="store_true", help="a smoke test: two ops, one small size")
-    group.addoption("--op", action="append", default=[], help="only this op (may be repeated)")
+    group.addoption("--quick", action="store_true", help="a smoke test: few ops, one small size")
+    group.addoption(
+        "--op", action="append", default=[], help="only this op or optimizer (may be repeated)"
+    )
+    group.addoption(
+        "--model", action="append", default=[], help="AMP step: only this network (repeatable)"
+    )
     group.addoption("--float64", action="store_true", help="add float64 where dtypes are compared")
     group.addoption("--no-compile", action="store_true", help="leave torch.compile out")
     group.addoption("--threads", type=int, default=0, help="torch's threads; 0 leaves its default")
@@ -50,6 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Without its binary the package works by its plain-torch reference: that must not be timed.
     if "FUSEDTRAIN_BACKEND" not in os.environ:
         os.environ.setdefault("FUSEDTRAIN_REQUIRE", device)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A file of benchmarks passes over the names of the others, so only here a wrong one shows.
+    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
+    for option, attribute in (("--op", "op"), ("--model", "model")):
+        found = {getattr(case, attribute, None) for case in cases}
+        unknown = sorted(set(config.getoption(option)) - found)
+        if unknown:
+            raise pytest.UsageError(f"{option}: no benchmark of {', '.join(unknown)}")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
 python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
+
+Rows of the AMP step have tables of their own, and a chart beside the other: CHART-amp-step.png.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks import _step_report, _step_rows
 from benchmarks._chart import draw
 from benchmarks._rows import BUSY, LARGE, RIVALS, Row, load, section_key, size_text
 
@@ -163,30 +166,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if a row is flagged")
     options = parser.parse_args(arguments)
 
-    rows = load(options.results)
-    if not rows:
+    rows, steps = load(options.results), _step_rows.load(options.results)
+    if not rows and not steps:
         print(f"no benchmark rows in {', '.join(map(str, options.results))}", file=sys.stderr)
         return 2
     if options.markdown:
-        sizes = options.numel or [2**20, 2**23]
-        print(markdown(rows, options.dtype or ["float32"], sizes), end="")
+        dtypes = options.dtype or ["float32"]
+        print(markdown(rows, dtypes, options.numel or [2**20, 2**23]), end="")
+        print(_step_report.markdown(steps, dtypes), end="")
     else:
-        try:
-            print_tables(rows, options.tolerance, options.overhead_us)
-        except ImportError:
-            print("rich is not installed: the table as Markdown\n")
-            dtypes, sizes = {row.dtype for row in rows}, {row.numel for row in rows}
-            print(markdown(rows, sorted(dtypes), sorted(sizes)))
-        print(summary(rows, options.tolerance, options.overhead_us))
+        _show(rows, steps, options.tolerance, options.overhead_us)
     if options.png:
-        try:
-            draw(rows, options.png)
-        except ImportError:
-            print("matplotlib is not installed: no chart", file=sys.stderr)
-        else:
-            print(f"chart: {options.png}", file=sys.stderr)
+        _draw(rows, steps, options.png)
     slower = any(row.is_slower(options.tolerance, options.overhead_us) for row in rows)
+    slower |= any(row.is_slower(options.tolerance) for row in steps)
     return int(options.fail_slower and slower)
+
+
+def _show(
+    rows: Sequence[Row], steps: Sequence[_step_rows.StepRow], tolerance: float, overhead_us: float
+) -> None:
+    try:
+        if rows:
+            print_tables(rows, tolerance, overhead_us)
+        if steps:
+            _step_report.print_tables(steps, tolerance)
+    except ImportError:
+        print("rich is not installed: the table as Markdown\n")
+        dtypes = {row.dtype for row in rows} | {row.dtype for row in steps}
+        print(markdown(rows, sorted(dtypes), sorted({row.numel for row in rows})))
+        print(_step_report.markdown(steps, sorted(dtypes)))
+    if rows:
+        print(summary(rows, tolerance, overhead_us))
+    if steps:
+        print(_step_report.summary(steps, tolerance))
+
+
+def _draw(rows: Sequence[Row], steps: Sequence[_step_rows.StepRow], png: Path) -> None:
+    beside = png.with_name(f"{png.stem}-amp-step{png.suffix}")
+    try:
+        if rows:
+            draw(rows, png)
+            print(f"chart: {png}", file=sys.stderr)
+        if steps:
+            _step_report.draw(steps, beside)
+            print(f"chart: {beside}", file=sys.stderr)
+    except ImportError:
+        print("matplotlib is not installed: no chart", file=sys.stderr)
 
 
 if __name__ == "__main__":

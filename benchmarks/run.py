@@ -44,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--model", action="append", default=[], help="AMP step: only this network")
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if slower than eager")
     options, rest = parser.parse_known_args(arguments)
 
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
     # A smoke run or a selection does not replace the device's results.
-    kind = "quick" if options.quick else "some" if options.op else ""
+    kind = "quick" if options.quick else "some" if options.op or options.model else ""
     path = results_path(options.device, kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "--benchmark-quiet"]
     command += [f"--benchmark-json={fresh}", f"--device={options.device}", *rest]
     command += [f"--op={op}" for op in options.op]
+    command += [f"--model={model}" for model in options.model]
     if options.quick:
         command.append("--quick")
     code = subprocess.run(command, cwd=ROOT, check=False, env=ALLOCATOR | os.environ).returncode

@@ -2,11 +2,13 @@
 
     python examples/train.py                                  # digits, needs no network
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
+    python examples/train.py --optimizer adamw --clip 1 --ema 0.99
     torchrun --nproc-per-node 2 examples/train.py
 
-Modes: fp32 eager; AMP eager; AMP with fusedtrain swapped in. They take turns, one step each on
-the same batch, so that a slow moment of the machine hits all of them. Exit status: 0 if the
-fused run follows the eager one, 1 if it does not, 2 for unusable arguments or data.
+Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler. They take
+turns, one step each on the same batch, so that a slow moment of the machine hits all of them.
+Exit status: 0 if the fused run follows the eager one, 1 if it does not, 2 for unusable arguments
+or data.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from _train.checks import Check, compare_gradients, compare_rounded_gradients, compare_runs
+from _train.checks import (
+    Check,
+    compare_gradients,
+    compare_rounded_gradients,
+    compare_runs,
+    compare_updates,
+)
 from _train.data import Data, DataError, load_data
 from _train.models import build_model
 from _train.modes import (
@@ -32,8 +40,10 @@ from _train.modes import (
     step,
     step_with_peak,
 )
+from _train.optimizers import Settings, Stepper, updates
 from _train.options import DTYPES, parse
 from _train.report import Report, progress_bar
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
@@ -89,6 +99,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
         world,
         compiled=args.compile,
         channels_last=args.channels_last,
+        settings=Settings(args.optimizer, args.clip, args.ema),
     )
     loader = _loader(args, data, world)
     steps = args.epochs * (len(loader) // args.accumulate)
@@ -179,7 +190,7 @@ def learning_rate(number: int, steps: int, peak: float) -> float:
 def _probe(
     args: argparse.Namespace, modes: Sequence[Mode], data: Data, world: World
 ) -> list[Check]:
-    """Before training: what each mode saves for backward, and whether its gradients agree."""
+    """Before training: what each mode saves for backward, whether gradients and updates agree."""
     batch = _to_device(args, data.train.__getitems__(range(args.batch_size)), world)
     by_name = {mode.name: mode for mode in modes}
     checks = []
@@ -193,7 +204,23 @@ def _probe(
         if mode.dtype is not None:
             ours, theirs = (gradients(m, batch, mode.dtype) for m in (mode, eager))
             checks.append(compare_rounded_gradients(ours, theirs, exact))
+        checks += _probe_updates(args, mode, list(exact.values()))
     return checks
+
+
+def _probe_updates(args: argparse.Namespace, mode: Mode, grads: list[Tensor]) -> list[Check]:
+    """Three optimizer steps from equal weights on equal gradients, stock and fused."""
+    weights = list(mode.net.parameters())
+
+    def make(params: list[Tensor], fused: bool) -> Stepper:
+        scaled = mode.dtype is torch.float16
+        settings = mode.stepper.settings
+        return Stepper(params, settings, fused=fused, device=params[0].device, scaled=scaled)
+
+    ours, theirs = (updates(make, fused, weights, grads, args.lr) for fused in (True, False))
+    names = ("change of weights", "change of averages")
+    parts = zip(names, ours, theirs, strict=True)
+    return [compare_updates(name, a, b, weights) for name, a, b in parts if b]
 
 
 def _accuracy(mode: Mode, data: Data, world: World, batch_size: int) -> float:

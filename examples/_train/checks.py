@@ -3,7 +3,8 @@
 Two runs that differ in the last bit of one activation part ways: training is chaotic, and in bf16
 the loss curve does not tell a gradient that is 5 % off from honest rounding. So the precise test
 is made before training, on float32 gradients from equal weights; the loss curves are then held to
-what honest rounding does to them.
+what honest rounding does to them. The optimizers are compared apart from all that: three steps from
+equal weights on equal gradients, of alternating sign and size, at the peak learning rate.
 
 The limits come from these measurements (digits, batches of 64, torch 2.13 on a CPU, 1 to 4 seeds,
 widths 8 to 32, learning rate 0.05). "Honest" multiplies the output of every activation by 1 +- one
@@ -39,6 +40,8 @@ from _train.modes import Mode
 
 GRADIENT_ERROR = 0.04
 SLOPE_ERROR = 0.2
+UPDATE_ERROR = 0.001
+WEIGHT_ULPS = 4  # of three steps, each of which rounds the weight
 HEAD_STEPS = 10
 HEAD_LOSS = {None: 0.1, torch.float16: 0.1, torch.bfloat16: 0.15}
 # A shorter run has no end: its losses and accuracies still swing from step to step.
@@ -83,6 +86,23 @@ def compare_rounded_gradients(ours: Gradients, theirs: Gradients, exact: Gradien
     _same_names(ours, theirs)
     limit = SLOPE_ERROR + GRANTED * _slope_error(theirs, exact)
     return Check("first gradient, AMP: median slope from 1", _slope_error(ours, theirs), limit)
+
+
+def compare_updates(
+    what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Check:
+    """Steps of two optimizers on equal gradients: the relative error of the worst tensor's change.
+
+    A change is a difference of float32 weights: what their rounding amounts to does not count.
+    """
+    errors = []
+    for a, b, weight in zip(ours, theirs, weights, strict=True):
+        rounding = WEIGHT_ULPS * torch.finfo(torch.float32).eps * weight.detach().norm()
+        error = max(0.0, float((a - b).norm()) - float(rounding))
+        # NaN and infinity fail, and so does a change where there is to be none.
+        finite = bool(a.isfinite().all() and b.isfinite().all())
+        errors.append((error and error / float(b.norm() or 1e-30)) if finite else math.nan)
+    return Check(f"3 equal steps, {what}: worst relative error", _worst(errors), UPDATE_ERROR)
 
 
 def _slope_error(ours: Gradients, theirs: Gradients) -> float:

@@ -18,8 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedtrain
 from _train.data import Images
+from _train.optimizers import Settings, Stepper
 
 Batch = tuple[Tensor, Tensor]
+STOCK_SETTINGS = Settings()
 
 
 @dataclass
@@ -67,8 +69,7 @@ class Mode:
     conversion: str
     forward: nn.Module  # net, compiled where asked for
     parallel: nn.Module  # forward, in DDP where there are several processes
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    stepper: Stepper
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     saved_bytes: int = 0
@@ -77,7 +78,13 @@ class Mode:
 
 
 def build_modes(
-    base: nn.Module, dtype: torch.dtype | None, world: World, *, compiled: bool, channels_last: bool
+    base: nn.Module,
+    dtype: torch.dtype | None,
+    world: World,
+    *,
+    compiled: bool,
+    channels_last: bool,
+    settings: Settings = STOCK_SETTINGS,
 ) -> list[Mode]:
     """The modes to compare, all starting from the weights of ``base``."""
     plan: list[tuple[str, torch.dtype | None, str | None, bool]]
@@ -97,15 +104,16 @@ def build_modes(
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         forward: Any = torch.compile(net) if compiled else net
         parallel = DistributedDataParallel(forward) if world.size > 1 else forward
-        # Decay and momentum as in the usual CIFAR recipes; lr is set before every step.
-        optimizer = torch.optim.SGD(
-            net.parameters(), lr=0.0, momentum=0.9, weight_decay=5e-4, nesterov=True
+        stepper = Stepper(
+            net.parameters(),
+            settings,
+            fused=fused,
+            device=world.device,
+            scaled=mode_dtype is torch.float16,
         )
-        scaler = torch.amp.GradScaler(world.device.type, enabled=mode_dtype is torch.float16)
         modes.append(
             Mode(
-                name, net, mode_dtype, reference, fused, conversion,
-                forward, parallel, optimizer, scaler,
+                name, net, mode_dtype, reference, fused, conversion, forward, parallel, stepper,
             )
         )  # fmt: skip
     return modes
@@ -128,24 +136,22 @@ def backward(mode: Mode, batches: Sequence[Batch]) -> Tensor:
         waits = number < len(batches) and isinstance(mode.parallel, DistributedDataParallel)
         with mode.parallel.no_sync() if waits else nullcontext():  # type: ignore[operator]
             loss = loss_of(mode.parallel, batch, mode.dtype) / len(batches)
-            mode.scaler.scale(loss).backward()
+            mode.stepper.scaler.scale(loss).backward()
         total += loss.detach()
     return total
 
 
 def step(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
     """One timed optimizer step on batches that are already on the device; returns the loss."""
-    for group in mode.optimizer.param_groups:
-        group["lr"] = lr
+    mode.stepper.set_lr(lr)
     device = batches[0][0].device
     _finish(device)
     start = time.perf_counter()
     loss = backward(mode, batches)
-    mode.scaler.step(mode.optimizer)
-    mode.scaler.update()
-    mode.optimizer.zero_grad(set_to_none=True)
+    mode.stepper.step()
     _finish(device)
     mode.seconds.append(time.perf_counter() - start)
+    mode.stepper.collect()
     return float(loss)
 
 
@@ -179,7 +185,7 @@ def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, 
         name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() / scale
         for name, p in mode.net.named_parameters()
     }
-    mode.optimizer.zero_grad(set_to_none=True)
+    mode.net.zero_grad(set_to_none=True)
     _restore(mode.net, buffers)
     return found
 
@@ -215,7 +221,7 @@ def step_with_peak(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     loss = step(mode, batches, lr)
-    state = [v for s in mode.optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-    own = sum(t.nbytes for t in (*mode.net.parameters(), *mode.net.buffers(), *state))
+    own = sum(t.nbytes for t in (*mode.net.parameters(), *mode.net.buffers()))
+    own += mode.stepper.state_bytes()
     mode.peak_bytes = torch.cuda.max_memory_allocated(device) - before + own
     return loss

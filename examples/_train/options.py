@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from _train.models import MODELS
+from _train.optimizers import RECIPES
 
 DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -33,6 +34,13 @@ def positive_float(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not {text!r}")
+    return value
+
+
+def decay(text: str) -> float:
+    value = positive_float(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text!r}")
     return value
 
 
@@ -71,7 +79,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive, help="stop each mode after this many optimizer steps")
     add("--batch-size", type=positive, default=64, help="images per process and micro-batch")
     add("--accumulate", type=positive, default=1, help="micro-batches per optimizer step")
-    add("--lr", type=positive_float, default=0.03, help="peak learning rate of SGD")
+    add(
+        "--optimizer",
+        choices=tuple(RECIPES),
+        default="sgd",
+        help="torch's (fused where it has it) or timm's in the eager modes, fusedtrain's else",
+    )
+    add("--lr", type=positive_float, help="peak learning rate (default by optimizer; SGD 0.03)")
+    add("--clip", type=positive_float, metavar="NORM", help="clip the norm of all gradients")
+    add("--ema", type=decay, metavar="DECAY", help="average the weights")
     add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
     add(
         "--amp",
@@ -102,6 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
+    if args.lr is None:
+        args.lr = RECIPES[args.optimizer].lr
     if args.amp == "auto":
         args.amp = "fp16" if args.device == "cuda" else "bf16"
     return args

@@ -66,6 +66,15 @@ class Report:
     def images_per_second(self, mode: Mode) -> float:
         return self.args.batch_size * self.args.accumulate * self.world_size / self.seconds(mode)
 
+    def optimizer_seconds(self, mode: Mode) -> float:
+        """What the median step spends between backward and the next forward."""
+        seconds = mode.stepper.seconds
+        return statistics.median(seconds[min(self.warm_up, len(seconds) // 2) :])
+
+    def optimizer_share(self, mode: Mode) -> float:
+        """Unscaling, clipping, update, average and zeroing, as a part of the step."""
+        return self.optimizer_seconds(mode) / self.seconds(mode)
+
     def curve_difference(self, mode: Mode) -> float | None:
         reference = next((m for m in self.modes if m.name == mode.reference), None)
         return None if reference is None else curve_difference(mode, reference)
@@ -76,7 +85,9 @@ class Report:
 
     @property
     def setting(self) -> str:
-        extras = [f"batch {self.args.batch_size}"]
+        extras = [self.args.optimizer, f"batch {self.args.batch_size}"]
+        extras += [f"clip {self.args.clip:g}"] if self.args.clip else []
+        extras += [f"EMA {self.args.ema:g}"] if self.args.ema else []
         extras += [f"{self.args.accumulate} micro-batches"] * (self.args.accumulate > 1)
         extras += [f"{self.world_size} processes"] * (self.world_size > 1)
         extras += ["channels_last"] * self.args.channels_last + ["compiled"] * self.args.compile
@@ -85,6 +96,8 @@ class Report:
 
     def show(self) -> None:
         console = Console()
+        if not console.is_terminal:
+            console = Console(width=100)
         for mode in self.modes:
             if mode.fused:
                 console.print(mode.conversion, markup=False, highlight=False)
@@ -107,10 +120,14 @@ class Report:
 
     def _table(self) -> Table:
         table = Table(title=self.title)
-        table.caption = "* at any step; fusedtrain from eager in the same precision, AMP from fp32"
+        table.caption = (
+            "optim.: unscale, clip, update, EMA, zero_grad. "
+            "* at any step; fusedtrain from eager in the same precision, AMP from fp32"
+        )
         table.add_column("mode", no_wrap=True)
-        memory = self.memory_label.replace("for ", "for\n").replace("peak ", "peak\n")
-        headings = ("images/s", "ms/step", memory, "test\naccuracy", "max loss diff.\nfrom eager*")
+        memory = self.memory_label.replace(" for ", " for\n").replace(", ", ",\n")
+        headings = ("images/s", "ms/step", "optim.\nshare", memory, "test\naccuracy",
+                    "max loss\ndiff. from\neager*")  # fmt: skip
         for heading in headings:
             table.add_column(heading, justify="right")
         for mode in self.modes:
@@ -119,6 +136,7 @@ class Report:
                 mode.name,
                 f"{self.images_per_second(mode):.1f}",
                 f"{self.seconds(mode) * 1e3:.1f}",
+                f"{self.optimizer_share(mode):.1%}",
                 f"{self.memory(mode):.1f}",
                 f"{mode.accuracy:.1%}",
                 "-" if difference is None else f"{difference:.2g}",
@@ -145,6 +163,8 @@ class Report:
                     "compared_with": mode.reference,
                     "images_per_second": self.images_per_second(mode),
                     "ms_per_step": self.seconds(mode) * 1e3,
+                    "optimizer_ms": self.optimizer_seconds(mode) * 1e3,
+                    "optimizer_share": self.optimizer_share(mode),
                     "memory_mb": self.memory(mode),
                     "saved_for_backward_mb": mode.saved_bytes / 1e6,
                     "test_accuracy": _plain(mode.accuracy),
