@@ -1,4 +1,4 @@
-"""The activations as Triton kernels: twins of the C++ ones, for NVIDIA and AMD GPUs.
+"""The ops as Triton kernels: twins of the C++ ones, for NVIDIA and AMD GPUs.
 
 Importing this needs an installed triton, but does not import it: the first op does.
 """
@@ -17,6 +17,9 @@ from ..reference import ACTIVATIONS
 if importlib.util.find_spec("triton") is None:
     raise ImportError("fusedtrain.triton needs triton, which is not installed: pip install triton")
 
+_OPTIMIZER_OPS = (
+    "measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors",
+)  # fmt: skip
 _OLDEST = (3, 6)  # of torch 2.10; older ones were not tried
 
 
@@ -37,7 +40,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import channelwise, pointwise
+    from . import channelwise, multi_tensor, pointwise, scaling
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -46,6 +49,8 @@ def _load() -> dict[str, Callable[..., Any]]:
         ops[f"{name}_backward"] = functools.partial(loop.backward, name)
         if not row.tensors:
             ops[f"{name}_"] = functools.partial(loop.inplace, name)
+    for name in _OPTIMIZER_OPS:
+        ops[name] = getattr(multi_tensor, name, None) or getattr(scaling, name)
     return ops
 
 
@@ -79,3 +84,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
+    for name in _OPTIMIZER_OPS:
+        library.impl(name, late(name), dispatch_key)

@@ -1,0 +1,119 @@
+"""What surrounds the optimizer step, each in one launch: the loss scale, and gradients to zero."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+from array import array
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._layout import cdiv, is_dense
+from ._tables import send
+from .launch import Launcher
+from .optimizers import next_scale
+
+
+@triton.jit(
+    do_not_specialize=[
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "min_scale",
+        "max_scale",
+    ]
+)
+def update_scale_kernel(
+    scale_ptr, growth_ptr, hysteresis_ptr, found_inf_ptr,
+    growth_factor: tl.float64, backoff_factor: tl.float64, growth_interval: tl.int64,
+    hysteresis: tl.int64, min_scale: tl.float64, max_scale: tl.float64,
+):  # fmt: skip
+    scale, growth, left = next_scale(
+        tl.load(scale_ptr), tl.load(growth_ptr), tl.load(hysteresis_ptr), tl.load(found_inf_ptr),
+        tl.full((), growth_factor, tl.float64), tl.full((), backoff_factor, tl.float64),
+        growth_interval, hysteresis,
+        tl.full((), min_scale, tl.float64), tl.full((), max_scale, tl.float64),
+    )  # fmt: skip
+    tl.store(scale_ptr, scale)
+    tl.store(growth_ptr, growth.to(tl.int32))
+    tl.store(hysteresis_ptr, left.to(tl.int32))
+
+
+@triton.jit
+def zero_kernel(table_ptr, part_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """CHUNK bytes from a multiple of 16 on; the first of a range also has what is before and after.
+
+    A line of the table: address, bytes, number of the first program.
+    """
+    part = tl.program_id(0).to(tl.int64)
+    entry_ptr = table_ptr + tl.load(part_ptr + part) * 4
+    address = tl.load(entry_ptr)
+    end = address + tl.load(entry_ptr + 1)
+    local = part - tl.load(entry_ptr + 2)
+    start = (address + 15) // 16 * 16
+    body = tl.maximum(end // 16 * 16 - start, 0)
+    if local == 0:
+        byte = tl.arange(0, 16)
+        none = tl.zeros((16,), tl.int8)
+        before = tl.minimum(start, end) - address
+        tl.store(address.to(tl.pointer_type(tl.int8)) + byte, none, mask=byte < before)
+        rest = start + body
+        tl.store(rest.to(tl.pointer_type(tl.int8)) + byte, none, mask=rest + byte < end)
+    begin = local * CHUNK
+    n = tl.minimum(body - begin, CHUNK) // 16 * 2
+    words = tl.multiple_of((start + begin).to(tl.pointer_type(tl.int64)), 16)
+    for i in range(tl.cdiv(n, BLOCK)):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(words + at, tl.zeros((BLOCK,), tl.int64), mask=at < n)
+
+
+_CHUNK = 65536
+_BLOCK = 1024
+
+_launch_update_scale = Launcher(update_scale_kernel)
+_launch_zero = Launcher(zero_kernel)
+
+
+@torch.no_grad()
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    tensors = (scale, growth_tracker, hysteresis_tracker, found_inf)
+    names = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")
+    dtypes = (torch.float32, torch.int32, torch.int32, torch.float32)
+    for t, name, dtype in zip(tensors, names, dtypes):
+        if t.numel() != 1 or t.dtype != dtype or t.device != scale.device:
+            raise RuntimeError(f"fusedtrain::update_scale: {name}")
+    numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+    _launch_update_scale((), 1, tensors, numbers, ())
+
+
+@torch.no_grad()
+def zero_tensors(tensors: list[Tensor]) -> None:
+    table, line_of_part = array("q"), array("q")
+    for t in tensors:
+        if t.device != tensors[0].device:
+            raise RuntimeError("fusedtrain::zero_tensors: all tensors must be on one device")
+        if not is_dense(t):
+            t.zero_()
+        elif t.numel():
+            size = t.numel() * t.element_size()
+            number = array("q", [len(table) // 4])
+            table.extend((t.data_ptr(), size, len(line_of_part), 0))
+            line_of_part += number * cdiv(size, _CHUNK)
+    if line_of_part:
+        parts = send((table, line_of_part), tensors[0].device)
+        _launch_zero((), len(line_of_part), tuple(parts), (), (_CHUNK, _BLOCK))
