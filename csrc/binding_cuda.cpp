@@ -1,6 +1,7 @@
 // torch::stable tensors -> cuda entry points of ops.h, on the tensors' device and its current
 // stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
 #include "binding_activations.h"
+#include "binding_optimizers.h"
 
 #ifndef FT_EMULATED
 #include <torch/csrc/stable/accelerator.h>
@@ -37,7 +38,7 @@ struct Place {
 #endif
 
 struct Cuda {
-  explicit Cuda(const Tensor& t) : place(t) {}
+  explicit Cuda(const Tensor& t) : model(t), place(t) {}
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
   static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
@@ -58,7 +59,33 @@ struct Cuda {
       cuda::add_shares(call, k, write_data(*gradients[k]), place.stream);
   }
 
+  void measure(const OptimizerCall& call) const {
+    const Tensor workspace = new_workspace(call);
+    cuda::measure(call, doubles_of(workspace), place.stream);
+  }
+  void try_update(const OptimizerCall& call) const {
+    const Tensor workspace = new_workspace(call);
+    cuda::try_update(call, doubles_of(workspace), place.stream);
+  }
+  void step(const OptimizerCall& call, bool measures, bool tries) const {
+    const Tensor workspace = new_workspace(call);
+    cuda::optimizer_step(call, measures, tries, doubles_of(workspace), place.stream);
+  }
+
+  void update_scale(const ScaleUpdate& update) const { cuda::update_scale(update, place.stream); }
+  void zero(const ZeroRange* ranges, int64_t count) const {
+    cuda::zero(ranges, count, place.stream);
+  }
+
+  const Tensor& model;
   Place place;
+
+ private:
+  Tensor new_workspace(const OptimizerCall& call) const {
+    return torch::stable::new_empty(model, {cuda::optimizer_workspace(call)},
+                                    torch::headeronly::ScalarType::Double);
+  }
+  static double* doubles_of(const Tensor& t) { return static_cast<double*>(write_data(t)); }
 };
 
 }  // namespace
@@ -73,4 +100,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   using Ops = Activations<Cuda>;
   FT_POINTWISE(FT_IMPLEMENT_POINTWISE)
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
+  FT_IMPLEMENT_OPTIMIZERS(Cuda)
 }

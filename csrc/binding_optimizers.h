@@ -71,8 +71,8 @@ struct OptimizerOps {
       check_vector(control, torch::headeronly::ScalarType::Float, "control");
       STD_TORCH_CHECK(control.numel() == kControls, "fusedtrain: control");
       call.scalar_count = scalars.numel() / kTensorScalars;
-      call.scalars = static_cast<float*>(write_data(scalars));
-      call.control = static_cast<float*>(write_data(control));
+      call.scalars = static_cast<float*>(update_data(scalars));
+      call.control = static_cast<float*>(update_data(control));
       call.scale = scalar_of(scale, "scale");
       call.found_inf = scalar_of(found_inf, "found_inf");
       for (const Tensor& lr : lr_tensors) {
@@ -99,10 +99,10 @@ struct OptimizerOps {
         STD_TORCH_CHECK(same_sizes(params[i], grads[i]),
                         "fusedtrain: a gradient must have the shape of its parameter");
         const Tensor param = walkable(params[i], params[i], writes);
-        t.param = writes ? write_data(param) : const_cast<void*>(read_data(param));
+        t.param = writes ? update_data(param) : const_cast<void*>(read_data(param));
         t.param_dtype = dtype_of(param, "optimizer_step", "param");
         const Tensor grad = walkable(grads[i], param, writes_grads);
-        t.grad = writes_grads ? write_data(grad) : const_cast<void*>(read_data(grad));
+        t.grad = writes_grads ? update_data(grad) : const_cast<void*>(read_data(grad));
         t.grad_dtype = dtype_of(grad, "optimizer_step", "grad");
         t.numel = param.numel();
         units_of(param, t);
@@ -189,7 +189,7 @@ struct OptimizerOps {
       STD_TORCH_CHECK(same_sizes(t, param) && is_dense(t) && same_layout(t, param),
                       "fusedtrain: ", what, " and parameter must have the same shape and strides");
       dtype = dtype_of(t, "optimizer_step", what);
-      return writes ? write_data(t) : const_cast<void*>(read_data(t));
+      return writes ? update_data(t) : const_cast<void*>(read_data(t));
     }
 
     // A unit is one index of the first dimension: an output channel of a convolution, a neuron.
@@ -218,7 +218,7 @@ struct OptimizerOps {
                         sums.is_contiguous() && sums.numel() == a.call.count * width &&
                         Backend::on_device(sums),
                     "fusedtrain: sums");
-    return static_cast<double*>(write_data(sums));
+    return static_cast<double*>(update_data(sums));
   }
 
 #define FT_OPTIMIZER_ARGUMENTS                                                                    \
@@ -278,7 +278,7 @@ struct OptimizerOps {
       STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == dtype && Backend::on_device(t) &&
                           t.get_device_index() == scale.get_device_index(),
                       "fusedtrain::update_scale: ", what);
-      return write_data(t);
+      return update_data(t);
     };
     const ScaleUpdate update{
         static_cast<float*>(one(scale, ScalarType::Float, "scale")),

@@ -93,6 +93,11 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* op, const c
 inline const void* read_data(const Tensor& t) { return t.const_data_ptr(); }
 inline void* write_data(const Tensor& t) { return t.mutable_data_ptr(); }
 #endif
+// Of a tensor that is read and written.
+inline void* update_data(const Tensor& t) {
+  read_data(t);
+  return write_data(t);
+}
 
 // The tensor itself where its data are dense, else a dense copy (of torch's choice of strides).
 inline Tensor dense(const Tensor& t) {

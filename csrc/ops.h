@@ -233,5 +233,19 @@ int64_t channelwise_shares(const ChannelwiseBackward& call);
 // The gradient of parameter `which`, one value of the call's dtype a channel.
 void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream);
 
+// The optimizer step; the pointers of a call are the device's. Nothing but kernel launches: a CUDA
+// graph may capture it. `workspace` has optimizer_workspace() doubles, none of which need be set.
+int64_t optimizer_workspace(const OptimizerCall& call);
+// call.sums
+void measure(const OptimizerCall& call, double* workspace, void* stream);
+// call.trial_sums, from call.sums
+void try_update(const OptimizerCall& call, double* workspace, void* stream);
+// `measures`, `tries`: call.sums and call.trial_sums are to be found out first.
+void optimizer_step(const OptimizerCall& call, bool measures, bool tries, double* workspace,
+                    void* stream);
+
+void update_scale(const ScaleUpdate& update, void* stream);
+void zero(const ZeroRange* ranges, int64_t count, void* stream);
+
 }  // namespace cuda
 }  // namespace fusedtrain

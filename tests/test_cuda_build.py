@@ -27,6 +27,8 @@ WIDE = {
     "forward_kernel.*double.*Elu": "pointwise",
     "segments_kernel.*Prelu.*(true|false), true, ": "channelwise",
     "columns_kernel.*StarRelu.*(true|false), true, ": "channelwise",
+    "update_kernel.*OneRule.*Adam": "multi_tensor",
+    "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }
 
 
@@ -48,7 +50,7 @@ def test_nothing_spills(log: Path) -> None:
         r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores",
         log.read_text(),
     )
-    assert len(frames) > 30
+    assert len(frames) >= len(built()["cuda_archs"])
     assert [f for f in frames if (f[1], f[2]) != ("0", "0")] == []
 
 

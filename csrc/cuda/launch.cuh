@@ -30,13 +30,14 @@ inline void check(cudaError_t error, const char* what) {
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, size_t shared_bytes,
-            A... arguments) {
+            const A&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  check(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), "kernel launch");
+  check(cudaLaunchKernelEx(&config, kernel, static_cast<const std::decay_t<P>&>(arguments)...),
+        "kernel launch");
 }
 
 // Streaming multiprocessors of the current device. Asked once a device: the query takes 1 us.

@@ -24,7 +24,7 @@ struct ZeroTable {
 static_assert(sizeof(ZeroTable) <= 4096, "");
 
 __global__ void __launch_bounds__(kZeroThreads)
-    zero_kernel(const __grid_constant__ ZeroTable table) {
+    zero_kernel(const ZeroTable __grid_constant__ table) {
   int low = 0, high = table.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;

@@ -53,11 +53,13 @@ struct Machine {
   dim3 grid, block_size;
   void (*call)(void*) = nullptr;
   void* context = nullptr;
+  size_t context_bytes = 0;
   std::string wrong;       // the first fault of this launch
   std::string last_error;  // what cudaGetErrorString tells
   cudaError_t pending = cudaSuccess;
   Order order = Order::kForward;
   int multiprocessors = 2;
+  int launches = 0;
 };
 
 Machine& machine() {
@@ -245,6 +247,11 @@ void memory_access(const void* address, size_t bytes, bool write, bool aligned) 
   const char* p = static_cast<const char*>(address);
   const char* stack = m.running->stack;
   if (p >= stack && p + bytes <= stack + kStack) return;
+  const char* arguments = static_cast<const char*>(m.context);
+  if (p >= arguments && p + bytes <= arguments + m.context_bytes) {
+    if (write) fault("writes to an argument of the kernel");
+    return;
+  }
   const std::string wrong = m.memory.check(
       {reinterpret_cast<uintptr_t>(address), bytes, write, false, aligned}, m.running->now);
   if (!wrong.empty()) fault(wrong);
@@ -312,7 +319,8 @@ unsigned atomic(unsigned* p, unsigned value, Atomic what) {
   return atomic_operation(p, value, what);
 }
 
-cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context) {
+cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context,
+                size_t bytes) {
   Machine& m = machine();
   const dim3 g = config.gridDim, b = config.blockDim;
   const uint64_t threads = uint64_t(b.x) * b.y * b.z, blocks = uint64_t(g.x) * g.y * g.z;
@@ -324,8 +332,10 @@ cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* con
   m.block_size = b;
   m.call = call;
   m.context = context;
+  m.context_bytes = bytes;
   m.wrong.clear();
   m.memory.new_launch();
+  ++m.launches;
 
   std::mt19937 random(20260101);
   std::vector<unsigned> turns(m.threads);
@@ -378,6 +388,7 @@ FT_EXPORT void emulator_buffer(const void* data, int64_t bytes, int writes) {
   machine().memory.add(data, size_t(bytes), writes != 0);
 }
 FT_EXPORT void emulator_reset() { machine().memory.clear(); }
+FT_EXPORT int emulator_launches() { return machine().launches; }
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
 // What -fsanitize=thread calls.

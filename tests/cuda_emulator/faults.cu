@@ -158,13 +158,30 @@ __global__ void warp_alone(const float* x, float* y) {
   y[threadIdx.x] = s[threadIdx.x ^ 1];
 }
 
+// Numbers that travel as an argument.
+struct Numbers {
+  float x[kThreads];
+};
+__global__ void argument(const Numbers __grid_constant__ numbers, const float*, float* y) {
+  y[threadIdx.x] = numbers.x[kThreads - 1 - threadIdx.x];
+}
+__global__ void write_an_argument(const Numbers __grid_constant__ numbers, const float* x, float*) {
+  const_cast<Numbers&>(numbers).x[threadIdx.x] = x[threadIdx.x];
+}
+__global__ void read_past_an_argument(const Numbers __grid_constant__ numbers, const float*,
+                                      float* y) {
+  y[threadIdx.x] = numbers.x[2 * kThreads + threadIdx.x];
+}
+
 struct Case {
   const char* name;
   void (*kernel)(const float*, float*);
   int blocks, threads;
   size_t dynamic_bytes;
+  void (*with_numbers)(const Numbers __grid_constant__, const float*, float*) = nullptr;
 };
 #define FT_CASE(kernel) {#kernel, &kernel, 1, kThreads, 0}
+#define FT_CASE_WITH_NUMBERS(kernel) {#kernel, nullptr, 1, kThreads, 0, &kernel}
 const Case kCases[] = {
     FT_CASE(neighbour<false>),
     FT_CASE(neighbour<true>),
@@ -197,6 +214,9 @@ const Case kCases[] = {
     FT_CASE(atomics),
     FT_CASE(warp_alone<true>),
     FT_CASE(warp_alone<false>),
+    FT_CASE_WITH_NUMBERS(argument),
+    FT_CASE_WITH_NUMBERS(write_an_argument),
+    FT_CASE_WITH_NUMBERS(read_past_an_argument),
 };
 
 }  // namespace
@@ -211,8 +231,14 @@ extern "C" __attribute__((visibility("default"))) const char* fault_run(int i, c
                                                                         float* y) {
   static std::string message;
   const Case& c = kCases[i];
+  Numbers numbers;
+  for (int k = 0; k < kThreads; ++k) numbers.x[k] = float(k);
+  using fusedtrain::cuda::launch;
   try {
-    fusedtrain::cuda::launch(c.kernel, c.blocks, c.threads, nullptr, c.dynamic_bytes, x, y);
+    if (c.with_numbers != nullptr)
+      launch(c.with_numbers, c.blocks, c.threads, nullptr, c.dynamic_bytes, numbers, x, y);
+    else
+      launch(c.kernel, c.blocks, c.threads, nullptr, c.dynamic_bytes, x, y);
     message.clear();
   } catch (const std::runtime_error& error) {
     message = error.what();

@@ -105,7 +105,7 @@ std::string check_cell(Cell& cell, const Access& access, const Moment& now, uint
 
 std::string Shadow::check(size_t offset, const Access& access, const Moment& now, uint32_t launch,
                           const char* kind) {
-  for (size_t i = offset / 2; i * 2 < offset + access.bytes; ++i) {
+  for (size_t i = offset; i < offset + access.bytes; ++i) {
     std::string wrong = check_cell(cells_[i], access, now, launch, kind);
     if (!wrong.empty()) return wrong;
   }
@@ -172,7 +172,7 @@ std::string Memory::check(const Access& access, const Moment& now) {
 
   if (const Segment* segment = segment_of(begin)) {
     if (!segment->writable) return access.write ? text("writes to a constant") : "";
-    for (uintptr_t at = begin / 2; at * 2 < end; ++at) {
+    for (uintptr_t at = begin; at < end; ++at) {
       std::string wrong = check_cell(static_shared_[at], access, now, launch_, "shared");
       if (!wrong.empty()) return wrong;
     }

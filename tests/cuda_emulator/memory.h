@@ -18,7 +18,7 @@ struct Moment {
 };
 constexpr uint32_t kManyThreads = 0xffffffffu;
 
-// Two bytes, the smallest element.
+// One byte.
 struct Cell {
   uint32_t launch = 0;   // that the moments belong to
   bool written = false;  // ever
@@ -37,7 +37,7 @@ struct Access {
 class Shadow {
  public:
   void resize(size_t bytes, bool written) {
-    cells_.assign((bytes + 1) / 2, Cell());
+    cells_.assign(bytes, Cell());
     for (Cell& c : cells_) c.written = written;
   }
   // What is wrong with an access at this offset, or nothing.

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #define __CUDACC__ 1
@@ -20,11 +21,17 @@
 #define __global__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+// A large argument stays where it is: `const T __grid_constant__ x` (in this order) is a reference.
+#define __grid_constant__ &
+#define CUDART_VERSION 13000
 // One block runs at a time, so its shared memory can be static.
 #define __shared__ static
 
 struct uint3 {
   unsigned x, y, z;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
@@ -34,7 +41,13 @@ struct dim3 {
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
+__forceinline__ uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+__forceinline__ uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+  return {x, y, z, w};
+}
+__forceinline__ void __stwb(uint2* p, uint2 value) { *p = value; }
 __forceinline__ void __stwb(uint4* p, uint4 value) { *p = value; }
+__forceinline__ float __frcp_rn(float x) { return 1.0f / x; }
 
 namespace emulator {
 
@@ -178,14 +191,15 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t strea
 
 namespace emulator {
 
-// Runs `call(context)` once for every thread.
-cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context);
+// Runs `call(context)` once for every thread. Kernels may read the `bytes` of the context, in which
+// their arguments are.
+cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context, size_t bytes);
 
 // Not instrumented: it reads the arguments from the host's stack, as the hardware does from its
 // own.
 template <class... P, size_t... I>
 __attribute__((no_sanitize("thread"))) void invoke(void (*kernel)(P...),
-                                                   std::tuple<P...>& arguments,
+                                                   std::tuple<std::decay_t<P>...>& arguments,
                                                    std::index_sequence<I...>) {
   kernel(std::get<I>(arguments)...);
 }
@@ -193,7 +207,7 @@ __attribute__((no_sanitize("thread"))) void invoke(void (*kernel)(P...),
 template <class... P>
 struct Launch {
   void (*kernel)(P...);
-  std::tuple<P...> arguments;
+  std::tuple<std::decay_t<P>...> arguments;
   __attribute__((no_sanitize("thread"))) static void call(void* self) {
     Launch* launch = static_cast<Launch*>(self);
     invoke(launch->kernel, launch->arguments, std::index_sequence_for<P...>());
@@ -205,6 +219,6 @@ struct Launch {
 template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...),
                                A&&... arguments) {
-  emulator::Launch<P...> launch{kernel, std::tuple<P...>(std::forward<A>(arguments)...)};
-  return emulator::run(*config, &emulator::Launch<P...>::call, &launch);
+  emulator::Launch<P...> launch{kernel, {std::forward<A>(arguments)...}};
+  return emulator::run(*config, &emulator::Launch<P...>::call, &launch, sizeof launch);
 }
