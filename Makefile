@@ -10,7 +10,7 @@ PY := $(BIN)/python
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 help:  ## this list
@@ -21,6 +21,9 @@ train: build  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS
 
 test: build  ## the whole test-suite (ARGS="-k mish")
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+mutants: build  ## break the optimizers in one place at a time; the tests must notice (ARGS="-k LAMB")
+	$(PY) tools/mutants.py $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .

@@ -56,7 +56,7 @@ inline bool is_dense(const Tensor& t) {
     if (next == 0) return false;
     expected *= next;
   }
-  return expected == total;
+  return total == 0 || expected == total;
 }
 
 inline bool same_sizes(const Tensor& a, const Tensor& b) {

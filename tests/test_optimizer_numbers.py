@@ -1,0 +1,300 @@
+"""Every step of every optimizer beside float64: properties over layouts, dtypes, options, skips.
+
+The truth (`_optimizer_truth.py`) starts each step from the fused optimizer's own parameters and
+states, so errors do not add up and the tolerance stays at a few roundings.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _optimizer_runs import NAMES, OPTIONS, Checked, Iteration, Run, runs, simple
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import Tensor
+
+import fusedtrain.optim
+from fusedtrain.optim import FusedOptimizer
+from fusedtrain.reference.optimizer_rules import RULES
+
+# A failing run is printed whole: Checked(Run(...)).all() repeats it. Shrinking it takes minutes.
+REPEATABLE = settings(
+    derandomize=True, database=None, deadline=None, report_multiple_bugs=False,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+
+SCALER = {
+    "init_scale": 96.0, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.25,
+    "hysteresis": 2, "max_scale": 600.0,
+}  # fmt: skip
+# What hypothesis should not have to find anew each time.
+SPECIAL = {
+    "skips at first, two in a row, then a reload": [
+        Iteration(bad={0: float("nan")}), Iteration(bad={1: float("inf")}), Iteration(),
+        Iteration(bad={0: -float("inf")}, event="reload"), Iteration(), Iteration(),
+    ],
+    "a skip, then a reload": [
+        Iteration(bad={0: float("nan")}), Iteration(event="reload"), Iteration(),
+    ],
+    "new memory, states and dictionaries": [
+        Iteration(), Iteration(event="new memory"), Iteration(event="new state"),
+        Iteration(event="new state dict"), Iteration(event="new lr"),
+    ],
+    "gradients that come and go": [
+        Iteration(), Iteration(missing={0}), Iteration(missing={0, 1}), Iteration(missing={1}),
+        Iteration(),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("history", SPECIAL)
+@pytest.mark.parametrize("name", NAMES)
+def test_histories(name: str, history: str) -> None:
+    for fused in ({"ema_decay": 0.9}, {"max_grad_norm": 0.5, "gradient_writeback": "unscaled"}):
+        options: dict[str, Any] = {"momentum": 0.9} if "momentum" in OPTIONS[name] else {}
+        Checked(simple(name, options, fused, iterations=SPECIAL[history], scaler=SCALER)).all()
+
+
+def two_parameters(name: str, **options: Any) -> tuple[list[Tensor], FusedOptimizer]:
+    checked = Checked(simple(name, {}, options))
+    checked.give_gradients(Iteration())
+    return checked.params, checked.optimizer
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, 0.5, float("inf"), float("nan")])
+def test_any_found_inf_skips(found_inf: float) -> None:
+    params, optimizer = two_parameters("Adam")
+    before = [p.detach().clone() for p in params]
+    optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    assert all(map(torch.equal, before, params))
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    assert not any(map(torch.equal, before, params))
+
+
+@pytest.mark.parametrize("name", ["SGD", "LAMB"])
+def test_tiny_gradients_are_clipped_as_by_torch_and_by_timm(name: str) -> None:
+    """Here the eps beside their norm counts, which LAMB does without."""
+    run = simple(name, {}, {"max_grad_norm": 1e-5, "gradient_writeback": "unscaled"})
+    run.ones = [replace(one, size=1e-6) for one in run.ones]
+    Checked(run).all()
+
+
+def test_lion_where_momentum_and_gradient_almost_cancel() -> None:
+    """Elsewhere the sign hardly depends on the momentum."""
+    checked = Checked(simple("Lion", {"betas": (0.9, 0.99), "caution": False}, {}))
+    checked.all()
+    checked.give_gradients(Iteration())
+    for p in checked.params:
+        assert p.grad is not None
+        sign = -1 if checked.group[id(p)]["maximize"] else 1
+        ratio = 0.8 + 0.4 * torch.rand(p.shape)
+        checked.optimizer.state[p]["exp_avg"].copy_(-sign * p.grad / 9 * ratio)
+    checked.step(Iteration())
+
+
+def test_momentum_switched_on_fills_the_buffer_with_the_first_gradient() -> None:
+    """As torch does: the first gradient is not dampened."""
+    run = simple("SGD", {"momentum": 0.0, "dampening": 0.3}, {})
+    checked = Checked(run)
+    checked.all()
+    checked.optimizer.param_groups[0]["momentum"] = 0.9
+    checked.steps = dict.fromkeys(checked.steps, 0)  # of the buffer
+    checked.all()
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "LAMB"])
+def test_other_strides_at_the_same_address(name: str) -> None:
+    fused = {"ema_decay": 0.9, "momentum": 0.9} if name == "SGD" else {"ema_decay": 0.9}
+    options: dict[str, Any] = {"momentum": fused.pop("momentum")} if "momentum" in fused else {}
+    run = simple(name, options, fused)
+    run.ones[0].shape = (6, 6)
+    checked = Checked(run)
+    checked.all()
+    p = checked.params[0]
+    p.data = p.data.t()
+    checked.all()
+
+
+def test_a_parameter_of_another_dtype_gets_its_master() -> None:
+    fused = {"master_weights": True, "state_dtype": torch.float32}
+    checked = Checked(simple("AdamW", {}, fused))
+    checked.all()
+    for p in checked.params:
+        p.data = p.data.bfloat16()
+    checked.all()
+    assert all("master_param" in checked.optimizer.state[p] for p in checked.params)
+
+
+def test_a_parameter_joins_another_group() -> None:
+    run = simple("SGD", {"momentum": 0.9}, {})
+    run.groups.append({**run.groups[0], "lr": 0.01})
+    run.ones = [replace(run.ones[0], group=group) for group in (0, 0, 1)]
+    checked = Checked(run)
+    checked.all()
+    first, second = checked.optimizer.param_groups
+    moved = first["params"].pop()
+    second["params"].insert(0, moved)
+    checked.group[id(moved)] = second
+    checked.all()
+
+
+def test_a_parameter_that_joins_later_starts_from_the_initial_value() -> None:
+    optimizer = fusedtrain.optim.Adagrad(
+        [torch.nn.Parameter(torch.ones(1))], initial_accumulator_value=0.25
+    )
+    late = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [late]})  # torch's own raises KeyError at the step
+    late.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(optimizer.state[late]["sum"], torch.full((2,), 1.25))
+
+
+def test_a_step_without_gradients_forgets_no_count() -> None:
+    params, optimizer = two_parameters("AdamW")
+    optimizer.step()
+    for p in params:
+        p.grad = None
+    optimizer.step()
+    assert optimizer.applied_steps == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_is_right(name: str) -> None:
+    @settings(REPEATABLE, max_examples=60)
+    @given(runs(name))
+    def check(run: Run) -> None:
+        Checked(run).all()
+
+    check()
+
+
+# --- the same numbers whatever computes them
+
+
+def results(name: str, steps: int = 2) -> list[Tensor]:
+    """Parameters, states and the norm after steps over several chunks."""
+    clip = {"agc": 0.05} if name in ("Adam", "LARS") else {"max_grad_norm": 0.5}
+    options: dict[str, Any] = {"weight_decay": 0.0} if "weight_decay" in OPTIONS[name] else {}
+    options |= {"momentum": 0.9} if "momentum" in OPTIONS[name] else {}
+    run = simple(name, options, clip)
+    run.ones[0].shape = (3, 6000)
+    run.ones[1].shape = (40001,)
+    checked = Checked(run)
+    found = []
+    for _ in range(steps):
+        checked.give_gradients(Iteration())
+        checked.optimizer.step()
+        assert checked.optimizer.grad_norm is not None
+        found.append(checked.optimizer.grad_norm)
+    for p in checked.params:
+        found += [p.detach(), *(v for v in checked.optimizer.state[p].values())]
+    return [t.clone() for t in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_from_any_number_of_threads(name: str) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = results(name)
+        for number in (2, 3):
+            torch.set_num_threads(number)
+            assert all(map(torch.equal, one, results(name)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_every_instruction_set_agrees(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, test_optimizer_numbers as t\n"
+        "torch.save({name: t.results(name, 1) for name in t.NAMES}, sys.argv[1])"
+    )
+    found = {}
+    for capability in ("default", "avx2", "avx512"):
+        file = tmp_path / capability
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        env = {**os.environ, "FUSEDTRAIN_CPU_CAPABILITY": capability, "PYTHONPATH": path}
+        subprocess.run([sys.executable, "-c", code, str(file)], check=True, env=env)
+        found[capability] = torch.load(file)
+    for capability in ("avx2", "avx512"):
+        for name in NAMES:
+            for a, b in zip(found["default"][name], found[capability][name], strict=True):
+                scale = torch.finfo(torch.float32).eps * a.abs().clamp_min(a.abs().mean())
+                assert ((a - b).abs() <= 2 * scale).all(), (name, capability)
+
+
+# --- wrong optimizers are seen (tools/mutants.py has those of the sources)
+
+
+def _no_op(step: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    kept = [p.detach().clone() for p in arguments[1]]
+    sums = step(*arguments)
+    for p, value in zip(arguments[1], kept):
+        p.detach().copy_(value)
+    return sums
+
+
+def _sign_flip(step: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    kept = [p.detach().clone() for p in arguments[1]]
+    sums = step(*arguments)
+    for p, value in zip(arguments[1], kept):
+        p.detach().copy_(2 * value - p)
+    return sums
+
+
+def _wrong_beta(step: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    # An option of the rule: the first, and Lion's second, for its first seldom changes a sign.
+    arguments[9].view(-1, 14)[1:, 7 if RULES[arguments[0]].name == "lion" else 6] *= 0.95
+    return step(*arguments)
+
+
+def _stale_step(step: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    sums = step(*arguments)
+    arguments[7][0] = 0
+    return sums
+
+
+def _unchanged(step: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return step(*arguments)
+
+
+MUTANTS = [_no_op, _sign_flip, _wrong_beta, _stale_step]
+
+
+def checked_with(mutant: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = torch.ops.fusedtrain.optimizer_step
+    monkeypatch.setattr(
+        torch.ops.fusedtrain, "optimizer_step", lambda *a: mutant(step, *a), raising=False
+    )
+    options: dict[str, Any] = {"momentum": 0.9} if "momentum" in OPTIONS[name] else {}
+    if name in ("Adam", "AdamW", "NAdamW", "LAMB", "NovoGrad", "Lion"):
+        options["betas"] = (0.9, 0.99)
+    if name == "LAMB":
+        options["bias_correction"] = True
+    Checked(simple(name, options, {})).all()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_optimizer_fails(name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "Lion" and mutant is _stale_step:
+        return  # counts no steps
+    with pytest.raises(AssertionError):
+        checked_with(mutant, name, monkeypatch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_wrapper_alone_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked_with(_unchanged, name, monkeypatch)

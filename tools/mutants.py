@@ -1,0 +1,345 @@
+"""Breaks the optimizers in one place at a time; the tests must notice each.
+
+Works in a temporary copy of the repository, rebuilt without optimisation where a mutation is in
+C++. Prints which test noticed; exits with 1 where none did.
+
+    python tools/mutants.py [-k part of a name] [--tests tests/test_optimizer_numbers.py ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT / "tests")
+import _models  # noqa: E402
+
+ENGINE, PLAN = "fusedtrain/optim/_engine.py", "fusedtrain/optim/_plan.py"
+RULES, LOOPS = "csrc/optimizers.h", "csrc/cpu/multi_tensor.cpp"
+BINDING = "csrc/binding_optimizers.h"
+
+BUILD = {LOOPS: 1, "csrc/binding_cpu.cpp": 1, BINDING: 2, "csrc/checks.h": 2, RULES: 3}
+# name: file, what is there, what is put in its place.
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    "the step does nothing": (
+        RULES, "return keep * p - size * u;", "return p;"),
+    "ascends": (
+        RULES, "return keep * p - size * u;", "return keep * p + size * u;"),
+    "maximize ignored": (
+        PLAN, "sign = -1.0 if self.maximize else 1.0", "sign = 1.0"),
+    "Adam: betas swapped": (
+        "fusedtrain/optim/adam.py", '(*group["betas"], group["eps"], group["decoupled',
+        '(*group["betas"][::-1], group["eps"], group["decoupled'),
+    "NAdamW: betas swapped": (
+        "fusedtrain/optim/adam.py", '(*group["betas"], group["eps"], 1)',
+        '(*group["betas"][::-1], group["eps"], 1)'),
+    "Lion: betas swapped": (
+        "fusedtrain/optim/lion.py", 'group["betas"],\n', 'group["betas"][::-1],\n'),
+    "Adam: 1 - beta1 off": (
+        RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt",
+        "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt"),
+    "LAMB: grad_averaging ignored": (
+        RULES, "k.c[3] = option[4] != 0 ? 1 - option[0] : 1;", "k.c[3] = 1 - option[0];"),
+    "NAdamW: does not look ahead": (
+        RULES, "const T ahead = s[0] * beta1 + g * this->fresh1;", "const T ahead = s[0];"),
+    "Lion: momentum before the update": (
+        RULES, "const T ahead = beta1 * s[0] + fresh1 * g;\n    s[0] += (g - s[0]) * fresh2;",
+        "s[0] += (g - s[0]) * fresh2;\n    const T ahead = beta1 * s[0] + fresh1 * g;"),
+    "Lion: the sign of 0 is -1": (
+        RULES, "(ahead < T(0) ? T(-1) : ahead)", "T(-1)"),
+    "the step count stands still": (
+        LOOPS, "*scalar_of(call, tensor, 0) += 1;", ""),
+    "bias correction of the step before": (
+        LOOPS, "double(*scalar_of(call, t, 0)) + 1,", "double(*scalar_of(call, t, 0)) + 1e-9,"),
+    "bias correction of the step after": (
+        LOOPS, "double(*scalar_of(call, t, 0)) + 1,", "double(*scalar_of(call, t, 0)) + 2,"),
+    "Adagrad: rate of the step after": (
+        RULES, "t.lr / (1 + (t.step - 1) * option[0])", "t.lr / (1 + t.step * option[0])"),
+    "decoupled decay dropped": (
+        RULES, "return (max_lr == 0 ? t.lr : t.lr * t.lr / max_lr) * t.group->weight_decay;",
+        "return 0 * max_lr;"),
+    "L2 decay dropped": (
+        RULES, "return decays ? g + weight_decay * p : g;", "return g;"),
+    "AdamW: decay coupled": (
+        RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr / (1",
+        "const bool decoupled = false;\n    k.size = t.lr / (1"),
+    "SGDW: decay coupled": (
+        RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr;",
+        "const bool decoupled = false;\n    k.size = t.lr;"),
+    "RMSpropTF: decay always coupled": (
+        RULES, "const bool decoupled = option[4] != 0, inside",
+        "const bool decoupled = false, inside"),
+    "LAMB: decay always late": (
+        RULES, "const bool decoupled = option[7] != 0, corrects",
+        "const bool decoupled = false, corrects"),
+    "LAMB: decay before the ratio, not in it": (
+        RULES, "k.late_decay = decoupled ? 0 : t.group->weight_decay;\n    k.c[0] = 0;",
+        "k.late_decay = 0;\n    k.c[0] = decoupled ? 0 : t.group->weight_decay;"),
+    "Adam: eps inside the root": (
+        RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
+        "return s[0] / math::sqrt(s[2] * root * root + eps);"),
+    "Adam: eps before the correction": (
+        RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
+        "return s[0] / ((math::sqrt(s[2]) + eps) * root);"),
+    "RMSprop: eps inside the root": (
+        RULES, "g / (math::sqrt(variance) + eps);", "g / math::sqrt(variance + eps);"),
+    "RMSpropTF: eps outside the root": (
+        RULES, "inner * g / math::sqrt(variance + eps);",
+        "inner * g / (math::sqrt(variance) + eps);"),
+    "RMSpropTF: squares start at 0": (
+        "fusedtrain/optim/rmsprop.py", 'return 1.0 if name == "square_avg" else 0.0', "return 0.0"),
+    "RMSpropTF: lr_in_momentum ignored": (
+        RULES, "inside = option[5] != 0 && option[2] > 0;", "inside = false;"),
+    "centered ignored": (
+        RULES, "T variance = centered ? s[0] - s[2] * s[2] : s[0];\n"
+        "    variance = variance < T(0) ? T(0) : variance;\n", "T variance = s[0];\n"),
+    "the average of a centered variance stands still": (
+        RULES, "s[2] += (g - s[2]) * fresh;\n    T variance = centered ? s[0] - s[2] * s[2] : s[0];"
+        "\n    variance = variance < T(0) ? T(0) : variance;\n",
+        "T variance = centered ? s[0] - s[2] * s[2] : s[0];\n"),
+    "Adagrad: initial value ignored": (
+        "fusedtrain/optim/adagrad.py", 'return float(self.defaults["initial_accumulator_value"])',
+        "return 0.0"),
+    "nesterov ignored": (
+        RULES, "return nesterov ? g + momentum * s[0] : s[0];", "return s[0];"),
+    "amsgrad: the last, not the largest": (
+        RULES, "s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];", "s[2] = s[1];"),
+    "NovoGrad: amsgrad ignored": (
+        RULES, "::sqrt(double(option[4] != 0 ? v[1] : v[0]))", "::sqrt(double(v[0]))"),
+    "NovoGrad: first moment from 0": (
+        RULES, "v[0] == 0 ? squares : option[1] * v[0]", "option[1] * v[0]"),
+    "the first step is dampened": (
+        RULES, "return t.group->option[0] == 0 || t.step == 1;", "return t.group->option[0] == 0;"),
+    "momentum switched on is dampened": (
+        PLAN, "store.views[0][column].zero_()", "pass"),
+    "found_inf: skipped, but applied": (
+        LOOPS, "bool skip = call.found_inf != nullptr && !(*call.found_inf == 0);",
+        "bool skip = false;"),
+    "found_inf: only 1 skips": (
+        LOOPS, "!(*call.found_inf == 0)", "*call.found_inf == 1"),
+    "infinite gradients applied": (
+        LOOPS, "skip |= call.sums[t * kTensorSums] != 0;", "skip |= false;"),
+    "the last tensor is not looked at": (
+        LOOPS, "for (int64_t t = 0; t < call.count; ++t) skip |=",
+        "for (int64_t t = 0; t + 1 < call.count; ++t) skip |="),
+    "gradients are not looked at": (
+        ENGINE, "measures |= _FINITE | _GRADIENTS\n        if",
+        "measures |= _GRADIENTS\n        if"),
+    "norm without the unscaling": (
+        LOOPS, "table(T()).measure(g.values, factor, n, sums);",
+        "table(T()).measure(g.values, T(1), n, sums);"),
+    "gradients not unscaled": (
+        LOOPS, "k.gradient = unscaled * clip", "k.gradient = clip"),
+    "clip coefficient inverted": (
+        RULES, "return ratio < 1 || ratio != ratio ? ratio : 1;",
+        "return ratio < 1 || ratio != ratio ? 1 / ratio : 1;"),
+    "clip without its bound": (
+        RULES, "return ratio < 1 || ratio != ratio ? ratio : 1;", "return ratio;"),
+    "clip ignored": (
+        LOOPS, "k.gradient = unscaled * clip", "k.gradient = unscaled"),
+    "clip: eps ignored": (
+        RULES, "const double ratio = max_norm / (norm + eps);",
+        "const double ratio = max_norm / norm + 0 * eps;"),
+    "average: weights swapped": (
+        ENGINE, "0.0 if decay is None else 1.0 - decay", "0.0 if decay is None else decay"),
+    "average of what has no gradient: weights swapped": (
+        ENGINE, "self._average_parameters_without_gradients(1 - decay)",
+        "self._average_parameters_without_gradients(decay)"),
+    "average goes on at a skipped step": (
+        ENGINE, "(1 - skipped) * weight", "weight + 0 * skipped"),
+    "average of what has no gradient stands still": (
+        ENGINE, "if average is not None and id(p) not in stepped:", "if False:"),
+    "no write-back": (
+        LOOPS, "if (write_back == 1) {", "if (write_back == 3) {"),
+    "write-back keeps the sign of maximize": (
+        LOOPS, "static_cast<T>(fabs(k.gradient))", "static_cast<T>(k.gradient)"),
+    "write-back does not zero": (
+        LOOPS, "} else if (write_back == 2) {", "} else if (write_back == 3) {"),
+    "write-back does not reach other layouts": (
+        BINDING, "for (Shadow& shadow : written) torch::stable::copy_(shadow.original",
+        "for (Shadow& shadow : written)\n        if (false) torch::stable::copy_(shadow.original"),
+    "zero not after a skipped step": (
+        "csrc/binding_cpu.cpp", "else if (call.options->write_back == 2)",
+        "else if (call.options->write_back == 3)"),
+    "master not written": (
+        LOOPS, "param.open(t.master, Dtype::kFloat32, i, n);\n    else\n      param.open",
+        "param.open(t.master, Dtype::kFloat32, i, n, true), param.memory = nullptr;\n"
+        "    else\n      param.open"),
+    "parameter not written from its master": (
+        LOOPS, "      if (t.master != nullptr)\n        store(",
+        "      if (false)\n        store("),
+    "norms of the parameter, not of its master": (
+        LOOPS, "      if (t.master != nullptr)\n        p.open(t.master, Dtype::kFloat32, i, n);",
+        "      if (false)\n        p.open(t.master, Dtype::kFloat32, i, n);"),
+    "states not written": (
+        LOOPS, "b.state[s].close(n);", ";"),
+    "strides ignored": (
+        BINDING, "const Tensor grad = walkable(grads[i], param, writes_grads);",
+        "const Tensor grad = is_dense(grads[i]) ? grads[i]\n"
+        "                                        : walkable(grads[i], param, writes_grads);"),
+    "states cast on load": (
+        ENGINE, "value.to(self._dtype_of(name, p), copy=True)", "value.to(p.dtype, copy=True)"),
+    "plan: other dictionaries go unseen": (
+        PLAN, "if not all(map(is_, map(state.get, self.params), self.dicts)):", "if False:"),
+    "plan: other states go unseen": (
+        PLAN, "if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):",
+        "if False:"),
+    "plan: other memory goes unseen": (
+        PLAN, 'facts = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"))',
+        'facts = (Tensor.stride, attrgetter("dtype"))'),
+    "plan: other strides go unseen": (
+        PLAN, 'facts = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"))',
+        'facts = (Tensor.data_ptr, attrgetter("dtype"))'),
+    "plan: other groups go unseen": (
+        ENGINE, "if known_groups != groups or not all(", "if not known_groups or not all("),
+    "plan: other needs go unseen": (
+        ENGINE, "plan.needs == needs and plan.fits", "plan.fits"),
+    "max_lr ignored": (
+        RULES, "(max_lr == 0 ? t.lr : t.lr * t.lr / max_lr)", "(max_lr == 0 ? t.lr : t.lr)"),
+    "lr as a tensor ignored": (
+        LOOPS, "if (i < 0) return group.lr;", "return group.lr;"),
+    "caution inverted": (
+        RULES, "return cautious && !agrees ? u * T(0) : u;",
+        "return cautious && agrees ? u * T(0) : u;"),
+    "caution not scaled up": (
+        RULES, "k.caution = 1 / (share > 1e-3 ? share : 1e-3);", "k.caution = 1 + 0 * share;"),
+    "LAMB: trust_clip ignored": (
+        RULES, "if (option[5] != 0 && trust > 1) trust = 1;", ""),
+    "LAMB: always_adapt ignored": (
+        RULES, "if (t.group->weight_decay == 0 && option[6] == 0) return;",
+        "if (t.group->weight_decay == 0) return;"),
+    "LAMB: norm of the update without its decay": (
+        RULES, "2 * caution * decay * trial.products +", "0 * trial.products +"),
+    "LAMB: norm of the parameter before its decay": (
+        RULES, "const double w = ::fabs(k.keep) * t.param_norm", "const double w = t.param_norm"),
+    "LARS: ratio of the unclipped norm": (
+        LOOPS, "return sqrt(squares) * clip;", "return sqrt(squares) + 0 * clip;"),
+    "LARS: trust_clip ignored": (
+        RULES, "if (option[5] != 0) trust = trust / t.lr < 1 ? trust / t.lr : 1;", ""),
+    "LARS: decay missing in the ratio": (
+        RULES, "(t.grad_norm + t.param_norm * decay + option[4])", "(t.grad_norm + option[4])"),
+    "agc: units of the wrong stride": (
+        LOOPS, "unit = (i + k) / t.inner % t.units;", "unit = (i + k) / t.inner / t.units;"),
+    "agc: unit of the block's start": (
+        LOOPS, "const int64_t in_unit = (i + k) % t.inner, unit = (i + k) / t.inner % t.units;",
+        "const int64_t in_unit = (i + k) % t.inner, unit = i / t.inner % t.units;"),
+    "agc: eps ignored": (
+        RULES, "(param_norm > eps ? param_norm : eps) * factor", "(param_norm + 0 * eps) * factor"),
+    "scale: backoff and growth swapped": (
+        RULES, "scale = float(scale * u.backoff_factor);",
+        "scale = float(scale * u.growth_factor);"),
+    "scale: backs off without hysteresis": (
+        RULES, "if (*u.hysteresis_tracker == 0) scale", "scale"),
+    "scale: no bound": (
+        RULES, "*u.scale = scale > u.max_scale ? float(u.max_scale) : scale;", "*u.scale = scale;"),
+    "scale: growth one step late": (
+        RULES, "if (*u.growth_tracker == u.growth_interval) {",
+        "if (*u.growth_tracker > u.growth_interval) {"),
+    "scaler: hears of no skipped step": (
+        ENGINE, "plan.store.control[0].clone() for", "plan.store.control[6].clone() for"),
+    "applied steps of the last plan only": (
+        ENGINE, "if self._last else list(self._controls.values())", "if self._last else []"),
+    "empty tensors are not dense": (
+        "csrc/checks.h", "return total == 0 || expected == total;", "return expected == total;"),
+    "the tail of a block is lost": (
+        LOOPS, "f(i, smaller(length, end - i));", "f(i, smaller(length, end - i) / 2 * 2);"),
+    "blocks of a chunk start anew": (
+        LOOPS, "b.average.open(t.average, t.average_dtype, i, n);",
+        "b.average.open(t.average, t.average_dtype, i % kChunk, n);"),
+}  # fmt: skip
+
+
+def build(folder: Path) -> bool:
+    environment = {**os.environ, "FUSEDTRAIN_CUDA": "0", "PYTHONPATH": str(folder)}
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    # Without FUSEDTRAIN_REQUIRE a compiler's error is a warning.
+    return done.returncode == 0 and "_C.so is not built" not in done.stdout + done.stderr
+
+
+def judge(folder: Path, tests: list[str]) -> str:
+    """The test that failed, or "" where all passed. A fork: torch and timm are imported once."""
+    log = folder / "log"
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.environ.update(FUSEDTRAIN_CPU_CAPABILITY="default", PYTHONPATH=str(folder))
+        sys.path.insert(0, str(folder))
+        with open(log, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        # Another process for each instruction set would tell nothing new.
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-k", "not instruction_set"]
+        code = pytest.main([*arguments, *tests])
+        sys.stdout.flush()
+        os._exit(int(code))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        return ""
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
+    return found.group(1).split("::")[-1] if found else f"exit status {status}"
+
+
+def copy(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("build", "*.so", "__pycache__", ".git", ".venv", "dist")
+    shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
+    # The kernels of one instruction set are mutated; the others need not be built again.
+    shutil.copytree(ROOT / "csrc", folder / "csrc/frozen")
+    for other in ("avx2", "avx512"):
+        unit = folder / f"csrc/cpu/isa_{other}.cpp"
+        unit.write_text(unit.read_text().replace('"isa.inl.h"', '"../frozen/cpu/isa.inl.h"'))
+    setup = folder / "setup.py"
+    text = setup.read_text()
+    assert "-O3 -std=c++17 -fPIC" in text
+    setup.write_text(text.replace("-O3 -std=c++17 -fPIC", "-O0 -std=c++17 -fPIC"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-k", default="", help="only mutants with this in their names")
+    parser.add_argument("--tests", nargs="+", default=["tests/test_optimizer_numbers.py"])
+    arguments = parser.parse_args()
+    cheap_first = sorted(MUTANTS.items(), key=lambda item: BUILD.get(item[1][0], 0))
+    chosen = {name: mutant for name, mutant in cheap_first if arguments.k in name}
+    _models.timm()
+    survivors, stale = [], False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "fusedtrain"
+        copy(folder)
+        if not build(folder):
+            print("the copy does not build")
+            return 1
+        if broken := judge(folder, arguments.tests):
+            print(f"the tests fail without a mutation: {broken}")
+            return 1
+        for name, (path, old, new) in chosen.items():
+            file = folder / path
+            text = file.read_text()
+            if text.count(old) != 1:
+                print(f"{name}: {path} has {text.count(old)} times {old!r}")
+                return 1
+            file.write_text(text.replace(old, new))
+            if (stale or not path.endswith(".py")) and not build(folder):
+                print(f"{name}: does not compile")
+                return 1
+            stale = not path.endswith(".py")
+            killer = judge(folder, arguments.tests)
+            file.write_text(text)
+            print(f"{'killed' if killer else 'SURVIVED':9} {name:52} {killer}", flush=True)
+            if not killer:
+                survivors.append(name)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
