@@ -124,7 +124,10 @@ def _refuse_the_reference(device: str) -> None:
 
 def _contestant(who: str, case: Case, tensors: tuple[list[Tensor], list[Tensor]]) -> Contestant:
     kind = KINDS[case.kind]
-    params = parameters(*tensors)
+    values, grads = tensors
+    if kind.master:  # its owner follows what others write to its parameters
+        values = [value.clone() for value in values]
+    params = parameters(values, grads)
     if who == "fusedtrain":
         return ours(case.op, case.job, kind, params, lr=LR)
     return rival(who, case.op, case.job, kind, params, lr=LR)
