@@ -57,6 +57,18 @@ static constexpr OptimizerKernels<T> optimizer_kernels() {
   };
 }
 
+template <class Format>
+static constexpr OptimizerKernels16 optimizer_kernels_16bit() {
+  return {
+#define FT_UPDATE_16(name, Rule, least, most)                            \
+  {FT_ISA::update_kernel_16bit<FT_ISA::Rule, 0, least, most, Format>(),  \
+   FT_ISA::update_kernel_16bit<FT_ISA::Rule, 1, least, most, Format>(),  \
+   FT_ISA::update_kernel_16bit<FT_ISA::Rule, 2, least, most, Format>(),  \
+   FT_ISA::update_kernel_16bit<FT_ISA::Rule, 3, least, most, Format>()},
+      {FT_RULES(FT_UPDATE_16)},
+  };
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -71,6 +83,8 @@ static constexpr Kernels make_kernels(const char* name) {
                  FT_ISA::to_16bit<FT_ISA::BFloat16>,
                  optimizer_kernels<float>(),
                  optimizer_kernels<double>(),
+                 optimizer_kernels_16bit<FT_ISA::Half>(),
+                 optimizer_kernels_16bit<FT_ISA::BFloat16>(),
                  FT_ISA::to_bfloat16_stochastic};
 }
 

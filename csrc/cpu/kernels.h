@@ -54,6 +54,13 @@ struct OptimizerKernels {
   void (*average)(T* a, const T* x, T weight, int64_t n);  // a += weight (x - a)
 };
 
+// Parameters, gradients and states of one 16-bit format.
+struct OptimizerKernels16 {
+  using Update = void (*)(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
+                          int64_t n);
+  Update update[kRules][kMaxStates + 1];
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -67,6 +74,7 @@ struct Kernels {
   void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
   OptimizerKernels<float> optimizer_f32;
   OptimizerKernels<double> optimizer_f64;
+  OptimizerKernels16 optimizer_f16, optimizer_bf16;
   // Rounded up or down at random; `first` is the index of in[0] in its tensor.
   void (*to_bfloat16_stochastic)(const float* in, uint16_t* out, int64_t n, int64_t first,
                                  uint32_t key);

@@ -191,6 +191,21 @@ struct Buffers {
   }
 };
 
+// The kernel of a tensor that is of one 16-bit format and asks for nothing but its update, or null.
+// (AdamW on 25 M parameters, one thread: bfloat16 24 ms, converted in buffers 28; float16 16, 26.)
+OptimizerKernels16::Update update_16bit(const OptimizerCall& call, const OptimizerTensor& t,
+                                        const Coefficients& k) {
+  const Dtype dtype = t.param_dtype;
+  bool plain = (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && t.grad_dtype == dtype &&
+               t.master == nullptr && k.average == 0 && k.key < 0 &&
+               call.options->unit_factor == 0 && call.options->write_back != 1;
+  for (int s = 0; s < call.states; ++s) plain &= t.state[s] != nullptr && t.state_dtype[s] == dtype;
+  if (!plain) return nullptr;
+  const OptimizerKernels16& kernels16 =
+      dtype == Dtype::kFloat16 ? kernels().optimizer_f16 : kernels().optimizer_bf16;
+  return kernels16.update[call.rule][call.states];
+}
+
 template <class T>
 void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coefficients& k,
                   const double* unit_factors, int64_t begin, int64_t end) {
@@ -223,6 +238,15 @@ void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coe
       memset(at(t.grad, t.grad_dtype, i), 0, n * bytes_of(t.grad_dtype));
     }
   });
+}
+
+void update_range_16bit(const OptimizerCall& call, const OptimizerTensor& t, const Coefficients& k,
+                        OptimizerKernels16::Update kernel, int64_t begin, int64_t end) {
+  const auto from = [&](void* data) { return static_cast<uint16_t*>(data) + begin; };
+  uint16_t* states[kMaxStates];
+  for (int s = 0; s < call.states; ++s) states[s] = from(t.state[s]);
+  kernel(k, from(t.param), from(t.grad), states, end - begin);
+  if (call.options->write_back == 2) memset(from(t.grad), 0, 2 * (end - begin));
 }
 
 template <class T>
@@ -450,6 +474,8 @@ void update(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
     const double* factors = factors_of(call, work, chunk.tensor);
     if (in_double(t))
       update_range<double>(call, t, k, factors, chunk.begin, chunk.end);
+    else if (const auto kernel = update_16bit(call, t, k))
+      update_range_16bit(call, t, k, kernel, chunk.begin, chunk.end);
     else
       update_range<float>(call, t, k, factors, chunk.begin, chunk.end);
   }

@@ -23,6 +23,49 @@ void update(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
   }
 }
 
+// The same where all is of one 16-bit format: converted in registers, block by block.
+template <template <class> class Rule, int kStates, class Format>
+FT_METHOD void block_update(const Stepper<Rule, float>& stepper, uint16_t* p, const uint16_t* g,
+                            uint16_t* const* s) {
+  alignas(64) float value[kLanes], grad[kLanes], state[kMaxStates][kLanes];
+  Format::load(p, value);
+  Format::load(g, grad);
+  for (int k = 0; k < kStates; ++k) Format::load(s[k], state[k]);
+  for (int i = 0; i < kLanes; ++i) {
+    float own[kMaxStates] = {kStates > 0 ? state[0][i] : 0.0f, kStates > 1 ? state[1][i] : 0.0f,
+                             kStates > 2 ? state[2][i] : 0.0f};
+    value[i] = stepper.step(value[i], grad[i], own);
+    for (int k = 0; k < kStates; ++k) state[k][i] = own[k];
+  }
+  Format::store(value, p);
+  for (int k = 0; k < kStates; ++k) Format::store(state[k], s[k]);
+}
+
+template <template <class> class Rule, int kStates, class Format>
+void update_16bit(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
+                  int64_t n) {
+  const Stepper<Rule, float> stepper(k);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    uint16_t* here[kMaxStates] = {};
+    for (int j = 0; j < kStates; ++j) here[j] = s[j] + i;
+    block_update<Rule, kStates, Format>(stepper, p + i, g + i, here);
+  }
+  if (i == n) return;
+  uint16_t value[kLanes] = {}, grad[kLanes] = {}, state[kMaxStates][kLanes] = {};
+  uint16_t* const tail[kMaxStates] = {state[0], state[1], state[2]};
+  for (int64_t j = 0; j < n - i; ++j) {
+    value[j] = p[i + j];
+    grad[j] = g[i + j];
+    for (int l = 0; l < kStates; ++l) state[l][j] = s[l][i + j];
+  }
+  block_update<Rule, kStates, Format>(stepper, value, grad, tail);
+  for (int64_t j = 0; j < n - i; ++j) {
+    p[i + j] = value[j];
+    for (int l = 0; l < kStates; ++l) s[l][i + j] = state[l][j];
+  }
+}
+
 // Sums in a fixed order: lanes first, then across them.
 constexpr int kSumLanes = 16;
 
@@ -116,6 +159,13 @@ template <template <class> class Rule, int kStates, int kLeast, int kMost, class
 constexpr typename cpu::OptimizerKernels<T>::Update update_kernel() {
   if constexpr (kStates >= kLeast && kStates <= kMost)
     return update<Rule, kStates, T>;
+  else
+    return nullptr;
+}
+template <template <class> class Rule, int kStates, int kLeast, int kMost, class Format>
+constexpr cpu::OptimizerKernels16::Update update_kernel_16bit() {
+  if constexpr (kStates >= kLeast && kStates <= kMost)
+    return update_16bit<Rule, kStates, Format>;
   else
     return nullptr;
 }
