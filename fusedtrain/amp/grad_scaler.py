@@ -21,7 +21,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: "cuda", "cpu", or another device type.
-        init_scale: first scale.
+        init_scale: first scale, brought within `min_scale` and `max_scale`.
         growth_factor: the scale is multiplied by it after `growth_interval` good steps in a row.
         backoff_factor: the scale is multiplied by it after a step with infs or NaNs.
         growth_interval: see above.
@@ -64,7 +64,11 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"hysteresis must be at least 1, got {hysteresis}")
         low, high = min_scale or 0.0, float("inf") if max_scale is None else max_scale
         if not 0 <= low <= high:
-            raise ValueError(f"min_scale {min_scale} must not be above max_scale {max_scale}")
+            raise ValueError(
+                f"expected 0 <= min_scale <= max_scale, got min_scale={min_scale}, "
+                f"max_scale={max_scale}"
+            )
+        init_scale = min(max(init_scale, low), high)
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -96,7 +100,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.grad_scale = scale if given is None else scale * given  # type: ignore[attr-defined]
         optimizer._checks_gradients = True  # type: ignore[attr-defined]
         try:
-            result = optimizer.step()
+            result = optimizer.step(**kwargs)
         finally:
             del optimizer.grad_scale, optimizer._checks_gradients  # type: ignore[attr-defined]
         state["found_inf_per_device"] = optimizer._found_inf()

@@ -24,6 +24,12 @@ def check_betas(betas: tuple[float, float]) -> None:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
+def two(betas: tuple[float, float]) -> tuple[float, float]:
+    """Both betas; ValueError where there are more or fewer."""
+    beta1, beta2 = betas
+    return beta1, beta2
+
+
 def check_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
     """Raises ValueError where Nesterov momentum is undefined."""
     if nesterov and (momentum <= 0 or dampening != 0):

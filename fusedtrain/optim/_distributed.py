@@ -102,7 +102,11 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
         plan.sums[:, 1] *= here * here
         arguments[_TABLE][0, 1] = 0.0  # max_norm: clipped by the scale from here on
         scale = arguments[_SCALE]
-        one = torch.ones((), device=device) if scale is None else scale.reshape(())
+        one = (
+            torch.ones((), dtype=torch.float32, device=device)
+            if scale is None
+            else scale.reshape(())
+        )
         arguments[_SCALE] = (one / here).to(torch.float32)
         if int(measures) & 1:
             found = (total[:1] != 0).to(device, torch.float32, non_blocking=True)

@@ -67,6 +67,13 @@ _DEFAULTS: FusedOptions = {
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    for name in ("max_grad_norm", "agc", "agc_eps", "ema_decay"):
+        value = options[name]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    for name in ("master_weights", "stochastic_rounding"):
+        if not isinstance(options[name], bool):
+            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
     for name in ("max_grad_norm", "agc"):
         if options[name] is not None and not options[name] > 0:
             raise ValueError(f"Invalid {name} value: {options[name]}")
@@ -84,6 +91,18 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
     if options["master_weights"] and options["stochastic_rounding"]:
         raise ValueError("master_weights and stochastic_rounding cannot be used together")
+
+
+def _option(name: str, doc: str) -> Any:
+    """A property of the optimizer that is one of its options."""
+
+    def read(self: FusedOptimizer) -> Any:
+        return self._fused_options[name]
+
+    def change(self: FusedOptimizer, value: Any) -> None:
+        self._change(name, value)
+
+    return property(read, change, doc=doc)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -126,35 +145,37 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
         merged = {**_DEFAULTS, **options}
         _check_options(merged)
+        for group in self.param_groups:
+            self._check_group(group)
         self._fused_options: dict[str, Any] = merged
         self._rounding_seed = torch.initial_seed() & ((1 << 53) - 1)
         self._controls: dict[torch.device, Tensor] = {}  # outlive the plans
         self._forget()
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in _DEFAULTS:
+            if name in group and name not in self.defaults:
+                raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_fused_options"):
+            self._check_group(param_group)
+        super().add_param_group(param_group)
 
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
         _check_options(options)
         self._fused_options = options
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Norm that all gradients together are clipped to, or None. May be set between steps."""
-        value: float | None = self._fused_options["max_grad_norm"]
-        return value
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        self._change("max_grad_norm", value)
-
-    @property
-    def ema_decay(self) -> float | None:
-        """Decay of the averaged weights, or None. May be set between steps."""
-        value: float | None = self._fused_options["ema_decay"]
-        return value
-
-    @ema_decay.setter
-    def ema_decay(self, value: float | None) -> None:
-        self._change("ema_decay", value)
+    # May be set between steps.
+    max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")
+    agc = _option("agc", "Fraction of the weights' norm that units are clipped to, or None.")
+    agc_eps = _option("agc_eps", "Least norm that a unit's weights count with.")
+    ema_decay = _option("ema_decay", "Decay of the averaged weights, or None.")
+    gradient_writeback = _option("gradient_writeback", "What a step leaves in the gradients.")
+    state_dtype = _option("state_dtype", "Dtype of the large states, or None.")
+    master_weights = _option("master_weights", "Whether 16-bit parameters have float32 masters.")
+    stochastic_rounding = _option("stochastic_rounding", "Whether bfloat16 is rounded at random.")
 
     # --- the step ---
 
@@ -185,6 +206,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 control[0] = 0
             return
         options = self._fused_options
+        if options["gradient_writeback"] != "none":
+            _check_written(grads)
         rows = [self._numbers(group) for group in self.param_groups]
         trial = self._tries or any(row.cautious for row in rows)
         measures = self._measures()
@@ -261,6 +284,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     groups.append(number)
         if not params:
             return [], []
+        if any(map(Tensor.is_neg, grads)):
+            grads = [grad.resolve_neg() for grad in grads]
         key = tuple(map(id, params))
         needs = self._state_needs()
         known_groups, plans = self._plans.get(key, ((), []))
@@ -309,6 +334,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} supports float32, float64, float16 and bfloat16 "
                 f"parameters, got {p.dtype}"
             )
+        if p.is_neg():
+            raise RuntimeError(
+                f"{type(self).__name__} does not support negated views as parameters"
+            )
         inner = _distributed.local(p)
         sizes = zip(inner.shape, inner.stride(), strict=True)
         if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
@@ -322,7 +351,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         store = self._stores.get(device)
         if store is None or list(map(id, store.params)) != list(map(id, params)):
             if device not in self._controls:
-                self._controls[device] = torch.zeros(8, device=device)
+                self._controls[device] = torch.zeros(8, dtype=torch.float32, device=device)
             new = Store(params, device, self._controls[device])
             if self._scalar_names[0] is None:
                 # No step count in the checkpoint: one that has states has had a step.
@@ -350,7 +379,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _control(self, which: int) -> Tensor:
         controls = [self._last[0].store.control] if self._last else list(self._controls.values())
-        return controls[0][which].clone() if controls else torch.zeros(())
+        return controls[0][which].clone() if controls else torch.zeros((), dtype=torch.float32)
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -465,7 +494,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 p, group = params[number]
                 if id(p) in unborn:
                     kept.pop("momentum_buffer", None)
-                if isinstance(kept.get("step"), Tensor):
+                if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
                     step = kept["step"].clone()
                     on_device = group.get("capturable") or group.get("fused")
                     kept["step"] = step if on_device else step.cpu()
@@ -481,6 +510,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {
             id(p)
             for store in self._stores.values()
+            if not store.scalars.is_meta
             for p, step in zip(store.params, store.scalars[0].tolist(), strict=True)
             if step == 0
         }
@@ -543,6 +573,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     state["state"][p].setdefault(name, torch.as_tensor(float(step)))
         super().__setstate__(state)
         self._forget()
+
+
+def _check_written(grads: list[list[Tensor]]) -> None:
+    for grad in (grad for some in grads for grad in some):
+        if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
+            raise RuntimeError(
+                f"gradient_writeback: a gradient of shape {tuple(grad.shape)} has several elements "
+                "at one place in memory"
+            )
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -51,7 +51,7 @@ class Store:
     def __init__(self, params: list[Tensor], device: torch.device, control: Tensor) -> None:
         self.params = params  # also keeps their ids from being taken by others
         self.columns = {id(p): column for column, p in enumerate(params)}
-        self.scalars = torch.zeros(SCALARS, len(params), device=device)
+        self.scalars = torch.zeros(SCALARS, len(params), dtype=torch.float32, device=device)
         self.views = [row.unbind() for row in self.scalars.unbind()]
         self.control = control
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative, refuse_differentiable
+from ._checks import check_betas, check_not_negative, refuse_differentiable, two
 from ._engine import FusedOptimizer, FusedOptions
 from ._plan import Numbers
 
@@ -74,7 +74,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         return Numbers(
             group["lr"],
             group["weight_decay"],
-            (*group["betas"], group["eps"], group["decoupled_weight_decay"]),
+            (*two(group["betas"]), group["eps"], group["decoupled_weight_decay"]),
             maximize=group["maximize"],
         )
 
@@ -197,7 +197,7 @@ class NAdamW(FusedOptimizer):
         return Numbers(
             group["lr"],
             group["weight_decay"],
-            (*group["betas"], group["eps"], 1),
+            (*two(group["betas"]), group["eps"], 1),
             maximize=group["maximize"],
             max_lr=self._max_lr(group),
             cautious=group["caution"],

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative
+from ._checks import check_betas, check_not_negative, two
 from ._engine import FusedOptimizer, OtherOptions
 from ._plan import Numbers
 
@@ -95,7 +95,7 @@ class LAMB(FusedOptimizer):
             group["lr"],
             group["weight_decay"],
             (
-                *group["betas"],
+                *two(group["betas"]),
                 group["eps"],
                 group["bias_correction"],
                 group["grad_averaging"],

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative
+from ._checks import check_betas, check_not_negative, two
 from ._engine import FusedOptimizer, FusedOptions
 from ._plan import Numbers
 
@@ -76,7 +76,7 @@ class Lion(FusedOptimizer):
         return Numbers(
             group["lr"],
             group["weight_decay"],
-            group["betas"],
+            two(group["betas"]),
             maximize=group["maximize"],
             max_lr=self._max_lr(group),
             cautious=group["caution"],

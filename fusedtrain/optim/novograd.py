@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative
+from ._checks import check_betas, check_not_negative, two
 from ._engine import FusedOptimizer, FusedOptions
 from ._plan import Numbers
 
@@ -72,7 +72,7 @@ class NovoGrad(FusedOptimizer):
         return Numbers(
             group["lr"],
             group["weight_decay"],
-            (*group["betas"], group["eps"], group["grad_averaging"], group["amsgrad"]),
+            (*two(group["betas"]), group["eps"], group["grad_averaging"], group["amsgrad"]),
         )
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:

@@ -69,6 +69,10 @@ class AppliedStepScheduler:
         self._shadow = _Shadow(groups, dict(optimizer.defaults))
         self._others = self._other_options()
         self.scheduler = make(self._shadow)
+        if not isinstance(self.scheduler, LRScheduler):
+            raise TypeError(f"make must return a scheduler, got {type(self.scheduler).__name__}")
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau asks for a metric at each step: not supported")
         self._check()
         self._applied_before = int(optimizer.applied_steps)
         self._rates = [self._current()]
@@ -81,6 +85,11 @@ class AppliedStepScheduler:
 
     def step(self) -> None:
         """Call it once after each step of the optimizer, applied or skipped."""
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self._tables):
+            raise RuntimeError("AppliedStepScheduler: the optimizer has other groups than at first")
+        if not all(isinstance(group["lr"], Tensor) for group in groups):
+            raise RuntimeError("AppliedStepScheduler: a group's lr has been replaced by a number")
         self._shadow.step()
         self.scheduler.step()
         self._check()

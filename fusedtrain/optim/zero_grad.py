@@ -54,7 +54,8 @@ def zero_grad(
                 grad.detach_()
             else:
                 grad.requires_grad_(False)
-            if type(grad) is Tensor and grad.layout is torch.strided and not grad.is_inference():
+            plain_one = type(grad) is Tensor and grad.layout is torch.strided
+            if plain_one and not grad.is_inference() and not grad.is_neg():
                 plain.setdefault(grad.device, []).append(grad)
             else:
                 grad.zero_()
