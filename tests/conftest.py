@@ -24,7 +24,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _flags_can_be_set() -> None:
     """torch.testing's own helpers, once something imports them, forbid it to the whole process."""
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
 
 
 @pytest.fixture(autouse=True)
