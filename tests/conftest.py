@@ -22,12 +22,6 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _flags_can_be_set() -> None:
-    """torch.testing's own helpers, once something imports them, forbid it to the whole process."""
-    setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
-
-
-@pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a test's tensors are made: the CPU, and where ON_THE_GPU_TOO says so, the GPU."""
     if not hasattr(request, "param"):

@@ -47,8 +47,7 @@ OF_TORCH = pytest.mark.parametrize("name", NAMES)
 @cache
 def options_of_torch() -> dict[str, Any]:
     """torch's own table: for each optimizer the arguments that it tests, and the errors."""
-    kept, switch = sys.modules.get("expecttest"), "__allow_nonbracketed_mutation_flag"
-    flag = getattr(torch.backends, switch)
+    kept = sys.modules.get("expecttest")
     if importlib.util.find_spec("expecttest") is None:
         # torch's test-suite needs it, and its table does not.
         stand_in = types.ModuleType("expecttest")
@@ -59,7 +58,10 @@ def options_of_torch() -> dict[str, Any]:
     finally:
         if kept is None:
             sys.modules.pop("expecttest", None)
-        setattr(torch.backends, switch, flag)  # the import forbids to set torch.backends' flags
+        # The import forbids the whole process to set flags of torch.backends (which is a wrapper
+        # of the module that holds the switch).
+        held = torch.backends.flags_frozen.__globals__
+        held["__allow_nonbracketed_mutation_flag"] = True
     return {i.optim_cls.__name__: i for i in module.optim_db if i.optim_cls.__name__ in NAMES}
 
 
