@@ -343,7 +343,7 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
 
 for _row in ACTIVATIONS.values():
     _define(_row)
-_optimizer_ops.define(_library)
+_optimizer_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

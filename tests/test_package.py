@@ -133,6 +133,25 @@ def test_pure_python_gives_right_numbers_and_one_warning() -> None:
     assert "_C.so was not built" in run.stdout
 
 
+STEP = """
+import warnings, torch, fusedtrain
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.full((3,), 2.0)
+        fusedtrain.optim.SGD([p], lr=0.5, max_grad_norm=1e9, ema_decay=0.5).step()
+        assert torch.equal(p, torch.zeros(3)), p
+print([str(w.message) for w in caught])
+"""
+
+
+def test_pure_python_steps_and_says_so_once() -> None:
+    run = python(STEP, pure=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("plain-torch reference used on cpu") == 1
+
+
 def test_reference_backend_is_plain_torch_everywhere_and_silent() -> None:
     run = python(
         NUMBERS + "\nprint(fusedtrain.backend_info())",
