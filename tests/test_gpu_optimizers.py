@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import optim
+from fusedtrain._optimizer_ops import SCHEMAS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -57,6 +58,11 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_kernels_are_registered() -> None:
+    for op in SCHEMAS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedtrain::{op}", "CUDA"), op
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])

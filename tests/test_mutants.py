@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +83,21 @@ def test_the_wrapper_alone_passes(name: str, monkeypatch: pytest.MonkeyPatch) ->
         test_activations.test_numbers_in_every_layout(name, torch.float32)
     finally:
         del MUTANTS["none"]
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_every_mutant_of_the_tool_still_applies() -> None:
+    """`make mutants` takes a quarter of an hour; that its places exist is seen here."""
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
+    assert spec is not None
+    assert spec.loader is not None
+    kept = sys.path[0]
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    sys.path[0] = kept
+    places = {
+        name: (ROOT / file).read_text().count(old) for name, (file, old, _) in tool.MUTANTS.items()
+    }
+    assert {name for name, count in places.items() if count != 1} == set()

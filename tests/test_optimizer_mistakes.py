@@ -26,6 +26,7 @@ def parameter() -> Tensor:
         (lambda p: optim.SGD([p], max_grad_norm=0), ValueError, "max_grad_norm"),
         (lambda p: optim.SGD([p], ema_decay=1.0), ValueError, "ema_decay"),
         (lambda p: optim.SGD([p], agc=-1.0), ValueError, "agc"),
+        (lambda p: optim.SGD([p], agc_eps=None), TypeError, "agc_eps"),
         (lambda p: optim.SGD([p], master_weights="x"), TypeError, "master_weights"),
         (lambda p: optim.SGD([p], gradient_writeback="x"), ValueError, "gradient_writeback"),
         (lambda p: optim.SGD([p], state_dtype=torch.float16), ValueError, "state_dtype"),

@@ -37,13 +37,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "maximize ignored": (
         PLAN, "sign = -1.0 if self.maximize else 1.0", "sign = 1.0"),
     "Adam: betas swapped": (
-        "fusedtrain/optim/adam.py", '(*group["betas"], group["eps"], group["decoupled',
+        "fusedtrain/optim/adam.py", '(*two(group["betas"]), group["eps"], group["decoupled',
         '(*group["betas"][::-1], group["eps"], group["decoupled'),
     "NAdamW: betas swapped": (
-        "fusedtrain/optim/adam.py", '(*group["betas"], group["eps"], 1)',
+        "fusedtrain/optim/adam.py", '(*two(group["betas"]), group["eps"], 1)',
         '(*group["betas"][::-1], group["eps"], 1)'),
     "Lion: betas swapped": (
-        "fusedtrain/optim/lion.py", 'group["betas"],\n', 'group["betas"][::-1],\n'),
+        "fusedtrain/optim/lion.py", 'two(group["betas"]),\n', 'group["betas"][::-1],\n'),
     "Adam: 1 - beta1 off": (
         RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt",
         "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt"),

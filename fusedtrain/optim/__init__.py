@@ -1,6 +1,7 @@
 """Optimizers whose whole step is one call: replacements for torch.optim's, and timm's."""
 
-from ._engine import FusedOptimizer, FusedOptions
+from ._engine import FusedOptimizer
+from ._options import FusedOptions
 from .adagrad import Adagrad
 from .adam import Adam, AdamW, NAdamW
 from .lamb import LAMB

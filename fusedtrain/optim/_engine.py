@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,79 +18,11 @@ from torch.autograd.graph import increment_version
 
 from .. import _ops as _ops  # defines and loads the ops
 from . import _distributed
+from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
 
 _FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
-_WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
-
-
-class OtherOptions(TypedDict, total=False):
-    """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
-
-    agc: float | None
-    agc_eps: float
-    ema_decay: float | None
-    gradient_writeback: str
-    state_dtype: torch.dtype | None
-    master_weights: bool
-    stochastic_rounding: bool
-
-
-class FusedOptions(OtherOptions, total=False):
-    """Keyword arguments that every optimizer of fusedtrain takes besides its own.
-
-    max_grad_norm: clips the norm of all gradients together, as ``clip_grad_norm_`` does.
-    agc: clips unit by unit (adaptive gradient clipping), to this fraction of the weights' norm.
-    agc_eps: least norm that a unit's weights count with.
-    ema_decay: keeps an exponential moving average of the weights, with this decay.
-    gradient_writeback: what a step leaves in ``.grad``: "none" (what was there), "unscaled"
-        (divided by the loss scale, and clipped) or "zero" (also after a skipped step).
-    state_dtype: of the states that are as large as the parameter; the parameter's where None.
-    master_weights: keeps float32 weights of float16 and bfloat16 parameters.
-    stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.
-    """
-
-    max_grad_norm: float | None
-
-
-_DEFAULTS: FusedOptions = {
-    "max_grad_norm": None,
-    "agc": None,
-    "agc_eps": 1e-3,
-    "ema_decay": None,
-    "gradient_writeback": "none",
-    "state_dtype": None,
-    "master_weights": False,
-    "stochastic_rounding": False,
-}
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in ("max_grad_norm", "agc", "agc_eps", "ema_decay"):
-        value = options[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-    for name in ("master_weights", "stochastic_rounding"):
-        if not isinstance(options[name], bool):
-            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
-    for name in ("max_grad_norm", "agc"):
-        if options[name] is not None and not options[name] > 0:
-            raise ValueError(f"Invalid {name} value: {options[name]}")
-    if options["max_grad_norm"] is not None and options["agc"] is not None:
-        raise ValueError("max_grad_norm and agc cannot be used together")
-    if not options["agc_eps"] >= 0:
-        raise ValueError(f"Invalid agc_eps value: {options['agc_eps']}")
-    if options["ema_decay"] is not None and not 0 <= options["ema_decay"] < 1:
-        raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
-    if options["gradient_writeback"] not in _WRITE_BACK:
-        raise ValueError(f"Invalid gradient_writeback value: {options['gradient_writeback']!r}")
-    if options["state_dtype"] not in (None, torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"state_dtype must be torch.float32 or torch.bfloat16, got {options['state_dtype']}"
-        )
-    if options["master_weights"] and options["stochastic_rounding"]:
-        raise ValueError("master_weights and stochastic_rounding cannot be used together")
 
 
 def _option(name: str, doc: str) -> Any:
@@ -139,12 +71,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
         for name in options:
-            if name not in _DEFAULTS:
+            if name not in DEFAULTS:
                 raise TypeError(
                     f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
                 )
-        merged = {**_DEFAULTS, **options}
-        _check_options(merged)
+        merged = {**DEFAULTS, **options}
+        check_options(merged)
         for group in self.param_groups:
             self._check_group(group)
         self._fused_options: dict[str, Any] = merged
@@ -153,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in _DEFAULTS:
+        for name in DEFAULTS:
             if name in group and name not in self.defaults:
                 raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
 
@@ -164,7 +96,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
-        _check_options(options)
+        check_options(options)
         self._fused_options = options
 
     # May be set between steps.
@@ -216,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         head = (
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
             options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
-            _WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
+            WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
             float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
         )  # fmt: skip
         lrs: list[Tensor] = []

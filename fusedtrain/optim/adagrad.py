@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ._checks import refuse_differentiable
-from ._engine import FusedOptimizer, FusedOptions
+from ._engine import FusedOptimizer
+from ._options import FusedOptions
 from ._plan import Numbers
 
 

@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ._checks import check_nesterov, check_not_negative
-from ._engine import FusedOptimizer, FusedOptions
+from ._engine import FusedOptimizer
+from ._options import FusedOptions
 from ._plan import Numbers
 
 

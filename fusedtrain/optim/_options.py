@@ -1,0 +1,81 @@
+"""The keyword arguments that all optimizers of fusedtrain share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops.h numbers them
+
+
+class OtherOptions(TypedDict, total=False):
+    """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
+
+    agc: float | None
+    agc_eps: float
+    ema_decay: float | None
+    gradient_writeback: str
+    state_dtype: torch.dtype | None
+    master_weights: bool
+    stochastic_rounding: bool
+
+
+class FusedOptions(OtherOptions, total=False):
+    """Keyword arguments that every optimizer of fusedtrain takes besides its own.
+
+    max_grad_norm: clips the norm of all gradients together, as ``clip_grad_norm_`` does.
+    agc: clips unit by unit (adaptive gradient clipping), to this fraction of the weights' norm.
+    agc_eps: least norm that a unit's weights count with.
+    ema_decay: keeps an exponential moving average of the weights, with this decay.
+    gradient_writeback: what a step leaves in ``.grad``: "none" (what was there), "unscaled"
+        (divided by the loss scale, and clipped) or "zero" (also after a skipped step).
+    state_dtype: of the states that are as large as the parameter; the parameter's where None.
+    master_weights: keeps float32 weights of float16 and bfloat16 parameters.
+    stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.
+    """
+
+    max_grad_norm: float | None
+
+
+DEFAULTS: FusedOptions = {
+    "max_grad_norm": None,
+    "agc": None,
+    "agc_eps": 1e-3,
+    "ema_decay": None,
+    "gradient_writeback": "none",
+    "state_dtype": None,
+    "master_weights": False,
+    "stochastic_rounding": False,
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises TypeError or ValueError, naming the first option that is wrong."""
+    for name in ("max_grad_norm", "agc", "agc_eps", "ema_decay"):
+        value = options[name]
+        if value is None and name != "agc_eps":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+    for name in ("master_weights", "stochastic_rounding"):
+        if not isinstance(options[name], bool):
+            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
+    for name in ("max_grad_norm", "agc"):
+        if options[name] is not None and not options[name] > 0:
+            raise ValueError(f"Invalid {name} value: {options[name]}")
+    if options["max_grad_norm"] is not None and options["agc"] is not None:
+        raise ValueError("max_grad_norm and agc cannot be used together")
+    if not options["agc_eps"] >= 0:
+        raise ValueError(f"Invalid agc_eps value: {options['agc_eps']}")
+    if options["ema_decay"] is not None and not 0 <= options["ema_decay"] < 1:
+        raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
+    if options["gradient_writeback"] not in WRITE_BACK:
+        raise ValueError(f"Invalid gradient_writeback value: {options['gradient_writeback']!r}")
+    if options["state_dtype"] not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"state_dtype must be torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+        )
+    if options["master_weights"] and options["stochastic_rounding"]:
+        raise ValueError("master_weights and stochastic_rounding cannot be used together")
