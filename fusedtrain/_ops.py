@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from . import _backends, _optimizer_ops
+from . import _backends, _batch_norm_ops, _optimizer_ops
 from .reference import ACTIVATIONS, Activation
 
 _library = torch.library.Library("fusedtrain", "DEF")
@@ -344,6 +344,7 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
 for _row in ACTIVATIONS.values():
     _define(_row)
 _optimizer_ops.define(_library, _warn_once)
+_batch_norm_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

@@ -17,6 +17,7 @@ from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops
+from ._batch_norm import batch_norm_act as batch_norm_act
 from .reference import activations as _reference
 
 _K = _ops.KERNELS

@@ -29,12 +29,18 @@ from .activation import (
     Tanhshrink,
     Threshold,
 )
+from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
 
 __all__ = [
     "CELU",
     "ELU",
     "GELU",
     "SELU",
+    "BatchNormAct1d",
+    "BatchNormAct2d",
+    "BatchNormAct3d",
+    "BatchNormAddAct",
+    "DropPath",
     "HardMish",
     "Hardshrink",
     "Hardsigmoid",

@@ -1,0 +1,313 @@
+"""Batch norm with what follows it as one op: arguments, autograd, and the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
+
+from . import _ops
+from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
+
+_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
+_forward = _ops._callable("batch_norm_act")
+_backward = _ops._callable("batch_norm_act_backward")
+
+
+class BatchNormAct(torch.autograd.Function):
+    """Saves the input and the two vectors of statistics; with a residual, also what the activation
+    is differentiated by (the output, or the residual); the input only where it is needed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        activation: Pointwise,
+    ) -> Tensor:
+        output: Tensor
+        output, mean, invstd = _forward(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, *activation,
+        )  # fmt: skip
+        save_for_backward(
+            ctx, input, residual, output, branch_scale, weight, bias, mean, invstd, training,
+            activation, affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
+        )  # fmt: skip
+        ctx.training, ctx.eps, ctx.activation = training, eps, activation
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, saved, branch_scale, weight, bias, mean, invstd = ctx.saved_tensors
+        needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        shared = (saved, branch_scale, weight, bias, mean, invstd, ctx.training)
+        gradients: tuple[Tensor | None, ...]
+        if torch.is_grad_enabled() or not _ops.takes(grad):
+            gradients = differentiable_backward(grad, input, *shared, ctx.eps, ctx.activation)
+        else:
+            gradients = _backward(
+                grad, input, *shared, *ctx.activation, needs_input, needs_residual,
+                needs_weight or needs_bias,
+            )  # fmt: skip
+        return (
+            gradients[0] if needs_input else None,
+            gradients[1] if needs_residual else None,
+            None,
+            gradients[2] if needs_weight else None,
+            gradients[3] if needs_bias else None,
+            *(None,) * 6,
+        )
+
+
+def save_for_backward(
+    ctx: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    output: Tensor,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    activation: Pointwise,
+    *,
+    affine: bool,
+) -> None:
+    """Keeps what backward will need, and no other tensor of the input's size.
+
+    With fixed statistics and no gradient for weight and bias, the input serves the activation's
+    derivative only: nothing is kept for none, the output (which the next layer mostly keeps anyway)
+    where the derivative is a function of it.
+    """
+    identity, by_output = activation.op < 0, activation.saves_output
+    needs_input = training or affine or not (identity or by_output)
+    saved = None
+    if by_output and (residual is not None or not needs_input):
+        saved = output
+    elif not by_output and not identity:
+        saved = residual
+    ctx.save_for_backward(
+        input if needs_input else None, saved, branch_scale, weight, bias, mean, invstd
+    )
+
+
+_apply = _ops._apply_of(BatchNormAct)
+
+
+def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
+    """The activation as the ops take it; None where no kernel is exact for these parameters.
+
+    Raises:
+        ValueError: there is no such activation.
+        TypeError: it has no such parameter.
+    """
+    if name is None or name == "identity":
+        if parameters:
+            raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
+        return Pointwise()
+    parameters = dict(parameters)
+    if name == "gelu" and parameters.pop("approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    if name not in _INDEX:
+        raise ValueError(f"activation: {name!r} is none of identity, {', '.join(_INDEX)}")
+    row = POINTWISE[_INDEX[name]]
+    values = [
+        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
+    ]
+    if parameters:
+        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
+    return pointwise(name, *values)
+
+
+def pointwise(name: str, *values: float) -> Pointwise | None:
+    """As :func:`activation_of`, by the name of the op and the values of all its parameters."""
+    row = POINTWISE[_INDEX[name]]
+    for value in values:
+        # The bound is that of float16.
+        if (type(value) is not float and type(value) is not int) or not -65504 <= value <= 65504:
+            return None
+    if row.valid is not None and not row.valid(*values):
+        return None
+    return Pointwise(_INDEX[name], *map(float, values))
+
+
+def _fits(
+    input: Tensor,
+    training: bool,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    *affine: Tensor | None,
+) -> bool:
+    if not _ops.takes(input) or input.dim() < 2 or input.numel() == 0:
+        return False
+    channels, dtype = input.shape[1], wide_dtype(input)
+    if input.numel() == channels and training:
+        return False  # torch's error
+    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+        return False
+    for vector in (running_mean, running_var, *affine):
+        if vector is not None and not (
+            _ops.takes(vector)
+            and vector.dtype is dtype
+            and vector.dim() == 1
+            and vector.shape[0] == channels
+            and vector.device == input.device
+        ):
+            return False
+    for vector in (running_mean, running_var):
+        if vector is not None and (vector.requires_grad or not vector.is_contiguous()):
+            return False
+    return True
+
+
+def wide_dtype(input: Tensor) -> torch.dtype:
+    """What statistics and parameters have: float64 for float64, else float32."""
+    return torch.float64 if input.dtype is torch.float64 else torch.float32
+
+
+def _matches(residual: Tensor, input: Tensor) -> bool:
+    return (
+        _ops.takes(residual)
+        and residual.shape == input.shape
+        and residual.dtype is input.dtype
+        and residual.device == input.device
+    )
+
+
+def run(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: Pointwise,
+) -> Tensor:
+    """The op where it fits; else eager torch, with its results and its errors."""
+    statistics, affine = (running_mean, running_var), (weight, bias)
+    # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
+    narrow = input.dtype.itemsize == 2 and any(
+        t is not None and t.dtype is input.dtype for t in (*statistics, *affine)
+    )
+    if narrow and not _ops.traced():
+        statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
+        affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]
+    if not _fits(input, training, *statistics, *affine):
+        return eager(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, activation,
+        )  # fmt: skip
+    if branch_scale is not None:
+        branch_scale = branch_scale.detach().to(input.device, wide_dtype(input)).contiguous()
+    apart = residual is not None and not _matches(residual, input)
+    here = Pointwise() if apart else activation
+    grad = torch.is_grad_enabled()
+    first = None if apart else residual
+    arguments = (input, first, branch_scale, *affine, *statistics, training, momentum, eps)
+    if grad and any(t is not None and t.requires_grad for t in (input, first, *affine)):
+        if torch.is_inference_mode_enabled() or input.is_inference():
+            return eager(
+                input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+                momentum, eps, activation,
+            )  # fmt: skip
+        output = _apply(*arguments, here)
+    else:
+        output = _forward(*arguments, *here)[0]
+    if narrow and training:
+        for narrow_one, wide_one in zip((running_mean, running_var), statistics, strict=True):
+            if narrow_one is not None and wide_one is not None:
+                narrow_one.copy_(wide_one)
+    if (
+        apart and residual is not None
+    ):  # of another shape or dtype: torch knows what that adds up to
+        output = output + residual
+        row = POINTWISE[activation.op] if activation.op >= 0 else None
+        if row is not None:
+            values = (activation.a, activation.b)[: len(row.parameters)]
+            output = _ops.KERNELS[row.name](output, False, *values)
+    return output
+
+
+def batch_norm_act(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = "relu",
+    residual: Tensor | None = None,
+    branch_scale: Tensor | None = None,
+    **parameters: float,
+) -> Tensor:
+    """``activation(batch_norm(input) * branch_scale + residual)`` as one op, forward and backward.
+
+    The first arguments are those of :func:`torch.nn.functional.batch_norm` (arXiv:1502.03167), and
+    so are statistics, running statistics and errors. Saved for backward: the input and two vectors;
+    with a residual, also the output or the residual, whichever the activation's derivative is a
+    function of; with fixed statistics and weight and bias that need no gradient, the input only
+    for activations whose derivative is no function of the output.
+
+    Args:
+        input: [N, C, ...] of float32, float64, float16 or bfloat16, any dense layout, which the
+            output has too. 16-bit input is computed in float32 and rounded once.
+        running_mean, running_var, weight, bias: [C], of float32 (float64 for float64 input; 16-bit
+            ones of 16-bit input are accepted).
+        activation: the name of a function of :mod:`fusedtrain.functional` with no tensors for
+            parameters, or "identity".
+        residual: of the input's shape; is added before the activation.
+        branch_scale: [N], what the normalised input of each sample is multiplied by (stochastic
+            depth, arXiv:1603.09382: 0 or 1 / keep_prob). It gets no gradient.
+        parameters: of the activation, as the function names them.
+
+    Raises:
+        ValueError: an unknown activation, one value a channel in training, or a `branch_scale` that
+            is not [N].
+        TypeError: a parameter that the activation does not have.
+        RuntimeError: what torch raises for the same mistake. Nothing is modified then.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm_act(x, None, None, training=True, eps=0.0, activation="relu")
+        tensor([[0.],
+                [1.]])
+    """
+    found = activation_of(activation, parameters)
+    if branch_scale is not None and branch_scale.shape != input.shape[:1]:
+        raise ValueError(
+            f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
+            f"{tuple(branch_scale.shape)}"
+        )
+    if training:
+        _verify_batch_size(input.size())
+    if found is None:
+        row = POINTWISE[_INDEX[str(activation)]]
+        values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
+        z = run(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, Pointwise(),
+        )  # fmt: skip
+        return row.forward(z, *values)
+    return run(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+        momentum, eps, found,
+    )  # fmt: skip

@@ -1,0 +1,126 @@
+"""The ops of batch norm with activation: schemas, fake kernels, fallbacks.
+
+Shared by all: ``input``, ``residual``, ``grad`` and ``saved`` have one shape [N, C, ...] and dtype;
+``weight``, ``bias``, ``mean``, ``invstd`` and the running statistics [C] and ``branch_scale`` [N]
+have the dtype that is computed in: float64 for float64 input, else float32. ``activation`` counts
+the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are its parameters.
+``saved`` is the output where `saves_output` of the activation (reference/batch_norm.py), else the
+residual; without either, backward computes from the input what it needs. What was not asked for is
+returned with no elements. `_batch_norm.py` puts autograd in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reference import batch_norm
+
+_AFFINE = "Tensor? branch_scale, Tensor? weight, Tensor? bias"
+_STATISTICS = "Tensor mean, Tensor invstd"
+_ACTIVATION = "int activation, float a, float b"
+_BACKWARD = f"Tensor? saved, {_AFFINE}, {_STATISTICS}"
+
+SCHEMAS = {
+    # -> mean, biased variance; float64
+    "batch_norm_stats": "(Tensor input) -> (Tensor, Tensor)",
+    # -> output, mean, invstd
+    "batch_norm_act": (
+        f"(Tensor input, Tensor? residual, {_AFFINE}, Tensor(a!)? running_mean, "
+        f"Tensor(b!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    # The same with given statistics -> output
+    "batch_norm_act_apply": (
+        f"(Tensor input, Tensor? residual, {_AFFINE}, {_STATISTICS}, {_ACTIVATION}) -> Tensor"
+    ),
+    # -> gradients of input, residual, weight, bias
+    "batch_norm_act_backward": (
+        f"(Tensor grad, Tensor? input, {_BACKWARD}, bool training, {_ACTIVATION}, "
+        "bool needs_input, bool needs_residual, bool needs_affine) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    # The two halves of it. -> float64 [2, C]: gradients of bias and weight; gradient of residual
+    "batch_norm_act_backward_reduce": (
+        f"(Tensor grad, Tensor input, {_BACKWARD}, {_ACTIVATION}, bool needs_residual) "
+        "-> (Tensor, Tensor)"
+    ),
+    # `averages`: these sums / number of elements of a channel; none for fixed statistics.
+    # -> gradients of input, residual
+    "batch_norm_act_backward_apply": (
+        f"(Tensor grad, Tensor? input, {_BACKWARD}, Tensor? averages, {_ACTIVATION}, "
+        "bool needs_residual) -> (Tensor, Tensor)"
+    ),
+}
+
+
+def _wide_of(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype is torch.float64 else torch.float32
+
+
+def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:
+    mean = input.new_empty(input.shape[1], dtype=torch.float64)
+    return mean, torch.empty_like(mean)
+
+
+def _fake_forward(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean = input.new_empty(input.shape[1], dtype=_wide_of(input))
+    return torch.empty_like(input), mean, torch.empty_like(mean)
+
+
+def _fake_apply(input: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _fake_backward(grad: Tensor, input: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    needs_input, needs_residual, needs_affine = rest[-3:]
+    training = rest[6]
+    model = grad if input is None else input
+    none = grad.new_empty(0)
+    vector = grad.new_empty(grad.shape[1] if training or needs_affine else 0, dtype=_wide_of(grad))
+    return (
+        torch.empty_like(model) if needs_input else none,
+        torch.empty_like(model) if needs_residual else none,
+        vector,
+        torch.empty_like(vector),
+    )
+
+
+def _fake_reduce(grad: Tensor, input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    sums = grad.new_empty((2, grad.shape[1]), dtype=torch.float64)
+    return sums, torch.empty_like(input) if rest[-1] else grad.new_empty(0)
+
+
+def _fake_backward_apply(grad: Tensor, input: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    model = grad if input is None else input
+    return torch.empty_like(model), torch.empty_like(model) if rest[-1] else grad.new_empty(0)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "batch_norm_stats": _fake_stats,
+    "batch_norm_act": _fake_forward,
+    "batch_norm_act_apply": _fake_apply,
+    "batch_norm_act_backward": _fake_backward,
+    "batch_norm_act_backward_reduce": _fake_reduce,
+    "batch_norm_act_backward_apply": _fake_backward_apply,
+}
+
+
+def _fallback(function: Callable[..., Any], warn: Callable[[torch.device], None]) -> Any:
+    def run(first: Tensor, *rest: Any) -> Any:
+        warn(first.device)
+        return function(first, *rest)
+
+    return run
+
+
+def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
+    """Defines the ops in the library, with the plain-torch reference behind each."""
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        function = getattr(batch_norm, name)
+        library.impl(name, _fallback(function, warn), "CompositeExplicitAutograd")
+        library.impl(name, _FAKES[name], "Meta")

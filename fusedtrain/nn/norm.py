@@ -1,0 +1,354 @@
+"""Batch norm with what follows it, as subclasses of torch's batch norm: checkpoints load unchanged.
+
+Numerics, layouts and what backward saves: :func:`fusedtrain.functional.batch_norm_act`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import _batch_norm
+from ..reference.batch_norm import POINTWISE, Pointwise
+from . import activation as _activations
+
+# Under torch.utils.checkpoint (and in reversible networks) a forward runs again inside of backward,
+# whose number this tells; -1 outside.
+_backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+_NOTHING = Pointwise()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
+# Modules that multiply each sample by 0 or 1 / keep_prob -> the attribute with the probability.
+_STOCHASTIC_DEPTH = {"DropPath": "drop_prob", "StochasticDepth": "p"}
+
+
+def _find_rows() -> dict[type, Any]:
+    """Class of an activation module (torch.nn's and ours) -> its row in the table."""
+    found = {}
+    for name, cls in vars(_activations).items():
+        row = _ROWS.get(name.lower())
+        if isinstance(cls, type) and row is not None:
+            found[cls] = row
+            if hasattr(nn, name):
+                found[getattr(nn, name)] = row
+    return found
+
+
+_ROW_OF = _find_rows()
+
+
+def activation_of(module: nn.Module) -> Pointwise | None:
+    """The activation that a module is, as the ops take it; None where they cannot take its place.
+
+    That is a class which is not in the table, parameters for which no kernel is exact, or hooks.
+    """
+    cls = type(module)
+    if cls is nn.Identity:
+        return _NOTHING
+    row = _ROW_OF.get(cls)
+    if row is None or any(getattr(module, hooks) for hooks in _HOOKS):
+        return None
+    if "forward" in vars(module):
+        return None
+    name = row.name
+    if name == "gelu" and module.approximate == "tanh":
+        name = "gelu_tanh"
+    return _batch_norm.pointwise(name, *(getattr(module, p) for p in row.parameters))
+
+
+def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
+    """What a module of stochastic depth multiplies each sample by, drawn as it draws it."""
+    probability: float = getattr(module, _STOCHASTIC_DEPTH[type(module).__name__])
+    if probability == 0.0 or not module.training:
+        return None
+    keep = 1 - probability
+    scale = input.new_empty([input.shape[0]] + [1] * (input.dim() - 1)).bernoulli_(keep)
+    if keep > 0.0 and getattr(module, "scale_by_keep", True):
+        scale.div_(keep)
+    return scale.flatten()
+
+
+def is_stochastic_depth(module: nn.Module) -> bool:
+    """Whether :func:`branch_scale_of` can take the module's place."""
+    known = type(module).__name__ in _STOCHASTIC_DEPTH
+    hooked = any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module)
+    return known and not hooked and getattr(module, "mode", "row") == "row"
+
+
+def _create_activation(
+    act_layer: Any, act_kwargs: Mapping[str, Any] | None, inplace: bool
+) -> nn.Module:
+    """As timm does it: a class, a name, or None."""
+    kwargs = dict(act_kwargs or {})
+    if act_layer is None:
+        return nn.Identity()
+    if isinstance(act_layer, str):
+        key = act_layer.lower().replace("_", "")
+        key = {"swish": "silu", "hardswish": "hardswish", "gelutanh": "gelu"}.get(key, key)
+        if act_layer == "gelu_tanh":
+            kwargs.setdefault("approximate", "tanh")
+        classes = {name.lower(): cls for name, cls in vars(_activations).items()}
+        if key not in classes or not isinstance(classes[key], type):
+            raise ValueError(f"act_layer: no activation {act_layer!r}")
+        act_layer = classes[key]
+    if inplace:
+        try:
+            module: nn.Module = act_layer(**({"inplace": True} | kwargs))
+            return module
+        except TypeError:  # not one of those that have the argument
+            pass
+    module = act_layer(**kwargs)
+    return module
+
+
+class _NoQconfig:
+    """What torch.nn.SyncBatchNorm.convert_sync_batchnorm asks a batch norm for, once it has made a
+    module that lacks the activation and is about to put it in this one's place."""
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        name = owner.__name__
+        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+            raise RuntimeError(
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm would drop the activation of "
+                f"{name}: use fusedtrain.nn.convert_sync_batchnorm"
+            )
+        raise AttributeError(f"{name!r} object has no attribute 'qconfig'")
+
+
+class _BatchNormAct(_BatchNorm):
+    """Forward of all: norm, drop, add, activation."""
+
+    qconfig = _NoQconfig()
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        apply_act: bool = True,
+        act_layer: Any = nn.ReLU,
+        act_kwargs: Mapping[str, Any] | None = None,
+        inplace: bool = True,
+        drop_layer: Callable[[], nn.Module] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        self.drop = nn.Identity() if drop_layer is None else drop_layer()
+        self.act = (
+            _create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
+        )
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        self._check_input_dim(input)
+        if _scripting():
+            return self._scripted(input, residual)
+        return self._fused(input, residual)
+
+    def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        kept = not self.training or self.track_running_stats
+        z = nn.functional.batch_norm(
+            input,
+            self.running_mean if kept else None,
+            self.running_var if kept else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            factor,
+            self.eps,
+        )
+        z = self.drop(z)
+        if residual is not None:
+            z = z + residual
+        output: Tensor = self.act(z)
+        return output
+
+    @torch.jit.unused
+    def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        activation, branch_scale = activation_of(self.act), None
+        drop = None if type(self.drop) is nn.Identity else self.drop
+        if drop is not None and is_stochastic_depth(drop):
+            branch_scale, drop = branch_scale_of(drop, input), None
+        apart = drop is not None or activation is None
+        z = self._normalise(
+            input,
+            None if apart else residual,
+            branch_scale,
+            _NOTHING if apart or activation is None else activation,
+        )
+        if not apart:
+            return z
+        if drop is not None:
+            z = drop(z)
+        if residual is not None:
+            z = z + residual
+        output: Tensor = self.act(z)
+        return output
+
+    def _normalise(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        activation: Pointwise,
+    ) -> Tensor:
+        training = self.training or (self.running_mean is None and self.running_var is None)
+        if training:
+            nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
+        tracks = self.training and self.track_running_stats
+        # A recomputation of a forward that has moved them already.
+        updates = tracks and _backward_number() == -1
+        uses = updates if self.training else not training
+        factor = 0.0 if self.momentum is None else self.momentum
+        if updates and self.num_batches_tracked is not None and self.momentum is None:
+            factor = 1.0 / (float(self.num_batches_tracked) + 1.0)
+        output = _batch_norm.run(
+            input,
+            residual,
+            branch_scale,
+            self.weight,
+            self.bias,
+            self.running_mean if uses else None,
+            self.running_var if uses else None,
+            training,
+            factor,
+            self.eps,
+            activation,
+        )
+        if updates and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return output
+
+
+class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
+    """:class:`torch.nn.BatchNorm1d` and an activation in one op; see :class:`BatchNormAct2d`.
+
+    Example:
+        >>> BatchNormAct1d(1, eps=0.0)(torch.tensor([[1.0], [3.0]])).tolist()
+        [[0.0], [1.0]]
+    """
+
+
+class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
+    """:class:`torch.nn.BatchNorm2d` and an activation in one op, with timm's name and arguments.
+
+    ``forward(input, residual=None)``: the activation of the normalised input [N, C, H, W], to which
+    the residual of the same shape is added first. See
+    :func:`fusedtrain.functional.batch_norm_act` for dtypes, layouts and what backward saves. When
+    a forward is computed again inside of backward, as torch.utils.checkpoint does, running
+    statistics and `num_batches_tracked` do not move a second time.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as of
+            :class:`torch.nn.BatchNorm2d`.
+        apply_act: False is no activation.
+        act_layer: class or name of an activation module. Those of torch.nn and fusedtrain.nn
+            without trained parameters are part of the op; any other one is called after it.
+        act_kwargs: its arguments.
+        inplace: as `act_layer` takes it; without effect where the activation is part of the op.
+        drop_layer: makes a module that is called between norm and activation. Stochastic depth
+            (timm's DropPath, torchvision's StochasticDepth in mode "row") is part of the op.
+
+    Raises:
+        ValueError: an input of another rank, one value a channel in training, or an unknown name.
+        RuntimeError: what torch raises for the same mistake. Nothing is modified then.
+
+    Example:
+        >>> norm = BatchNormAct2d(2, act_layer=torch.nn.SiLU)
+        >>> norm.load_state_dict(torch.nn.BatchNorm2d(2).state_dict())
+        <All keys matched successfully>
+        >>> norm(torch.randn(4, 2, 3, 3)).shape
+        torch.Size([4, 2, 3, 3])
+    """
+
+
+class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
+    """:class:`torch.nn.BatchNorm3d` and an activation in one op; see :class:`BatchNormAct2d`.
+
+    Example:
+        >>> BatchNormAct3d(2)(torch.ones(2, 2, 1, 1, 1)).sum().item()
+        0.0
+    """
+
+
+class BatchNormAddAct(_BatchNormAct):
+    """Batch norm, residual add and activation in one op: ``forward(input, residual)``.
+
+    Of any rank from [N, C]. As :class:`BatchNormAct2d`, with these arguments more:
+
+    Args:
+        drop_path: probability with which the branch of a sample is dropped in training (stochastic
+            depth, arXiv:1603.09382); those kept are multiplied by ``1 / (1 - drop_path)``.
+        scale_by_keep: False leaves them as they are.
+
+    Example:
+        >>> norm = BatchNormAddAct(1, eps=0.0)
+        >>> norm(torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [-5.0]])).tolist()
+        [[4.0], [0.0]]
+    """
+
+    def __init__(
+        self, num_features: int, *args: Any, drop_path: float = 0.0, scale_by_keep: bool = True,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, *args, **kwargs)
+        if not 0.0 <= drop_path <= 1.0:
+            raise ValueError(f"drop_path: must be from 0 to 1, not {drop_path}")
+        if drop_path:
+            self.drop = DropPath(drop_path, scale_by_keep)
+
+    def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
+        self._check_input_dim(input)
+        if _scripting():
+            return self._scripted(input, residual)
+        return self._fused(input, residual)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (arXiv:1603.09382): in training each sample of the input [N, ...] becomes 0
+    with probability `drop_prob`, else is multiplied by ``1 / (1 - drop_prob)``.
+
+    Draws what timm's DropPath draws. As `drop` of a batch norm of this module it is part of its op.
+
+    Example:
+        >>> DropPath(0.5).eval()(torch.ones(2)).tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
+        super().__init__()
+        self.drop_prob, self.scale_by_keep = drop_prob, scale_by_keep
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return input
+        keep = 1.0 - self.drop_prob
+        scale = torch.empty(
+            [input.shape[0]] + [1] * (input.dim() - 1), dtype=input.dtype, device=input.device
+        ).bernoulli_(keep)
+        if keep > 0.0 and self.scale_by_keep:
+            scale.div_(keep)
+        return input * scale
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob}"

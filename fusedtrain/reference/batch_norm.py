@@ -1,0 +1,321 @@
+"""Batch norm with what follows it, in plain torch: the truth of the ops in `_batch_norm_ops.py`.
+
+    z = (x - mean) / sqrt(var + eps) * weight + bias          arXiv:1502.03167, algorithm 1
+    y = activation(z * branch_scale + residual)
+
+Statistics of a batch are of all elements of a channel (dimension 1). 16-bit math is in float32, and
+rounded once, at the end, where eager torch rounds after each operator.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activations import ACTIVATIONS, Activation, _wide
+
+# As csrc/formulas.h counts them: an op gets the index, or -1 for no activation.
+POINTWISE: tuple[Activation, ...] = tuple(r for r in ACTIVATIONS.values() if not r.tensors)
+IDENTITY = -1
+
+
+class Pointwise(NamedTuple):
+    """An activation with the values of its parameters, as the ops take it."""
+
+    op: int = IDENTITY
+    a: float = 0.0
+    b: float = 0.0
+
+    @property
+    def saves_output(self) -> bool:
+        """Whether the derivative is computed from the output."""
+        return self.op != IDENTITY and POINTWISE[self.op].saves == "output"
+
+    def forward(self, z: Tensor) -> Tensor:
+        if self.op == IDENTITY:
+            return z
+        row = POINTWISE[self.op]
+        return row.forward(z, *(self.a, self.b)[: len(row.parameters)])
+
+    def backward(self, grad: Tensor, saved: Tensor) -> Tensor:
+        if self.op == IDENTITY:
+            return grad
+        row = POINTWISE[self.op]
+        result: Tensor = row.backward(grad, saved, *(self.a, self.b)[: len(row.parameters)])
+        return result
+
+
+def eager(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: Pointwise,
+) -> Tensor:
+    """What users write in eager torch; torch.compile and torch.func see it instead of a kernel."""
+    z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if branch_scale is not None:
+        z = z * per_sample(branch_scale, z).to(z.dtype)
+    if residual is not None:
+        z = z + residual
+    return activation.forward(z)
+
+
+def per_channel(values: Tensor, input: Tensor) -> Tensor:
+    """One value a channel, in a shape that broadcasts over the input."""
+    return values.reshape([1, -1] + [1] * (input.dim() - 2))
+
+
+def per_sample(values: Tensor, input: Tensor) -> Tensor:
+    """One value a sample, in a shape that broadcasts over the input."""
+    return values.reshape([-1] + [1] * (input.dim() - 1))
+
+
+def _over_channels(t: Tensor) -> Tensor:
+    return t.sum([d for d in range(t.dim()) if d != 1])
+
+
+def batch_norm_stats(input: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each channel, float64."""
+    x = input.double()
+    count = max(x.numel() // max(x.shape[1], 1), 1)
+    mean = _over_channels(x) / count
+    variance = _over_channels((x - per_channel(mean, x)).square()) / count
+    return mean, variance
+
+
+def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
+    return (variance.double() + eps).rsqrt()
+
+
+def batch_norm_act(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: int,
+    a: float,
+    b: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = _wide(input).dtype
+    if training:
+        mean, variance = batch_norm_stats(input)
+        invstd = inverse_deviation(variance, eps)
+        if running_mean is not None and running_var is not None:
+            count = input.numel() // input.shape[1]
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = variance * (count / (count - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        # A clone: what is saved for backward must not move with the running statistics.
+        mean, invstd = running_mean.clone(), inverse_deviation(running_var, eps)
+    mean, invstd = mean.to(wide), invstd.to(wide)
+    output = batch_norm_act_apply(
+        input, residual, branch_scale, weight, bias, mean, invstd, activation, a, b
+    )
+    return output, mean, invstd
+
+
+def _branch(
+    input: Tensor,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+) -> Tensor:
+    scale = invstd if weight is None else invstd * weight
+    z = (_wide(input) - per_channel(mean, input)) * per_channel(scale, input)
+    if bias is not None:
+        z = z + per_channel(bias, input)
+    return z if branch_scale is None else z * per_sample(branch_scale, input)
+
+
+def batch_norm_act_apply(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    activation: int,
+    a: float,
+    b: float,
+) -> Tensor:
+    z = _branch(input, branch_scale, weight, bias, mean, invstd)
+    if residual is not None:
+        z = z + _wide(residual)
+    result = Pointwise(activation, a, b).forward(z)
+    return torch.empty_like(input).copy_(result)
+
+
+def _gradient_of_sum(
+    grad: Tensor,
+    input: Tensor | None,
+    saved: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    activation: Pointwise,
+) -> Tensor:
+    """Of what the activation is applied to; also the gradient of the residual."""
+    g = _wide(grad)
+    if activation.op == IDENTITY:
+        return g
+    if activation.saves_output and saved is not None:
+        return activation.backward(g, _wide(saved))
+    assert input is not None
+    z = _branch(input, branch_scale, weight, bias, mean, invstd)
+    if saved is not None:
+        z = z + _wide(saved)
+    return activation.backward(g, activation.forward(z) if activation.saves_output else z)
+
+
+def batch_norm_act_backward_reduce(
+    grad: Tensor,
+    input: Tensor,
+    saved: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    activation: int,
+    a: float,
+    b: float,
+    needs_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    dz = _gradient_of_sum(
+        grad, input, saved, branch_scale, weight, bias, mean, invstd, Pointwise(activation, a, b)
+    )
+    grad_residual = torch.empty_like(input).copy_(dz) if needs_residual else input.new_empty(0)
+    d = (dz if branch_scale is None else dz * per_sample(branch_scale, input)).double()
+    normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+    sums = torch.stack([_over_channels(d), _over_channels(d * normalised)])
+    return sums, grad_residual
+
+
+def batch_norm_act_backward_apply(
+    grad: Tensor,
+    input: Tensor | None,
+    saved: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    averages: Tensor | None,
+    activation: int,
+    a: float,
+    b: float,
+    needs_residual: bool,
+) -> tuple[Tensor, Tensor]:
+    dz = _gradient_of_sum(
+        grad, input, saved, branch_scale, weight, bias, mean, invstd, Pointwise(activation, a, b)
+    )
+    grad_residual = torch.empty_like(grad).copy_(dz) if needs_residual else grad.new_empty(0)
+    d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
+    if averages is not None:
+        assert input is not None
+        normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+        average, slope = averages.to(d.dtype)
+        d = d - per_channel(average, grad) - normalised * per_channel(slope, grad)
+    scale = invstd if weight is None else invstd * weight
+    model = grad if input is None else input
+    return torch.empty_like(model).copy_(d * per_channel(scale, grad)), grad_residual
+
+
+def batch_norm_act_backward(
+    grad: Tensor,
+    input: Tensor | None,
+    saved: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    activation: int,
+    a: float,
+    b: float,
+    needs_input: bool,
+    needs_residual: bool,
+    needs_affine: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_weight = grad_bias = grad_input = grad_residual = grad.new_empty(0)
+    shared = (branch_scale, weight, bias, mean, invstd)
+    averages = None
+    if training or needs_affine:
+        assert input is not None
+        sums, grad_residual = batch_norm_act_backward_reduce(
+            grad, input, saved, *shared, activation, a, b, needs_residual
+        )
+        grad_bias, grad_weight = sums.to(mean.dtype)
+        if training:
+            averages = sums / max(input.numel() // max(input.shape[1], 1), 1)
+    reduced = training or needs_affine
+    if needs_input or (needs_residual and not reduced):
+        grad_input, dz = batch_norm_act_backward_apply(
+            grad, input, saved, *shared, averages, activation, a, b, needs_residual and not reduced
+        )
+        grad_residual = grad_residual if reduced else dz
+    return grad_input, grad_residual, grad_weight, grad_bias
+
+
+def differentiable_backward(
+    grad: Tensor,
+    input: Tensor | None,
+    saved: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    training: bool,
+    eps: float,
+    activation: Pointwise,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The backward pass as a differentiable function, for double backward to any order.
+
+    Returns the gradients of input, residual, weight and bias (the last two None where they were not
+    kept apart: without an input).
+    """
+    if training:
+        assert input is not None
+        x = _wide(input)
+        count = x.numel() // x.shape[1]
+        mean = _over_channels(x) / count
+        invstd = ((_over_channels((x - per_channel(mean, x)).square()) / count) + eps).rsqrt()
+    dz = _gradient_of_sum(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation)
+    d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
+    scale = invstd if weight is None else invstd * weight
+    grad_weight = grad_bias = None
+    if input is not None:
+        normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+        grad_bias, grad_weight = _over_channels(d), _over_channels(d * normalised)
+        if training:
+            count = input.numel() // input.shape[1]
+            d = d - per_channel(grad_bias / count, grad)
+            d = d - normalised * per_channel(grad_weight / count, grad)
+    grad_input = (d * per_channel(scale, grad)).to(grad.dtype)
+    return grad_input, dz.to(grad.dtype), grad_weight, grad_bias
