@@ -213,7 +213,7 @@ class _BatchNormAct(_BatchNorm):
             nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
         tracks = self.training and self.track_running_stats
         # A recomputation of a forward that has moved them already.
-        updates = tracks and _backward_number() == -1
+        updates = tracks and (torch.compiler.is_compiling() or _backward_number() == -1)
         uses = updates if self.training else not training
         factor = 0.0 if self.momentum is None else self.momentum
         if updates and self.num_batches_tracked is not None and self.momentum is None:
