@@ -204,7 +204,7 @@ struct Activations {
 };
 
 // Inside STABLE_TORCH_LIBRARY_IMPL(..., m), where Ops is Activations<the backend>.
-#define FT_IMPLEMENT_POINTWISE(name, Formula, n, rounds)              \
+#define FT_IMPLEMENT_POINTWISE(name, Formula, n, ...)                 \
   m.impl(#name, TORCH_BOX(&Ops::forward##n<op_##name>));              \
   m.impl(#name "_", TORCH_BOX(&Ops::inplace##n<op_##name>));          \
   m.impl(#name "_backward", TORCH_BOX(&Ops::backward##n<op_##name>));

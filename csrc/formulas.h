@@ -14,34 +14,34 @@
 #include "cpu/vecmath.h"
 
 // name of the op, struct, number of float parameters, whether these are rounded to the tensor's
-// dtype first (where backward compares the saved output with them)
-#define FT_POINTWISE(X)                  \
-  X(relu, Relu, 0, false)                \
-  X(relu6, Relu6, 0, false)              \
-  X(leaky_relu, LeakyRelu, 1, false)     \
-  X(elu, Elu, 1, false)                  \
-  X(celu, Celu, 1, false)                \
-  X(selu, Selu, 0, false)                \
-  X(silu, Silu, 0, false)                \
-  X(mish, Mish, 0, false)                \
-  X(gelu, Gelu, 0, false)                \
-  X(gelu_tanh, GeluTanh, 0, false)       \
-  X(quick_gelu, QuickGelu, 0, false)     \
-  X(sigmoid, Sigmoid, 0, false)          \
-  X(logsigmoid, LogSigmoid, 0, false)    \
-  X(tanh, Tanh, 0, false)                \
-  X(tanhshrink, Tanhshrink, 0, false)    \
-  X(softplus, Softplus, 2, false)        \
-  X(softsign, Softsign, 0, false)        \
-  X(hardswish, Hardswish, 0, false)      \
-  X(hardsigmoid, Hardsigmoid, 0, false)  \
-  X(hardtanh, Hardtanh, 2, true)         \
-  X(hardshrink, Hardshrink, 1, true)     \
-  X(softshrink, Softshrink, 1, false)    \
-  X(threshold, Threshold, 2, false)      \
-  X(relu_squared, ReluSquared, 0, false) \
-  X(hard_mish, HardMish, 0, false)       \
-  X(squareplus, Squareplus, 1, false)
+// dtype first (where backward compares the saved output with them), what backward takes
+#define FT_POINTWISE(X)                           \
+  X(relu, Relu, 0, false, kOutput)                \
+  X(relu6, Relu6, 0, false, kOutput)              \
+  X(leaky_relu, LeakyRelu, 1, false, kOutput)     \
+  X(elu, Elu, 1, false, kOutput)                  \
+  X(celu, Celu, 1, false, kOutput)                \
+  X(selu, Selu, 0, false, kOutput)                \
+  X(silu, Silu, 0, false, kInput)                 \
+  X(mish, Mish, 0, false, kInput)                 \
+  X(gelu, Gelu, 0, false, kInput)                 \
+  X(gelu_tanh, GeluTanh, 0, false, kInput)        \
+  X(quick_gelu, QuickGelu, 0, false, kInput)      \
+  X(sigmoid, Sigmoid, 0, false, kOutput)          \
+  X(logsigmoid, LogSigmoid, 0, false, kOutput)    \
+  X(tanh, Tanh, 0, false, kOutput)                \
+  X(tanhshrink, Tanhshrink, 0, false, kInput)     \
+  X(softplus, Softplus, 2, false, kOutput)        \
+  X(softsign, Softsign, 0, false, kOutput)        \
+  X(hardswish, Hardswish, 0, false, kInput)       \
+  X(hardsigmoid, Hardsigmoid, 0, false, kOutput)  \
+  X(hardtanh, Hardtanh, 2, true, kOutput)         \
+  X(hardshrink, Hardshrink, 1, true, kOutput)     \
+  X(softshrink, Softshrink, 1, false, kOutput)    \
+  X(threshold, Threshold, 2, false, kInput)       \
+  X(relu_squared, ReluSquared, 0, false, kOutput) \
+  X(hard_mish, HardMish, 0, false, kInput)        \
+  X(squareplus, Squareplus, 1, false, kInput)
 
 // name of the op, struct, number of parameter tensors (one value a channel, or one in all)
 #define FT_CHANNELWISE(X)   \

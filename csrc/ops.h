@@ -54,6 +54,59 @@ struct ChannelwiseBackward {
   double* shares;  // of the gradients of the parameters; channelwise_shares() tells how many
 };
 
+// What the backward of a formula takes beside the gradient.
+enum Saved { kInput, kOutput };
+
+// Batch norm with what follows it:
+//   s = (x - mean) invstd weight + bias, times branch_scale of the sample, plus the residual
+//   y = f(s)
+// All tensors of a call are of one layout: rows x channels x inner in memory order, row r being of
+// sample r / rows_a_sample. Vectors have one value a channel (branch_scale: a sample), of the type
+// that is computed in: double for kFloat64, else float.
+struct BatchNorm {
+  int op;  // counts the lines of FT_POINTWISE, -1: f(s) = s
+  Dtype dtype;
+  int64_t rows, channels, inner, rows_a_sample;
+  double parameters[kMaxParameters];
+  const void* x;
+  const void* branch_scale;  // or null, as weight and bias
+  const void* weight;
+  const void* bias;
+  void* mean;
+  void* invstd;
+};
+
+// The statistics of x, and what is made of them.
+struct BatchNormStatistics {
+  double* average;     // of each channel
+  double* variance;    // biased
+  void* running_mean;  // both or neither; moved by `momentum`, with the unbiased variance
+  void* running_var;
+  double momentum, eps;
+};
+
+struct BatchNormForward {
+  const void* residual;  // or null
+  void* y;
+};
+
+// g = grad f'(s), which is the gradient of the residual; d = g times branch_scale.
+struct BatchNormBackward {
+  const void* grad;
+  // The output where the formula takes it, else the residual. Null: there was no residual, and the
+  // output, where it is needed, is computed again.
+  const void* saved;
+  void* grad_residual;  // or null
+  void* grad_input;
+  double* sums;       // [2, channels]: of d, and of d (x - mean) invstd
+  void* grad_weight;  // or null, as grad_bias: the second and the first of them
+  void* grad_bias;
+  // grad_input = (d - averages[0] / count - averages[1] / count (x - mean) invstd) invstd weight;
+  // null: fixed statistics, only d.
+  const double* averages;
+  double count;
+};
+
 // The optimizer step. The options of a parameter group (fusedtrain/optim/_engine.py fills a row of
 // float64 numbers in this order).
 struct OptionGroup {
@@ -232,6 +285,19 @@ void channelwise(const ChannelwiseBackward& call, void* stream);
 int64_t channelwise_shares(const ChannelwiseBackward& call);
 // The gradient of parameter `which`, one value of the call's dtype a channel.
 void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream);
+
+// Batch norm. `workspace` has batch_norm_workspace() doubles, none of which need be set; sums have
+// a fixed order for a device.
+int64_t batch_norm_workspace(const BatchNorm& n);
+// s.average and s.variance; where n.mean is not null, also n.mean, n.invstd, running statistics
+void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* workspace, void* stream);
+// mean and invstd of s.running_mean and s.running_var
+void invert(const BatchNorm& n, const BatchNormStatistics& s, void* stream);
+void normalise(const BatchNorm& n, const BatchNormForward& f, void* stream);
+// b.sums and what depends on them, b.grad_residual
+void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, void* stream);
+// b.grad_input, b.grad_residual
+void grad_input(const BatchNorm& n, const BatchNormBackward& b, void* stream);
 
 // The optimizer step; the pointers of a call are the device's. Nothing but kernel launches: a CUDA
 // graph may capture it. `workspace` has optimizer_workspace() doubles, none of which need be set.

@@ -61,7 +61,7 @@ Format format_of(Dtype dtype) {
 }
 
 bool rounds_parameters(int op) {
-#define FT_ROUNDS(name, Formula, n, rounds) rounds,
+#define FT_ROUNDS(name, Formula, n, rounds, saved) rounds,
   static constexpr bool table[] = {FT_POINTWISE(FT_ROUNDS)};
 #undef FT_ROUNDS
   return table[op];
