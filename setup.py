@@ -162,6 +162,7 @@ def build_cpu(out: Path, work: Path) -> dict[str, object]:
         n.compile(CSRC / "binding_cpu.cpp", compiler, f"{CXX_FLAGS} {include}"),
         n.compile(CSRC / "cpu/dispatch.cpp", compiler, CXX_FLAGS),
         n.compile(CSRC / "cpu/multi_tensor.cpp", compiler, CXX_FLAGS),
+        n.compile(CSRC / "cpu/batch_norm.cpp", compiler, CXX_FLAGS),
         n.compile(CSRC / "cpu/isa_default.cpp", compiler, CXX_FLAGS),
     ]
     if platform.machine() in ("x86_64", "AMD64"):

@@ -1,5 +1,6 @@
 // torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/_ops.py.
 #include "binding_activations.h"
+#include "binding_batch_norm.h"
 #include "binding_optimizers.h"
 
 #include <string.h>
@@ -54,12 +55,81 @@ struct Cpu {
     }
   }
 
+  void statistics(const BatchNorm& n, const BatchNormStatistics& s) const;
+  void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const;
+  void invert(const BatchNorm& n, const BatchNormStatistics& s) const { cpu::invert(n, s); }
+  void normalise(const BatchNorm& n, const BatchNormForward& f) const;
+  void reduce(const BatchNorm& n, const BatchNormBackward& b) const;
+  void grad_input(const BatchNorm& n, const BatchNormBackward& b) const;
+  void backward(const BatchNorm& n, const BatchNormBackward& b) const;
+
   void measure(const OptimizerCall& call) const;
   void try_update(const OptimizerCall& call) const;
   void step(const OptimizerCall& call, bool measures, bool tries) const;
   void update_scale(const ScaleUpdate& update) const { formulas::next_scale(update); }
   void zero(const ZeroRange* ranges, int64_t count) const;
 };
+
+// What one call of batch norm works with.
+struct NormWork : cpu::BatchNormWork {
+  explicit NormWork(const BatchNorm& n)
+      : cpu::BatchNormWork(cpu::batch_norm_work(n)),
+        small(n.rows * n.channels * n.inner <= kGrain),
+        list(share_count) {
+    shares = list.data();
+  }
+  template <class Part>
+  void parallel(const Part& part) const {
+    if (small) return part(0, tasks);
+    torch::stable::parallel_for(0, tasks, 1, part);
+  }
+  bool small;
+
+ private:
+  std::vector<double> list;
+};
+
+void Cpu::statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
+  const NormWork work(n);
+  work.parallel([&](int64_t first, int64_t last) { cpu::statistics(n, work, first, last); });
+  cpu::settle(n, s, work);
+}
+
+void Cpu::train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+  const NormWork work(n);
+  if (work.grouped)
+    return work.parallel(
+        [&](int64_t first, int64_t last) { cpu::forward(n, s, f, work, first, last); });
+  statistics(n, s);
+  normalise(n, f);
+}
+
+void Cpu::normalise(const BatchNorm& n, const BatchNormForward& f) const {
+  const NormWork work(n);
+  work.parallel([&](int64_t first, int64_t last) { cpu::normalise(n, f, work, first, last); });
+}
+
+void Cpu::reduce(const BatchNorm& n, const BatchNormBackward& b) const {
+  const NormWork work(n);
+  work.parallel([&](int64_t first, int64_t last) { cpu::reduce(n, b, work, first, last); });
+  cpu::settle(n, b, work);
+}
+
+void Cpu::grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
+  const NormWork work(n);
+  work.parallel([&](int64_t first, int64_t last) { cpu::grad_input(n, b, work, first, last); });
+}
+
+void Cpu::backward(const BatchNorm& n, const BatchNormBackward& b) const {
+  const NormWork work(n);
+  if (work.grouped)
+    return work.parallel(
+        [&](int64_t first, int64_t last) { cpu::backward(n, b, work, first, last); });
+  reduce(n, b);
+  BatchNormBackward rest = b;
+  rest.grad_residual = nullptr;  // it is there
+  grad_input(n, rest);
+}
 
 // What one call of an optimizer op works with.
 struct Work : cpu::OptimizerWork {
@@ -163,4 +233,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_POINTWISE(FT_IMPLEMENT_POINTWISE)
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
   FT_IMPLEMENT_OPTIMIZERS(Cpu)
+  FT_IMPLEMENT_BATCH_NORM(Cpu)
 }

@@ -228,6 +228,35 @@ void add_shares(const ChannelwiseBackward& call, int which, double* gradient);
 // pages (docs/decisions/0002-huge-pages.md). FUSEDTRAIN_HUGE_PAGES=0 turns this off.
 void prepare_output(void* data, int64_t bytes);
 
+// Batch norm, in tasks that may run on any thread in any order, and do not depend on the number of
+// threads. Each task leaves its share of a sum; once all have, settle() adds them up. `grouped`: a
+// task has all of its channels to itself, so that forward() and backward() may do everything for
+// them while they are in the cache.
+struct BatchNormWork {
+  int64_t tasks;
+  bool grouped;
+  int64_t share_count;
+  double* shares;  // of share_count doubles, none of which need be set
+};
+BatchNormWork batch_norm_work(const BatchNorm& n);
+void statistics(const BatchNorm& n, const BatchNormWork& work, int64_t first, int64_t last);
+// s.average and s.variance; where n.mean is not null, also n.mean, n.invstd, running statistics
+void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work);
+void forward(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
+             const BatchNormWork& work, int64_t first, int64_t last);
+// n.mean and n.invstd from the running statistics
+void invert(const BatchNorm& n, const BatchNormStatistics& s);
+void normalise(const BatchNorm& n, const BatchNormForward& f, const BatchNormWork& work,
+               int64_t first, int64_t last);
+void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
+            int64_t first, int64_t last);
+// b.sums and what depends on them
+void settle(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work);
+void grad_input(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
+                int64_t first, int64_t last);
+void backward(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
+              int64_t first, int64_t last);
+
 // The optimizer step, in parts whose pieces may run on any thread in any order. Neither chunks nor
 // units depend on the number of threads, so the sums do not either.
 struct OptimizerChunk {

@@ -47,18 +47,13 @@ const Kernels& kernels() {
   return chosen;
 }
 
-namespace {
-
-// A 16-bit format as a pair of converters.
-struct Format {
-  void (*load)(const uint16_t*, float*, int64_t);
-  void (*store)(const float*, uint16_t*, int64_t);
-};
 Format format_of(Dtype dtype) {
   const Kernels& k = kernels();
   if (dtype == Dtype::kFloat16) return {k.from_half, k.to_half};
   return {k.from_bfloat16, k.to_bfloat16};
 }
+
+namespace {
 
 bool rounds_parameters(int op) {
 #define FT_ROUNDS(name, Formula, n, rounds, saved) rounds,
@@ -67,7 +62,8 @@ bool rounds_parameters(int op) {
   return table[op];
 }
 
-// The parameters as the tensor's dtype holds them, where the formula asks for that.
+}  // namespace
+
 void round_parameters(int op, Dtype dtype, const double* in, double* out) {
   for (int i = 0; i < kMaxParameters; ++i) {
     out[i] = in[i];
@@ -82,6 +78,8 @@ void round_parameters(int op, Dtype dtype, const double* in, double* out) {
     out[i] = value;
   }
 }
+
+namespace {
 
 template <class T>
 T* at(void* p, int64_t i) {

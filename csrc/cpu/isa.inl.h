@@ -1,4 +1,5 @@
 // The body of an instruction-set unit: compiled three times with different flags.
+#include "batch_norm.h"
 #include "channelwise.h"
 #include "convert.h"
 #include "kernels.h"
@@ -37,6 +38,11 @@ static constexpr ChannelwiseKernels<T> channelwise_kernels() {
       {FT_CHANNELWISE(FT_CHANNEL_FORWARD)},
       {FT_CHANNELWISE(FT_CHANNEL_BACKWARD)},
   };
+}
+
+template <class T>
+static constexpr BatchNormKernels<T> batch_norm_kernels() {
+  return {FT_ISA::collect<T>, FT_ISA::normalise<T>, FT_ISA::reduce<T>, FT_ISA::grad_input<T>};
 }
 
 template <class T>
@@ -81,6 +87,8 @@ static constexpr Kernels make_kernels(const char* name) {
                  FT_ISA::to_16bit<FT_ISA::Half>,
                  FT_ISA::from_16bit<FT_ISA::BFloat16>,
                  FT_ISA::to_16bit<FT_ISA::BFloat16>,
+                 batch_norm_kernels<float>(),
+                 batch_norm_kernels<double>(),
                  optimizer_kernels<float>(),
                  optimizer_kernels<double>(),
                  optimizer_kernels_16bit<FT_ISA::Half>(),

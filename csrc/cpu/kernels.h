@@ -61,6 +61,25 @@ struct OptimizerKernels16 {
   Update update[kRules][kMaxStates + 1];
 };
 
+// Runs of a tile (batch_norm.h).
+template <class T>
+struct Run {
+  T* data;
+  int64_t stride;
+};
+
+template <class T>
+struct BatchNormKernels {
+  void (*collect)(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
+                  double* squares);
+  void (*normalise)(Run<const T> x, Run<const T> residual, Run<T> out, int64_t rows, int64_t n,
+                    const T* mean, const T* scale, const T* bias, T factor);
+  void (*reduce)(Run<const T> x, Run<const T> d, int64_t rows, int64_t n, const T* mean, T factor,
+                 double* sums, double* slopes);
+  void (*grad_input)(Run<const T> x, Run<const T> d, Run<T> out, int64_t rows, int64_t n,
+                     const T* mean, const T* scale, const T* average, const T* slope, T factor);
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -72,6 +91,8 @@ struct Kernels {
   void (*to_half)(const float* in, uint16_t* out, int64_t n);
   void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);
   void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
+  BatchNormKernels<float> batch_norm_f32;
+  BatchNormKernels<double> batch_norm_f64;
   OptimizerKernels<float> optimizer_f32;
   OptimizerKernels<double> optimizer_f64;
   OptimizerKernels16 optimizer_f16, optimizer_bf16;
@@ -82,6 +103,16 @@ struct Kernels {
 
 // Those of this process (dispatch.cpp).
 const Kernels& kernels();
+
+// The parameters of a pointwise formula as the tensor's dtype holds them, where it asks for that.
+void round_parameters(int op, Dtype dtype, const double* in, double* out);
+
+// A 16-bit format as a pair of converters.
+struct Format {
+  void (*load)(const uint16_t*, float*, int64_t);
+  void (*store)(const float*, uint16_t*, int64_t);
+};
+Format format_of(Dtype dtype);
 
 const Kernels& kernels_default();
 const Kernels& kernels_avx2();
