@@ -72,62 +72,54 @@ struct Cpu {
 
 // What one call of batch norm works with.
 struct NormWork : cpu::BatchNormWork {
-  explicit NormWork(const BatchNorm& n)
-      : cpu::BatchNormWork(cpu::batch_norm_work(n)),
-        small(n.rows * n.channels * n.inner <= kGrain),
-        list(share_count) {
+  explicit NormWork(const BatchNorm& n, bool sums)
+      : cpu::BatchNormWork{cpu::batch_norm_tasks(n), nullptr},
+        list(sums ? 2 * tasks * n.channels : 0) {
     shares = list.data();
   }
   template <class Part>
   void parallel(const Part& part) const {
-    if (small) return part(0, tasks);
+    if (tasks == 1) return part(0, 1);
     torch::stable::parallel_for(0, tasks, 1, part);
   }
-  bool small;
 
  private:
   std::vector<double> list;
 };
 
 void Cpu::statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
-  const NormWork work(n);
+  const NormWork work(n, true);
   work.parallel([&](int64_t first, int64_t last) { cpu::statistics(n, work, first, last); });
   cpu::settle(n, s, work);
 }
 
 void Cpu::train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
-  const NormWork work(n);
-  if (work.grouped)
-    return work.parallel(
-        [&](int64_t first, int64_t last) { cpu::forward(n, s, f, work, first, last); });
   statistics(n, s);
   normalise(n, f);
 }
 
 void Cpu::normalise(const BatchNorm& n, const BatchNormForward& f) const {
-  const NormWork work(n);
-  work.parallel([&](int64_t first, int64_t last) { cpu::normalise(n, f, work, first, last); });
+  const NormWork work(n, false);
+  work.parallel([&](int64_t first, int64_t last) { cpu::normalise(n, f, first, last); });
 }
 
 void Cpu::reduce(const BatchNorm& n, const BatchNormBackward& b) const {
-  const NormWork work(n);
+  const NormWork work(n, true);
   work.parallel([&](int64_t first, int64_t last) { cpu::reduce(n, b, work, first, last); });
   cpu::settle(n, b, work);
 }
 
 void Cpu::grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
-  const NormWork work(n);
-  work.parallel([&](int64_t first, int64_t last) { cpu::grad_input(n, b, work, first, last); });
+  const NormWork work(n, false);
+  work.parallel([&](int64_t first, int64_t last) { cpu::grad_input(n, b, first, last); });
 }
 
 void Cpu::backward(const BatchNorm& n, const BatchNormBackward& b) const {
-  const NormWork work(n);
-  if (work.grouped)
-    return work.parallel(
-        [&](int64_t first, int64_t last) { cpu::backward(n, b, work, first, last); });
   reduce(n, b);
   BatchNormBackward rest = b;
-  rest.grad_residual = nullptr;  // it is there
+  // Of 16-bit data it has been rounded: the formula is computed again.
+  if (n.dtype == Dtype::kFloat32 || n.dtype == Dtype::kFloat64) rest.ready = b.grad_residual;
+  rest.grad_residual = nullptr;
   grad_input(n, rest);
 }
 

@@ -97,6 +97,7 @@ struct BatchNormBackward {
   // output, where it is needed, is computed again.
   const void* saved;
   void* grad_residual;  // or null
+  const void* ready;    // g where it is there already, which is gone on from then; or null
   void* grad_input;
   double* sums;       // [2, channels]: of d, and of d (x - mean) invstd
   void* grad_weight;  // or null, as grad_bias: the second and the first of them
@@ -229,33 +230,23 @@ void add_shares(const ChannelwiseBackward& call, int which, double* gradient);
 void prepare_output(void* data, int64_t bytes);
 
 // Batch norm, in tasks that may run on any thread in any order, and do not depend on the number of
-// threads. Each task leaves its share of a sum; once all have, settle() adds them up. `grouped`: a
-// task has all of its channels to itself, so that forward() and backward() may do everything for
-// them while they are in the cache.
+// threads. Each task leaves its share of a sum; once all have, settle() adds them up.
 struct BatchNormWork {
   int64_t tasks;
-  bool grouped;
-  int64_t share_count;
-  double* shares;  // of share_count doubles, none of which need be set
+  double* shares;  // [tasks, 2, channels], none of which need be set
 };
-BatchNormWork batch_norm_work(const BatchNorm& n);
+int64_t batch_norm_tasks(const BatchNorm& n);
 void statistics(const BatchNorm& n, const BatchNormWork& work, int64_t first, int64_t last);
 // s.average and s.variance; where n.mean is not null, also n.mean, n.invstd, running statistics
 void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work);
-void forward(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
-             const BatchNormWork& work, int64_t first, int64_t last);
 // n.mean and n.invstd from the running statistics
 void invert(const BatchNorm& n, const BatchNormStatistics& s);
-void normalise(const BatchNorm& n, const BatchNormForward& f, const BatchNormWork& work,
-               int64_t first, int64_t last);
+void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int64_t last);
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last);
 // b.sums and what depends on them
 void settle(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work);
-void grad_input(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
-                int64_t first, int64_t last);
-void backward(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
-              int64_t first, int64_t last);
+void grad_input(const BatchNorm& n, const BatchNormBackward& b, int64_t first, int64_t last);
 
 // The optimizer step, in parts whose pieces may run on any thread in any order. Neither chunks nor
 // units depend on the number of threads, so the sums do not either.

@@ -12,12 +12,14 @@ namespace fusedtrain {
 namespace cpu {
 namespace {
 
-constexpr int64_t kWidth = 512;  // of a run: sums and coefficients of its columns are 20 KiB
+// Columns of a tile where channels are last, and its rows. 128 columns or 2 KiB a row are slower
+// (by 1.3x and 1.4x: the rows of a tile then meet in the same sets of the cache).
+constexpr int64_t kWidth = 112;
 constexpr int64_t kTileRows = 4;
-constexpr int64_t kTile = kTileRows * 2 * kWidth;
-constexpr int64_t kTaskElements = 32768;
-constexpr int64_t kMostParts = 64;
-constexpr int64_t kGroups = 16;  // from here on a task may keep its channels to itself
+constexpr int64_t kTile = 1024;  // most elements: 4 KiB of each tensor
+constexpr int64_t kPiece = 1 << 16;
+constexpr int64_t kTaskElements = 1 << 17;
+constexpr int64_t kMostTasks = 64;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -26,99 +28,97 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr bool kByOutput[] = {FT_POINTWISE(FT_SAVED)};
 #undef FT_SAVED
 
-const BatchNormKernels<float>& table(float) { return kernels().batch_norm_f32; }
-const BatchNormKernels<double>& table(double) { return kernels().batch_norm_f64; }
+const BatchNormKernels<float>* table(float) { return kernels().batch_norm_f32; }
+const BatchNormKernels<double>* table(double) { return kernels().batch_norm_f64; }
 const PointwiseKernels<float>& formulas_of(float) { return kernels().f32; }
 const PointwiseKernels<double>& formulas_of(double) { return kernels().f64; }
 
-// How a tensor is cut: into parts of its rows, and groups of its channels.
-struct Cut {
-  int64_t rows, channels, inner;
-  int64_t group;  // channels of one
-  int64_t groups, parts;
-
-  explicit Cut(const BatchNorm& n) : rows(n.rows), channels(n.channels), inner(n.inner) {
-    // Channels last, or so narrow rows: all channels of some rows. Else channel by channel.
-    group = inner == 1 ? channels : ceil_div(kWidth, inner);
-    if (group > channels) group = channels;
-    groups = ceil_div(channels, group);
-    parts = 1;
-    if (grouped()) return;
-    parts = rows * channels * inner / kTaskElements / groups;
-    if (parts > kMostParts) parts = kMostParts;
-    if (parts > rows) parts = rows;
-    if (parts < 1) parts = 1;
-  }
-  bool grouped() const { return groups >= kGroups; }
-  int64_t tasks() const { return parts * groups; }
-};
-
-// `rows` runs of n elements from `offset` on, `stride` apart; the first element is of `column`, the
-// first run of memory row `row`.
+// `rows` runs of n elements from `offset` on, `stride` apart. By column, the first element of a run
+// meets the value at `column`; by row, the first run does. `sample` is that of all elements, where
+// samples are told apart.
 struct Tile {
-  int64_t offset, rows, stride, n, column, row;
+  int64_t offset, rows, stride, n, column, sample;
 };
 
-// The elements of one task.
+// The elements of one task. Where channels are last, some rows; else some planes (of one sample and
+// channel), or pieces of them, in the order of memory: going through all samples of one channel and
+// then of the next finds them in a cache the second time, and still took 1.6x longer (32 x 96 x 56
+// x 56, float32), since each plane begins with misses of the translation buffer.
 struct Task {
   const BatchNorm& call;
-  int64_t part, first_row, last_row, first_channel, last_channel;
-  int64_t columns;  // the channels of a task's elements repeat after so many, at most
-  bool periodic, lanes;
-  int64_t tile_rows;
+  bool by_row;
+  int64_t first, last;  // rows, or pieces
+  int64_t pieces, piece;
+  int64_t columns;  // how many values a channel stand for in the tiles
+  bool periodic;    // rows follow each other, so that several make one run
 
-  Task(const BatchNorm& n, const Cut& cut, int64_t task) : call(n) {
-    part = task / cut.groups;
-    first_row = cut.rows * part / cut.parts;
-    last_row = cut.rows * (part + 1) / cut.parts;
-    first_channel = task % cut.groups * cut.group;
-    last_channel = smaller(cut.channels, first_channel + cut.group);
-    const int64_t width = (last_channel - first_channel) * n.inner;
-    const bool whole_rows = width == n.channels * n.inner;
-    tile_rows = n.branch_scale == nullptr ? kTileRows : 1;
-    lanes = last_channel - first_channel == 1 && n.inner > kWidth;
-    // Whole rows follow each other: some of them make one run, unless samples are told apart.
-    periodic = !lanes && whole_rows && width <= kWidth && n.branch_scale == nullptr;
-    columns = lanes ? kWidth : periodic ? kWidth / width * width : width;
+  explicit Task(const BatchNorm& n)
+      : call(n), by_row(n.inner > 1), pieces((n.inner + kPiece - 1) / kPiece), piece(kPiece) {
+    const bool whole = n.channels <= kWidth && n.branch_scale == nullptr;
+    periodic = !by_row && whole;
+    columns = periodic ? kWidth / n.channels * n.channels : n.channels;
+    first = 0;
+    last = by_row ? n.rows * n.channels * pieces : n.rows;
   }
-
-  int64_t channel_of(int64_t column) const {
-    if (lanes) return first_channel;
-    const int64_t width = (last_channel - first_channel) * call.inner;
-    return first_channel + column % width / call.inner;
+  Task(const BatchNorm& n, int64_t task) : Task(n) {
+    const int64_t all = last, count = tasks();
+    first = all * task / count;
+    last = all * (task + 1) / count;
   }
-
-  template <class Visit>
-  void flat(int64_t offset, int64_t n, int64_t run, int64_t row, const Visit& visit) const {
-    for (int64_t i = 0; i < n;) {
-      const int64_t runs = smaller(kTileRows, (n - i) / run);
-      const int64_t length = runs > 0 ? run : n - i;
-      visit(Tile{offset + i, runs > 0 ? runs : 1, length, length, 0, row});
-      i += (runs > 0 ? runs : 1) * length;
-    }
+  int64_t tasks() const {  // of all elements
+    int64_t count = call.rows * call.channels * call.inner / kTaskElements;
+    if (count > kMostTasks) count = kMostTasks;
+    if (count > last) count = last;
+    return count < 1 ? 1 : count;
   }
+  int64_t channel_of(int64_t column) const { return column % call.channels; }
 
-  template <class Visit>
-  void visit(const Visit& visit) const {
-    const int64_t row_size = call.channels * call.inner;
-    if (periodic)
-      return flat(first_row * row_size, (last_row - first_row) * row_size, columns, first_row,
-                  visit);
-    if (lanes) {
-      for (int64_t row = first_row; row < last_row; ++row)
-        flat(row * row_size + first_channel * call.inner, call.inner, kWidth, row, visit);
-      return;
-    }
-    // A last piece of up to twice the width, rather than one of a few elements.
-    for (int64_t row = first_row; row < last_row; row += tile_rows) {
-      const int64_t rows = smaller(tile_rows, last_row - row);
+  template <class F>
+  void visit(const F& f) const {
+    if (by_row) return visit_planes(f);
+    if (periodic) return visit_whole_rows(f);
+    const int64_t rows_of_tile = call.branch_scale == nullptr ? kTileRows : 1;
+    for (int64_t row = first; row < last; row += rows_of_tile) {
+      const int64_t rows = smaller(rows_of_tile, last - row), sample = row / call.rows_a_sample;
       for (int64_t column = 0; column < columns;) {
-        const int64_t left = columns - column;
-        const int64_t n = left < 2 * kWidth ? left : kWidth;
-        visit(Tile{row * row_size + first_channel * call.inner + column, rows, row_size, n, column,
-                   row});
+        // A last run of up to twice the width, rather than one of a few elements.
+        const int64_t left = columns - column, n = left < 2 * kWidth ? left : kWidth;
+        f(Tile{row * columns + column, rows, columns, n, column, sample});
         column += n;
       }
+    }
+  }
+
+  template <class F>
+  void visit_whole_rows(const F& f) const {
+    const int64_t end = last * call.channels;
+    for (int64_t i = first * call.channels; i < end;) {
+      const int64_t full = smaller(kTileRows, (end - i) / columns);
+      const int64_t rows = full > 0 ? full : 1, n = full > 0 ? columns : end - i;
+      f(Tile{i, rows, n, n, 0, 0});
+      i += rows * n;
+    }
+  }
+
+  template <class F>
+  void visit_planes(const F& f) const {
+    const int64_t inner = call.inner;
+    for (int64_t i = first; i < last;) {
+      const int64_t plane = i / pieces, row = plane / call.channels;
+      const int64_t channel = plane % call.channels, sample = row / call.rows_a_sample;
+      if (inner <= kTile) {  // one or several planes of a sample (pieces is 1)
+        const int64_t most = smaller(kTile / inner, call.channels - channel);
+        const int64_t planes = smaller(most, last - i);
+        f(Tile{plane * inner, planes, inner, inner, channel, sample});
+        i += planes;
+        continue;
+      }
+      const int64_t start = i % pieces * piece, end = smaller(inner, start + piece);
+      for (int64_t k = start; k < end; k += kTile) {
+        const int64_t n = smaller(kTile, end - k);
+        f(Tile{plane * inner + k, 1, n, n, channel, sample});
+      }
+      ++i;
     }
   }
 };
@@ -142,7 +142,10 @@ struct Worker {
   alignas(64) T x_buffer[kTile], g_buffer[kTile], saved_buffer[kTile], work[kTile];
 
   explicit Worker(const Task& task)
-      : task(task), call(task.call), k(table(T())), formulas(formulas_of(T())) {
+      : task(task),
+        call(task.call),
+        k(table(T())[task.by_row ? 1 : 0]),
+        formulas(formulas_of(T())) {
     if (kNarrow) format = format_of(call.dtype);
     if (call.op >= 0) round_parameters(call.op, call.dtype, call.parameters, parameters);
   }
@@ -181,8 +184,7 @@ struct Worker {
     }
   }
   T factor(const Tile& t) const {
-    return call.branch_scale == nullptr ? T(1)
-                                        : at<T>(call.branch_scale, t.row / call.rows_a_sample);
+    return call.branch_scale == nullptr ? T(1) : at<T>(call.branch_scale, t.sample);
   }
 
   // y = f(y), in place.
@@ -213,9 +215,9 @@ struct Worker {
     slopes.assign(task.columns, 0.0);
   }
   void leave_sums(double* shares) const {
-    double* first = shares + 2 * task.part * call.channels;
+    double* first = shares;
     double* second = first + call.channels;
-    for (int64_t c = task.first_channel; c < task.last_channel; ++c) first[c] = second[c] = 0;
+    for (int64_t c = 0; c < call.channels; ++c) first[c] = second[c] = 0;
     for (int64_t i = 0; i < task.columns; ++i) {
       const int64_t c = task.channel_of(i);
       first[c] += sums[i];
@@ -291,8 +293,7 @@ struct Worker {
     leave_sums(shares);
   }
 
-  // `ready`: b.grad_residual is there, and is what to go on from.
-  void grad_input(const BatchNormBackward& b, bool ready) {
+  void grad_input(const BatchNormBackward& b) {
     fill_forward();
     average.assign(task.columns, T(0));
     slope.assign(task.columns, T(0));
@@ -303,11 +304,12 @@ struct Worker {
       slope[i] = T(b.averages[call.channels + c] / b.count * invstd * double(scale[i]));
     }
     const void* x_data = b.averages != nullptr ? call.x : nullptr;
-    const bool needs_x = !ready && call.op >= 0 && (!kByOutput[call.op] || b.saved == nullptr);
+    const bool needs_x =
+        b.ready == nullptr && call.op >= 0 && (!kByOutput[call.op] || b.saved == nullptr);
     task.visit([&](const Tile& t) {
       const Run<const T> x = read(needs_x || x_data != nullptr ? call.x : nullptr, t, x_buffer);
-      const Run<const T> g = ready ? read(b.grad_residual, t, g_buffer) : gradient(b, x, t);
-      if (!ready && b.grad_residual != nullptr) store(g, b.grad_residual, t);
+      const Run<const T> g = b.ready != nullptr ? read(b.ready, t, g_buffer) : gradient(b, x, t);
+      if (b.grad_residual != nullptr) store(g, b.grad_residual, t);
       if (b.grad_input == nullptr) return;
       const Run<T> out = target(b.grad_input, t);
       k.grad_input(x_data != nullptr ? x : Run<const T>{nullptr, 0}, g, out, t.rows, t.n,
@@ -318,12 +320,11 @@ struct Worker {
   }
 };
 
-// Sums of all parts, in their order.
+// Sums of all tasks, in their order.
 double sum_shares(const BatchNorm& n, const BatchNormWork& work, int64_t which, int64_t channel) {
   double sum = 0;
-  const int64_t parts = work.share_count / (2 * n.channels);
-  for (int64_t part = 0; part < parts; ++part)
-    sum += work.shares[(2 * part + which) * n.channels + channel];
+  for (int64_t task = 0; task < work.tasks; ++task)
+    sum += work.shares[(2 * task + which) * n.channels + channel];
   return sum;
 }
 
@@ -333,10 +334,9 @@ void write(void* p, int64_t i, double value) {
 }
 
 template <class T>
-void settle_channels(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work,
-                     int64_t first, int64_t last) {
+void settle_channels(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work) {
   const double count = double(n.rows) * double(n.inner);
-  for (int64_t c = first; c < last; ++c) {
+  for (int64_t c = 0; c < n.channels; ++c) {
     const double sum = sum_shares(n, work, 0, c), squares = sum_shares(n, work, 1, c);
     const double average = sum / count, variance = squares / count - average * average;
     s.average[c] = Worker<T, false>::center_of(n, c) + average;
@@ -353,9 +353,8 @@ void settle_channels(const BatchNorm& n, const BatchNormStatistics& s, const Bat
 }
 
 template <class T>
-void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
-                     int64_t first, int64_t last) {
-  for (int64_t c = first; c < last; ++c) {
+void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work) {
+  for (int64_t c = 0; c < n.channels; ++c) {
     b.sums[c] = sum_shares(n, work, 0, c);
     b.sums[n.channels + c] = sum_shares(n, work, 1, c) * double(at<T>(n.invstd, c));
     write<T>(b.grad_bias, c, b.sums[c]);
@@ -363,14 +362,14 @@ void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const Batch
   }
 }
 
-// Calls f with a worker of each task, in the order that is asked for.
+// Calls f with a worker of each task and the task's number, in the order that is asked for.
 template <class T, bool kNarrow, class F>
 void each_task(const BatchNorm& n, int64_t first, int64_t last, bool backwards, const F& f) {
-  const Cut cut(n);
   for (int64_t i = first; i < last; ++i) {
-    const Task task(n, cut, backwards ? first + last - 1 - i : i);
+    const int64_t number = backwards ? first + last - 1 - i : i;
+    const Task task(n, number);
     Worker<T, kNarrow> worker(task);
-    f(worker);
+    f(worker, number);
   }
 }
 template <class F>
@@ -384,34 +383,23 @@ void each(const BatchNorm& n, int64_t first, int64_t last, bool backwards, const
 }
 
 template <class What>
-void settle_all(const BatchNorm& n, const What& what, const BatchNormWork& work, int64_t first,
-                int64_t last) {
+void settle_all(const BatchNorm& n, const What& what, const BatchNormWork& work) {
   if (n.dtype == Dtype::kFloat64)
-    settle_channels<double>(n, what, work, first, last);
+    settle_channels<double>(n, what, work);
   else
-    settle_channels<float>(n, what, work, first, last);
+    settle_channels<float>(n, what, work);
 }
 
 }  // namespace
 
-BatchNormWork batch_norm_work(const BatchNorm& n) {
-  const Cut cut(n);
-  return {cut.tasks(), cut.grouped(), 2 * cut.parts * n.channels, nullptr};
-}
+int64_t batch_norm_tasks(const BatchNorm& n) { return Task(n).tasks(); }
 
 void statistics(const BatchNorm& n, const BatchNormWork& work, int64_t first, int64_t last) {
-  each(n, first, last, false, [&](auto& worker) { worker.statistics(work.shares); });
+  each(n, first, last, false,
+       [&](auto& worker, int64_t task) { worker.statistics(work.shares + 2 * task * n.channels); });
 }
 void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work) {
-  settle_all(n, s, work, 0, n.channels);
-}
-void forward(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
-             const BatchNormWork& work, int64_t first, int64_t last) {
-  each(n, first, last, false, [&](auto& worker) {
-    worker.statistics(work.shares);
-    settle_all(n, s, work, worker.task.first_channel, worker.task.last_channel);
-    worker.normalise(f);
-  });
+  settle_all(n, s, work);
 }
 
 void invert(const BatchNorm& n, const BatchNormStatistics& s) {
@@ -427,30 +415,19 @@ void invert(const BatchNorm& n, const BatchNormStatistics& s) {
 }
 
 // The second sweep goes backwards: what the first one read last is still in the cache.
-void normalise(const BatchNorm& n, const BatchNormForward& f, const BatchNormWork& work,
-               int64_t first, int64_t last) {
-  each(n, first, last, !work.grouped, [&](auto& worker) { worker.normalise(f); });
+void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int64_t last) {
+  each(n, first, last, true, [&](auto& worker, int64_t) { worker.normalise(f); });
 }
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last) {
-  each(n, first, last, false, [&](auto& worker) { worker.reduce(b, work.shares); });
+  each(n, first, last, false,
+       [&](auto& worker, int64_t task) { worker.reduce(b, work.shares + 2 * task * n.channels); });
 }
 void settle(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work) {
-  settle_all(n, b, work, 0, n.channels);
+  settle_all(n, b, work);
 }
-void grad_input(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
-                int64_t first, int64_t last) {
-  each(n, first, last, !work.grouped, [&](auto& worker) { worker.grad_input(b, false); });
-}
-void backward(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
-              int64_t first, int64_t last) {
-  each(n, first, last, false, [&](auto& worker) {
-    worker.reduce(b, work.shares);
-    settle_all(n, b, work, worker.task.first_channel, worker.task.last_channel);
-    // Of 16-bit data it has been rounded.
-    const bool ready = b.grad_residual != nullptr && n.dtype <= Dtype::kFloat64;
-    worker.grad_input(b, ready);
-  });
+void grad_input(const BatchNorm& n, const BatchNormBackward& b, int64_t first, int64_t last) {
+  each(n, first, last, true, [&](auto& worker, int64_t) { worker.grad_input(b); });
 }
 
 }  // namespace cpu

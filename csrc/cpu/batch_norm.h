@@ -1,6 +1,8 @@
 // Loops of batch norm over a tile: `rows` runs of n elements, each run of a tensor `stride` after
-// the last. Element i of a run meets element i of the columns (mean, sums, ...), whatever channel
-// that is. No formula is in here: tiles are so small that it is applied to them in the cache.
+// the last. No formula is in here: tiles are so small that it is applied to them in the cache.
+//
+// Column: element i of every run has the i-th mean, scale, sum, ... (channels last). Row: run r has
+// the r-th of them (channels first).
 #pragma once
 
 #include "kernels.h"
@@ -9,39 +11,131 @@ FT_BEGIN_NAMESPACE
 
 using cpu::Run;
 
-// sums += x - center, squares += (x - center)^2, in double: the variance is their difference, and
-// loses the digits of (mean / deviation)^2. Float data need no center for that.
+// x - center in double, in which sums of squares are exact enough: the variance is a difference,
+// and loses the digits of (mean / deviation)^2. Float data need no center for that.
 template <class T>
-void collect(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
-             double* squares) {
-  constexpr bool kCentred = sizeof(T) == sizeof(double);
-  const auto value = [&](int64_t row, int64_t i) {
-    return kCentred ? double(x.data[row * x.stride + i]) - double(center[i])
-                    : double(x.data[row * x.stride + i]);
-  };
-  int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      const double a = value(row, i), b = value(row + 1, i);
-      const double c = value(row + 2, i), d = value(row + 3, i);
-      sums[i] += (a + b) + (c + d);
-      squares[i] += (a * a + b * b) + (c * c + d * d);
-    }
-  }
-  for (; row < rows; ++row) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      const double a = value(row, i);
-      sums[i] += a;
-      squares[i] += a * a;
-    }
-  }
+FT_METHOD double centred(T x, const T* center, int64_t i) {
+  return sizeof(T) == sizeof(double) ? double(x) - double(center[i]) : double(x);
 }
 
+struct Column {
+  // sums += x - center, squares += (x - center)^2
+  template <class T>
+  static void collect(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
+                      double* squares) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) {
+      const T* in = x.data + row * x.stride;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        const double a = centred(in[i], center, i);
+        const double b = centred(in[i + x.stride], center, i);
+        const double c = centred(in[i + 2 * x.stride], center, i);
+        const double d = centred(in[i + 3 * x.stride], center, i);
+        sums[i] += (a + b) + (c + d);
+        squares[i] += (a * a + b * b) + (c * c + d * d);
+      }
+    }
+    for (; row < rows; ++row) {
+      const T* in = x.data + row * x.stride;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        const double a = centred(in[i], center, i);
+        sums[i] += a;
+        squares[i] += a * a;
+      }
+    }
+  }
+
+  // sums += d factor, slopes += d factor (x - mean)
+  template <class T>
+  static void reduce(Run<const T> x, Run<const T> d, int64_t rows, int64_t n, const T* mean,
+                     T factor, double* sums, double* slopes) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) {
+      const T* in = x.data + row * x.stride;
+      const T* g = d.data + row * d.stride;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        const T d0 = g[i] * factor, d1 = g[i + d.stride] * factor;
+        const T d2 = g[i + 2 * d.stride] * factor, d3 = g[i + 3 * d.stride] * factor;
+        const T x0 = in[i] - mean[i], x1 = in[i + x.stride] - mean[i];
+        const T x2 = in[i + 2 * x.stride] - mean[i], x3 = in[i + 3 * x.stride] - mean[i];
+        sums[i] += (double(d0) + double(d1)) + (double(d2) + double(d3));
+        slopes[i] += (double(d0 * x0) + double(d1 * x1)) + (double(d2 * x2) + double(d3 * x3));
+      }
+    }
+    for (; row < rows; ++row) {
+      const T* in = x.data + row * x.stride;
+      const T* g = d.data + row * d.stride;
+#pragma GCC ivdep
+      for (int64_t i = 0; i < n; ++i) {
+        const T d0 = g[i] * factor;
+        sums[i] += double(d0);
+        slopes[i] += double(d0 * (in[i] - mean[i]));
+      }
+    }
+  }
+
+  static FT_METHOD int64_t of(int64_t, int64_t i) { return i; }
+};
+
+struct Row {
+  static constexpr int kLanes = 16;
+
+  template <class T>
+  static void collect(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
+                      double* squares) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* in = x.data + row * x.stride;
+      double sum[kLanes] = {}, square[kLanes] = {};
+      const auto add = [&](int64_t i, int lane) {
+        const double v = centred(in[i], center, row);
+        sum[lane] += v;
+        square[lane] += v * v;
+      };
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+      for (int lane = 0; i < n; ++i, ++lane) add(i, lane);
+      sums[row] += total(sum);
+      squares[row] += total(square);
+    }
+  }
+
+  template <class T>
+  static void reduce(Run<const T> x, Run<const T> d, int64_t rows, int64_t n, const T* mean,
+                     T factor, double* sums, double* slopes) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* in = x.data + row * x.stride;
+      const T* g = d.data + row * d.stride;
+      double sum[kLanes] = {}, slope[kLanes] = {};
+      const auto add = [&](int64_t i, int lane) {
+        const T v = g[i] * factor;
+        sum[lane] += double(v);
+        slope[lane] += double(v * (in[i] - mean[row]));
+      };
+      int64_t i = 0;
+      for (; i + kLanes <= n; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+      for (int lane = 0; i < n; ++i, ++lane) add(i, lane);
+      sums[row] += total(sum);
+      slopes[row] += total(slope);
+    }
+  }
+
+  static FT_METHOD double total(const double* lanes) {
+    double half[kLanes / 2], quarter[kLanes / 4];
+    for (int i = 0; i < kLanes / 2; ++i) half[i] = lanes[i] + lanes[i + kLanes / 2];
+    for (int i = 0; i < kLanes / 4; ++i) quarter[i] = half[i] + half[i + kLanes / 4];
+    return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+  }
+  static FT_METHOD int64_t of(int64_t row, int64_t) { return row; }
+};
+
 // out = ((x - mean) scale + bias) factor + residual
-template <class T, bool kAdds>
-void normalise_rows(Run<const T> x, Run<const T> residual, Run<T> out, int64_t rows, int64_t n,
+template <class By, bool kAdds, class T>
+void normalise_runs(Run<const T> x, Run<const T> residual, Run<T> out, int64_t rows, int64_t n,
                     const T* mean, const T* scale, const T* bias, T factor) {
   for (int64_t row = 0; row < rows; ++row) {
     const T* in = x.data + row * x.stride;
@@ -49,50 +143,24 @@ void normalise_rows(Run<const T> x, Run<const T> residual, Run<T> out, int64_t r
     T* y = out.data + row * out.stride;
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
-      const T s = ((in[i] - mean[i]) * scale[i] + bias[i]) * factor;
+      const int64_t k = By::of(row, i);
+      const T s = ((in[i] - mean[k]) * scale[k] + bias[k]) * factor;
       y[i] = kAdds ? s + added[i] : s;
     }
   }
 }
-template <class T>
+template <class By, class T>
 void normalise(Run<const T> x, Run<const T> residual, Run<T> out, int64_t rows, int64_t n,
                const T* mean, const T* scale, const T* bias, T factor) {
   if (residual.data != nullptr)
-    normalise_rows<T, true>(x, residual, out, rows, n, mean, scale, bias, factor);
+    normalise_runs<By, true>(x, residual, out, rows, n, mean, scale, bias, factor);
   else
-    normalise_rows<T, false>(x, residual, out, rows, n, mean, scale, bias, factor);
-}
-
-// sums += d factor, slopes += d factor (x - mean)
-template <class T>
-void reduce(Run<const T> x, Run<const T> d, int64_t rows, int64_t n, const T* mean, T factor,
-            double* sums, double* slopes) {
-  const auto gradient = [&](int64_t row, int64_t i) { return d.data[row * d.stride + i] * factor; };
-  const auto centred = [&](int64_t row, int64_t i) { return x.data[row * x.stride + i] - mean[i]; };
-  int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      const T d0 = gradient(row, i), d1 = gradient(row + 1, i);
-      const T d2 = gradient(row + 2, i), d3 = gradient(row + 3, i);
-      sums[i] += (double(d0) + double(d1)) + (double(d2) + double(d3));
-      slopes[i] += (double(d0 * centred(row, i)) + double(d1 * centred(row + 1, i))) +
-                   (double(d2 * centred(row + 2, i)) + double(d3 * centred(row + 3, i)));
-    }
-  }
-  for (; row < rows; ++row) {
-#pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) {
-      const T d0 = gradient(row, i);
-      sums[i] += double(d0);
-      slopes[i] += double(d0 * centred(row, i));
-    }
-  }
+    normalise_runs<By, false>(x, residual, out, rows, n, mean, scale, bias, factor);
 }
 
 // out = (d factor - average) scale - (x - mean) slope; without x, the last term is 0. d and out may
 // be the same.
-template <class T>
+template <class By, class T>
 void grad_input(Run<const T> x, Run<const T> d, Run<T> out, int64_t rows, int64_t n, const T* mean,
                 const T* scale, const T* average, const T* slope, T factor) {
   for (int64_t row = 0; row < rows; ++row) {
@@ -101,11 +169,13 @@ void grad_input(Run<const T> x, Run<const T> d, Run<T> out, int64_t rows, int64_
     T* to = out.data + row * out.stride;
     if (x.data != nullptr) {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i)
-        to[i] = (g[i] * factor - average[i]) * scale[i] - (in[i] - mean[i]) * slope[i];
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t k = By::of(row, i);
+        to[i] = (g[i] * factor - average[k]) * scale[k] - (in[i] - mean[k]) * slope[k];
+      }
     } else {
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) to[i] = g[i] * factor * scale[i];
+      for (int64_t i = 0; i < n; ++i) to[i] = g[i] * factor * scale[By::of(row, i)];
     }
   }
 }

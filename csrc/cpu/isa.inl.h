@@ -40,9 +40,10 @@ static constexpr ChannelwiseKernels<T> channelwise_kernels() {
   };
 }
 
-template <class T>
+template <class By, class T>
 static constexpr BatchNormKernels<T> batch_norm_kernels() {
-  return {FT_ISA::collect<T>, FT_ISA::normalise<T>, FT_ISA::reduce<T>, FT_ISA::grad_input<T>};
+  return {By::template collect<T>, FT_ISA::normalise<By, T>, By::template reduce<T>,
+          FT_ISA::grad_input<By, T>};
 }
 
 template <class T>
@@ -76,24 +77,25 @@ static constexpr OptimizerKernels16 optimizer_kernels_16bit() {
 }
 
 static constexpr Kernels make_kernels(const char* name) {
-  return Kernels{name,
-                 pointwise_kernels<float>(),
-                 pointwise_kernels<double>(),
-                 pointwise_kernels_16bit<FT_ISA::Half>(),
-                 pointwise_kernels_16bit<FT_ISA::BFloat16>(),
-                 channelwise_kernels<float>(),
-                 channelwise_kernels<double>(),
-                 FT_ISA::from_16bit<FT_ISA::Half>,
-                 FT_ISA::to_16bit<FT_ISA::Half>,
-                 FT_ISA::from_16bit<FT_ISA::BFloat16>,
-                 FT_ISA::to_16bit<FT_ISA::BFloat16>,
-                 batch_norm_kernels<float>(),
-                 batch_norm_kernels<double>(),
-                 optimizer_kernels<float>(),
-                 optimizer_kernels<double>(),
-                 optimizer_kernels_16bit<FT_ISA::Half>(),
-                 optimizer_kernels_16bit<FT_ISA::BFloat16>(),
-                 FT_ISA::to_bfloat16_stochastic};
+  return Kernels{
+      name,
+      pointwise_kernels<float>(),
+      pointwise_kernels<double>(),
+      pointwise_kernels_16bit<FT_ISA::Half>(),
+      pointwise_kernels_16bit<FT_ISA::BFloat16>(),
+      channelwise_kernels<float>(),
+      channelwise_kernels<double>(),
+      FT_ISA::from_16bit<FT_ISA::Half>,
+      FT_ISA::to_16bit<FT_ISA::Half>,
+      FT_ISA::from_16bit<FT_ISA::BFloat16>,
+      FT_ISA::to_16bit<FT_ISA::BFloat16>,
+      {batch_norm_kernels<FT_ISA::Column, float>(), batch_norm_kernels<FT_ISA::Row, float>()},
+      {batch_norm_kernels<FT_ISA::Column, double>(), batch_norm_kernels<FT_ISA::Row, double>()},
+      optimizer_kernels<float>(),
+      optimizer_kernels<double>(),
+      optimizer_kernels_16bit<FT_ISA::Half>(),
+      optimizer_kernels_16bit<FT_ISA::BFloat16>(),
+      FT_ISA::to_bfloat16_stochastic};
 }
 
 }  // namespace cpu

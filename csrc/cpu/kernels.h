@@ -91,8 +91,8 @@ struct Kernels {
   void (*to_half)(const float* in, uint16_t* out, int64_t n);
   void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);
   void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
-  BatchNormKernels<float> batch_norm_f32;
-  BatchNormKernels<double> batch_norm_f64;
+  BatchNormKernels<float> batch_norm_f32[2];  // by column, by row
+  BatchNormKernels<double> batch_norm_f64[2];
   OptimizerKernels<float> optimizer_f32;
   OptimizerKernels<double> optimizer_f64;
   OptimizerKernels16 optimizer_f16, optimizer_bf16;
