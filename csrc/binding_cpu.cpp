@@ -115,11 +115,12 @@ void Cpu::grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
 }
 
 void Cpu::backward(const BatchNorm& n, const BatchNormBackward& b) const {
-  reduce(n, b);
-  BatchNormBackward rest = b;
-  // Of 16-bit data it has been rounded: the formula is computed again.
-  if (n.dtype == Dtype::kFloat32 || n.dtype == Dtype::kFloat64) rest.ready = b.grad_residual;
+  // grad f'(s) is computed once, and waits in grad_input where nobody asks for it.
+  BatchNormBackward sums = b, rest = b;
+  if (n.op >= 0 && b.grad_residual == nullptr) sums.grad_residual = b.grad_input;
+  rest.ready = sums.grad_residual;
   rest.grad_residual = nullptr;
+  reduce(n, sums);
   grad_input(n, rest);
 }
 

@@ -61,8 +61,8 @@ struct Column {
         const T d2 = g[i + 2 * d.stride] * factor, d3 = g[i + 3 * d.stride] * factor;
         const T x0 = in[i] - mean[i], x1 = in[i + x.stride] - mean[i];
         const T x2 = in[i + 2 * x.stride] - mean[i], x3 = in[i + 3 * x.stride] - mean[i];
-        sums[i] += (double(d0) + double(d1)) + (double(d2) + double(d3));
-        slopes[i] += (double(d0 * x0) + double(d1 * x1)) + (double(d2 * x2) + double(d3 * x3));
+        sums[i] += double((d0 + d1) + (d2 + d3));
+        slopes[i] += double((d0 * x0 + d1 * x1) + (d2 * x2 + d3 * x3));
       }
     }
     for (; row < rows; ++row) {
