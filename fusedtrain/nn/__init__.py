@@ -30,6 +30,7 @@ from .activation import (
     Threshold,
 )
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
+from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
 __all__ = [
     "CELU",
@@ -61,7 +62,9 @@ __all__ = [
     "Softsign",
     "SquarePlus",
     "StarReLU",
+    "SyncBatchNormAct",
     "Tanh",
     "Tanhshrink",
     "Threshold",
+    "convert_sync_batchnorm",
 ]

@@ -201,6 +201,18 @@ class _BatchNormAct(_BatchNorm):
         output: Tensor = self.act(z)
         return output
 
+    def _updates(self) -> tuple[float, bool]:
+        """The weight of this batch in the running statistics, and whether these are to move.
+
+        They do not in a recomputation of a forward that has moved them already.
+        """
+        tracks = self.training and self.track_running_stats
+        updates = tracks and (torch.compiler.is_compiling() or _backward_number() == -1)
+        factor = 0.0 if self.momentum is None else self.momentum
+        if updates and self.num_batches_tracked is not None and self.momentum is None:
+            factor = 1.0 / (float(self.num_batches_tracked) + 1.0)
+        return factor, updates
+
     def _normalise(
         self,
         input: Tensor,
@@ -211,13 +223,8 @@ class _BatchNormAct(_BatchNorm):
         training = self.training or (self.running_mean is None and self.running_var is None)
         if training:
             nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
-        tracks = self.training and self.track_running_stats
-        # A recomputation of a forward that has moved them already.
-        updates = tracks and (torch.compiler.is_compiling() or _backward_number() == -1)
+        factor, updates = self._updates()
         uses = updates if self.training else not training
-        factor = 0.0 if self.momentum is None else self.momentum
-        if updates and self.num_batches_tracked is not None and self.momentum is None:
-            factor = 1.0 / (float(self.num_batches_tracked) + 1.0)
         output = _batch_norm.run(
             input,
             residual,

@@ -1,0 +1,228 @@
+"""Batch norm with what follows it, its statistics over all ranks of torch.distributed."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .. import _batch_norm, _ops
+from ..reference.batch_norm import Pointwise
+from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
+
+_stats = _ops._callable("batch_norm_stats")
+_apply = _ops._callable("batch_norm_act_apply")
+_reduce = _ops._callable("batch_norm_act_backward_reduce")
+_backward_apply = _ops._callable("batch_norm_act_backward_apply")
+
+
+def _merge(input: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance [C] and number of elements a channel [1], over all ranks: float64.
+
+    Chan et al., 1979: means and variances weighted by their counts, so that batches need not be of
+    one size. A rank without elements counts for nothing.
+    """
+    channels = input.shape[1]
+    if input.numel():
+        mean, variance = _stats(input)
+    else:
+        mean = variance = input.new_zeros(channels, dtype=torch.float64)
+    count = mean.new_full((1,), input.numel() // max(channels, 1))
+    mine = torch.cat([mean, variance, count])
+    of_all = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_all, mine, group=group)
+    means, variances, counts = torch.stack(of_all).split([channels, channels, 1], dim=1)
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, variance, total
+
+
+class SyncBatchNormActFunction(torch.autograd.Function):
+    """As _batch_norm.BatchNormAct, with one collective forward and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        activation: Pointwise,
+        group: Any,
+    ) -> Tensor:
+        mean, variance, total = _merge(input, group)
+        if running_mean is not None and running_var is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = variance * (total / (total - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        wide = _batch_norm.wide_dtype(input)
+        invstd = (variance + eps).rsqrt().to(wide)
+        mean = mean.to(wide)
+        output: Tensor = _apply(
+            input, residual, branch_scale, weight, bias, mean, invstd, *activation
+        )
+        _batch_norm.save_for_backward(
+            ctx, input, residual, output, branch_scale, weight, bias, mean, invstd, True,
+            activation, affine=True,
+        )  # fmt: skip
+        ctx.total, ctx.activation, ctx.group = total, activation, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, saved, *shared = ctx.saved_tensors
+        needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+        mean = shared[3]
+        sums, grad_residual = _reduce(grad, input, saved, *shared, *ctx.activation, needs_residual)
+        # Before the collective: the gradients of weight and bias are of this rank's elements.
+        grad_bias, grad_weight = sums.to(mean.dtype)
+        grad_input = None
+        if needs_input:
+            dist.all_reduce(sums, group=ctx.group)
+            grad_input, _ = _backward_apply(
+                grad, input, saved, *shared, sums / ctx.total, *ctx.activation, False
+            )
+        return (
+            grad_input,
+            grad_residual if needs_residual else None,
+            None,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
+            *(None,) * 6,
+        )
+
+
+class SyncBatchNormAct(_BatchNormAct):
+    """:class:`torch.nn.SyncBatchNorm` and an activation in one op.
+
+    In training with more than one rank, mean and variance are of the batches of all ranks, each
+    weighted by its size, which may differ and be 0; one collective forward, one backward. Else it
+    is :class:`fusedtrain.nn.BatchNormAct2d`, for any rank of the input from [N, C]. Runs on every
+    device that the process group has collectives for, the CPU with gloo among them; it is not a
+    subclass of torch.nn.SyncBatchNorm, which DistributedDataParallel refuses there.
+
+    Args:
+        process_group: the ranks, by default all.
+        others: as of :class:`fusedtrain.nn.BatchNormAct2d`.
+
+    Raises:
+        ValueError: an input of fewer than 2 dimensions.
+        RuntimeError: double backward; or what torch raises for the same mistake.
+
+    Example:
+        >>> SyncBatchNormAct(2)(torch.ones(4, 2, 3, 3)).sum().item()  # no process group: one rank
+        0.0
+    """
+
+    process_group: Any = None
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _normalise(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        activation: Pointwise,
+    ) -> Tensor:
+        ranks = 1
+        if self.training and dist.is_available() and dist.is_initialized():
+            ranks = dist.get_world_size(self.process_group)
+        if ranks == 1:
+            return super()._normalise(input, residual, branch_scale, activation)
+        factor, updates = self._updates()
+        statistics = (self.running_mean, self.running_var) if updates else (None, None)
+        wide = _batch_norm.wide_dtype(input)
+        if not _ops.takes(input) or input.shape[1] != self.num_features:
+            raise RuntimeError(
+                f"SyncBatchNormAct: expected a dense floating point tensor with "
+                f"{self.num_features} channels, got {input.dtype} of shape {tuple(input.shape)}"
+            )
+        if residual is not None and (
+            residual.shape != input.shape or residual.dtype is not input.dtype
+        ):
+            raise RuntimeError(
+                f"SyncBatchNormAct: the residual must be like the input, {input.dtype} of shape "
+                f"{tuple(input.shape)}, not {residual.dtype} of shape {tuple(residual.shape)}"
+            )
+        output: Tensor = SyncBatchNormActFunction.apply(
+            input,
+            residual,
+            None if branch_scale is None else branch_scale.detach().to(wide),
+            None if self.weight is None else self.weight.to(wide),
+            None if self.bias is None else self.bias.to(wide),
+            *statistics,
+            factor,
+            self.eps,
+            activation,
+            self.process_group,
+        )
+        if updates and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return output
+
+
+_KNOWN = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct,
+)  # fmt: skip
+_TIMM = ("BatchNormAct2d", "SyncBatchNormAct")
+
+
+def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
+    """Turn every batch norm of a model into :class:`SyncBatchNormAct`, in place.
+
+    Those of torch.nn, of this package and timm's BatchNormAct2d, whose activations stay.
+    Parameters, buffers, hooks and names are the same objects as before. A subclass with a forward
+    of its own is left, with a warning.
+
+    Args:
+        module: the model, or one batch norm.
+        process_group: the ranks, by default all.
+
+    Returns:
+        the module.
+
+    Example:
+        >>> model = torch.nn.Sequential(BatchNormAct2d(3, act_layer=torch.nn.SiLU))
+        >>> convert_sync_batchnorm(model)[0].act
+        SiLU(inplace=True)
+    """
+    for name, part in module.named_modules():
+        cls = type(part)
+        timm = cls.__module__.startswith("timm.layers.") and cls.__name__ in _TIMM
+        if isinstance(part, SyncBatchNormAct):
+            part.process_group = process_group
+        elif cls in _KNOWN or timm:
+            part.__class__ = SyncBatchNormAct
+            vars(part)["process_group"] = process_group
+            for child in ("act", "drop"):
+                # In __dict__, not a child: modules and their names stay as they are.
+                if not hasattr(part, child):
+                    vars(part)[child] = nn.Identity()
+        elif isinstance(part, _BatchNorm):
+            warnings.warn(
+                f"{name or 'module'}: {cls.__module__}.{cls.__qualname__} has a forward of its "
+                "own, and was not made synchronised",
+                stacklevel=2,
+            )
+    return module
