@@ -86,8 +86,8 @@ class SyncBatchNormActFunction(torch.autograd.Function):
         needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         mean = shared[3]
         sums, grad_residual = _reduce(grad, input, saved, *shared, *ctx.activation, needs_residual)
-        # Before the collective: the gradients of weight and bias are of this rank's elements.
-        grad_bias, grad_weight = sums.to(mean.dtype)
+        # A copy: the gradients of weight and bias are of this rank's elements.
+        grad_bias, grad_weight = sums.to(mean.dtype, copy=True)
         grad_input = None
         if needs_input:
             dist.all_reduce(sums, group=ctx.group)
