@@ -170,6 +170,15 @@ def why_not(device_type: str) -> str:
     return _state[device_type].reason if device_type in _state else "no kernel for this device"
 
 
+def is_opaque_to_compile(device: torch.device) -> bool:
+    """Whether batch norm stays one op under torch.compile, rather than become plain operators.
+
+    Where it was measured to be faster: on the CPU, where Inductor's kernels of it take 1.3 to 6
+    times as long (docs/decisions/0007-batch-norm.md). Nothing is known of GPUs yet.
+    """
+    return device.type == "cpu" and _state["cpu"].loaded
+
+
 def backend_info() -> BackendInfo:
     """What is loaded, for which architectures, and why something is not.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 
-from . import _ops
+from . import _backends, _ops
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
 
 _INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
@@ -106,6 +106,69 @@ def save_for_backward(
 _apply = _ops._apply_of(BatchNormAct)
 
 
+def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, residual, branch_scale, weight, bias, _, _, training, _, *activation = inputs
+    ctx.training, ctx.activation = training, Pointwise(*activation)
+    save_for_backward(
+        ctx, input, residual, output[0], branch_scale, weight, bias,
+        output[1].to(wide_dtype(input)), output[3], training, ctx.activation,
+        affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
+    )  # fmt: skip
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_functional(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    input, saved, *shared = ctx.saved_tensors
+    needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+    affine = needs_weight or needs_bias
+    gradients = torch.ops.fusedtrain.batch_norm_act_backward(
+        grad, input, saved, *shared, ctx.training, *ctx.activation, needs_input, needs_residual,
+        affine,
+    )  # fmt: skip
+    return (
+        gradients[0] if needs_input else None,
+        gradients[1] if needs_residual else None,
+        None,
+        gradients[2] if needs_weight else None,
+        gradients[3] if needs_bias else None,
+        *(None,) * 7,
+    )
+
+
+torch.library.register_autograd(
+    "fusedtrain::batch_norm_act_functional",
+    _backward_functional,
+    setup_context=_setup_functional,
+    lib=_ops._library,
+)
+
+
+def _compiled(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: Pointwise,
+) -> Tensor:
+    """The op as torch.compile is to see it."""
+    output: Tensor
+    output, mean, variance, _ = torch.ops.fusedtrain.batch_norm_act_functional(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, training, eps,
+        *activation,
+    )  # fmt: skip
+    if training and running_mean is not None and running_var is not None:
+        count = input.numel() // input.shape[1]
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+    return output
+
+
 def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
     """The activation as the ops take it; None where no kernel is exact for these parameters.
 
@@ -150,7 +213,7 @@ def _fits(
     running_var: Tensor | None,
     *affine: Tensor | None,
 ) -> bool:
-    if not _ops.takes(input) or input.dim() < 2 or input.numel() == 0:
+    if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
     channels, dtype = input.shape[1], wide_dtype(input)
     if input.numel() == channels and training:
@@ -159,7 +222,7 @@ def _fits(
         return False
     for vector in (running_mean, running_var, *affine):
         if vector is not None and not (
-            _ops.takes(vector)
+            _ops.is_plain(vector)
             and vector.dtype is dtype
             and vector.dim() == 1
             and vector.shape[0] == channels
@@ -179,7 +242,7 @@ def wide_dtype(input: Tensor) -> torch.dtype:
 
 def _matches(residual: Tensor, input: Tensor) -> bool:
     return (
-        _ops.takes(residual)
+        _ops.is_plain(residual)
         and residual.shape == input.shape
         and residual.dtype is input.dtype
         and residual.device == input.device
@@ -205,10 +268,17 @@ def run(
     narrow = input.dtype.itemsize == 2 and any(
         t is not None and t.dtype is input.dtype for t in (*statistics, *affine)
     )
-    if narrow and not _ops.traced():
+    compiled = (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and not _ops.transformed()
+        and _backends.is_opaque_to_compile(input.device)
+    )
+    plain = _ops.traced() and not compiled
+    if narrow and not plain:
         statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
         affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]
-    if not _fits(input, training, *statistics, *affine):
+    if plain or not _fits(input, training, *statistics, *affine):
         return eager(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, activation,
@@ -220,7 +290,9 @@ def run(
     grad = torch.is_grad_enabled()
     first = None if apart else residual
     arguments = (input, first, branch_scale, *affine, *statistics, training, momentum, eps)
-    if grad and any(t is not None and t.requires_grad for t in (input, first, *affine)):
+    if compiled:
+        output = _compiled(*arguments, here)
+    elif grad and any(t is not None and t.requires_grad for t in (input, first, *affine)):
         if torch.is_inference_mode_enabled() or input.is_inference():
             return eager(
                 input, residual, branch_scale, weight, bias, running_mean, running_var, training,
@@ -233,9 +305,8 @@ def run(
         for narrow_one, wide_one in zip((running_mean, running_var), statistics, strict=True):
             if narrow_one is not None and wide_one is not None:
                 narrow_one.copy_(wide_one)
-    if (
-        apart and residual is not None
-    ):  # of another shape or dtype: torch knows what that adds up to
+    if apart and residual is not None:
+        # Of another shape or dtype: torch knows what that adds up to.
         output = output + residual
         row = POINTWISE[activation.op] if activation.op >= 0 else None
         if row is not None:

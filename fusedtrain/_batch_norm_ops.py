@@ -33,6 +33,12 @@ SCHEMAS = {
         f"Tensor(b!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    # The same for torch.compile, which wants no mutation: -> output, mean, variance (both float64),
+    # invstd
+    "batch_norm_act_functional": (
+        f"(Tensor input, Tensor? residual, {_AFFINE}, Tensor? running_mean, Tensor? running_var, "
+        f"bool training, float eps, {_ACTIVATION}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
     # The same with given statistics -> output
     "batch_norm_act_apply": (
         f"(Tensor input, Tensor? residual, {_AFFINE}, {_STATISTICS}, {_ACTIVATION}) -> Tensor"
@@ -71,6 +77,41 @@ def _fake_forward(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(input), mean, torch.empty_like(mean)
 
 
+def _fake_functional(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean = input.new_empty(input.shape[1], dtype=torch.float64)
+    invstd = torch.empty_like(mean, dtype=_wide_of(input))
+    return torch.empty_like(input), mean, torch.empty_like(mean), invstd
+
+
+def _functional(
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    eps: float,
+    *activation: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Made of the other ops, on whatever device."""
+    ops = torch.ops.fusedtrain
+    if training:
+        mean, variance = ops.batch_norm_stats(input)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean = running_mean.to(torch.float64, copy=True)
+        variance = running_var.to(torch.float64, copy=True)
+    wide = _wide_of(input)
+    invstd = (variance + eps).rsqrt().to(wide)
+    output = ops.batch_norm_act_apply(
+        input, residual, branch_scale, weight, bias, mean.to(wide), invstd, *activation
+    )
+    return output, mean, variance, invstd
+
+
 def _fake_apply(input: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(input)
 
@@ -102,6 +143,7 @@ def _fake_backward_apply(grad: Tensor, input: Tensor | None, *rest: Any) -> tupl
 _FAKES: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _fake_stats,
     "batch_norm_act": _fake_forward,
+    "batch_norm_act_functional": _fake_functional,
     "batch_norm_act_apply": _fake_apply,
     "batch_norm_act_backward": _fake_backward,
     "batch_norm_act_backward_reduce": _fake_reduce,
@@ -121,6 +163,7 @@ def define(library: torch.library.Library, warn: Callable[[torch.device], None])
     """Defines the ops in the library, with the plain-torch reference behind each."""
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        function = getattr(batch_norm, name)
-        library.impl(name, _fallback(function, warn), "CompositeExplicitAutograd")
         library.impl(name, _FAKES[name], "Meta")
+        function = getattr(batch_norm, name, None)
+        run = _functional if function is None else _fallback(function, warn)
+        library.impl(name, run, "CompositeExplicitAutograd")

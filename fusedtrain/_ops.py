@@ -93,30 +93,38 @@ def _define(row: Activation) -> None:
         _library.impl(f"{row.name}_", lambda input, *_: None, "Meta")
 
 
+def transformed() -> bool:
+    """Whether a functorch transform, forward-mode AD or torch.jit.trace follows the call."""
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def traced() -> bool:
     """Whether something follows the call that must see plain torch operators.
 
     That is torch.compile and torch.export (so that Inductor may fuse), torch.jit.trace, functorch
     transforms and forward-mode AD.
     """
-    return bool(
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return torch.compiler.is_compiling() or transformed()
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether a kernel can take the tensor: a plain strided one of a floating dtype."""
+def is_plain(tensor: Tensor) -> bool:
+    """Whether this is a plain strided tensor of a floating dtype."""
     kind = type(tensor)
     return (
         (kind is Tensor or kind is Parameter)
         and tensor.dtype in _KERNEL_DTYPES
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not traced()
     )
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether a kernel can take the tensor now."""
+    return is_plain(tensor) and not traced()
 
 
 def autocasts(input: Tensor, device_type: str = "") -> bool:
