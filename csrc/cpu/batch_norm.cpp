@@ -16,7 +16,7 @@ namespace {
 // (by 1.3x and 1.4x: the rows of a tile then meet in the same sets of the cache).
 constexpr int64_t kWidth = 112;
 constexpr int64_t kTileRows = 8;
-constexpr int64_t kTile = 1024;  // most elements: 4 KiB of each tensor
+constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of each tensor
 constexpr int64_t kPiece = 1 << 16;
 constexpr int64_t kTaskElements = 1 << 17;
 constexpr int64_t kMostTasks = 64;
@@ -78,8 +78,8 @@ struct Task {
   void visit(bool sums, const F& f) const {
     if (by_row) return visit_planes(f);
     if (periodic) return visit_whole_rows(f);
-    const int64_t rows_of_tile = sums && call.branch_scale == nullptr ? kTileRows : 1;
-    const int64_t width = kTile / 2 / rows_of_tile;
+    const int64_t rows_of_tile = sums && call.branch_scale == nullptr ? 4 : 1;
+    const int64_t width = kTile / rows_of_tile;
     for (int64_t row = first; row < last; row += rows_of_tile) {
       const int64_t rows = smaller(rows_of_tile, last - row), sample = row / call.rows_a_sample;
       for (int64_t column = 0; column < columns;) {
@@ -141,7 +141,7 @@ struct Worker {
   double parameters[kMaxParameters];
   std::vector<T> mean, scale, bias, average, slope;
   std::vector<double> sums, slopes;
-  alignas(64) T x_buffer[kTile], g_buffer[kTile], saved_buffer[kTile], work[kTile];
+  alignas(64) T x_buffer[2 * kTile], g_buffer[2 * kTile], saved_buffer[2 * kTile], work[2 * kTile];
 
   explicit Worker(const Task& task)
       : task(task),
@@ -259,10 +259,13 @@ struct Worker {
     });
   }
 
-  // grad f'(s) of a tile.
+  // grad f'(s) of a tile; also stored to b.grad_residual, where that is not null.
   Run<const T> gradient(const BatchNormBackward& b, Run<const T> x, const Tile& t) {
     const Run<const T> g = read(b.grad, t, g_buffer);
-    if (call.op < 0) return g;
+    if (call.op < 0) {
+      if (b.grad_residual != nullptr) store(g, b.grad_residual, t);
+      return g;
+    }
     const bool by_output = kByOutput[call.op];
     Run<const T> saved = read(b.saved, t, saved_buffer);
     if (!by_output || b.saved == nullptr) {
@@ -273,13 +276,15 @@ struct Worker {
       saved = {work, t.n};
     }
     const auto f = formulas.backward[call.op];
-    if (g.stride == t.n && saved.stride == t.n)
-      f(g.data, saved.data, work, t.rows * t.n, parameters);
+    const Run<T> out = b.grad_residual != nullptr ? target(b.grad_residual, t) : Run<T>{work, t.n};
+    if (g.stride == t.n && saved.stride == t.n && out.stride == t.n)
+      f(g.data, saved.data, out.data, t.rows * t.n, parameters);
     else
       for (int64_t row = 0; row < t.rows; ++row)
-        f(g.data + row * g.stride, saved.data + row * saved.stride, work + row * t.n, t.n,
-          parameters);
-    return {work, t.n};
+        f(g.data + row * g.stride, saved.data + row * saved.stride, out.data + row * out.stride,
+          t.n, parameters);
+    if (kNarrow && b.grad_residual != nullptr) store({out.data, out.stride}, b.grad_residual, t);
+    return {out.data, out.stride};
   }
 
   void reduce(const BatchNormBackward& b, double* shares) {
@@ -288,7 +293,6 @@ struct Worker {
     task.visit(true, [&](const Tile& t) {
       const Run<const T> x = read(call.x, t, x_buffer);
       const Run<const T> g = gradient(b, x, t);
-      if (b.grad_residual != nullptr) store(g, b.grad_residual, t);
       k.reduce(x, g, t.rows, t.n, mean.data() + t.column, factor(t), sums.data() + t.column,
                slopes.data() + t.column);
     });

@@ -5,6 +5,7 @@
 // the r-th of them (channels first).
 #pragma once
 
+#include "convert.h"
 #include "kernels.h"
 
 FT_BEGIN_NAMESPACE
@@ -81,7 +82,29 @@ struct Column {
 };
 
 struct Row {
-  static constexpr int kLanes = 16;
+  static constexpr int kLanes = 32;
+
+  // The last n < kLanes elements and zeros: planes of 7 x 7 are mostly rest, and a loop over it
+  // takes as long as all the others.
+  template <class T>
+  static FT_METHOD void rest_of(const T* in, int64_t n, T* out) {
+    for (int lane = 0; lane < kLanes; ++lane) out[lane] = lane < n ? in[lane] : T(0);
+  }
+#if defined(__AVX512F__)
+  static FT_METHOD void rest_of(const float* in, int64_t n, float* out) {
+    const uint32_t mask = (uint32_t(1) << n) - 1;
+    _mm512_storeu_ps(out, _mm512_maskz_loadu_ps(__mmask16(mask), in));
+    _mm512_storeu_ps(out + 16, _mm512_maskz_loadu_ps(__mmask16(mask >> 16), in + 16));
+  }
+#elif defined(__AVX2__)
+  static FT_METHOD void rest_of(const float* in, int64_t n, float* out) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    for (int i = 0; i < kLanes; i += 8) {
+      const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n) - i), lanes);
+      _mm256_storeu_ps(out + i, _mm256_maskload_ps(in + i, mask));
+    }
+  }
+#endif
 
   template <class T>
   static void collect(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
@@ -89,15 +112,20 @@ struct Row {
     for (int64_t row = 0; row < rows; ++row) {
       const T* in = x.data + row * x.stride;
       double sum[kLanes] = {}, square[kLanes] = {};
-      const auto add = [&](int64_t i, int lane) {
-        const double v = centred(in[i], center, row);
-        sum[lane] += v;
-        square[lane] += v * v;
-      };
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
-      for (int lane = 0; i < n; ++i, ++lane) add(i, lane);
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const double v = centred(in[i + lane], center, row);
+          sum[lane] += v;
+          square[lane] += v * v;
+        }
+      T rest[kLanes];
+      rest_of(in + i, n - i, rest);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const double v = i + lane < n ? centred(rest[lane], center, row) : 0;
+        sum[lane] += v;
+        square[lane] += v * v;
+      }
       sums[row] += total(sum);
       squares[row] += total(square);
     }
@@ -109,26 +137,35 @@ struct Row {
     for (int64_t row = 0; row < rows; ++row) {
       const T* in = x.data + row * x.stride;
       const T* g = d.data + row * d.stride;
-      double sum[kLanes] = {}, slope[kLanes] = {};
-      const auto add = [&](int64_t i, int lane) {
-        const T v = g[i] * factor;
-        sum[lane] += double(v);
-        slope[lane] += double(v * (in[i] - mean[row]));
-      };
+      // A run is short: its sums are of the type of the data.
+      T sum[kLanes] = {}, slope[kLanes] = {};
+      const T average = mean[row];
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
-      for (int lane = 0; i < n; ++i, ++lane) add(i, lane);
-      sums[row] += total(sum);
-      slopes[row] += total(slope);
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const T v = g[i + lane];
+          sum[lane] += v;
+          slope[lane] += v * (in[i + lane] - average);
+        }
+      T g_rest[kLanes], x_rest[kLanes];
+      rest_of(g + i, n - i, g_rest);
+      rest_of(in + i, n - i, x_rest);
+      for (int lane = 0; lane < kLanes; ++lane) {
+        sum[lane] += g_rest[lane];
+        slope[lane] += g_rest[lane] * (x_rest[lane] - average);
+      }
+      sums[row] += double(total(sum)) * double(factor);
+      slopes[row] += double(total(slope)) * double(factor);
     }
   }
 
-  static FT_METHOD double total(const double* lanes) {
-    double half[kLanes / 2], quarter[kLanes / 4];
-    for (int i = 0; i < kLanes / 2; ++i) half[i] = lanes[i] + lanes[i + kLanes / 2];
-    for (int i = 0; i < kLanes / 4; ++i) quarter[i] = half[i] + half[i + kLanes / 4];
-    return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+  template <class T>
+  static FT_METHOD T total(const T* lanes) {
+    T a[16], b[8], c[4];
+    for (int i = 0; i < 16; ++i) a[i] = lanes[i] + lanes[i + 16];
+    for (int i = 0; i < 8; ++i) b[i] = a[i] + a[i + 8];
+    for (int i = 0; i < 4; ++i) c[i] = b[i] + b[i + 4];
+    return (c[0] + c[1]) + (c[2] + c[3]);
   }
   static FT_METHOD int64_t of(int64_t row, int64_t) { return row; }
 };
