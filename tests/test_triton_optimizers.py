@@ -165,12 +165,13 @@ def test_units_of_layouts(
     from fusedtrain.triton import _tables, multi_tensor
 
     def clear() -> None:
-        for name in ("measure", "try", "update"):
+        for name in ("measure", "prepare", "try", "update"):
             getattr(multi_tensor, f"_{name}_constants").cache_clear()
 
     for module in (_tables, multi_tensor):
         monkeypatch.setattr(module, "CHUNK", 64)
     monkeypatch.setattr(multi_tensor, "_BLOCK", 32)
+    monkeypatch.setattr(multi_tensor, "_ADD_BLOCK", 4)
     clear()
     request.addfinalizer(clear)
     specs = [Spec((3, 5, 4, 5), layout=layout), Spec((70,)), Spec((2, 30), F64, layout)]
@@ -181,9 +182,36 @@ def test_units_of_layouts(
     shared._assert_close(case, expected)
 
 
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_more_tensors_than_a_program_prepares(kernels: Any, rule: str) -> None:
+    groups = [busy(rule, cautious=1), busy(rule, lr_index=0), busy(rule, lr_index=1)]
+    lrs = [torch.tensor(0.25, dtype=F64), torch.tensor([0.5])]
+    count = 70
+    specs = [Spec((3 + i % 5,), F32 if i % 7 else F64, group=i % 3) for i in range(count)]
+    step = {"scale": 8.0, "found_inf": 0.0, "max_norm": 5.0, "trial": 1}
+    case = Case(rule, specs, groups, lrs=lrs, measures=7, **step)
+    case.scalars[0] = torch.arange(count) ** 2 * 3500  # up to 2^24, where float32 ceases to count
+    case.scalars[1:] = torch.rand(2, count)
+    expected = case.clone()
+    optimizers.optimizer_step(*expected.arguments(), None, None)
+    kernels.optimizer_step(*case.arguments(), None, None)
+    shared._assert_close(case, expected)
+    assert torch.equal(case.scalars[0], expected.scalars[0])
+
+
 @pytest.mark.skipif(HAS_GPU, reason="a GPU has an order of its own")
 @pytest.mark.parametrize("units", [False, True])
-def test_order_of_programs(kernels: Any, units: bool) -> None:
+def test_order_of_programs(
+    kernels: Any,
+    units: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    from fusedtrain.triton import multi_tensor
+
+    monkeypatch.setattr(multi_tensor, "_TAIL_BLOCK", 4)  # several programs prepare, too
+    multi_tensor._prepare_constants.cache_clear()
+    request.addfinalizer(multi_tensor._prepare_constants.cache_clear)
     options = {"unit_factor": 0.1} if units else {"max_norm": 1.0}
     case = shared._case("lamb", measures=7, trial=1, write_back=1, stochastic=1, **options)
     found = []
@@ -224,6 +252,21 @@ def test_errors(kernels: Any) -> None:
         getattr(broken, name)[0] = bad
         with pytest.raises(RuntimeError, match=match):
             kernels.optimizer_step(*broken.arguments(), None, None)
+    for name, bad, match in (
+        ("scale", torch.ones(1, dtype=F64), "scale"),
+        ("found_inf", torch.zeros(2), "found_inf"),
+        ("control", torch.zeros(8, dtype=F64), "control"),
+        ("lrs", [torch.ones(1, dtype=BF16)], "lr must be one"),
+        ("rows", case.rows + torch.tensor([1, 0, 0, 0, 0, 0, 0]), "group"),
+    ):
+        broken = case.clone()
+        broken.table = case.table.clone()
+        broken.table[1, 1] = -1.0 if name != "lrs" else 0.0
+        setattr(broken, name, bad)
+        with pytest.raises(RuntimeError, match=match):
+            kernels.optimizer_step(*broken.arguments(), None, None)
+    with pytest.raises(RuntimeError, match="sums"):
+        kernels.optimizer_step(*case.arguments(), torch.zeros(1, 3), None)
     if not HAS_GPU:
         broken = case.clone()
         broken.params[0] = torch.empty(4, 6, device="meta")
@@ -255,11 +298,10 @@ def test_launches_of_a_step(kernels: Any, launched: list[str]) -> None:
     for count, extra in ((1, []), (5, []), (5, [Spec((7,), BF16)])):
         case = Case("adam", [Spec((30, 7))] * count + extra, [busy("adam")], measures=7)
         kinds = 1 + len(extra)
-        for trial, expected in (
-            (0, [*["measure_kernel"] * kinds, "add_kernel", *["update_kernel"] * kinds]),
-            (1, [*["measure_kernel"] * kinds, "add_kernel", *["try_kernel"] * kinds, "add_kernel",
-                 *["update_kernel"] * kinds]),
-        ):  # fmt: skip
+        measured = [*["measure_kernel"] * kinds, "add_kernel", "prepare_kernel"]
+        tried = [*["try_kernel"] * kinds, "add_kernel", "prepare_kernel"]
+        updated = ["update_kernel"] * kinds
+        for trial, expected in ((0, measured + updated), (1, measured + tried + updated)):
             case.set("trial", trial)
             launched.clear()
             with _Counted() as counted:
@@ -271,8 +313,37 @@ def test_launches_of_a_step(kernels: Any, launched: list[str]) -> None:
     launched.clear()
     empty = Case("adam", [Spec((0,)), Spec((3, 0))], [busy("adam")], measures=0)
     kernels.optimizer_step(*empty.arguments(), None, None)
-    assert launched == []
+    assert launched == ["prepare_kernel"]
     assert empty.control[5] == 1
+
+
+@pytest.mark.skipif(HAS_GPU, reason="interpreted tensors need not be sent")
+def test_torch_launches_nothing_of_a_step(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever there is to decide: memory is allocated and looked at, and that is all."""
+    from fusedtrain.triton.launch import Launcher
+
+    names: list[str] = []
+    monkeypatch.setattr(
+        Launcher, "__call__", lambda self, *_: names.append(self._kernel.fn.__name__)
+    )
+    step = {"scale": 4.0, "found_inf": 0.0, "lrs": [torch.tensor(0.1)], "max_norm": 1.0}
+    for options, launches in (
+        ({}, 4), ({"trial": 1}, 7), ({"unit_factor": 0.1, "max_norm": 0.0}, 5),
+        ({"trial": 1, "unit_factor": 0.1}, 8),
+    ):  # fmt: skip
+        case = Case(
+            "lamb",
+            [Spec((30, 7))] * 3,
+            [busy("lamb", lr_index=0)],
+            measures=7,
+            **{**step, **options},
+        )
+        names.clear()
+        with _Counted() as counted:
+            kernels.optimizer_step(*case.arguments(), None, None)
+        assert len(names) == launches, names
+        called = {c.split(".")[1] for c in counted.calls} - {"promote_types"}  # of no tensors
+        assert called <= {"new_empty", "view", "slice", "detach"}
 
 
 # --- what surrounds the step
@@ -353,19 +424,18 @@ def test_compilations(tmp_path: Path) -> None:
 
 
 POINTERS = {
-    "table_ptr": "*i64", "part_ptr": "*i64", "first_ptr": "*i64", "place_ptr": "*i64",
-    "control_ptr": "*fp32", "scale_ptr": "*fp32", "found_inf_ptr": "*fp32",
+    "table_ptr": "*i64", "part_ptr": "*i64", "first_ptr": "*i64", "rates_ptr": "*i64",
+    "control_ptr": "*fp32", "scalars_ptr": "*fp32", "scale_ptr": "*fp32", "found_inf_ptr": "*fp32",
     "growth_ptr": "*i32", "hysteresis_ptr": "*i32",
 }  # fmt: skip
 
 
-def compile_for(target: str, kernel: Any, constants: tuple[Any, ...]) -> Any:
+def compile_for(target: str, launcher: Any, constants: tuple[Any, ...]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fusedtrain.triton.launch import _OPTIONS
-
+    kernel = launcher._kernel
     signature, constexprs, aligned = {}, {}, {}
     values = iter(constants)
     for p in kernel.params:
@@ -378,7 +448,7 @@ def compile_for(target: str, kernel: Any, constants: tuple[Any, ...]) -> Any:
         else:
             signature[p.name] = p.annotation_type
     source = ASTSource(kernel, signature, constexprs, aligned)
-    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=dict(_OPTIONS))
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launcher.options)
 
 
 def check_code(compiled: Any, loads: int, stores: int) -> None:
@@ -414,13 +484,14 @@ def check_launches() -> None:
         arguments = driver.launched[-1]
         chunks = sum(-(-t.numel() // m.CHUNK) for t in case.params)
         assert arguments[:4] == (chunks, 1, 1, 7)
-        assert arguments[9 + 5 : 9 + 8] == (chunks - 1, 0.1 * (i + 1), i)
-    assert len(driver.launched) == 3 * 5
+        assert arguments[9 + 4 : 9 + 7] == (chunks - 1, 0.1 * (i + 1), i)
+    assert len(driver.launched) == 3 * 7
     case.grads[0] = torch.empty(100001)[1:]
     OPS["optimizer_step"](*case.arguments(), None, None)
-    assert len(driver.launched) == 3 * 5 + 8, "one kind more"
+    assert len(driver.launched) == 3 * 7 + 10, "one kind more"
     for kernel in (m.measure_kernel, m.try_kernel, m.update_kernel):
         assert len(kernel.device_caches[0][0]) == 2
+    assert len(m.prepare_kernel.device_caches[0][0]) == 2, "before a trial and after it"
     assert len(m.add_kernel.device_caches[0][0]) == 1
     number = torch.zeros(1)
     trackers = [torch.zeros(1, dtype=torch.int32) for _ in range(2)]
@@ -471,7 +542,7 @@ def check_target(target: str) -> None:
     for rule in RULES:
         kind = with_states(plain, rule.most)
         update = m._update_constants(rule.name, kind, False, False, 0, False)
-        compiled = compile_for(target, m.update_kernel, update)
+        compiled = compile_for(target, m._launch_update, update)
         # Blocks of 1024 are two accesses of each thread to each buffer.
         check_code(compiled, 2 * (2 + rule.most), 2 * (1 + rule.most))
         if rule.name == "adam" and "ptx" in compiled.asm:
@@ -480,25 +551,30 @@ def check_target(target: str) -> None:
         kind = with_states(kind, 3)
         stochastic = name == "stochastic"
         update = m._update_constants("adam", kind, False, True, 1, stochastic)
-        check_code(compile_for(target, m.update_kernel, update), 5, 5)
-        check_code(compile_for(target, m.try_kernel, m._try_constants("adam", kind, False)), 5, 0)
+        check_code(compile_for(target, m._launch_update, update), 5, 5)
+        check_code(compile_for(target, m._launch_try, m._try_constants("adam", kind, False)), 5, 0)
         check_code(
-            compile_for(target, m.measure_kernel, m._measure_constants(kind, False, True)), 2, 0
+            compile_for(target, m._launch_measure, m._measure_constants(kind, False, True)), 2, 0
         )
         if name in ("float32", "stochastic"):
             units = m._measure_constants(kind, True, True)
-            check_code(compile_for(target, m.measure_kernel, units), 0, 0)
+            check_code(compile_for(target, m._launch_measure, units), 0, 0)
             update = m._update_constants("adam", kind, True, True, 2, stochastic)
-            check_code(compile_for(target, m.update_kernel, update), 5, 5)
+            check_code(compile_for(target, m._launch_update, update), 5, 5)
     misaligned = m._update_constants(
         "adam", kinds["float32"]._replace(aligned=False), False, False, 0, False
     )
-    code = compile_for(target, m.update_kernel, misaligned)
+    code = compile_for(target, m._launch_update, misaligned)
     assert "ptx" not in code.asm or not re.search(r"st\.global\.v", code.asm["ptx"])
+    for clipped, tried, commits in ((False, False, True), (True, False, False), (True, True, True)):
+        for rule in RULES:
+            prepare = m._prepare_constants(rule.name, clipped, tried, commits)
+            check_code(compile_for(target, m._launch_prepare, prepare), 0, 0)
+    check_code(compile_for(target, m._launch_clip_units, (m._ADD_BLOCK,)), 0, 0)
     for width in (3, 4):
-        check_code(compile_for(target, m.add_kernel, (width, m._ADD_BLOCK)), 0, 0)
-    zero = compile_for(target, s.zero_kernel, (s._CHUNK, s._BLOCK))
-    scale = compile_for(target, s.update_scale_kernel, ())
+        check_code(compile_for(target, m._launch_add, (width, m._ADD_BLOCK)), 0, 0)
+    zero = compile_for(target, s._launch_zero, (s._CHUNK, s._BLOCK))
+    scale = compile_for(target, s._launch_update_scale, ())
     check_code(zero, 0, 1)
     check_code(scale, 0, 0)
     if "ptx" in zero.asm:

@@ -97,21 +97,6 @@ class _Call:
         host = torch.tensor(numbers, dtype=dtype, device="cpu")
         return host.to(self.scalars.device, non_blocking=True)
 
-    # Host memory that the scalar tail needs on the device; a backend may have sent it already.
-
-    def group_table(self) -> Tensor:
-        table = self.table.view(-1, WIDTH)[1:]
-        return table.to(self.scalars.device, non_blocking=True)
-
-    def groups_of_tensors(self) -> Tensor:
-        return self.on_device(self.group)
-
-    def columns_of_tensors(self) -> Tensor:
-        return self.on_device(self.column)
-
-    def numels_of_tensors(self) -> Tensor:
-        return self.on_device([float(p.numel()) for p in self.params])
-
     def param(self, i: int) -> Tensor:
         master = self.master[i]
         return (self.params[i] if master is None else master).to(self.dtype[i])
@@ -181,14 +166,14 @@ class _Call:
         return skip
 
     def plan(self, measures: _Measures) -> _Plan:
-        table = self.group_table()
+        table = self.table.view(-1, WIDTH)[1:].to(self.scalars.device, non_blocking=True)
         lrs = [
             table[g, 0] if row[1] < 0 else self.lrs[int(row[1])].reshape(()).double()
             for g, row in enumerate(self.groups)
         ]
-        group = self.groups_of_tensors()
+        group = self.on_device(self.group)
         options = table[group]
-        scalars = self.scalars.view(SCALARS, -1)[:, self.columns_of_tensors()]
+        scalars = self.scalars.view(SCALARS, -1)[:, self.on_device(self.column)]
         clip = self.clip(measures.sums)
         facts = Facts(
             lr=torch.stack(lrs)[group],
@@ -211,13 +196,14 @@ class _Call:
 
     def finished(self, plan: _Plan, sums: Tensor) -> _Plan:
         """With what depends on a trial of the update."""
-        trial = Trial(sums[:, 0], sums[:, 1], sums[:, 2], self.numels_of_tensors())
+        numel = self.on_device([float(p.numel()) for p in self.params])
+        trial = Trial(sums[:, 0], sums[:, 1], sums[:, 2], numel)
         k, rule_finish = finish(plan.k, trial), RULES[self.rule].finish
         return plan._replace(k=k if rule_finish is None else rule_finish(plan.facts, k, trial))
 
     def commit(self, plan: _Plan, sums: Tensor) -> None:
         """Step counts, and what the caller is told."""
-        scalars, column = self.scalars.view(SCALARS, -1), self.columns_of_tensors()
+        scalars, column = self.scalars.view(SCALARS, -1), self.on_device(self.column)
         old = scalars[:, column]
         new = torch.cat([old[:1] + 1, plan.k.moments.t()])
         scalars.index_copy_(1, column, torch.where(plan.skip, old, new))

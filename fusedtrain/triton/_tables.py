@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import SCALARS, WIDTH, _Call
+from ..reference.optimizers import GROUP_OPTIONS, SCALARS, _Call
 from ._layout import cdiv, is_dense
 from .launch import STORED
 
 CHUNK = 8192  # elements of a program
 # Columns of the table of tensors: addresses of parameter, gradient, states, master, average; then
-NUMEL, FIRST_CHUNK, INDEX, SCALAR, UNITS, INNER, FIRST_UNIT, FIRST_PIECE = range(7, 15)
+NUMEL, FIRST_CHUNK, TENSOR, SCALAR, GROUP, UNITS, INNER, FIRST_UNIT, FIRST_PIECE = range(7, 16)
 ENTRY = 16
+# What prepare_kernel leaves, rows of as many float64: about the step, then for each tensor.
+NUMBERS = 16
+LR_INDEX = GROUP_OPTIONS.index("lr_index")
 
 # Buffers that captured CUDA graphs copy from whenever they are replayed. Nobody tells when a graph
 # has gone, so they stay: 128 bytes a tensor and 8 a chunk for each step that was captured.
 _OF_GRAPHS: list[Tensor] = []
+
+_SENT = {"q": torch.int64, "d": torch.float64, "f": torch.float32}
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
@@ -39,19 +44,17 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def send(parts: Sequence[array[Any]], device: torch.device) -> list[Tensor]:
-    """Vectors of int64 ("q") or float64 ("d") to the device, each on 16 bytes there."""
-    buffer = bytearray()
+    """Vectors of int64 ("q"), float64 ("d") or float32 ("f") to the device, on 16 bytes each."""
+    buffer, starts = bytearray(), []
     for part in parts:
+        starts.append(len(buffer))
         buffer += part.tobytes()
         buffer += bytes(-len(buffer) % 16)
-    sent = to_device(torch.frombuffer(buffer, dtype=torch.int64), device)
-    found, start = [], 0
-    for part in parts:
-        n = len(part)
-        vector = sent[start : start + n]
-        found.append(vector if part.typecode == "q" else vector.view(torch.float64))
-        start += n + n % 2
-    return found
+    sent = to_device(torch.frombuffer(buffer, dtype=torch.uint8), device)
+    return [
+        sent[start : start + len(part) * part.itemsize].view(_SENT[part.typecode])
+        for start, part in zip(starts, parts, strict=True)
+    ]
 
 
 class Kind(NamedTuple):
@@ -94,6 +97,12 @@ class DeviceCall(_Call):
         self.shadows: list[tuple[Tensor, Tensor]] = []  # tensors with gaps, and their copies
         self.launches: list[Launch] = []
         self.clips_units = self.option["unit_factor"] != 0
+        self.columns = self.scalars.numel() // SCALARS
+        for t, name in ((self.scalars, "scalars"), (self.control, "control")):
+            self._check_number(t, name)
+        for maybe, name in ((self.scale, "scale"), (self.found_inf, "found_inf")):
+            if maybe is not None:
+                self._check_number(maybe, name, 1)
         if self.params:
             self._cut([self._entry(i) for i in range(len(self.params))])
 
@@ -106,6 +115,29 @@ class DeviceCall(_Call):
             raise RuntimeError(
                 f"fusedtrain: {what} must be float32, float64, float16 or bfloat16, not {t.dtype}"
             )
+
+    def _check_number(self, t: Tensor, what: str, count: int | None = None) -> None:
+        """Of float32, or `count` of them."""
+        if (
+            t.device != self.device
+            or t.dtype != torch.float32
+            or not t.is_contiguous()
+            or (count is not None and t.numel() != count)
+        ):
+            raise RuntimeError(f"fusedtrain: {what}")
+
+    def _rate(self, index: int) -> tuple[int, int]:
+        """Address of a learning rate on the device, 0 for none; and whether it is float64."""
+        if index < 0:
+            return 0, 0
+        lr = self.lrs[index]
+        if (
+            lr.device != self.device
+            or lr.numel() != 1
+            or lr.dtype not in (torch.float32, torch.float64)
+        ):
+            raise RuntimeError("fusedtrain: lr must be one float32 or float64 number")
+        return lr.data_ptr(), int(lr.dtype is torch.float64)
 
     def _walkable(self, t: Tensor, model: Tensor) -> Tensor:
         """`t`, or a copy that is dense and laid out like `model`."""
@@ -139,8 +171,8 @@ class DeviceCall(_Call):
         ):  # fmt: skip
             raise RuntimeError("fusedtrain: master weights are float32")
         average = self._companion(self.average[i], param, "average")
-        if not 0 <= self.column[i] < self.scalars.view(SCALARS, -1).size(1):
-            raise RuntimeError("fusedtrain: index of scalars")
+        if not 0 <= self.column[i] < self.columns or not 0 <= self.group[i] < len(self.groups):
+            raise RuntimeError("fusedtrain: index of scalars or group")
         numel = param.numel()
         units, inner = 1, numel
         if self.clips_units and param.dim() > 1 and param.size(0) > 1 and numel:
@@ -159,8 +191,8 @@ class DeviceCall(_Call):
             together % 16 == 0,
             self.clips_units and numel >= 2**30,
         )
-        line = [*addresses, numel, 0, i, self.column[i], units, inner, 0, 0]
-        return kind, line + [0] * (ENTRY - len(line))
+        line = [*addresses, numel, 0, i, self.column[i], self.group[i], units, inner, 0, 0]
+        return kind, line
 
     # --- the tables
 
@@ -168,17 +200,16 @@ class DeviceCall(_Call):
         kinds: dict[Kind, list[list[int]]] = {}
         for kind, line in entries:
             kinds.setdefault(kind, []).append(line)
-        table, places = array("q"), array("q")
+        table = array("q")
         chunks, units, pieces = array("q", [0]), array("q", [0]), array("q", [0])
         line_of_chunk, line_of_piece, first_pieces = array("q"), array("q"), array("q")
         for kind, members in kinds.items():
             first_chunk, first_piece = chunks[-1], pieces[-1]
             for line in members:
-                numel, number = line[NUMEL], array("q", [len(places)])
+                numel, number = line[NUMEL], array("q", [len(table) // ENTRY])
                 line[FIRST_CHUNK], line[FIRST_UNIT] = chunks[-1], units[-1]
                 line[FIRST_PIECE] = pieces[-1]
                 table.extend(line)
-                places.append(line[INDEX])
                 line_of_chunk += number * cdiv(numel, CHUNK)
                 chunks.append(len(line_of_chunk))
                 if self.clips_units:
@@ -198,27 +229,17 @@ class DeviceCall(_Call):
             )  # fmt: skip
         first_pieces.append(pieces[-1])
         self.chunk_count, self.unit_count, self.piece_count = chunks[-1], units[-1], pieces[-1]
+        rates = array("q", [n for row in self.groups for n in self._rate(int(row[LR_INDEX]))])
+        # A scale of 1 and no infinity serve where there is neither.
         parts = [
-            table, line_of_chunk, chunks, places, array("q", self.group), array("q", self.column),
-            array("d", [p.numel() for p in self.params]),
-            array("d", [number for row in self.groups for number in row]),
+            table, line_of_chunk, chunks, array("d", self.table.flatten().tolist()), rates,
+            array("f", [1.0]), array("f", [0.0]),
         ]  # fmt: skip
         if self.clips_units:
             parts += [line_of_piece, first_pieces, units]
         sent = send(parts, self.device)
-        self.entries, self.chunks, self.first_chunks, self.places = sent[:4]
-        self._groups, self._columns, self._numels, self._options = sent[4:8]
+        self.entries, self.chunks, self.first_chunks, self.options, self.rates = sent[:5]
+        self.scale_or_one = sent[5] if self.scale is None else self.scale
+        self.found_or_none = sent[6] if self.found_inf is None else self.found_inf
         if self.clips_units:
-            self.pieces, self.first_pieces, self.first_units = sent[8:]
-
-    def group_table(self) -> Tensor:
-        return self._options.view(-1, WIDTH)
-
-    def groups_of_tensors(self) -> Tensor:
-        return self._groups
-
-    def columns_of_tensors(self) -> Tensor:
-        return self._columns
-
-    def numels_of_tensors(self) -> Tensor:
-        return self._numels
+            self.pieces, self.first_pieces, self.first_units = sent[7:]

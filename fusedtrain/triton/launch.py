@@ -39,8 +39,9 @@ class Launcher:
     which the kernel does not specialize.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, num_warps: int = 4) -> None:
         self._kernel = kernel
+        self.options = {**_OPTIONS, "num_warps": num_warps}
         self._compiled: dict[Any, Any] = {}
 
     def __call__(
@@ -63,12 +64,12 @@ class Launcher:
             addresses |= tensor.data_ptr()
             elements |= tensor.numel()
         if addresses & 15 or elements >= _SMALL:
-            self._kernel[(programs,)](*tensors, *numbers, *constants, **_OPTIONS)
+            self._kernel[(programs,)](*tensors, *numbers, *constants, **self.options)
             return
         key = (variant, first.dtype, device)
         compiled = self._compiled.get(key)
         if compiled is None:  # always so in the interpreter
-            compiled = self._kernel[(programs,)](*tensors, *numbers, *constants, **_OPTIONS)
+            compiled = self._kernel[(programs,)](*tensors, *numbers, *constants, **self.options)
             if compiled is not None:
                 self._compiled[key] = compiled
         else:

@@ -1,25 +1,129 @@
 """The update rules of the optimizers as functions of blocks: the twin of csrc/optimizers.h.
 
-``<rule>(p, g, s0, s1, s2, c)`` makes of a parameter, its gradient and its states the direction u,
-the gradient that caution compares u with, and the new states; a state that a tensor does not have
-is 0. ``c`` are eight scalars, which ``prepare_<rule>`` of ``fusedtrain.reference`` makes. All are
-float32 or float64. No loops, pointers or layouts here.
+``prepare_<rule>(t)`` turns options, step counts and norms of tensors, one a lane, into what their
+updates multiply by, in float64; ``finish_<rule>`` makes of a trial of the update what the step size
+is multiplied by. ``<rule>(p, g, s0, s1, s2, c)`` makes of a parameter, its gradient and its states
+the direction u, the gradient that caution compares u with, and the new states, in float32 or
+float64; a state that a tensor does not have is 0, and ``c`` are the scalars of ``prepare_<rule>``.
+No pointers or layouts here.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .vecmath import at_least, sqrt
+from .vecmath import at_least, at_most, power, reciprocal, sqrt
+
+
+class Facts(NamedTuple):
+    """What is known of tensors before the step, as in ``fusedtrain.reference``."""
+
+    lr: Any
+    weight_decay: Any
+    max_lr: Any
+    cautious: Any
+    option: Any  # eight
+    step: Any
+    grad_norm: Any
+    param_norm: Any
+    moments: Any  # two, of float32
+
+
+class Coefficients(NamedTuple):
+    """What the update multiplies by: p' = keep p - size (caution u + late_decay p)."""
+
+    size: Any
+    c: Any
+    keep: Any
+    cautious: Any
+    moments: Any
+    late_decay: Any = 0.0
+
+
+class Trial(NamedTuple):
+    """Sums over a trial of the update."""
+
+    agreeing: Any
+    squares: Any
+    products: Any
+    numel: Any
+
+
+# --- what all rules share
+
+
+@triton.jit
+def unscale(scale):
+    return reciprocal(scale)
+
+
+@triton.jit
+def clip_coefficient(norm, max_norm, eps):
+    """Global norm: torch's max_norm / (norm + eps), at most 1; nan stays."""
+    return tl.where(max_norm == 0.0, 1.0, at_most(max_norm / (norm + eps), 1.0))
+
+
+@triton.jit
+def adaptive_clip_coefficient(grad_norm, param_norm, factor, eps):
+    """Of one unit (arXiv 2102.06171), timm's constants."""
+    most = at_least(param_norm, eps) * factor
+    return tl.where(grad_norm < most, 1.0, most / at_least(grad_norm, 1e-6))
+
+
+@triton.jit
+def kept(t):
+    """What decoupled weight decay leaves; lr^2 / max_lr is the rate of the "corrected" one."""
+    corrected = t.max_lr != 0.0
+    rate = tl.where(corrected, t.lr * t.lr / tl.where(corrected, t.max_lr, 1.0), t.lr)
+    return 1.0 - rate * t.weight_decay
+
+
+@triton.jit
+def caution_after(k, trial):
+    """Caution (arXiv 2411.16085, with timm's bound)."""
+    share = trial.agreeing / at_least(trial.numel, 1.0)
+    return tl.where(k.cautious != 0.0, 1.0 / at_least(share, 1e-3), 1.0)
 
 
 @triton.jit
 def coupled(p, g, weight_decay):
     """Infinite parameters times 0 would be nan."""
     return tl.where(weight_decay != 0.0, g + weight_decay * p, g)
+
+
+# --- the rules
+
+
+@triton.jit
+def with_momentum(t, weight_decay, trust, keep):
+    momentum, dampening, nesterov = t.option[0], t.option[1], t.option[2]
+    fresh = tl.where((momentum == 0.0) | (t.step == 1.0), 1.0, 1.0 - dampening)
+    # The direction is the gradient itself without momentum: timm has no caution there.
+    cautious = tl.where(momentum != 0.0, t.cautious, 0.0)
+    c = (weight_decay, momentum, fresh, nesterov, trust)
+    return Coefficients(t.lr, c, keep, cautious, t.moments)
+
+
+@triton.jit
+def prepare_sgd(t):
+    decoupled = t.option[3] != 0.0
+    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
+    return with_momentum(t, weight_decay, 1.0, tl.where(decoupled, kept(t), 1.0))
+
+
+@triton.jit
+def prepare_lars(t):
+    trust_coeff, eps, trust_clip, always_adapt = t.option[3], t.option[4], t.option[5], t.option[6]
+    trust = trust_coeff * t.param_norm / (t.grad_norm + t.param_norm * t.weight_decay + eps)
+    trust = tl.where((t.param_norm > 0.0) & (t.grad_norm > 0.0), trust, 1.0)
+    trust = tl.where(trust_clip != 0.0, at_most(trust / t.lr, 1.0), trust)
+    trust = tl.where((t.weight_decay != 0.0) | (always_adapt != 0.0), trust, 1.0)
+    return with_momentum(t, t.weight_decay, trust, 1.0)
 
 
 @triton.jit
@@ -34,6 +138,17 @@ lars = sgd  # all of the difference is in the coefficients
 
 
 @triton.jit
+def prepare_adam(t):
+    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
+    decoupled = t.option[3] != 0.0
+    root = 1.0 / sqrt(1.0 - power(beta2, t.step))
+    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
+    c = (weight_decay, beta1, beta2, 1.0 - beta1, 1.0 - beta2, root, eps)
+    size = t.lr / (1.0 - power(beta1, t.step))
+    return Coefficients(size, c, tl.where(decoupled, kept(t), 1.0), t.cautious, t.moments)
+
+
+@triton.jit
 def adam(p, g, s0, s1, s2, c):
     weight_decay, beta2, fresh1, fresh2, root, eps = c[0], c[2], c[3], c[4], c[5], c[6]
     g = coupled(p, g, weight_decay)
@@ -41,6 +156,9 @@ def adam(p, g, s0, s1, s2, c):
     s1 = beta2 * s1 + fresh2 * g * g
     s2 = tl.where((s1 > s2) | (s1 != s1), s1, s2)  # amsgrad: the largest so far
     return s0 / (sqrt(s2) * root + eps), g, s0, s1, s2
+
+
+prepare_nadamw = prepare_adam
 
 
 @triton.jit
@@ -53,11 +171,43 @@ def nadamw(p, g, s0, s1, s2, c):
 
 
 @triton.jit
+def prepare_lamb(t):
+    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
+    corrects, averages, decoupled = t.option[3] != 0.0, t.option[4] != 0.0, t.option[7] != 0.0
+    fresh1 = tl.where(averages, 1.0 - beta1, 1.0)
+    root = tl.where(corrects, 1.0 / sqrt(1.0 - power(beta2, t.step)), 1.0)
+    correction = tl.where(corrects, 1.0 / (1.0 - power(beta1, t.step)), 1.0)
+    late_decay = tl.where(decoupled, 0.0, t.weight_decay)
+    c = (beta1, beta2, fresh1, 1.0 - beta2, root, eps, correction)
+    keep = tl.where(decoupled, kept(t), 1.0)
+    return Coefficients(t.lr, c, keep, t.cautious, t.moments, late_decay)
+
+
+@triton.jit
+def finish_lamb(t, k, caution, trial):
+    """The trust ratio of each tensor."""
+    late = k.late_decay * t.param_norm
+    squares = caution * caution * trial.squares + 2.0 * caution * k.late_decay * trial.products
+    update_norm = sqrt(squares + late * late)
+    param_norm = tl.abs(k.keep) * t.param_norm
+    trust = tl.where((param_norm > 0.0) & (update_norm > 0.0), param_norm / update_norm, 1.0)
+    trust = tl.where(t.option[5] != 0.0, at_most(trust, 1.0), trust)
+    return tl.where((t.weight_decay != 0.0) | (t.option[6] != 0.0), trust, 1.0)
+
+
+@triton.jit
 def lamb(p, g, s0, s1, s2, c):
     beta1, beta2, fresh1, fresh2, root, eps, correction = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
     s0 = beta1 * s0 + fresh1 * g
     s1 = beta2 * s1 + fresh2 * g * g
     return s0 * correction / (sqrt(s1) * root + eps), g, s0, s1, s2
+
+
+@triton.jit
+def prepare_lion(t):
+    beta1, beta2 = t.option[0], t.option[1]
+    c = (beta1, 1.0 - beta1, 1.0 - beta2)
+    return Coefficients(t.lr, c, kept(t), t.cautious, t.moments)
 
 
 @triton.jit
@@ -75,6 +225,13 @@ def variance_of(square, mean, centered):
 
 
 @triton.jit
+def prepare_rmsprop(t):
+    alpha, eps, momentum, centered = t.option[0], t.option[1], t.option[2], t.option[3]
+    c = (t.weight_decay, alpha, 1.0 - alpha, eps, momentum, centered)
+    return Coefficients(t.lr, c, 1.0, t.cautious, t.moments)
+
+
+@triton.jit
 def rmsprop(p, g, s0, s1, s2, c):
     weight_decay, alpha, fresh, eps, momentum, centered = c[0], c[1], c[2], c[3], c[4], c[5]
     g = coupled(p, g, weight_decay)
@@ -82,6 +239,17 @@ def rmsprop(p, g, s0, s1, s2, c):
     s2 += (g - s2) * fresh
     s1 = momentum * s1 + g / (sqrt(variance_of(s0, s2, centered)) + eps)
     return s1, g, s0, s1, s2
+
+
+@triton.jit
+def prepare_rmsprop_tf(t):
+    alpha, eps, momentum, centered = t.option[0], t.option[1], t.option[2], t.option[3]
+    decoupled, inside = t.option[4] != 0.0, (t.option[5] != 0.0) & (momentum > 0.0)
+    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
+    c = (weight_decay, 1.0 - alpha, eps, momentum, centered, tl.where(inside, t.lr, 1.0))
+    keep = tl.where(decoupled, kept(t), 1.0)
+    cautious = tl.where(momentum != 0.0, t.cautious, 0.0)  # as timm has it
+    return Coefficients(tl.where(inside, 1.0, t.lr), c, keep, cautious, t.moments)
 
 
 @triton.jit
@@ -95,6 +263,12 @@ def rmsprop_tf(p, g, s0, s1, s2, c):
 
 
 @triton.jit
+def prepare_adagrad(t):
+    size = t.lr / (1.0 + (t.step - 1.0) * t.option[0])
+    return Coefficients(size, (t.weight_decay, t.option[1]), 1.0, t.cautious, t.moments)
+
+
+@triton.jit
 def adagrad(p, g, s0, s1, s2, c):
     weight_decay, eps = c[0], c[1]
     g = coupled(p, g, weight_decay)
@@ -103,62 +277,22 @@ def adagrad(p, g, s0, s1, s2, c):
 
 
 @triton.jit
+def prepare_novograd(t):
+    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
+    averages, amsgrad = t.option[3] != 0.0, t.option[4] != 0.0
+    squares = t.grad_norm * t.grad_norm
+    second, largest = t.moments[0].to(tl.float64), t.moments[1]
+    second = tl.where(second == 0.0, squares, beta2 * second + (1.0 - beta2) * squares)
+    stored = second.to(tl.float32)
+    largest = tl.where(amsgrad & ~(largest > stored), stored, largest)
+    per_norm = 1.0 / (sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) + eps)
+    c = (t.weight_decay, beta1, per_norm, tl.where(averages, 1.0 - beta1, 1.0))
+    return Coefficients(t.lr, c, 1.0, t.cautious, (stored, largest))
+
+
+@triton.jit
 def novograd(p, g, s0, s1, s2, c):
     weight_decay, beta1, per_norm, fresh = c[0], c[1], c[2], c[3]
     g = coupled(p, g * per_norm, weight_decay) * fresh
     s0 = beta1 * s0 + g
     return s0, g, s0, s1, s2
-
-
-# --- stochastic rounding, with the bits of csrc/optimizers.h
-
-
-@triton.jit
-def random_key(seed, tensor, step):
-    """The key of a tensor at a step (splitmix64's finaliser)."""
-    x = seed.to(tl.uint64) + tensor.to(tl.uint64) * 0x9E3779B97F4A7C15
-    x += step.to(tl.uint64) * 0xD1B54A32D192ED03
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return ((x >> 32) ^ x).to(tl.uint32)
-
-
-@triton.jit
-def random_bits(index, key):
-    """32 random bits of each element (lowbias32 of Chris Wellons' hash-prospector)."""
-    x = index.to(tl.uint32) * 0x9E3779B9 + key
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def stochastic_bfloat16(x, index, key):
-    """float32 values up or down at random, the nearer the likelier. Infinities and NaN stay."""
-    bits = x.to(tl.uint32, bitcast=True)
-    rounded = (bits + (random_bits(index, key) >> 16)) >> 16
-    rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.where((bits & 0x7F800000) != 0x7F800000, rounded, x.to(tl.bfloat16))
-
-
-# --- the loss scale
-
-
-@triton.jit
-def next_scale(
-    scale, growth_tracker, hysteresis_tracker, found_inf,
-    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
-):  # fmt: skip
-    """Scale, growth tracker and hysteresis tracker after a step; factors and bounds are float64."""
-    bad = found_inf != 0.0  # also where it is nan
-    left = tl.where(bad, tl.maximum(hysteresis_tracker - 1, 0), hysteresis)
-    good_steps = growth_tracker + 1
-    grows = (good_steps == growth_interval) & (found_inf == 0.0)
-    wide = scale.to(tl.float64)
-    grown = (wide * growth_factor).to(tl.float32)
-    smaller = (wide * backoff_factor).to(tl.float32)
-    larger = tl.where(grows & (grown - grown == 0.0), grown, scale)
-    new = tl.where(bad, tl.where(left == 0, smaller, scale), larger)
-    new = tl.where(new.to(tl.float64) < min_scale, min_scale.to(tl.float32), new)
-    new = tl.where(new.to(tl.float64) > max_scale, max_scale.to(tl.float32), new)
-    return new, tl.where(bad | grows, 0, good_steps), left

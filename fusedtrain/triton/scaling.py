@@ -14,7 +14,26 @@ from torch import Tensor
 from ._layout import cdiv, is_dense
 from ._tables import send
 from .launch import Launcher
-from .optimizers import next_scale
+
+
+@triton.jit
+def next_scale(
+    scale, growth_tracker, hysteresis_tracker, found_inf,
+    growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+):  # fmt: skip
+    """Scale, growth tracker and hysteresis tracker after a step; factors and bounds are float64."""
+    bad = found_inf != 0.0  # also where it is nan
+    left = tl.where(bad, tl.maximum(hysteresis_tracker - 1, 0), hysteresis)
+    good_steps = growth_tracker + 1
+    grows = (good_steps == growth_interval) & (found_inf == 0.0)
+    wide = scale.to(tl.float64)
+    grown = (wide * growth_factor).to(tl.float32)
+    smaller = (wide * backoff_factor).to(tl.float32)
+    larger = tl.where(grows & (grown - grown == 0.0), grown, scale)
+    new = tl.where(bad, tl.where(left == 0, smaller, scale), larger)
+    new = tl.where(new.to(tl.float64) < min_scale, min_scale.to(tl.float32), new)
+    new = tl.where(new.to(tl.float64) > max_scale, max_scale.to(tl.float32), new)
+    return new, tl.where(bad | grows, 0, good_steps), left
 
 
 @triton.jit(
