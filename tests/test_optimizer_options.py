@@ -1062,15 +1062,17 @@ def test_agc_is_timms(name: str, lay: str, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @ALL
 def test_averages_are_those_of_a_loop(name: str, dtype: torch.dtype) -> None:
-    """timm's ModelEmaV3 after every applied step, for parameters without gradients too."""
+    """timm's ModelEmaV3 after every step that is not skipped, also where gradients are missing."""
     p = parameters(dtype)
     optimizer = make(name, p, ema_decay=0.75)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     averages = [x.detach().to(wide, copy=True) for x in p]
-    for seed in range(6):
+    for seed in range(8):
         give_gradients(p, seed)
         if seed == 3:
             p[0].grad = p[4].grad = None
+        elif seed == 5:
+            optimizer.zero_grad()
         skip = seed == 4
         optimizer.found_inf = torch.tensor(float(skip))  # type: ignore[attr-defined]
         optimizer.step()

@@ -132,11 +132,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         plans, grads = self._plans_and_gradients()
         self._last = plans
-        if not plans:
+        if plans:
+            self._update(plans, grads)
+        else:
             self._measured = False
             for control in self._controls.values():
                 control[0] = 0
-            return
+        decay = self._fused_options["ema_decay"]
+        if decay is not None:
+            self._average_parameters_without_gradients(1 - decay)
+
+    def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
         options = self._fused_options
         if options["gradient_writeback"] != "none":
             _check_written(grads)
@@ -181,8 +187,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan.note_versions()
             if options["gradient_writeback"] != "none":
                 increment_version([g for g in plan_grads if not g.is_inference()])
-        if decay is not None:
-            self._average_parameters_without_gradients(1 - decay)
 
     def _measures(self) -> int:
         measures = self._norms
