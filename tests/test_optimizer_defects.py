@@ -172,7 +172,7 @@ def test_d2_every_found_inf_but_0_skips(name: str, found_inf: float) -> None:
     assert not torch.equal(p, before["0"])
 
 
-# D3 (ShardedGradScaler does not reduce found_inf): tests/test_optimizer_options.py, on two ranks.
+# D3 (ShardedGradScaler does not reduce found_inf): tests/test_optimizer_ranks.py.
 
 
 # --- D4, D12, D14, D17, D20: strides
