@@ -107,8 +107,8 @@ def judge(sums_ptr, options_ptr, found_inf_ptr, count, BLOCK: tl.constexpr):
     )
     measures = tl.load(options_ptr + _MEASURES).to(tl.int32)
     overflows = (measures & _FINITE != 0) & (all_bad != 0.0)
-    # Unlike a comparison with 0, which holds for nan too.
-    return (tl.load(found_inf_ptr) != 0.0) | overflows, all_bad, norm, clip
+    found = tl.load(found_inf_ptr) != 0.0  # also where it is nan
+    return found | overflows, all_bad, norm, clip
 
 
 @triton.jit
