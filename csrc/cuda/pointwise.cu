@@ -87,17 +87,6 @@ int64_t blocks_for(int64_t n) {
   return tiles < most ? tiles : most;
 }
 
-// The parameters as the formula is to see them.
-template <class S>
-struct Parameters {
-  double value[kMaxParameters];
-  Parameters(const double* given, bool rounds) {
-    for (int k = 0; k < kMaxParameters; ++k)
-      value[k] =
-          rounds ? double(load_one(store_one<S>(typename Compute<S>::T(given[k])))) : given[k];
-  }
-};
-
 template <template <class> class Formula, bool kRounds>
 void run(const PointwiseForward& call, int64_t n, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
@@ -127,7 +116,7 @@ void run(const PointwiseBackward& call, int64_t n, void* stream) {
 template <class Call>
 void run_op(const Call& call, int64_t n, void* stream) {
   using Run = void (*)(const Call&, int64_t, void*);
-#define FT_RUN(name, Formula, parameters, rounds) &run<formulas::Formula, rounds>,
+#define FT_RUN(name, Formula, parameters, rounds, saved) &run<formulas::Formula, rounds>,
   static constexpr Run kRuns[] = {FT_POINTWISE(FT_RUN)};
 #undef FT_RUN
   if (n > 0) kRuns[call.op](call, n, stream);

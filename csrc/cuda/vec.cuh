@@ -81,6 +81,17 @@ struct Vec {
   }
 };
 
+// The parameters as the formula is to see them.
+template <class S>
+struct Parameters {
+  double value[kMaxParameters];
+  Parameters(const double* given, bool rounds) {
+    for (int k = 0; k < kMaxParameters; ++k)
+      value[k] =
+          rounds ? double(load_one(store_one<S>(typename Compute<S>::T(given[k])))) : given[k];
+  }
+};
+
 // Calls f with a null pointer of the stored type.
 template <class F>
 void by_dtype(Dtype dtype, F f) {
