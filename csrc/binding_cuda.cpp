@@ -1,6 +1,7 @@
 // torch::stable tensors -> cuda entry points of ops.h, on the tensors' device and its current
 // stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
 #include "binding_activations.h"
+#include "binding_batch_norm.h"
 #include "binding_optimizers.h"
 
 #ifndef FT_EMULATED
@@ -59,16 +60,43 @@ struct Cuda {
       cuda::add_shares(call, k, write_data(*gradients[k]), place.stream);
   }
 
+  void statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
+    const Tensor workspace = new_workspace(cuda::batch_norm_workspace(n));
+    cuda::statistics(n, s, doubles_of(workspace), place.stream);
+  }
+  void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    statistics(n, s);
+    normalise(n, f);
+  }
+  void invert(const BatchNorm& n, const BatchNormStatistics& s) const {
+    cuda::invert(n, s, place.stream);
+  }
+  void normalise(const BatchNorm& n, const BatchNormForward& f) const {
+    cuda::normalise(n, f, place.stream);
+  }
+  void reduce(const BatchNorm& n, const BatchNormBackward& b) const {
+    const Tensor workspace = new_workspace(cuda::batch_norm_workspace(n));
+    cuda::reduce(n, b, doubles_of(workspace), place.stream);
+  }
+  void grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
+    cuda::grad_input(n, b, place.stream);
+  }
+  void backward(const BatchNorm& n, BatchNormBackward b) const {
+    reduce(n, b);
+    b.grad_residual = nullptr;  // it is there
+    grad_input(n, b);
+  }
+
   void measure(const OptimizerCall& call) const {
-    const Tensor workspace = new_workspace(call);
+    const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
   }
   void try_update(const OptimizerCall& call) const {
-    const Tensor workspace = new_workspace(call);
+    const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::try_update(call, doubles_of(workspace), place.stream);
   }
   void step(const OptimizerCall& call, bool measures, bool tries) const {
-    const Tensor workspace = new_workspace(call);
+    const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::optimizer_step(call, measures, tries, doubles_of(workspace), place.stream);
   }
 
@@ -81,9 +109,8 @@ struct Cuda {
   Place place;
 
  private:
-  Tensor new_workspace(const OptimizerCall& call) const {
-    return torch::stable::new_empty(model, {cuda::optimizer_workspace(call)},
-                                    torch::headeronly::ScalarType::Double);
+  Tensor new_workspace(int64_t doubles) const {
+    return torch::stable::new_empty(model, {doubles}, torch::headeronly::ScalarType::Double);
   }
   static double* doubles_of(const Tensor& t) { return static_cast<double*>(write_data(t)); }
 };
@@ -100,5 +127,6 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   using Ops = Activations<Cuda>;
   FT_POINTWISE(FT_IMPLEMENT_POINTWISE)
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
+  FT_IMPLEMENT_BATCH_NORM(Cuda)
   FT_IMPLEMENT_OPTIMIZERS(Cuda)
 }

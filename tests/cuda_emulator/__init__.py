@@ -81,7 +81,7 @@ def load() -> Emulator:
     """The emulator; its ops are defined with the schemas of ``torch.ops.fusedtrain``."""
     path = build()
     library = torch.library.Library("fusedtrain_emulated", "DEF")
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("Meta"):
         if name.startswith("fusedtrain::"):
             op = getattr(torch.ops.fusedtrain, name.removeprefix("fusedtrain::"))
             library.define(str(op.default._schema).removeprefix("fusedtrain::"))

@@ -48,6 +48,9 @@ __forceinline__ uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 __forceinline__ void __stwb(uint2* p, uint2 value) { *p = value; }
 __forceinline__ void __stwb(uint4* p, uint4 value) { *p = value; }
 __forceinline__ float __frcp_rn(float x) { return 1.0f / x; }
+__forceinline__ uint64_t __umul64hi(uint64_t a, uint64_t b) {
+  return uint64_t((unsigned __int128)(a)*b >> 64);
+}
 
 namespace emulator {
 

@@ -1,0 +1,87 @@
+// The sums of batch norm's backward: of d and of d (x - mean) invstd, where d is the gradient of
+// what is normalised. Each thread adds up in float, at most kMostVectors numbers a lane.
+#include "batch_norm_gradient.cuh"
+#include "batch_norm_sums.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+template <class F, class S, bool kWide>
+__global__ void __launch_bounds__(kThreads, 2)
+    reduce_kernel(Chosen<typename F::T> chosen, Walk w, Tensors<S> t, double* shares) {
+  using V = Vec<S, kWide>;
+  using T = typename V::T;
+  constexpr int kLanes = V::kLanes;
+  __shared__ Columns<T, kLanes> columns[2];
+  const F formula(chosen);
+  Position<kLanes> p(w);
+  const Affine<T, kLanes> affine(t, Channels<kLanes>(w, p.column));
+  T sum[kLanes] = {}, product[kLanes] = {};
+  for_vectors<Gradient<S, kWide>>(w, t, p, [&](const Gradient<S, kWide>& loaded) {
+    V g, x;
+    loaded.get(formula, affine, t.other != nullptr, g.lane, x.lane);
+    if (t.grad_residual != nullptr) g.store(t.grad_residual + loaded.at);
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) {
+      const T d = g.lane[k] * loaded.scale;
+      sum[k] += d;
+      product[k] += d * (x.lane[k] - affine.mean[k]);
+    }
+  });
+  gather(sum, w.across, columns[0]);
+  gather(product, w.across, columns[1]);
+  __syncthreads();
+  const int mine = threadIdx.x;
+  if (mine < w.across * kLanes && p.first_column + mine < w.width) {
+    double* share = shares + p.group * w.width + p.first_column + mine;
+    share[0] = total<kLanes>(columns[0], mine);
+    share[w.groups * w.width] = total<kLanes>(columns[1], mine);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_sums_kernel(Walk w, const double* shares, const T* invstd, double* sums, T* grad_weight,
+                      T* grad_bias) {
+  const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + threadIdx.x % kMergeChannels;
+  double a = 0, b = 0;
+  if (channel < w.channels) {
+    for_shares(w, channel, [&](int64_t at, int64_t) {
+      a += shares[at];
+      b += shares[w.groups * w.width + at];
+    });
+  }
+  Pair sum = merge(a, b);
+  if (threadIdx.x >= kMergeChannels || channel >= w.channels) return;
+  sum.b *= double(invstd[channel]);
+  sums[channel] = sum.a;
+  sums[w.channels + channel] = sum.b;
+  if (grad_weight != nullptr) grad_weight[channel] = T(sum.b);
+  if (grad_bias != nullptr) grad_bias[channel] = T(sum.a);
+}
+
+template <class F, class S, bool kWide>
+struct Reduce {
+  static constexpr auto* kernel = &reduce_kernel<F, S, kWide>;
+};
+
+}  // namespace
+
+void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, void* stream) {
+  if (n.rows * n.channels * n.inner == 0) return;
+  by_dtype(n.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    using T = typename Compute<S>::T;
+    const Tensors<S> t = tensors_of<S>(n, b);
+    const Walk w = t.walk(n, true);
+    launch(kernel_of<Reduce, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
+           chosen<S>(n), w, t, workspace);
+    launch(&merge_sums_kernel<T>, ceil_div(n.channels, kMergeChannels), kMergeThreads, stream, 0, w,
+           static_cast<const double*>(workspace), t.invstd, b.sums, static_cast<T*>(b.grad_weight),
+           static_cast<T*>(b.grad_bias));
+  });
+}
+
+}  // namespace cuda
+}  // namespace fusedtrain
