@@ -27,6 +27,9 @@ WIDE = {
     "forward_kernel.*double.*Elu": "pointwise",
     "segments_kernel.*Prelu.*(true|false), true, ": "channelwise",
     "columns_kernel.*StarRelu.*(true|false), true, ": "channelwise",
+    "normalise_kernel.*Mish.*bfloat16, true": "batch_norm",
+    "reduce_kernel.*OneFormula.*Silu.*half, true": "batch_norm",
+    "grad_input_kernel.*OneFormula.*Relu.*float, true": "batch_norm",
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }
@@ -98,6 +101,8 @@ if torch.version.cuda is None:
 for name, row in ACTIVATIONS.items():
     for op in (name, name + "_backward", *([] if row.tensors else [name + "_"])):
         assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
+for op in fusedtrain._batch_norm_ops.SCHEMAS:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
