@@ -58,7 +58,9 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def test_import_leaves_triton_alone() -> None:
-    ops = sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5  # of the optimizers
+    ops = (
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6
+    )  # of optimizers, norms
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -116,8 +118,10 @@ def test_every_cut(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 # --- in processes of their own ---
 
 
-def compile_for(target: str, kernel: Any, dtype: torch.dtype, *constants: Any) -> Any:
-    """As for tensors that start on 16 bytes."""
+def compile_for(
+    target: str, kernel: Any, dtype: torch.dtype, *constants: Any, **others: torch.dtype
+) -> Any:
+    """As for tensors that start on 16 bytes, of `dtype` but for `others`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -132,7 +136,8 @@ def compile_for(target: str, kernel: Any, dtype: torch.dtype, *constants: Any) -
             constexprs[p.name] = next(values)
         elif p.name.endswith("_ptr"):
             narrow = p.name == "shares_ptr" and dtype.itemsize < 4
-            signature[p.name] = "*fp32" if narrow else f"*{SHORT[dtype]}"
+            stored = others.get(p.name, torch.float32 if narrow else dtype)
+            signature[p.name] = f"*{SHORT[stored]}"
             aligned[(p.num,)] = [["tt.divisibility", 16]]
         else:
             signature[p.name] = p.annotation_type

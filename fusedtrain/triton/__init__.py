@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._batch_norm_ops import SCHEMAS as _BATCH_NORM_OPS
 from ..reference import ACTIVATIONS
 
 if importlib.util.find_spec("triton") is None:
@@ -40,7 +41,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import channelwise, multi_tensor, pointwise, scaling
+    from . import batch_norm, channelwise, multi_tensor, pointwise, scaling
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -51,6 +52,8 @@ def _load() -> dict[str, Callable[..., Any]]:
             ops[f"{name}_"] = functools.partial(loop.inplace, name)
     for name in _OPTIMIZER_OPS:
         ops[name] = getattr(multi_tensor, name, None) or getattr(scaling, name)
+    for name in _BATCH_NORM_OPS:
+        ops[name] = getattr(batch_norm, name)
     return ops
 
 
@@ -84,5 +87,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in _OPTIMIZER_OPS:
+    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS):
         library.impl(name, late(name), dispatch_key)

@@ -1,0 +1,319 @@
+"""From the arguments of an op of batch norm to launches: checks, layouts, cuts, variants."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference.batch_norm import IDENTITY, POINTWISE
+from . import _batch_norm_kernels as kernels
+from . import formulas
+from ._layout import Tiles, cdiv, check_same, dense_like, is_dense, power_of_two, tiles_of
+from .channelwise import _index, _steps
+from .launch import STORED, WIDE, Launcher, check_dtype
+from .pointwise import _BACKWARD_BLOCK, _FORWARD_BLOCK, _ROUNDED
+
+NAME = "batch_norm_act"
+_FINISH_BLOCK = 1024
+
+_launch_stats = Launcher(kernels.stats_kernel)
+_launch_merge = Launcher(kernels.merge_kernel)
+_launch_invert = Launcher(kernels.invert_kernel)
+_launch_normalise = Launcher(kernels.normalise_kernel)
+_launch_reduce = Launcher(kernels.reduce_kernel)
+_launch_finish = Launcher(kernels.finish_kernel)
+_launch_apply = Launcher(kernels.apply_kernel)
+
+
+class _View(NamedTuple):
+    """A dense tensor in memory order; row r is of sample r / rows_a_sample."""
+
+    rows: int
+    channels: int
+    inner: int
+    rows_a_sample: int
+
+
+class _Cut(NamedTuple):
+    """How a tensor is cut into tiles, and a program's tiles into shares."""
+
+    programs: int
+    numbers: tuple[int, ...]  # rows, units, channels, inner, rows_a_sample
+    tile: tuple[Any, ...]  # the last constants of every kernel of tiles
+    steps: int
+    shares: int  # of a channel
+    stretches: tuple[int, int, int]  # pieces, span, length: merge_kernel tells
+    merging: tuple[int, int, int]  # programs, and the sides of their blocks
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(view: _View, block: int, summed: bool) -> _Cut:
+    rows, channels, inner, _ = view
+    t: Tiles = tiles_of(rows, channels, inner, block)
+    down, across = cdiv(t.rows, t.height), cdiv(t.columns, t.width)
+    side, span, length = (
+        (across, t.width, t.columns) if t.planes else (down, t.height, t.rows)
+    )  # fmt: skip
+    steps = _steps(side, down * across) if summed else 1
+    pieces = cdiv(side, steps)
+    shares = (rows if t.planes else inner) * pieces
+    width = min(_FINISH_BLOCK, power_of_two(shares))
+    height = min(_FINISH_BLOCK // width, power_of_two(channels))
+    return _Cut(
+        down * across // side * pieces,
+        (t.rows, t.columns // t.unit, channels, inner, view.rows_a_sample),
+        (t.planes, inner == 1, t.unit, _index(t), t.height, t.width),
+        steps,
+        shares,
+        (pieces, span * steps, length),
+        (cdiv(channels, height), height, width),
+    )
+
+
+@functools.cache
+def _formula(op: int, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+    """Forward, forward where backward takes its result, backward, dtype of the parameters."""
+    if op == IDENTITY:
+        return None, None, None, WIDE[dtype]
+    row = POINTWISE[op]
+    forward = getattr(formulas, f"{row.name}_forward")
+    backward = getattr(formulas, f"{row.name}_backward")
+    stored = STORED if row.name in _ROUNDED else WIDE
+    return forward, forward if row.saves == "output" else None, backward, stored[dtype]
+
+
+def _walkable(t: Tensor, by_sample: bool) -> Tensor:
+    """Dense, and where samples are told apart, one sample after the other."""
+    if t.dim() < 2:
+        raise RuntimeError(f"fusedtrain::{NAME}: input must have 2 dimensions")
+    if not is_dense(t):
+        t = torch.empty_like(t).copy_(t.detach())
+    samples, numel = t.size(0), t.numel()
+    if by_sample and samples > 1 and numel and t.stride(0) != numel // samples:
+        return t.detach().contiguous()
+    return t
+
+
+def _view_of(t: Tensor, by_sample: bool) -> _View:
+    samples, channels, numel = t.size(0), t.size(1), t.numel()
+    if numel == 0:
+        return _View(0, channels, 1, 1)
+    if channels > 1:
+        inner = t.stride(1)
+    else:  # nothing to tell apart but samples
+        inner = numel // samples if by_sample else numel
+    rows = numel // (channels * inner)
+    return _View(rows, channels, inner, rows // samples if by_sample else 1)
+
+
+class Call:
+    """A call on tensors of the layout of `x`, a dense one."""
+
+    def __init__(
+        self,
+        model: Tensor,
+        branch_scale: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        activation: int,
+        a: float,
+        b: float,
+    ) -> None:
+        check_dtype(NAME, model, "input")
+        if not IDENTITY <= activation < len(POINTWISE):
+            raise RuntimeError(f"fusedtrain::{NAME}: no such activation")
+        by_sample = branch_scale is not None
+        self.x = x = _walkable(model, by_sample)
+        self.view = _view_of(x, by_sample)
+        self.channels = x.size(1)
+        self.empty = x.numel() == 0
+        self.count = 0 if self.empty else x.numel() // self.channels
+        self.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        self.op, self.parameters = activation, (a, b)
+        self.affine = (
+            self.vector(branch_scale, x.size(0), "branch_scale"),
+            self.vector(weight, self.channels, "weight"),
+            self.vector(bias, self.channels, "bias"),
+        )
+        self.flags = tuple(t is not None for t in self.affine)
+
+    def vector(self, t: Tensor | None, size: int, what: str) -> Tensor | None:
+        if t is None:
+            return None
+        if t.dim() != 1 or t.numel() != size:
+            raise RuntimeError(f"fusedtrain::{NAME}: {what} must have {size} elements")
+        if t.dtype is not self.wide:
+            raise RuntimeError(
+                f"fusedtrain::{NAME}: {what} must be float32 (float64 for a float64 input)"
+            )
+        if t.device != self.x.device:
+            raise RuntimeError(f"fusedtrain::{NAME}: {what} must be on the device of the input")
+        return t.contiguous()
+
+    def companion(self, t: Tensor | None, what: str) -> Tensor | None:
+        """Another tensor of the input's shape, in its layout."""
+        if t is None:
+            return None
+        check_same(NAME, t, self.x, what, "input")
+        return dense_like(t, self.x)
+
+    def use(self, mean: Tensor, invstd: Tensor) -> None:
+        self.mean = self.given(mean, "mean")
+        self.invstd = self.given(invstd, "invstd")
+
+    def given(self, t: Tensor, what: str) -> Tensor:
+        checked = self.vector(t, self.channels, what)
+        assert checked is not None
+        return checked
+
+    def new_vectors(self) -> tuple[Tensor, Tensor]:
+        mean = self.x.new_empty(self.channels, dtype=self.wide)
+        return mean, torch.empty_like(mean)
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """What kernels take; any vector stands in for one that there is not."""
+        return (*(self.mean if t is None else t for t in self.affine), self.mean, self.invstd)
+
+    # --- forward
+
+    def statistics(
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float,
+        eps: float,
+        *,
+        invert: bool,
+    ) -> None:
+        """Into `mean` and `variance`; `invert`: its inverse square root in place of the latter."""
+        x = self.x
+        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], True)
+        shares = x.new_empty(2 * self.channels * cut.shares, dtype=torch.float64)
+        constants = (cut.steps, *cut.tile)
+        _launch_stats(constants, cut.programs, (x, shares), cut.numbers[:3], constants)
+        programs, *sides = cut.merging
+        constants = (invert, running is not None, *sides)
+        tensors = (mean, variance, *(running or (mean, mean)), shares)
+        numbers = (self.channels, cut.shares, *cut.stretches, self.count, momentum, eps)
+        _launch_merge(constants, programs, tensors, numbers, constants)
+
+    def invert(self, running: tuple[Tensor, Tensor], eps: float) -> None:
+        """Into `self.mean` and `self.invstd`."""
+        tensors = (self.mean, self.invstd, *running)
+        block = min(_FINISH_BLOCK, power_of_two(self.channels))
+        programs = cdiv(self.channels, block)
+        _launch_invert(block, programs, tensors, (self.channels, eps), (block,))
+
+    def normalise(self, residual: Tensor | None) -> Tensor:
+        x = self.x
+        y = torch.empty_like(x)
+        if self.empty:
+            return y
+        cut = _cut(self.view, _FORWARD_BLOCK[x.itemsize], False)
+        formula, _, _, stored = _formula(self.op, x.dtype)
+        rest = (residual is not None, *self.flags, *cut.tile)
+        _launch_normalise(
+            (self.op, *rest),
+            cut.programs,
+            (x, x if residual is None else residual, y, *self.vectors()),
+            (*cut.numbers, *self.parameters),
+            (formula, stored, *rest),
+        )
+        return y
+
+
+class BackwardCall(Call):
+    """Without an input the layout is that of what was saved."""
+
+    def __init__(
+        self,
+        grad: Tensor,
+        input: Tensor | None,
+        saved: Tensor | None,
+        branch_scale: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        activation: int,
+        a: float,
+        b: float,
+    ) -> None:
+        model = next(t for t in (input, saved, grad) if t is not None)
+        super().__init__(model, branch_scale, weight, bias, activation, a, b)
+        self.use(mean, invstd)
+        identity = activation == IDENTITY
+        by_output = not identity and POINTWISE[activation].saves == "output"
+        if input is None and not identity and not (by_output and saved is not None):
+            raise RuntimeError(f"fusedtrain::{NAME}_backward: this activation needs the input")
+        companion = None if identity else self.companion(saved, "saved")
+        grad_like = self.companion(grad, "grad")
+        assert grad_like is not None
+        self.grad = grad_like
+        self.saved = self.x if companion is None else companion
+        self.kind = (
+            kernels.SAVED_NOTHING if companion is None
+            else kernels.SAVED_OUTPUT if by_output
+            else kernels.SAVED_RESIDUAL
+        ).value  # fmt: skip
+
+    def _constants(self) -> tuple[Any, ...]:
+        _, again, backward, stored = _formula(self.op, self.x.dtype)
+        return again, backward, stored, self.kind, *self.flags
+
+    def reduce(
+        self, grad_residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, count: int
+    ) -> Tensor:
+        """The sums, divided by `count`; `affine`: what the gradients of weight and bias go to."""
+        x = self.x
+        sums = x.new_empty((2, self.channels), dtype=torch.float64)
+        if self.empty:
+            for t in (sums, *(affine or ())):
+                t.zero_()
+            return sums
+        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], True)
+        shares = x.new_empty(2 * self.channels * cut.shares, dtype=self.wide)
+        rest = (grad_residual is not None, cut.steps, *cut.tile)
+        written = x if grad_residual is None else grad_residual
+        _launch_reduce(
+            (self.op, self.kind, *self.flags, *rest),
+            cut.programs,
+            (self.grad, x, self.saved, written, *self.vectors(), shares),
+            (*cut.numbers, *self.parameters),
+            (*self._constants(), *rest),
+        )
+        programs, *sides = cut.merging
+        constants = (affine is not None, *sides)
+        _launch_finish(
+            # `sums` do not tell the dtype of the others.
+            (self.wide, *constants),
+            programs,
+            (sums, *(affine or (shares, shares)), shares),
+            (self.channels, cut.shares, count),
+            constants,
+        )
+        return sums
+
+    def apply(
+        self, grad_input: Tensor | None, grad_residual: Tensor | None, averages: Tensor | None
+    ) -> None:
+        if self.empty:
+            return
+        x = self.x
+        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], False)
+        wanted = (grad_residual is not None, grad_input is not None, averages is not None)
+        rest = (*wanted, *cut.tile)
+        outputs = (x if t is None else t for t in (grad_input, grad_residual))
+        # The stand-in for averages has the dtype of the other vectors: it is not read.
+        last = self.mean if averages is None else averages
+        _launch_apply(
+            (self.op, self.kind, *self.flags, *rest),
+            cut.programs,
+            (self.grad, x, self.saved, *outputs, *self.vectors(), last),
+            (*cut.numbers, *self.parameters),
+            (*self._constants(), *rest),
+        )

@@ -1,0 +1,334 @@
+"""The kernels of batch norm with activation; batch_norm.py launches them.
+
+    s = (x - mean) invstd weight + bias, times branch_scale of the sample, plus the residual
+    y = f(s)
+
+Sums are shares of programs at places of their own, which merge_kernel and finish_kernel add in a
+fixed order, so that the same bits come out every time. Vectors (one value a channel; branch_scale:
+a sample) have the dtype of the math.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._batch_norm_tiles import (
+    along,
+    channel_places,
+    first_tile,
+    of_channels,
+    of_samples,
+    places,
+    places_of_shares,
+    spread,
+)
+from .pointwise import parameter
+from .vecmath import at_least, widen
+
+# What `saved` is: nothing, the residual, the output.
+SAVED_NOTHING: tl.constexpr = tl.constexpr(0)
+SAVED_RESIDUAL: tl.constexpr = tl.constexpr(1)
+SAVED_OUTPUT: tl.constexpr = tl.constexpr(2)
+
+
+# --- forward
+
+
+@triton.jit(do_not_specialize=["rows", "units", "channels"])
+def stats_kernel(
+    x_ptr, shares_ptr, rows: tl.int64, units: tl.int64, channels: tl.int64,
+    STEPS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Shares: the mean, and the sum of squared deviations from it.
+
+    The sums are of deviations from the mean of the first tile (shifted data with a sample mean for
+    shift: Chan, Golub, LeVeque, Algorithms for computing the sample variance, 1983). Were the shift
+    one element, and that an outlier, `squares` would be what cancellation leaves of
+    count * outlier^2; a tile's mean is off by sqrt(squares / its count) at most.
+    """
+    columns = units * UNIT  # shows Triton that rows start on 16 bytes, where they do
+    row, column, begin = first_tile(columns, STEPS, PLANES, INDEX, HEIGHT, WIDTH)
+    left = (columns if PLANES else rows) - begin
+    at, inside = places(row, column, rows, columns)
+    x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    count = tl.minimum(left, WIDTH if PLANES else HEIGHT).to(x.dtype)
+    shift = along(x, PLANES) / count
+    shift = tl.where(shift - shift == 0.0, shift, 0.0)  # an infinity is left to the sums
+    shifts = spread(shift, PLANES)
+    deviation = tl.where(inside, x - shifts, 0.0)
+    total = deviation
+    squares = deviation * deviation
+    for _ in range(1, STEPS):
+        if PLANES:
+            column += WIDTH
+        else:
+            row += HEIGHT
+        at, inside = places(row, column, rows, columns)
+        x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+        deviation = tl.where(inside, x - shifts, 0.0)
+        total += deviation
+        squares += deviation * deviation
+    count = tl.minimum(left, STEPS * (WIDTH if PLANES else HEIGHT)).to(tl.float64)
+    sums = along(total, PLANES).to(tl.float64)
+    mean = shift.to(tl.float64) + sums / count
+    squares = at_least(along(squares, PLANES).to(tl.float64) - sums * sums / count, 0.0)
+    at, there, n = places_of_shares(
+        row, column, rows, columns, channels, STEPS, PLANES, HEIGHT, WIDTH
+    )
+    tl.store(shares_ptr + at, mean, mask=there)
+    tl.store(shares_ptr + n + at, squares, mask=there)
+
+
+@triton.jit(do_not_specialize=["channels", "n", "pieces", "span", "length", "count"])
+def merge_kernel(
+    mean_ptr, variance_ptr, running_mean_ptr, running_var_ptr, shares_ptr,
+    channels: tl.int64, n: tl.int64, pieces: tl.int64, span: tl.int64, length: tl.int64,
+    count: tl.int64, momentum: tl.float64, eps: tl.float64,
+    INVERT: tl.constexpr, RUNNING: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The statistics of HEIGHT channels from `n` shares each, in float64.
+
+    Shares are of stretches of `span` elements, of which `pieces` make up `length`: the last of
+    these is shorter. INVERT: invstd is stored in place of the variance.
+    """
+    channel = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    share = tl.arange(0, WIDTH)
+    sums = tl.zeros((HEIGHT, WIDTH), tl.float64)
+    for step in range(tl.cdiv(n, WIDTH)):
+        j = step * WIDTH + share
+        inside = (channel < channels)[:, None] & (j < n)[None, :]
+        of_share = tl.minimum(span, length - j % pieces * span).to(tl.float64)[None, :]
+        mean = tl.load(shares_ptr + channel[:, None] * n + j[None, :], mask=inside, other=0.0)
+        sums += mean * of_share
+    elements = count.to(tl.float64)
+    mean = tl.sum(sums, axis=1) / elements
+    squares = tl.zeros((HEIGHT, WIDTH), tl.float64)
+    for step in range(tl.cdiv(n, WIDTH)):
+        j = step * WIDTH + share
+        at = channel[:, None] * n + j[None, :]
+        inside = (channel < channels)[:, None] & (j < n)[None, :]
+        of_share = tl.minimum(span, length - j % pieces * span).to(tl.float64)[None, :]
+        deviation = tl.load(shares_ptr + at, mask=inside, other=0.0) - mean[:, None]
+        within = tl.load(shares_ptr + channels * n + at, mask=inside, other=0.0)
+        squares += tl.where(inside, within + of_share * deviation * deviation, 0.0)
+    variance = tl.sum(squares, axis=1) / elements
+    inside = channel < channels
+    wide = mean_ptr.dtype.element_ty
+    tl.store(mean_ptr + channel, mean.to(wide), mask=inside)
+    if INVERT:
+        tl.store(variance_ptr + channel, (1.0 / tl.sqrt(variance + eps)).to(wide), mask=inside)
+    else:
+        tl.store(variance_ptr + channel, variance.to(wide), mask=inside)
+    if RUNNING:
+        unbiased = variance * (elements / (elements - 1.0))
+        move(running_mean_ptr + channel, mean, momentum, inside)
+        move(running_var_ptr + channel, unbiased, momentum, inside)
+
+
+@triton.jit
+def move(pointers, value, momentum, inside):
+    """torch.lerp's two forms: with a momentum of 1, what was there does not matter."""
+    old = tl.load(pointers, mask=inside, other=0.0).to(tl.float64)
+    difference = value - old
+    near = old + momentum * difference
+    far = value - difference * (1.0 - momentum)
+    moved = tl.where(momentum < 0.5, near, far)
+    tl.store(pointers, moved.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["channels"])
+def invert_kernel(
+    mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, channels: tl.int64, eps: tl.float64,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    tl.store(mean_ptr + at, tl.load(running_mean_ptr + at, mask=inside), mask=inside)
+    variance = tl.load(running_var_ptr + at, mask=inside, other=1.0).to(tl.float64)
+    invstd = (1.0 / tl.sqrt(variance + eps)).to(invstd_ptr.dtype.element_ty)
+    tl.store(invstd_ptr + at, invstd, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
+def normalise_kernel(
+    x_ptr, residual_ptr, y_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,
+    a: tl.float64, b: tl.float64,
+    FORMULA: tl.constexpr, STORED: tl.constexpr, RESIDUAL: tl.constexpr, BRANCH: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    columns = units * UNIT
+    row, column, _ = first_tile(columns, 1, PLANES, INDEX, HEIGHT, WIDTH)
+    at, inside = places(row, column, rows, columns)
+    channel, there = channel_places(
+        row, column, rows, columns, channels, inner, PLANES, LAST, INDEX
+    )
+    mean, _, scale, offset = of_channels(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there, WEIGHT, BIAS, PLANES
+    )
+    x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    s = (x - mean) * scale + offset
+    if BRANCH:
+        s *= of_samples(branch_ptr, row, rows, channels.to(INDEX), rows_a_sample.to(INDEX), PLANES)
+    if RESIDUAL:
+        s += widen(tl.load(residual_ptr + at, mask=inside, other=0.0))
+    if FORMULA is not None:
+        s = FORMULA(s, parameter(a, s, STORED), parameter(b, s, STORED))
+    tl.store(y_ptr + at, s.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+# --- backward
+
+
+@triton.jit
+def gradient_of_sum(
+    g, x, saved, branch, mean, scale, offset, a, b,
+    FORWARD: tl.constexpr, BACKWARD: tl.constexpr, STORED: tl.constexpr,
+    SAVED: tl.constexpr, BRANCH: tl.constexpr,
+):  # fmt: skip
+    """g f'(s). FORWARD is given where BACKWARD takes the output, which may have to be computed."""
+    if BACKWARD is not None:
+        s = saved
+        if SAVED != SAVED_OUTPUT:
+            s = (x - mean) * scale + offset
+            if BRANCH:
+                s *= branch
+            if SAVED == SAVED_RESIDUAL:
+                s += saved
+            if FORWARD is not None:
+                s = FORWARD(s, parameter(a, s, STORED), parameter(b, s, STORED))
+        g = BACKWARD(g, s, parameter(a, s, STORED), parameter(b, s, STORED))
+    return g
+
+
+@triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
+def reduce_kernel(
+    g_ptr, x_ptr, saved_ptr, gr_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
+    shares_ptr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,
+    a: tl.float64, b: tl.float64,
+    FORWARD: tl.constexpr, BACKWARD: tl.constexpr, STORED: tl.constexpr, SAVED: tl.constexpr,
+    BRANCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    STEPS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
+    INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Shares of the sums of d and of d (x - mean) invstd; the gradient of the residual."""
+    columns = units * UNIT
+    row, column, _ = first_tile(columns, STEPS, PLANES, INDEX, HEIGHT, WIDTH)
+    channel, there = channel_places(
+        row, column, rows, columns, channels, inner, PLANES, LAST, INDEX
+    )
+    mean, invstd, scale, offset = of_channels(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there, WEIGHT, BIAS, PLANES
+    )
+    sums = tl.zeros((HEIGHT, WIDTH), shares_ptr.dtype.element_ty)
+    products = tl.zeros((HEIGHT, WIDTH), shares_ptr.dtype.element_ty)
+    for _ in range(STEPS):
+        at, inside = places(row, column, rows, columns)
+        g = widen(tl.load(g_ptr + at, mask=inside, other=0.0))
+        x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+        saved, branch = x, x
+        if SAVED != SAVED_NOTHING:
+            saved = widen(tl.load(saved_ptr + at, mask=inside, other=0.0))
+        if BRANCH:
+            branch = of_samples(
+                branch_ptr, row, rows, channels.to(INDEX), rows_a_sample.to(INDEX), PLANES
+            )
+        d = gradient_of_sum(
+            g, x, saved, branch, mean, scale, offset, a, b, FORWARD, BACKWARD, STORED, SAVED, BRANCH
+        )
+        if RESIDUAL:
+            tl.store(gr_ptr + at, d.to(gr_ptr.dtype.element_ty), mask=inside)
+        if BRANCH:
+            d *= branch
+        d = tl.where(inside, d, 0.0)  # outside, a formula may have made NaN of nothing
+        sums += d
+        products += d * ((x - mean) * invstd)
+        if PLANES:
+            column += WIDTH
+        else:
+            row += HEIGHT
+    at, there, n = places_of_shares(
+        row, column, rows, columns, channels, STEPS, PLANES, HEIGHT, WIDTH
+    )
+    tl.store(shares_ptr + at, along(sums, PLANES), mask=there)
+    tl.store(shares_ptr + n + at, along(products, PLANES), mask=there)
+
+
+@triton.jit(do_not_specialize=["channels", "n", "count"])
+def finish_kernel(
+    sums_ptr, gw_ptr, gb_ptr, shares_ptr, channels: tl.int64, n: tl.int64, count: tl.int64,
+    AFFINE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Both sums of HEIGHT channels, in float64, divided by `count`; undivided, the gradients of
+    weight and bias."""
+    channel = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    share = tl.arange(0, WIDTH)
+    sums = tl.zeros((HEIGHT, WIDTH), tl.float64)
+    products = tl.zeros((HEIGHT, WIDTH), tl.float64)
+    for step in range(tl.cdiv(n, WIDTH)):
+        j = step * WIDTH + share
+        at = channel[:, None] * n + j[None, :]
+        inside = (channel < channels)[:, None] & (j < n)[None, :]
+        sums += tl.load(shares_ptr + at, mask=inside, other=0.0).to(tl.float64)
+        at += channels * n
+        products += tl.load(shares_ptr + at, mask=inside, other=0.0).to(tl.float64)
+    inside = channel < channels
+    of_d, of_products = tl.sum(sums, axis=1), tl.sum(products, axis=1)
+    tl.store(sums_ptr + channel, of_d / count.to(tl.float64), mask=inside)
+    tl.store(sums_ptr + channels + channel, of_products / count.to(tl.float64), mask=inside)
+    if AFFINE:
+        tl.store(gb_ptr + channel, of_d.to(gb_ptr.dtype.element_ty), mask=inside)
+        tl.store(gw_ptr + channel, of_products.to(gw_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
+def apply_kernel(
+    g_ptr, x_ptr, saved_ptr, gx_ptr, gr_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
+    averages_ptr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,
+    a: tl.float64, b: tl.float64,
+    FORWARD: tl.constexpr, BACKWARD: tl.constexpr, STORED: tl.constexpr, SAVED: tl.constexpr,
+    BRANCH: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    INPUT: tl.constexpr, AVERAGES: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The gradients of input and residual, where INPUT and RESIDUAL ask for them."""
+    columns = units * UNIT
+    row, column, _ = first_tile(columns, 1, PLANES, INDEX, HEIGHT, WIDTH)
+    at, inside = places(row, column, rows, columns)
+    channel, there = channel_places(
+        row, column, rows, columns, channels, inner, PLANES, LAST, INDEX
+    )
+    mean, invstd, scale, offset = of_channels(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there, WEIGHT, BIAS, PLANES
+    )
+    g = widen(tl.load(g_ptr + at, mask=inside, other=0.0))
+    x, saved, branch = g, g, g
+    if AVERAGES or (BACKWARD is not None and SAVED != SAVED_OUTPUT):
+        x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
+    if SAVED != SAVED_NOTHING:
+        saved = widen(tl.load(saved_ptr + at, mask=inside, other=0.0))
+    if BRANCH:
+        branch = of_samples(
+            branch_ptr, row, rows, channels.to(INDEX), rows_a_sample.to(INDEX), PLANES
+        )
+    d = gradient_of_sum(
+        g, x, saved, branch, mean, scale, offset, a, b, FORWARD, BACKWARD, STORED, SAVED, BRANCH
+    )
+    if RESIDUAL:
+        tl.store(gr_ptr + at, d.to(gr_ptr.dtype.element_ty), mask=inside)
+    if INPUT:
+        if BRANCH:
+            d *= branch
+        if AVERAGES:
+            average = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)
+            averages_ptr += channels
+            slope = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)
+            d = d - spread(average, PLANES) - (x - mean) * invstd * spread(slope, PLANES)
+        tl.store(gx_ptr + at, (d * scale).to(gx_ptr.dtype.element_ty), mask=inside)
