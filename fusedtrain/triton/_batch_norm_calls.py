@@ -60,8 +60,8 @@ def _cut(view: _View, block: int, summed: bool) -> _Cut:
     steps = _steps(side, down * across) if summed else 1
     pieces = cdiv(side, steps)
     shares = (rows if t.planes else inner) * pieces
-    width = min(_FINISH_BLOCK, power_of_two(shares))
-    height = min(_FINISH_BLOCK // width, power_of_two(channels))
+    width = 16 if shares <= 16 else 128 if shares <= 512 else _FINISH_BLOCK
+    height = _FINISH_BLOCK // width
     return _Cut(
         down * across // side * pieces,
         (t.rows, t.columns // t.unit, channels, inner, view.rows_a_sample),

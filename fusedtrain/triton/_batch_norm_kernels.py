@@ -131,7 +131,7 @@ def merge_kernel(
 
 @triton.jit
 def move(pointers, value, momentum, inside):
-    """torch.lerp's two forms: with a momentum of 1, what was there does not matter."""
+    """As torch.lerp, which has two forms: with a momentum of 1 it gives the value to the bit."""
     old = tl.load(pointers, mask=inside, other=0.0).to(tl.float64)
     difference = value - old
     near = old + momentum * difference
@@ -326,9 +326,11 @@ def apply_kernel(
     if INPUT:
         if BRANCH:
             d *= branch
-        if AVERAGES:
+        d *= scale
+        if AVERAGES:  # the factors of a channel first: fewer numbers to keep for each
             average = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)
             averages_ptr += channels
             slope = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)
-            d = d - spread(average, PLANES) - (x - mean) * invstd * spread(slope, PLANES)
-        tl.store(gx_ptr + at, (d * scale).to(gx_ptr.dtype.element_ty), mask=inside)
+            d -= spread(average, PLANES) * scale
+            d -= (x - mean) * (spread(slope, PLANES) * invstd * scale)
+        tl.store(gx_ptr + at, d.to(gx_ptr.dtype.element_ty), mask=inside)
