@@ -4,15 +4,18 @@ from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
 from ._version import __version__
 from .convert import ConversionReport, convert, revert
+from .fold import FoldReport, fold_conv_bn
 from .optim import zero_grad
 
 __all__ = [
     "BackendInfo",
     "ConversionReport",
+    "FoldReport",
     "__version__",
     "amp",
     "backend_info",
     "convert",
+    "fold_conv_bn",
     "functional",
     "integrations",
     "nn",
