@@ -4,7 +4,7 @@ from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
 from ._version import __version__
 from .convert import ConversionReport, convert, revert
-from .fold import FoldReport, fold_conv_bn
+from .fold import FoldReport, fold_conv_bn, tune_mode
 from .optim import zero_grad
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "nn",
     "optim",
     "revert",
+    "tune_mode",
     "zero_grad",
 ]

@@ -73,7 +73,7 @@ class _Border(str):
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Forwards may store what they compute in a module, which while tracing are no tensors."""
     tables: list[dict[str, Any]] = []
     for m in model.modules():
@@ -92,7 +92,7 @@ def trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace | st
     if isinstance(module, torch.jit.ScriptModule):
         return "it is scripted"
     try:
-        with _unchanged(module):
+        with unchanged(module):
             return Trace(module, _Tracer(is_leaf).trace(module))
     except Exception as error:  # whatever a forward makes of what is no tensor
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
@@ -142,6 +142,14 @@ class Flow:
 
     def uses(self, module: nn.Module) -> list[tuple[Trace, fx.Node]]:
         return self._uses.get(id(module), [])
+
+    def is_called(self, norm: nn.Module) -> bool:
+        """False where all that contains it was traced and nothing calls it (in this mode)."""
+        inside = any(
+            id(m) in self.failed and any(part is norm for part in m.modules())
+            for m in self.model.modules()
+        )
+        return inside or bool(self.uses(norm))
 
     def norms(self) -> Iterator[nn.Module]:
         yield from filter(is_norm, self.model.modules())

@@ -103,10 +103,10 @@ def conv_obstacle(conv: nn.Module) -> str:
 class Statistics(NamedTuple):
     """What a norm in eval mode computes with."""
 
-    mean: Tensor
-    var: Tensor
     gamma: Tensor | None
     beta: Tensor | None
+    mean: Tensor
+    var: Tensor
     eps: float
 
 
@@ -123,13 +123,18 @@ def norm_obstacle(norm: nn.Module) -> str:
     return ""
 
 
+def is_frozen(norm: nn.Module) -> bool:
+    """Whether it normalises by its running statistics in training, too."""
+    return "frozen" in (_norm_kind(norm) or "")
+
+
 def norm_trains(norm: nn.Module) -> bool:
     """Whether it normalises by the statistics of the batch."""
-    return norm.training and "frozen" not in (_norm_kind(norm) or "")
+    return norm.training and not is_frozen(norm)
 
 
 def statistics(norm: Any) -> Statistics:
-    return Statistics(norm.running_mean, norm.running_var, norm.weight, norm.bias, float(norm.eps))
+    return Statistics(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
 
 
 def followers(norm: nn.Module) -> list[nn.Module]:

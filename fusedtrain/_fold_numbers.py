@@ -98,4 +98,4 @@ def _choose(flow: Flow, trace: Trace, node: fx.Node) -> tuple[Link, Statistics] 
     channels = getattr(found.conv, "out_channels", None) or getattr(found.conv, "out_features", 0)
     if mean.numel() != channels:
         return f"the convolution has {channels} channels"
-    return found, Statistics(mean, var, gamma, beta, eps)
+    return found, Statistics(gamma, beta, mean, var, eps)

@@ -24,9 +24,10 @@ from ._fold_kinds import (
 from ._fold_numbers import apply, fold_calls
 from ._fold_report import Folded, FoldReport
 from ._fold_rewrite import replace
+from ._fold_tune import tune_mode
 from ._fold_verify import call, difference, ranks
 
-__all__ = ["FoldReport", "fold_conv_bn"]
+__all__ = ["FoldReport", "fold_conv_bn", "tune_mode"]
 
 _TRAINING = "it is in training mode (model.eval() first)"
 

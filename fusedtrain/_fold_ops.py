@@ -1,0 +1,50 @@
+"""The op that folds a batch norm into a weight at every call, with its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ops import takes
+from .reference import fold as reference
+
+
+class _FoldWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        weight, bias, gamma, _, mean, var, *numbers = arguments
+        ctx.save_for_backward(weight, bias, gamma, mean, var)
+        ctx.numbers = numbers
+        return reference.fold_weight(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> Any:
+        gradients = reference.fold_weight_backward(
+            grad_weight, grad_bias, *ctx.saved_tensors, *ctx.numbers
+        )
+        wanted = ctx.needs_input_grad[:4]
+        return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
+
+
+def fold_weight(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    transposed: bool,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """The weight and bias of a convolution with its batch norm (reference/fold.py)."""
+    arguments = (weight, bias, gamma, beta, running_mean, running_var, eps, transposed, groups)
+    tensors = [t for t in arguments[:6] if t is not None]
+    if not all(map(takes, tensors)):
+        return reference.fold_weight(*arguments)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        result: tuple[Tensor, Tensor] = _FoldWeight.apply(*arguments)
+        return result
+    return reference.fold_weight(*arguments)
