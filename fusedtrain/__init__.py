@@ -4,7 +4,7 @@ from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
 from ._version import __version__
 from .convert import ConversionReport, convert, revert
-from .fold import FoldReport, fold_conv_bn, tune_mode
+from .fold import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
 from .optim import zero_grad
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "amp",
     "backend_info",
     "convert",
+    "drop_redundant_bias",
     "fold_conv_bn",
     "functional",
     "integrations",

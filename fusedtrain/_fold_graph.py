@@ -272,25 +272,26 @@ class Flow:
             visit(self.model)
         return self._deep
 
-    def is_flat(self, found: Trace, source: object) -> bool:
-        """Whether a node's value surely has two dimensions, as after torch.flatten(x, 1)."""
-        while isinstance(source, fx.Node):
-            module = found.module_of(source)
-            if isinstance(module, nn.Flatten):
-                return module.start_dim == 1 and module.end_dim == -1
-            if source.op == "call_function" and source.target is torch.flatten:
-                return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
-            if source.op == "call_method" and source.target == "flatten":
-                return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
-            keeps = module is not None and (
-                isinstance(module, (nn.Linear, nn.Dropout, nn.Identity))
-                or type(module).__module__ == "torch.nn.modules.activation"
-                or is_norm(module)
-            )
-            if not keeps and source.target not in (F.relu, torch.relu, F.dropout):
-                return False
-            source = input_of(source)
-        return False
+
+def is_flat(found: Trace, source: object) -> bool:
+    """Whether a node's value surely has two dimensions, as after torch.flatten(x, 1)."""
+    while isinstance(source, fx.Node):
+        module = found.module_of(source)
+        if isinstance(module, nn.Flatten):
+            return module.start_dim == 1 and module.end_dim == -1
+        if source.op == "call_function" and source.target is torch.flatten:
+            return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
+        if source.op == "call_method" and source.target == "flatten":
+            return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
+        keeps = module is not None and (
+            isinstance(module, (nn.Linear, nn.Dropout, nn.Identity))
+            or type(module).__module__ == "torch.nn.modules.activation"
+            or is_norm(module)
+        )
+        if not keeps and source.target not in (F.relu, torch.relu, F.dropout):
+            return False
+        source = input_of(source)
+    return False
 
 
 def _title(node: fx.Node) -> str:

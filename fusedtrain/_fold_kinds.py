@@ -110,7 +110,7 @@ class Statistics(NamedTuple):
     eps: float
 
 
-def norm_obstacle(norm: nn.Module) -> str:
+def norm_obstacle(norm: nn.Module, statistics: bool = True) -> str:
     """Why a norm, even in eval mode, is not known to be multiplication and addition."""
     if _norm_kind(norm) is None:
         return f"a {type(norm).__name__} has a forward of its own"
@@ -118,7 +118,8 @@ def norm_obstacle(norm: nn.Module) -> str:
         return reason
     if isinstance(norm, nn.modules.lazy.LazyModuleMixin):
         return "it is not initialised yet"
-    if getattr(norm, "running_mean", None) is None or getattr(norm, "running_var", None) is None:
+    kept = all(getattr(norm, n, None) is not None for n in ("running_mean", "running_var"))
+    if statistics and not kept:
         return "it keeps no running statistics"
     return ""
 
@@ -157,5 +158,5 @@ def fits(conv: nn.Module, norm: nn.Module, norm_first: bool) -> str:
         return f"{type(norm).__name__} does not fit {type(conv).__name__}"
     names = ("in_features", "in_channels") if norm_first else ("out_features", "out_channels")
     channels = getattr(conv, names[0], None) or getattr(conv, names[1], None)
-    mean: Any = norm.running_mean
-    return "" if mean.numel() == channels else f"the convolution has {channels} channels"
+    features: Any = getattr(norm, "num_features", None) or norm.running_mean.numel()  # type: ignore[operator]
+    return "" if features == channels else f"the convolution has {channels} channels"

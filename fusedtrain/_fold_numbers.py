@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._conversion_report import Left
-from ._fold_graph import Flow, Link, Trace, input_of
+from ._fold_graph import Flow, Link, Trace, input_of, is_flat
 from ._fold_kinds import Statistics, conv_obstacle, is_transposed, spatial
 from ._fold_report import Folded, FoldReport
 from ._fold_rewrite import obstacle, rewrite_all
@@ -90,7 +90,7 @@ def _choose(flow: Flow, trace: Trace, node: fx.Node) -> tuple[Link, Statistics] 
         return f"{flow.name(found.conv)} is called {used} times"
     if reason := conv_obstacle(found.conv) or obstacle(trace):
         return reason
-    if spatial(found.conv) == 0 and not flow.is_flat(trace, input_of(found.conv_node)):
+    if spatial(found.conv) == 0 and not is_flat(trace, input_of(found.conv_node)):
         return "its input may have three dimensions"
     mean, var, gamma, beta = tensors
     if mean is None or var is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ._conversion_report import Left
+from ._fold_forward import Convolving
 from ._fold_graph import Flow, Link, unchanged
 from ._fold_kinds import (
     conv_kind,
@@ -15,30 +15,19 @@ from ._fold_kinds import (
     fits,
     followers,
     is_frozen,
-    is_transposed,
     norm_obstacle,
-    spatial,
     statistics,
     writer_of,
 )
 from ._fold_ops import fold_weight
 from ._fold_report import Folded, FoldReport
 
-_TRANSPOSED: dict[int, Any] = {
-    1: F.conv_transpose1d,
-    2: F.conv_transpose2d,
-    3: F.conv_transpose3d,
-}
 
-
-class TunedConv:
+class TunedConv(Convolving):
     """The forward of a convolution that is folded with the norm after it while that is frozen."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
-        self.conv: Any = conv
-        self.norm: Any = norm
-        self.rank = spatial(conv) + 2
-        self.transposed = is_transposed(conv)
+        super().__init__(conv, norm)
         self.always = is_frozen(norm)
 
     def folds(self, input: Tensor) -> bool:
@@ -59,24 +48,6 @@ class TunedConv:
         return fold_weight(
             conv.weight, conv.bias, gamma, beta, mean, var, eps, self.transposed, groups
         )
-
-    def convolve(
-        self, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None
-    ) -> Tensor:
-        """What the class of the convolution does, with another weight and bias."""
-        conv, dims = self.conv, self.rank - 2
-        if not self.transposed:
-            output: Tensor = (
-                conv._conv_forward(input, weight, bias) if dims else F.linear(input, weight, bias)
-            )
-            return output
-        padding = conv._output_padding(
-            input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
-        )
-        output = _TRANSPOSED[dims](
-            input, weight, bias, conv.stride, conv.padding, padding, conv.groups, conv.dilation
-        )
-        return output
 
 
 class TunedNorm:
@@ -165,8 +136,11 @@ def restore(model: nn.Module, of_conv: type, of_norm: type | None = None) -> Fol
     return report
 
 
-def pairs(model: nn.Module, report: FoldReport) -> list[Link]:
-    """Each convolution with the norm after it, in every mode; the report is filled in."""
+def pairs(model: nn.Module, report: FoldReport, statistics: bool = True) -> list[Link]:
+    """Each convolution with the norm after it, in every mode; the report is filled in.
+
+    `statistics`: only where the norm keeps running ones.
+    """
     flows = []
     for training in (True, False):
         with unchanged(model):
@@ -175,7 +149,7 @@ def pairs(model: nn.Module, report: FoldReport) -> list[Link]:
             flows.append(Flow(model))
     found = []
     for norm in flows[0].norms():
-        link = _pair(flows, norm)
+        link = _pair(flows, norm, statistics)
         name, kind = flows[0].name(norm), type(norm).__name__
         if isinstance(link, str):
             report.left.append(Left(name, kind, link))
@@ -189,8 +163,8 @@ def pairs(model: nn.Module, report: FoldReport) -> list[Link]:
     return found
 
 
-def _pair(flows: list[Flow], norm: nn.Module) -> Link | str:
-    if reason := norm_obstacle(norm):
+def _pair(flows: list[Flow], norm: nn.Module, statistics: bool) -> Link | str:
+    if reason := norm_obstacle(norm, statistics):
         return reason
     links = []
     for flow in flows:

@@ -16,6 +16,8 @@ from torch.nn.utils import parametrize
 
 from . import nn as fused_nn
 from ._conversion_report import ConversionReport, Converted, Left, shown
+from ._fold_bias import restore_bias
+from ._fold_tune import TunedConv, TunedNorm, restore
 
 __all__ = ["ConversionReport", "convert", "revert"]
 
@@ -126,6 +128,9 @@ def convert(model: torch.nn.Module, *, exclude: Iterable[type | str] = ()) -> Co
 def revert(model: torch.nn.Module) -> int:
     """Undo :func:`convert` in place: every converted module gets its class and attributes back.
 
+    Also undoes :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias`; each pair
+    of a convolution and a norm counts as one module.
+
     Modules that were built as `fusedtrain.nn` classes stay, and so does a model that was never
     converted.
 
@@ -158,7 +163,7 @@ def revert(model: torch.nn.Module) -> int:
             attributes.pop(key, None)
         attributes.update(record.replaced)
         module.__class__ = record.original
-    return len(todo)
+    return len(todo) + len(restore_bias(model)) + len(restore(model, TunedConv, TunedNorm))
 
 
 def _assign(module: torch.nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:

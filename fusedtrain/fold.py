@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from . import _fold_act
 from ._conversion_report import Left
-from ._fold_graph import Flow, Link, input_of
+from ._fold_bias import drop_redundant_bias
+from ._fold_graph import Flow, Link, input_of, is_flat
 from ._fold_kinds import (
     conv_obstacle,
     fits,
@@ -27,7 +28,7 @@ from ._fold_rewrite import replace
 from ._fold_tune import tune_mode
 from ._fold_verify import call, difference, ranks
 
-__all__ = ["FoldReport", "fold_conv_bn", "tune_mode"]
+__all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"]
 
 _TRAINING = "it is in training mode (model.eval() first)"
 
@@ -191,9 +192,9 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
         )
     if spatial(conv) == 0:
         seen = dims.get(flow.names[id(norm)], set())
-        flat = flow.is_flat(link.trace, input_of(link.norm_node))
+        flat = is_flat(link.trace, input_of(link.norm_node))
         if not flat and link.conv_node is not None:
-            flat = flow.is_flat(link.trace, input_of(link.conv_node))
+            flat = is_flat(link.trace, input_of(link.conv_node))
         if seen - {2}:
             return f"its input has {max(seen - {2})} dimensions, of which it normalises the second"
         if not seen and not flat:
