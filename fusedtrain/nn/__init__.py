@@ -29,6 +29,7 @@ from .activation import (
     Tanhshrink,
     Threshold,
 )
+from .conv import ConvBnAct
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
@@ -41,6 +42,7 @@ __all__ = [
     "BatchNormAct2d",
     "BatchNormAct3d",
     "BatchNormAddAct",
+    "ConvBnAct",
     "DropPath",
     "HardMish",
     "Hardshrink",
