@@ -1,6 +1,7 @@
 // torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/_ops.py.
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
+#include "binding_fold.h"
 #include "binding_optimizers.h"
 
 #include <string.h>
@@ -62,6 +63,13 @@ struct Cpu {
   void reduce(const BatchNorm& n, const BatchNormBackward& b) const;
   void grad_input(const BatchNorm& n, const BatchNormBackward& b) const;
   void backward(const BatchNorm& n, const BatchNormBackward& b) const;
+  template <class Call>
+  void fold(const Call& call) const {
+    const int64_t outputs = call.outputs();
+    const int64_t each = call.rows_per_group * call.inner + 1;
+    torch::stable::parallel_for(0, outputs, (kGrain + each - 1) / each,
+                                [&](int64_t first, int64_t last) { cpu::fold(call, first, last); });
+  }
 
   void measure(const OptimizerCall& call) const;
   void try_update(const OptimizerCall& call) const;
@@ -227,4 +235,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
   FT_IMPLEMENT_OPTIMIZERS(Cpu)
   FT_IMPLEMENT_BATCH_NORM(Cpu)
+  FT_IMPLEMENT_FOLD(Cpu)
 }

@@ -2,6 +2,7 @@
 // stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
+#include "binding_fold.h"
 #include "binding_optimizers.h"
 
 #ifndef FT_EMULATED
@@ -87,6 +88,11 @@ struct Cuda {
     grad_input(n, b);
   }
 
+  template <class Call>
+  void fold(const Call& call) const {
+    cuda::fold(call, place.stream);
+  }
+
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
@@ -129,4 +135,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)
   FT_IMPLEMENT_BATCH_NORM(Cuda)
   FT_IMPLEMENT_OPTIMIZERS(Cuda)
+  FT_IMPLEMENT_FOLD(Cuda)
 }

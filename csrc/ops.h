@@ -208,7 +208,40 @@ struct ZeroRange {
   int64_t bytes;
 };
 
+// The weight of a convolution with that of the batch norm after it (fusedtrain/reference/fold.py).
+// A weight is rows x channels x inner in memory order; channel c of row r makes output channel r /
+// rows_per_group * channels + c. Vectors have one value an output channel, and are float, or double
+// where the weight is.
+struct FoldWeight {
+  Dtype dtype;  // of weights
+  int64_t rows, channels, inner, rows_per_group;
+  const void* weight;
+  const void* bias;   // or null: 0
+  const void* gamma;  // or null: 1
+  const void* mean;
+  const void* var;
+  double eps;
+
+  int64_t outputs() const { return rows / rows_per_group * channels; }
+};
+struct FoldForward : FoldWeight {
+  const void* beta;  // or null: 0
+  void* folded;
+  void* folded_bias;
+};
+struct FoldBackward : FoldWeight {
+  const void* grad_folded;
+  const void* grad_folded_bias;
+  void* grad_weight;
+  void* grad_bias;
+  void* grad_gamma;
+};
+
 namespace cpu {
+
+// Output channels [first, last). None depends on another.
+void fold(const FoldForward& call, int64_t first, int64_t last);
+void fold(const FoldBackward& call, int64_t first, int64_t last);
 
 // Elements [begin, end) on the calling thread.
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
@@ -329,6 +362,9 @@ void try_update(const OptimizerCall& call, double* workspace, void* stream);
 // `measures`, `tries`: call.sums and call.trial_sums are to be found out first.
 void optimizer_step(const OptimizerCall& call, bool measures, bool tries, double* workspace,
                     void* stream);
+
+void fold(const FoldForward& call, void* stream);
+void fold(const FoldBackward& call, void* stream);
 
 void update_scale(const ScaleUpdate& update, void* stream);
 void zero(const ZeroRange* ranges, int64_t count, void* stream);

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ops import takes
+from ._ops import _callable, takes
 from .reference import fold as reference
+
+_forward = _callable("fold_weight")
+_backward = _callable("fold_weight_backward")
 
 
 class _FoldWeight(torch.autograd.Function):
@@ -17,13 +20,15 @@ class _FoldWeight(torch.autograd.Function):
         weight, bias, gamma, _, mean, var, *numbers = arguments
         ctx.save_for_backward(weight, bias, gamma, mean, var)
         ctx.numbers = numbers
-        return reference.fold_weight(*arguments)
+        result: tuple[Tensor, Tensor] = _forward(*arguments)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> Any:
-        gradients = reference.fold_weight_backward(
-            grad_weight, grad_bias, *ctx.saved_tensors, *ctx.numbers
-        )
+        # Under create_graph the formula in torch operators is differentiated again.
+        plain = torch.is_grad_enabled() or not (takes(grad_weight) and takes(grad_bias))
+        formula = reference.fold_weight_backward if plain else _backward
+        gradients = formula(grad_weight, grad_bias, *ctx.saved_tensors, *ctx.numbers)
         wanted = ctx.needs_input_grad[:4]
         return (*(g if w else None for g, w in zip(gradients, wanted, strict=True)), *[None] * 5)
 
@@ -47,4 +52,5 @@ def fold_weight(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         result: tuple[Tensor, Tensor] = _FoldWeight.apply(*arguments)
         return result
-    return reference.fold_weight(*arguments)
+    folded: tuple[Tensor, Tensor] = _forward(*arguments)
+    return folded

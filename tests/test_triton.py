@@ -36,6 +36,7 @@ SHORT = {
 FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
 # rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
 VIEWS = {"columns": (64, 64, 1), "inner": (64, 3, 49), "planes": (4, 3, 784), "odd": (1, 5, 4001)}
+_WEIGHTS = ("weight_ptr", "folded_ptr", "grad_ptr", "grad_weight_ptr")
 WHOLE = ["columns", "planes"]
 
 
@@ -59,8 +60,8 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     ops = (
-        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6
-    )  # of optimizers, norms
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2
+    )  # of optimizers, norms, folding
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -135,7 +136,9 @@ def compile_for(
             signature[p.name] = "constexpr"
             constexprs[p.name] = next(values)
         elif p.name.endswith("_ptr"):
-            narrow = p.name == "shares_ptr" and dtype.itemsize < 4
+            # Of folding: all but weights are in the dtype of the math.
+            vector = "fold" in kernel.__name__ and p.name not in _WEIGHTS
+            narrow = (p.name == "shares_ptr" or vector) and dtype.itemsize < 4
             stored = others.get(p.name, torch.float32 if narrow else dtype)
             signature[p.name] = f"*{SHORT[stored]}"
             aligned[(p.num,)] = [["tt.divisibility", 16]]
@@ -182,9 +185,13 @@ def spilled_bytes(ptx: str) -> int:
 
 def check_target(target: str) -> None:
     from fusedtrain.triton import channelwise as c
-    from fusedtrain.triton import formulas, pointwise
+    from fusedtrain.triton import fold, formulas, pointwise
 
     for dtype in DTYPES:
+        for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
+            flags = sum(p.is_constexpr for p in kernel.params) - 1
+            compiled = compile_for(target, kernel, dtype, *[True] * flags, fold._BLOCK)
+            assert ".local" not in compiled.asm.get("ptx", "")
         # Every formula once; a few for each dtype.
         every = target == "sm_90" and dtype is torch.bfloat16
         for name in POINTWISE if every else FEW:

@@ -56,7 +56,8 @@ def main() -> int:
     isa = [
         p
         for p in sources()
-        if p.parent == CSRC / "cpu" and p.name not in ("batch_norm.cpp", "dispatch.cpp", "multi_tensor.cpp")
+        if p.parent == CSRC / "cpu"
+        and p.name not in ("batch_norm.cpp", "dispatch.cpp", "multi_tensor.cpp")
     ] + [
         CSRC / "formulas.h",
         CSRC / "host_device.h",

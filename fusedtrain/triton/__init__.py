@@ -21,6 +21,7 @@ if importlib.util.find_spec("triton") is None:
 _OPTIMIZER_OPS = (
     "measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors",
 )  # fmt: skip
+_FOLD_OPS = ("fold_weight", "fold_weight_backward")
 _OLDEST = (3, 6)  # of torch 2.10; older ones were not tried
 
 
@@ -41,7 +42,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import batch_norm, channelwise, multi_tensor, pointwise, scaling
+    from . import batch_norm, channelwise, fold, multi_tensor, pointwise, scaling
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -54,6 +55,8 @@ def _load() -> dict[str, Callable[..., Any]]:
         ops[name] = getattr(multi_tensor, name, None) or getattr(scaling, name)
     for name in _BATCH_NORM_OPS:
         ops[name] = getattr(batch_norm, name)
+    for name in _FOLD_OPS:
+        ops[name] = getattr(fold, name)
     return ops
 
 
@@ -87,5 +90,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS):
+    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS):
         library.impl(name, late(name), dispatch_key)
