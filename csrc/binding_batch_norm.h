@@ -41,13 +41,14 @@ struct BatchNormOps {
   // A call on tensors of the layout of `x`, a dense one.
   struct Call {
     BatchNorm n = {};
+    Tensor model;  // of the layout that results have
     Tensor x;
     ScalarType wide;
     std::vector<Tensor> kept;  // contiguous copies
 
-    Call(const Tensor& model, const MaybeTensor& branch_scale, const MaybeTensor& weight,
+    Call(const Tensor& input, const MaybeTensor& branch_scale, const MaybeTensor& weight,
          const MaybeTensor& bias, int64_t activation, double a, double b)
-        : x(walkable(model, branch_scale.has_value())) {
+        : model(checked_rank(input)), x(walkable(model, branch_scale.has_value())) {
       STD_TORCH_CHECK(activation >= -1 && activation < kBatchNormOps,
                       "fusedtrain::batch_norm_act: no such activation");
       n.op = static_cast<int>(activation);
@@ -66,15 +67,20 @@ struct BatchNormOps {
       n.bias = vector(bias, n.channels, "bias");
     }
 
-    // Dense, and where samples are told apart, one sample after the other.
-    static Tensor walkable(const Tensor& t, bool by_sample) {
+    static Tensor checked_rank(const Tensor& t) {
       STD_TORCH_CHECK(t.dim() >= 2, "fusedtrain::batch_norm_act: input must have 2 dimensions");
+      return dense(t);
+    }
+    // A dense tensor, where samples are told apart with one sample after the other.
+    static Tensor walkable(const Tensor& t, bool by_sample) {
       const int64_t samples = t.size(0);
       if ((by_sample || t.size(1) == 1) && samples > 1 && t.numel() > 0 &&
           t.stride(0) != t.numel() / samples)
         return torch::stable::contiguous(t);
-      return dense(t);
+      return t;
     }
+    // What was computed in the layout of x, in the layout that is due.
+    Tensor result(const Tensor& t) const { return t.numel() > 0 ? dense_like(t, model) : t; }
 
     const void* vector(const MaybeTensor& t, int64_t size, const char* what) {
       if (!t.has_value()) return nullptr;
@@ -166,7 +172,7 @@ struct BatchNormOps {
     if (input.numel() == 0) {
       torch::stable::zero_(mean);
       torch::stable::zero_(invstd);
-      return {output, mean, invstd};
+      return {call.result(output), mean, invstd};
     }
     const BatchNormForward f{added, write_data(output)};
     if (training) {
@@ -178,7 +184,7 @@ struct BatchNormOps {
       backend.invert(call.n, s);
       backend.normalise(call.n, f);
     }
-    return {output, mean, invstd};
+    return {call.result(output), mean, invstd};
   }
 
   static Tensor apply(const Tensor& input, MaybeTensor residual, MaybeTensor branch_scale,
@@ -191,7 +197,7 @@ struct BatchNormOps {
     const void* added = call.companion(residual, "residual");
     Tensor output = Backend::new_output(call.x);
     if (input.numel() > 0) Backend(input).normalise(call.n, {added, write_data(output)});
-    return output;
+    return call.result(output);
   }
 
   // What the three ops of backward share. Without an input the layout is that of what was saved.
@@ -264,7 +270,8 @@ struct BatchNormOps {
       }
       if (needs_input || call.b.grad_residual != nullptr) backend.grad_input(call.n, call.b);
     }
-    return {call.grad_input, call.grad_residual, call.grad_weight, call.grad_bias};
+    return {call.result(call.grad_input), call.result(call.grad_residual), call.grad_weight,
+            call.grad_bias};
   }
 
   static std::tuple<Tensor, Tensor> reduce(const Tensor& grad, const Tensor& input,
@@ -279,7 +286,7 @@ struct BatchNormOps {
       torch::stable::zero_(call.sums);
     else
       Backend(grad).reduce(call.n, call.b);
-    return {call.sums, call.grad_residual};
+    return {call.sums, call.result(call.grad_residual)};
   }
 
   static std::tuple<Tensor, Tensor> backward_apply(const Tensor& grad, MaybeTensor input,
@@ -301,7 +308,7 @@ struct BatchNormOps {
       call.b.count = 1;
     }
     if (grad.numel() > 0) Backend(grad).grad_input(call.n, call.b);
-    return {call.grad_input, call.grad_residual};
+    return {call.result(call.grad_input), call.result(call.grad_residual)};
   }
 };
 

@@ -233,7 +233,8 @@ def batch_norm_act_backward_apply(
     dz = _gradient_of_sum(
         grad, input, saved, branch_scale, weight, bias, mean, invstd, Pointwise(activation, a, b)
     )
-    grad_residual = torch.empty_like(grad).copy_(dz) if needs_residual else grad.new_empty(0)
+    model = grad if input is None else input
+    grad_residual = torch.empty_like(model).copy_(dz) if needs_residual else grad.new_empty(0)
     d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
     if averages is not None:
         assert input is not None
@@ -241,7 +242,6 @@ def batch_norm_act_backward_apply(
         average, slope = averages.to(d.dtype)
         d = d - per_channel(average, grad) - normalised * per_channel(slope, grad)
     scale = invstd if weight is None else invstd * weight
-    model = grad if input is None else input
     return torch.empty_like(model).copy_(d * per_channel(scale, grad)), grad_residual
 
 
@@ -279,6 +279,7 @@ def batch_norm_act_backward(
             grad, input, saved, *shared, averages, activation, a, b, needs_residual and not reduced
         )
         grad_residual = grad_residual if reduced else dz
+        grad_input = grad_input if needs_input else grad.new_empty(0)
     return grad_input, grad_residual, grad_weight, grad_bias
 
 
