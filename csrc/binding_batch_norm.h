@@ -218,7 +218,9 @@ struct BatchNormOps {
       if (input.has_value()) this->n.x = read_data(this->x);
       b.saved = activation < 0 ? nullptr : this->companion(saved, "saved");
       b.grad = this->companion(grad, "grad");
-      sums = grad_input = grad_residual = grad_weight = grad_bias = this->none();
+      // One each: what an op returns may not share memory.
+      for (Tensor* t : {&sums, &grad_input, &grad_residual}) *t = this->none();
+      for (Tensor* t : {&grad_weight, &grad_bias}) *t = this->new_vector(0);
     }
 
     void want_residual() {

@@ -120,11 +120,10 @@ def _fake_backward(grad: Tensor, input: Tensor | None, *rest: Any) -> tuple[Tens
     needs_input, needs_residual, needs_affine = rest[-3:]
     training = rest[6]
     model = grad if input is None else input
-    none = grad.new_empty(0)
     vector = grad.new_empty(grad.shape[1] if training or needs_affine else 0, dtype=_wide_of(grad))
     return (
-        torch.empty_like(model) if needs_input else none,
-        torch.empty_like(model) if needs_residual else none,
+        torch.empty_like(model) if needs_input else grad.new_empty(0),
+        torch.empty_like(model) if needs_residual else grad.new_empty(0),
         vector,
         torch.empty_like(vector),
     )

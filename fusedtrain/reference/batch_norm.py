@@ -262,7 +262,8 @@ def batch_norm_act_backward(
     needs_residual: bool,
     needs_affine: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad_weight = grad_bias = grad_input = grad_residual = grad.new_empty(0)
+    grad_input, grad_residual = grad.new_empty(0), grad.new_empty(0)
+    grad_weight, grad_bias = mean.new_empty(0), mean.new_empty(0)
     shared = (branch_scale, weight, bias, mean, invstd)
     averages = None
     if training or needs_affine:
@@ -270,7 +271,7 @@ def batch_norm_act_backward(
         sums, grad_residual = batch_norm_act_backward_reduce(
             grad, input, saved, *shared, activation, a, b, needs_residual
         )
-        grad_bias, grad_weight = sums.to(mean.dtype)
+        grad_bias, grad_weight = (t.to(mean.dtype, copy=True) for t in sums)
         if training:
             averages = sums / max(input.numel() // max(input.shape[1], 1), 1)
     reduced = training or needs_affine
