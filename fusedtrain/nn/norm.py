@@ -25,8 +25,13 @@ _backward_number: Callable[[], int] = torch._C._current_graph_task_id
 _NOTHING = Pointwise()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
-# Modules that multiply each sample by 0 or 1 / keep_prob -> the attribute with the probability.
-_STOCHASTIC_DEPTH = {"DropPath": "drop_prob", "StochasticDepth": "p"}
+# Modules that multiply each sample by 0 or 1 / keep_prob -> the attribute with the probability. By
+# package and name, since none of them is imported here; others of these names may do otherwise.
+_STOCHASTIC_DEPTH = {
+    ("fusedtrain", "DropPath"): "drop_prob",
+    ("timm", "DropPath"): "drop_prob",
+    ("torchvision", "StochasticDepth"): "p",
+}
 
 
 def _find_rows() -> dict[type, Any]:
@@ -63,9 +68,14 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     return _batch_norm.pointwise(name, *(getattr(module, p) for p in row.parameters))
 
 
+def _package_and_name(module: nn.Module) -> tuple[str, str]:
+    cls = type(module)
+    return cls.__module__.partition(".")[0], cls.__name__
+
+
 def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
     """What a module of stochastic depth multiplies each sample by, drawn as it draws it."""
-    probability: float = getattr(module, _STOCHASTIC_DEPTH[type(module).__name__])
+    probability: float = getattr(module, _STOCHASTIC_DEPTH[_package_and_name(module)])
     if probability == 0.0 or not module.training:
         return None
     keep = 1 - probability
@@ -77,7 +87,7 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
 
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Whether :func:`branch_scale_of` can take the module's place."""
-    known = type(module).__name__ in _STOCHASTIC_DEPTH
+    known = _package_and_name(module) in _STOCHASTIC_DEPTH
     hooked = any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module)
     return known and not hooked and getattr(module, "mode", "row") == "row"
 
