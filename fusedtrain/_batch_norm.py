@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
+from torch.overrides import handle_torch_function as _handle
+from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _ops
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
@@ -362,6 +365,14 @@ def batch_norm_act(
         tensor([[0.],
                 [1.]])
     """
+    tensors = (input, running_mean, running_var, weight, bias, residual, branch_scale)
+    if _has_any(tensors):
+        result: Tensor = _handle(
+            batch_norm_act, tensors, input, running_mean, running_var, weight, bias, training,
+            momentum, eps, activation=activation, residual=residual, branch_scale=branch_scale,
+            **parameters,
+        )  # fmt: skip
+        return result
     found = activation_of(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(

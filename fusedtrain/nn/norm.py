@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
 from ..reference.batch_norm import POINTWISE, Pointwise
@@ -161,8 +162,8 @@ class _BatchNormAct(_BatchNorm):
         )
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        self._check_input_dim(input)
         if _scripting():
+            self._check_input_dim(input)
             return self._scripted(input, residual)
         return self._fused(input, residual)
 
@@ -191,6 +192,13 @@ class _BatchNormAct(_BatchNorm):
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
+            arguments = (input,) if residual is None else (input, residual)
+            path = input.tracer.path_of_module(self)
+            node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
+            return node
+        self._check_input_dim(input)
         activation, branch_scale = activation_of(self.act), None
         drop = None if type(self.drop) is nn.Identity else self.drop
         if drop is not None and is_stochastic_depth(drop):
@@ -331,8 +339,8 @@ class BatchNormAddAct(_BatchNormAct):
             self.drop = DropPath(drop_path, scale_by_keep)
 
     def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
-        self._check_input_dim(input)
         if _scripting():
+            self._check_input_dim(input)
             return self._scripted(input, residual)
         return self._fused(input, residual)
 
