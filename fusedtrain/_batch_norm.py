@@ -184,8 +184,11 @@ def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | N
             raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
         return Pointwise()
     parameters = dict(parameters)
-    if name == "gelu" and parameters.pop("approximate", "none") == "tanh":
-        name = "gelu_tanh"
+    if name == "gelu":
+        approximate = parameters.pop("approximate", "none")
+        if approximate not in ("none", "tanh"):
+            raise RuntimeError("approximate argument must be either none or tanh.")
+        name = "gelu" if approximate == "none" else "gelu_tanh"
     if name not in _INDEX:
         raise ValueError(f"activation: {name!r} is none of identity, {', '.join(_INDEX)}")
     row = POINTWISE[_INDEX[name]]
@@ -195,6 +198,14 @@ def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | N
     if parameters:
         raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
     return pointwise(name, *values)
+
+
+def _functional(name: str) -> Callable[..., Tensor]:
+    """The public function, which checks parameters that the plain formula does not."""
+    from . import functional
+
+    function: Callable[..., Tensor] = getattr(functional, name)
+    return function
 
 
 def pointwise(name: str, *values: float) -> Pointwise | None:
@@ -243,6 +254,29 @@ def wide_dtype(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype is torch.float64 else torch.float32
 
 
+def _is_narrow(input: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
+    if not _ops.is_plain(input) or input.dtype.itemsize != 2:
+        return False
+    dtypes = {t.dtype for t in vectors if t is not None}
+    return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
+
+
+def _check_residual(residual: Tensor, input: Tensor) -> None:
+    """Raises what adding it would raise, before running statistics have moved."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"residual: must be a Tensor, not {type(residual).__name__}")
+    try:
+        torch.broadcast_shapes(input.shape, residual.shape)
+    except RuntimeError:
+        raise RuntimeError(
+            f"residual: {tuple(residual.shape)} cannot be added to an input of "
+            f"{tuple(input.shape)}"
+        ) from None
+    if residual.device != input.device and residual.dim() > 0:
+        raise RuntimeError(f"residual: is on {residual.device}, the input on {input.device}")
+
+
 def _matches(residual: Tensor, input: Tensor) -> bool:
     return (
         _ops.is_plain(residual)
@@ -266,11 +300,12 @@ def run(
     activation: Pointwise,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
+    apart = residual is not None and not _matches(residual, input)
+    if apart and residual is not None:
+        _check_residual(residual, input)
     statistics, affine = (running_mean, running_var), (weight, bias)
     # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
-    narrow = input.dtype.itemsize == 2 and any(
-        t is not None and t.dtype is input.dtype for t in (*statistics, *affine)
-    )
+    narrow = _is_narrow(input, *statistics, *affine)
     compiled = (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
@@ -288,7 +323,6 @@ def run(
         )  # fmt: skip
     if branch_scale is not None:
         branch_scale = branch_scale.detach().to(input.device, wide_dtype(input)).contiguous()
-    apart = residual is not None and not _matches(residual, input)
     here = Pointwise() if apart else activation
     grad = torch.is_grad_enabled()
     first = None if apart else residual
@@ -384,11 +418,13 @@ def batch_norm_act(
     if found is None:
         row = POINTWISE[_INDEX[str(activation)]]
         values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
+        function = _functional(row.name)
+        function(input.new_zeros(1), *values)  # raises before running statistics have moved
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(),
         )  # fmt: skip
-        return row.forward(z, *values)
+        return function(z, *values)
     return run(
         input, residual, branch_scale, weight, bias, running_mean, running_var, training,
         momentum, eps, found,

@@ -64,8 +64,10 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     if "forward" in vars(module):
         return None
     name = row.name
-    if name == "gelu" and module.approximate == "tanh":
-        name = "gelu_tanh"
+    if name == "gelu":
+        if module.approximate not in ("none", "tanh"):
+            return None
+        name = "gelu" if module.approximate == "none" else "gelu_tanh"
     return _batch_norm.pointwise(name, *(getattr(module, p) for p in row.parameters))
 
 
