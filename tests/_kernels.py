@@ -17,8 +17,11 @@ from _triton_interpreter import round_to_nearest
 from torch import Tensor
 
 from fusedtrain import backend_info
-from fusedtrain.reference import ACTIVATIONS, fold
+from fusedtrain._batch_norm_ops import SCHEMAS
+from fusedtrain.reference import ACTIVATIONS, batch_norm, fold
 
+# Those that a backend has kernels for; the others are made of them.
+BATCH_NORM_OPS = [name for name in SCHEMAS if hasattr(batch_norm, name)]
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -27,19 +30,27 @@ class Kernels:
 
     device = "cpu"
     kernel = True  # strides are kept, and 16-bit numbers rounded once
+    slow = False  # or no kernel: of large tensors and long tables only a part
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         raise NotImplementedError
+
+    def has(self, name: str) -> bool:
+        """Whether there is a kernel of that name."""
+        return True
 
 
 class Reference(Kernels):
     """Plain torch, the fallback of the ops. Its 16-bit results are rounded at every step."""
 
     kernel = False
+    slow = True
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         if name.startswith("fold_weight"):
             return getattr(fold, name)(*arguments)
+        if name in BATCH_NORM_OPS:
+            return getattr(batch_norm, name)(*arguments)
         if name.endswith("_backward"):
             return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
         if name.endswith("_"):
@@ -57,27 +68,35 @@ class Registered(Kernels):
     def __call__(self, name: str, *arguments: Any) -> Any:
         return getattr(torch.ops.fusedtrain, name)(*arguments)
 
+    def has(self, name: str) -> bool:
+        return has_kernel(f"fusedtrain::{name}", self.device.upper())
+
 
 class Emulated(Kernels):
     """The CUDA kernels, on the CPU, with their threads in every order: the same bits each time."""
+
+    slow = True
 
     def __init__(self) -> None:
         self.emulator = cuda_emulator.load()
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        inplace = name.endswith("_")
-        kept = arguments[0].clone() if inplace else None
+        written = [arguments[i] for i in written_by(name) if arguments[i] is not None]
+        kept = [t.clone() for t in written]
         results = []
         for order in cuda_emulator.ORDERS:
-            if inplace:
-                arguments[0].copy_(kept)
+            for t, before in zip(written, kept, strict=True):
+                t.copy_(before)
             self.emulator.set_order(order)
             result = self.emulator.call(name, *arguments)
-            results.append(arguments[0].clone() if inplace else result)
+            results.append((result, *(t.clone() for t in written)))
         self.emulator.set_order("forward")
         for other in results[1:]:
             assert same_bits(results[0], other), f"{name} depends on the order of its threads"
-        return None if inplace else results[0]
+        return results[0][0]
+
+    def has(self, name: str) -> bool:
+        return has_kernel(f"fusedtrain_emulated::{name}", "CPU")
 
 
 class Triton(Kernels):
@@ -89,14 +108,32 @@ class Triton(Kernels):
         if not HAS_GPU:
             round_to_nearest()
         self.device = "cuda" if HAS_GPU else "cpu"
+        self.slow = not HAS_GPU
         self.ops = fusedtrain.triton.OPS
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         return self.ops[name](*arguments)
 
+    def has(self, name: str) -> bool:
+        return name in self.ops
+
+
+def has_kernel(op: str, key: str) -> bool:
+    """Whether the dispatcher has a kernel of the op for that key itself, not a fallback."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def written_by(name: str) -> list[int]:
+    """Which arguments of the op it writes to."""
+    schema = getattr(torch.ops.fusedtrain, name).default._schema
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    return [i for i, is_written in enumerate(written) if is_written]
+
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two tensors, or tuples of them, are equal; one NaN is as good as another."""
+    """Whether two tensors, or tuples of them, or None, are equal; one NaN is as good as another."""
+    if a is None:
+        return b is None
     if isinstance(a, tuple):
         return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
