@@ -27,6 +27,17 @@ Clock = Callable[[Call, int], float]
 TENSOR_PASSES = {"forward": 2, "forward+backward": 5}
 
 
+# What glibc does with memory that is freed, and what a process needs in its environment for it.
+# "bounded": buffers up to 32 MiB are reused. Left alone, glibc decides by the history of the
+# process whether a buffer of some MiB is reused or mapped anew: at 2^20 float32 numbers that is
+# 70 us against 600 us, for whichever side it hits. "kept": all are reused, whatever their size; a
+# layer's 38 MB mapped anew cost more in page faults than in arithmetic.
+ALLOCATORS = {
+    "bounded": {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)},
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
+}
+
+
 class PointwiseOp(Protocol):
     """What a benchmark needs to know of a pointwise op."""
 
@@ -203,15 +214,17 @@ def row(
     numel: int,
     device: str,
     samples: Mapping[str, Sequence[float]],
+    tensors: int = 0,
 ) -> dict[str, Any]:
     """One row of the results, from the samples of ``interleave``.
 
     ``samples`` has "fusedtrain", "copy" (into memory that exists) and "copy_fresh" (into a new
-    tensor), and the rivals.
+    tensor), and the rivals. ``tensors``: how many the cheapest exact scheme reads and writes; those
+    of a pointwise op by default.
     """
     ns = {name: statistics.median(values) for name, values in samples.items()}
     tensor_bytes = numel * dtype.itemsize
-    moved = TENSOR_PASSES[pass_name] * tensor_bytes
+    moved = (tensors or TENSOR_PASSES[pass_name]) * tensor_bytes
     copies = ("copy", "copy_fresh")
     gb_per_s = {
         name: (2 * tensor_bytes if name in copies else moved) / time_ns
@@ -244,7 +257,17 @@ def setting(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "threads": torch.get_num_threads(),
+        "allocator": allocator() if device == "cpu" else "",
     }
+
+
+def allocator() -> str:
+    """Which of ``ALLOCATORS`` this process runs with; "default" without any setting."""
+    for name, settings in ALLOCATORS.items():
+        if settings.items() <= dict(os.environ).items():
+            return name
+    others = sorted(name for name in os.environ if name.startswith("MALLOC_"))
+    return f"with {', '.join(others)}" if others else "default"
 
 
 def compare(samples: Mapping[str, Sequence[float]], rivals: Iterable[str]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,23 @@ LARGE = 2**20
 BUSY = 2.0
 
 
+# The families whose rows are of the kind below.
+FAMILIES = ("activations", "batch_norm")
+# What a table says of the memory (_measure.ALLOCATORS).
+_MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
+
+
+def stored(cls: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass in a row's ``extra_info``; older rows lack those with a default."""
+    named = (f for f in fields(cls) if f.name in info or f.default is MISSING)
+    return {f.name: info[f.name] for f in named}
+
+
 @dataclass(frozen=True)
 class Row:
     """One benchmark: an op's pass on one dtype, size and device (see README.md)."""
 
     op: str
-    pass_name: str
     dtype: str
     numel: int
     device: str
@@ -38,19 +49,38 @@ class Row:
     percent_of_preallocated_copy: float
     ratio: dict[str, float]
     ratio_interval: dict[str, list[float]]
+    pass_name: str = ""
+    allocator: str = ""
+    family: str = FAMILIES[0]
+    shape: Sequence[int] = ()  # of batch norms
+    layout: str = ""
+    model: str = ""  # the network that a batch norm is of
     noisy: bool = False  # the machine was too busy for this row to be quoted
 
     @classmethod
     def parse(cls, info: dict[str, Any]) -> Row:
         """From a result's ``extra_info``."""
-        own = ("pass_name", "noisy")
-        fields = {name: info[name] for name in cls.__dataclass_fields__ if name not in own}
-        return cls(pass_name=info["pass"], **fields)
+        return cls(**stored(cls, {**info, "pass_name": info["pass"]}))
 
     @property
     def machine(self) -> str:
         """The device with all that must be equal for two rows to be compared."""
         return machine_text(vars(self))
+
+    @property
+    def name(self) -> str:
+        """The op, with all that tells it from the others of its section."""
+        size = "x".join(map(str, self.shape[1:])) if self.model else ""
+        return " ".join(filter(None, (self.op, size, self.layout)))
+
+    @property
+    def title(self) -> str:
+        """What the rows of its section share, but for the machine."""
+        if self.model:
+            return f"{self.dtype}, the batch norms of {self.model}, batch {self.shape[0]}"
+        if self.shape:
+            return f"{self.dtype}, {' x '.join(map(str, self.shape))}"
+        return f"{self.dtype}, {size_text(self.numel)} elements"
 
     def is_slower(self, tolerance: float, overhead_us: float) -> bool:
         """Slower than eager by more than ``tolerance``, and surely so.
@@ -71,7 +101,9 @@ def machine_text(setting: Mapping[str, Any]) -> str:
     threads = f", {setting['threads']} threads" if setting["device_type"] == "cpu" else ""
     backend = "" if setting["backend"] == "default" else f", {setting['backend']} backend"
     day = setting["date"][:10]
-    return f"{setting['device']}{threads}{backend}, torch {setting['torch']}, {day}"
+    kind = setting["allocator"]
+    memory = _MEMORY.get(kind, f", {kind}")
+    return f"{setting['device']}{threads}{backend}{memory}, torch {setting['torch']}, {day}"
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
@@ -80,29 +112,34 @@ def load(paths: Iterable[Path]) -> list[Row]:
     for path in paths:
         entries = json.loads(path.read_text())["benchmarks"]
         infos = [entry["extra_info"] for entry in entries]
-        found = [Row.parse(i) for i in infos if "gb_per_s" in i and "family" not in i]
+        infos = [i for i in infos if "gb_per_s" in i and i.get("family", FAMILIES[0]) in FAMILIES]
+        found = [Row.parse(info) for info in infos]
         # One date for one run, also across midnight.
         rows += [replace(row, date=min(r.date for r in found)) for row in found]
-    rows.sort(key=lambda row: (*section_key(row), row.op, row.pass_name))
-    return [row for _, members in groupby(rows, key=section_key) for row in _mark_noisy([*members])]
+    rows.sort(key=lambda r: (*section_key(r), -r.numel, *r.shape[1:], r.op, r.layout, r.pass_name))
+    return _mark_noisy(rows)
 
 
-def _mark_noisy(section: Sequence[Row]) -> list[Row]:
-    """Rows of one size: those whose copy was slow next to the others' are noisy."""
-    best = min(row.ns_min["copy"] for row in section)
+def _mark_noisy(rows: Sequence[Row]) -> list[Row]:
+    """Of rows of one size and machine, those whose copy was slow next to the others' are noisy."""
+    best: dict[tuple[str, str, int], float] = {}
+    for row in rows:
+        size = (row.machine, row.dtype, row.numel)
+        best[size] = min(best.get(size, math.inf), row.ns_min["copy"])
     return [
         replace(
             row,
-            noisy=row.ns["copy"] > BUSY * best
+            noisy=row.ns["copy"] > BUSY * best[row.machine, row.dtype, row.numel]
             or row.ns["fusedtrain"] > BUSY * row.ns_min["fusedtrain"],
         )
-        for row in section
+        for row in rows
     ]
 
 
-def section_key(row: Row) -> tuple[str, str, int]:
+def section_key(row: Row) -> tuple[str, str, str, str, int]:
     """What the rows of one table share."""
-    return row.machine, row.dtype, row.numel
+    numel = 0 if row.model else row.numel
+    return row.machine, row.family, row.model, row.dtype, numel
 
 
 def size_text(numel: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks._contestants import JOBS, KINDS, RULES
 from benchmarks._measure import compare, setting
 from benchmarks._parameter_lists import MODELS
-from benchmarks._rows import BUSY, machine_text
+from benchmarks._rows import BUSY, machine_text, stored
 
 FAMILY = "amp_step"
 
@@ -86,11 +86,12 @@ class StepRow:
     percent_of_copy: float
     ratio: dict[str, float]
     ratio_interval: dict[str, list[float]]
+    allocator: str = ""
 
     @classmethod
     def parse(cls, info: dict[str, Any]) -> StepRow:
         """From a result's ``extra_info``."""
-        return cls(**{name: info[name] for name in cls.__dataclass_fields__})
+        return cls(**stored(cls, info))
 
     @property
     def machine(self) -> str:

@@ -109,6 +109,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         compiled=not option("--no-compile"),
         ops=tuple(option("--op")),
     )
+    if option("--model") and not option("--op"):
+        cases = []
     metafunc.parametrize("case", cases, ids=str)
 
 

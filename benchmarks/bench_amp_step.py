@@ -7,7 +7,6 @@ of its own.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from benchmarks._contestants import (
     rival,
     rivals,
 )
+from benchmarks._guards import refuse_the_reference
 from benchmarks._measure import (
     Call,
     Clock,
@@ -107,19 +107,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         models=tuple(option("--model")),
     )
     metafunc.parametrize("case", cases, ids=str)
-
-
-@cache
-def _has_kernel(device: str) -> bool:
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::optimizer_step", key)
-
-
-def _refuse_the_reference(device: str) -> None:
-    """Skip where plain torch would pass for a kernel (the conftest sets FUSEDTRAIN_REQUIRE)."""
-    required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
-    if device in required and not _has_kernel(device):
-        pytest.skip(f"fusedtrain has no {device} kernel of the optimizer step")
 
 
 def _contestant(who: str, case: Case, tensors: tuple[list[Tensor], list[Tensor]]) -> Contestant:
@@ -238,7 +225,7 @@ def _host_ns(
 @pytest.mark.benchmark(timer=REPLAY)
 def test_amp_step(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
     """One row of the results."""
-    _refuse_the_reference(device)
+    refuse_the_reference("optimizer_step", device)
     try:
         entrants = _entrants(case, device)
     except ImportError as error:

@@ -28,13 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedtrain benchmarks")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where to run")
     group.addoption("--full", action="store_true", help="the whole cross product, for hours")
+    group.addoption(
+        "--family", action="append", default=[], help="only bench_NAME.py (may be repeated)"
+    )
     group.addoption("--quick", action="store_true", help="a smoke test: few ops, one small size")
     group.addoption(
-        "--op", action="append", default=[], help="only this op or optimizer (may be repeated)"
+        "--op", action="append", default=[], help="only this op, optimizer or job (repeatable)"
     )
-    group.addoption(
-        "--model", action="append", default=[], help="AMP step: only this network (repeatable)"
-    )
+    group.addoption("--model", action="append", default=[], help="only this network (repeatable)")
     group.addoption("--float64", action="store_true", help="add float64 where dtypes are compared")
     group.addoption("--no-compile", action="store_true", help="leave torch.compile out")
     group.addoption("--threads", type=int, default=0, help="torch's threads; 0 leaves its default")
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unknown = sorted(set(config.getoption(option)) - found)
         if unknown:
             raise pytest.UsageError(f"{option}: no benchmark of {', '.join(unknown)}")
+    if families := config.getoption("--family"):
+        files = {f"bench_{family}.py" for family in families}
+        others = [item for item in items if item.path.name not in files]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.path.name in files]
 
 
 @pytest.fixture(scope="session")

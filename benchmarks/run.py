@@ -1,13 +1,16 @@
 """Run the benchmarks, store the results under the device's name, show them.
 
-    python -m benchmarks.run [--device cuda] [--quick] [--op NAME] [--fail-slower] [pytest options]
+    python -m benchmarks.run [--device cuda] [--quick] [--family NAME] [--op NAME] [--fail-slower]
+                             [pytest options]
 
-The results go to $RESULTS_DIR (default benchmarks/results) as <device>.json and <device>.png.
+The results go to $RESULTS_DIR (default benchmarks/results) as <device>.json and <device>.png. Each
+family of benchmarks runs in a process of its own, and replaces its rows when it is done.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -17,13 +20,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks._measure import device_slug
+from benchmarks._measure import ALLOCATORS, device_slug
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# glibc decides by the history of the process whether a buffer of some MiB is reused or mapped anew.
-# At 2^20 float32 numbers that is 70 us against 600 us, for whichever side it hits; so neither.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+# bench_<family>.py -> the memory it is measured with, unless --user-allocator.
+FAMILIES = {
+    "activations": "bounded",
+    "amp_step": "bounded",
+    "batch_norm": "kept",
+}
+RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes
 
 
 def results_path(device: str, kind: str = "") -> Path:
@@ -31,6 +38,22 @@ def results_path(device: str, kind: str = "") -> Path:
     folder = Path(os.environ.get("RESULTS_DIR") or ROOT / "benchmarks" / "results").resolve()
     parts = [device_slug(device), os.environ.get("FUSEDTRAIN_BACKEND"), kind]
     return folder / f"{'-'.join(filter(None, parts))}.json"
+
+
+def store(path: Path, fresh: Path, family: str) -> None:
+    """Put the results of one family, which may be none, in the place of those that the file has."""
+    before, after = (
+        json.loads(file.read_text()) if file.exists() and file.stat().st_size else {}
+        for file in (path, fresh)
+    )
+    others = [
+        entry
+        for entry in before.get("benchmarks", [])
+        if f"bench_{family}.py::" not in entry["fullname"]
+    ]
+    results = before | after | {"benchmarks": others + after.get("benchmarks", [])}
+    fresh.write_text(json.dumps(results, indent=4) + "\n")
+    fresh.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,34 +66,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a smoke test of a few seconds")
+    parser.add_argument(
+        "--family", action="append", choices=FAMILIES, help="only this one (repeatable)"
+    )
+    parser.add_argument(
+        "--user-allocator",
+        action="store_true",
+        help="CPU: with glibc's defaults, as a user has them; the results are <device>-user",
+    )
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
-    parser.add_argument("--model", action="append", default=[], help="AMP step: only this network")
+    parser.add_argument("--model", action="append", default=[], help="only this network")
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if slower than eager")
     options, rest = parser.parse_known_args(arguments)
 
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
     # A smoke run or a selection does not replace the device's results.
-    kind = "quick" if options.quick else "some" if options.op or options.model else ""
-    path = results_path(options.device, kind)
+    part = "quick" if options.quick else "some" if options.op or options.model else ""
+    user = "user" if options.user_allocator else ""
+    path = results_path(options.device, "-".join(filter(None, (user, part))))
     path.parent.mkdir(parents=True, exist_ok=True)
+    if part:
+        path.unlink(missing_ok=True)
     fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "--benchmark-quiet"]
     command += [f"--benchmark-json={fresh}", f"--device={options.device}", *rest]
     command += [f"--op={op}" for op in options.op]
     command += [f"--model={model}" for model in options.model]
     if options.quick:
         command.append("--quick")
-    code = subprocess.run(command, cwd=ROOT, check=False, env=ALLOCATOR | os.environ).returncode
-    if not fresh.exists():
+    code, done = 0, []
+    for family in options.family or FAMILIES:
+        settings = {} if user else ALLOCATORS[FAMILIES[family]]
+        fresh.unlink(missing_ok=True)
+        of_family = subprocess.run(
+            [*command, f"--family={family}"], cwd=ROOT, check=False, env=settings | os.environ
+        ).returncode
+        if of_family == USAGE_ERROR:
+            return of_family
+        if of_family == NOTHING_TO_RUN:
+            continue
+        code = code or of_family
+        if of_family in RAN:
+            store(path, fresh, family)
+            done.append(family)
+    if not done:
         return code or 1
-    fresh.replace(path)
     show = [str(path), f"--png={path.with_suffix('.png')}"]
+    show += [f"--family={family}" for family in done]
     if options.fail_slower:
         show.append("--fail-slower")
     # A red op fails the run; the other rows are shown all the same.
-    return report.main(show) or code
+    shown = report.main(show)
+    return code or shown
 
 
 if __name__ == "__main__":
