@@ -264,17 +264,17 @@ def _their_optimizer(
 def their_class(rule: Rule) -> Any:
     """The class that the rule's rivals are of. Raises ImportError where it is not installed."""
     module, _, name = rule.theirs.rpartition(".")
-    return getattr(_module(module), name)
+    return getattr(import_module(module), name)
 
 
 _declared: list[torch.library.Library] = []
 
 
 @cache
-def _module(name: str) -> ModuleType:
-    """The module; timm also beside a torchvision whose C++ part does not fit torch.
+def import_module(name: str) -> ModuleType:
+    """The module; timm's and torchvision's also where torchvision's C++ part does not fit torch.
 
-    timm imports torchvision, which registers fake kernels for operators of its C++ part.
+    Imported (by timm, too), torchvision registers fake kernels for operators of its C++ part.
     """
     try:
         return importlib.import_module(name)

@@ -29,6 +29,33 @@ def stored(cls: Any, info: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: info[f.name] for f in named}
 
 
+class Contest:
+    """What rows have that are compared with their strongest rival."""
+
+    ns: dict[str, float]
+    ns_min: dict[str, float]
+    ratio: dict[str, float]
+    ratio_interval: dict[str, list[float]]
+
+    @property
+    def strongest(self) -> str | None:
+        """The fastest rival; None where all were left out."""
+        return min(self.ratio, key=self.ratio.__getitem__, default=None)
+
+    @property
+    def noisy(self) -> bool:
+        """The machine was too busy for this row to be quoted."""
+        names = self.ns.keys() & {"copy", "fusedtrain"}
+        return any(self.ns[name] > BUSY * self.ns_min[name] for name in names)
+
+    def is_slower(self, tolerance: float) -> bool:
+        """Slower than the strongest rival by more than ``tolerance``, and surely so."""
+        best = self.strongest
+        if best is None:
+            return False
+        return self.ratio_interval[best][1] < 1 and self.ratio[best] < 1 / (1 + tolerance)
+
+
 @dataclass(frozen=True)
 class Row:
     """One benchmark: an op's pass on one dtype, size and device (see README.md)."""

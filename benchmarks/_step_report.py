@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks._step_rows import StepRow, section_key
+from benchmarks._tables import Table, show, strongest_text
+from benchmarks._tables import markdown as markdown_of
+from benchmarks._tables import summary as summary_of
 
 COLUMNS = (
     "optimizer", "job", "ms", "B/param", "GB/s", "% copy", "host us", "launches", "vs strongest",
@@ -45,84 +47,33 @@ def _cells(row: StepRow) -> Iterator[str]:
     yield f"{row.percent_of_copy:.0f}"
     yield _pair({k: v / 1e3 for k, v in row.host_ns.items()}, best, ".0f")
     yield _pair(row.counts, best, "d") + (" ops" if row.device_type == "cpu" else "")
-    if best is None:
-        yield from ("", "", "")
-        return
-    low, high = row.ratio_interval[best]
-    yield f"{row.ratio[best]:.2f}x {best}"
-    yield f"{low:.2f}-{high:.2f}"
-    ranked = sorted(row.ratio, key=row.ratio.__getitem__)
-    yield ", ".join(f"{name} {row.ratio[name]:.2f}x" for name in ranked)
+    yield from strongest_text(row)
+
+
+def _tables(rows: Sequence[StepRow]) -> Iterator[Table]:
+    """One per machine, network and dtype."""
+    for key, members in groupby(rows, key=section_key):
+        section = list(members)
+        table = Table(_title(*key, section[0]), COLUMNS, frozenset({0, 1, 10}))
+        table.rows = [(row, list(_cells(row))) for row in section]
+        yield table
 
 
 def print_tables(rows: Sequence[StepRow], tolerance: float) -> None:
-    """The full tables, one per machine, network and dtype, with rich."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
-    for key, members in groupby(rows, key=section_key):
-        section = list(members)
-        table = Table(title=_title(*key, section[0]), title_justify="left")
-        for number, name in enumerate(COLUMNS):
-            table.add_column(name, justify="left" if number < 2 or number == 10 else "right")
-        table.add_column("")
-        for row in section:
-            slower = row.is_slower(tolerance)
-            flags = " ".join(["SLOWER"] * slower + ["noisy"] * row.noisy)
-            table.add_row(*_cells(row), flags, style="red" if slower else None)
-        console.print(table)
-    console.print(LEGEND, style="dim")
+    """The full tables, with rich."""
+    show(_tables(rows), LEGEND, tolerance)
 
 
 def markdown(rows: Sequence[StepRow], dtypes: Sequence[str]) -> str:
-    """One Markdown table per machine, network and dtype."""
-    parts = []
-    for key, members in groupby(rows, key=section_key):
-        section = list(members)
-        if key[2] not in dtypes:
-            continue
-        lines = [
-            _title(*key, section[0]),
-            "",
-            f"| {' | '.join(COLUMNS)} |",
-            f"| --- | --- |{' ---: |' * 8} --- |",
-        ]
-        for row in section:
-            cells = list(_cells(row))
-            cells[2] += " \\*" if row.noisy else ""
-            lines.append(f"| {' | '.join(cells)} |")
-        if any(row.noisy for row in section):
-            lines += ["", "\\* measured while the machine was busy: the ratios are uncertain"]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    """The tables in Markdown."""
+    return markdown_of(_tables([row for row in rows if row.dtype in dtypes]), 2)
 
 
 def summary(rows: Sequence[StepRow], tolerance: float) -> str:
     """Counts, geometric means and the rows that are slower than the strongest rival."""
-    lines = []
-    for machine, members in groupby(rows, key=lambda row: row.machine):
-        of_machine = list(members)
-        noisy = sum(row.noisy for row in of_machine)
-        lines.append(f"AMP step, {machine}: {len(of_machine)} rows, {noisy} noisy")
-        ratios = [row.ratio[name] for row in of_machine if (name := row.strongest)]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            lines.append(
-                f"  vs the strongest rival: {mean:.2f}x (geometric mean of {len(ratios)}), from "
-                f"{min(ratios):.2f}x to {max(ratios):.2f}x"
-            )
-    slower = [row for row in rows if row.is_slower(tolerance)]
-    lines.append(f"Slower than a rival beyond noise (> {tolerance:.0%}): {len(slower)} rows")
-    lines += [
-        f"  {row.op} {row.job} {row.dtype} {row.model}: {row.ratio[best]:.2f}x {best}"
-        f"{' (noisy)' if row.noisy else ''}"
-        for row in slower
-        if (best := row.strongest)
-    ]
-    return "\n".join(lines)
+    return summary_of(
+        "AMP step", rows, lambda row: f"{row.op} {row.job} {row.dtype} {row.model}", tolerance
+    )
 
 
 def draw(rows: Sequence[StepRow], path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks._contestants import JOBS, KINDS, RULES
 from benchmarks._measure import compare, setting
 from benchmarks._parameter_lists import MODELS
-from benchmarks._rows import BUSY, machine_text, stored
+from benchmarks._rows import Contest, machine_text, stored
 
 FAMILY = "amp_step"
 
@@ -62,7 +62,7 @@ def step_row(
 
 
 @dataclass(frozen=True)
-class StepRow:
+class StepRow(Contest):
     """One benchmark: an optimizer's job on the parameters of a network (see README.md)."""
 
     op: str
@@ -99,26 +99,9 @@ class StepRow:
         return machine_text(vars(self))
 
     @property
-    def strongest(self) -> str | None:
-        """The fastest rival; None where all were left out."""
-        return min(self.ratio, key=self.ratio.__getitem__, default=None)
-
-    @property
     def bytes_per_parameter(self) -> int:
         """What the job has to read and write at least."""
         return round(self.bytes / self.numel)
-
-    @property
-    def noisy(self) -> bool:
-        """The machine was too busy for this row to be quoted."""
-        return any(self.ns[n] > BUSY * self.ns_min[n] for n in ("copy", "fusedtrain"))
-
-    def is_slower(self, tolerance: float) -> bool:
-        """Slower than the strongest rival by more than ``tolerance``, and surely so."""
-        best = self.strongest
-        if best is None:
-            return False
-        return self.ratio_interval[best][1] < 1 and self.ratio[best] < 1 / (1 + tolerance)
 
 
 def section_key(row: StepRow) -> tuple[str, str, str]:
