@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _step_report, _step_rows
+from benchmarks import _net_report, _net_rows, _step_report, _step_rows
 from benchmarks._chart import draw
 from benchmarks._rows import BUSY, FAMILIES, LARGE, RIVALS, Row, load, section_key, size_text
 
@@ -274,7 +274,11 @@ class _OwnPart(_Part):
 def _parts(results: Sequence[Path]) -> list[_Part]:
     rows = load(results)
     parts = [_Part(family, [r for r in rows if r.family == family]) for family in FAMILIES]
-    return [*parts, _OwnPart(_step_rows.FAMILY, _step_rows.load(results), _step_report)]
+    return [
+        *parts,
+        _OwnPart(_step_rows.FAMILY, _step_rows.load(results), _step_report),
+        _OwnPart(_net_rows.FAMILY, _net_rows.load(results), _net_report),
+    ]
 
 
 def _show(parts: Sequence[_Part], tolerance: float, overhead_us: float) -> None:

@@ -29,6 +29,7 @@ FAMILIES = {
     "activations": "bounded",
     "amp_step": "bounded",
     "batch_norm": "kept",
+    "conv_bn": "kept",
 }
 RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes
 

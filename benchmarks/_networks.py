@@ -1,0 +1,262 @@
+"""What is timed with whole networks: a training step, inference, a step with frozen batch norms.
+
+A job has contestants that start from the same network, and a gate: the outputs, gradients and
+running statistics of each are compared with the stock network's in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedtrain
+from benchmarks._contestants import import_module
+from benchmarks._measure import Call
+
+JOBS = {
+    "train": "training step",
+    "inference": "inference",
+    "tune": "training step, frozen statistics",
+}
+LR = 1e-6  # what is timed does not depend on it, and the weights stay sane
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=1e-2),
+    "SGD": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=1e-4),
+}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "float16 AMP": torch.float32}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A network with its input, which all contestants of a row share."""
+
+    job: str
+    model: str
+    batch: int
+    pixels: int
+    layout: str = "channels_last"
+    dtype: str = "float32"  # in DTYPES
+    optimizer: str = "SGD"  # in training
+
+    @property
+    def amp(self) -> bool:
+        return self.dtype.endswith("AMP")
+
+
+class Missing(RuntimeError):
+    """This fusedtrain cannot do the job (yet)."""
+
+
+class NotTheJob(AssertionError):
+    """The contestant's numbers are wrong: it is not timed."""
+
+
+def build(setup: Setup, device: str) -> nn.Module:
+    """torchvision's network, seeded, without dropout: all contestants compute the same."""
+    models = import_module("torchvision.models")
+    torch.manual_seed(0)
+    model: Any = models.get_model(setup.model)
+    norms: list[Any] = []
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ in ("Dropout", "StochasticDepth"):
+            module.p = 0.0
+        elif isinstance(module, nn.BatchNorm2d):
+            norms.append(module)
+            nn.init.uniform_(module.weight, 0.9, 1.1)
+            nn.init.uniform_(module.bias, -0.1, 0.1)
+    model.to(device, memory_format=LAYOUTS[setup.layout]).train()
+    if setup.job != "train":
+        _settle(model, norms, replace(setup, batch=4, dtype="float32"), device)
+        for module in model.modules() if setup.job == "inference" else norms:
+            module.eval()
+    network: nn.Module = model.to(DTYPES[setup.dtype])
+    return network
+
+
+@torch.no_grad()
+def _settle(model: nn.Module, norms: Sequence[Any], setup: Setup, device: str) -> None:
+    """Running statistics that fit the network: numbers must neither vanish nor explode."""
+    kept = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    model(batch_of(setup, device)[0])
+    for norm, momentum in zip(norms, kept, strict=True):
+        norm.momentum = momentum
+
+
+def batch_of(setup: Setup, device: str, size: int = 0) -> tuple[Tensor, Tensor]:
+    """Images and labels."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (size or setup.batch, 3, setup.pixels, setup.pixels)
+    images = torch.randn(shape, generator=generator).to(device, DTYPES[setup.dtype])
+    labels = torch.randint(1000, shape[:1], generator=generator).to(device)
+    return images.contiguous(memory_format=LAYOUTS[setup.layout]), labels
+
+
+# --- contestants ---
+
+
+@dataclass
+class Contestant:
+    """A network that may be timed, and what fusedtrain says it did to it."""
+
+    model: Any
+    note: str = ""
+
+
+def _eager(model: nn.Module) -> Contestant:
+    return Contestant(model)
+
+
+def _compiled(model: nn.Module) -> Contestant:
+    torch.compiler.reset()
+    return Contestant(torch.compile(model, dynamic=False))
+
+
+def _feature(name: str) -> Any:
+    function = getattr(fusedtrain, name, None)
+    if function is None:
+        raise Missing(f"this fusedtrain has no {name}")
+    return function
+
+
+def _converted(model: nn.Module) -> Contestant:
+    report = _feature("convert")(model)
+    norms = f"{len(report.norms)} norms and " if hasattr(report, "norms") else ""
+    return Contestant(model, f"converted {norms}{len(report.converted)} activations")
+
+
+def _folded(model: nn.Module) -> Contestant:
+    folded, report = _feature("fold_conv_bn")(model)
+    return Contestant(
+        folded, f"folded {len(report.folded)} norms, {len(report.fused)} activations into convs"
+    )
+
+
+def _tuned(model: nn.Module) -> Contestant:
+    report = _feature("tune_mode")(model)
+    return Contestant(model, f"folds {len(report.folded)} norms at each call")
+
+
+_OURS: Mapping[str, Callable[[nn.Module], Contestant]] = {
+    "train": _converted,
+    "inference": _folded,
+    "tune": _tuned,
+}
+
+
+def contestant(who: str, setup: Setup, stock: nn.Module) -> Contestant:
+    """One of "fusedtrain", "eager", "compile", from a copy of the stock network."""
+    make = {"eager": _eager, "compile": _compiled, "fusedtrain": _OURS[setup.job]}[who]
+    return make(copy.deepcopy(stock))
+
+
+# --- the job ---
+
+
+def _loss(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, torch.float16, enabled=setup.amp):
+        return F.cross_entropy(model(images), labels)
+
+
+def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
+    """What is timed."""
+    if setup.job == "inference":
+
+        def infer() -> Tensor:
+            with torch.no_grad():
+                output: Tensor = model(images)
+                return output
+
+        return infer
+    optimizer = OPTIMIZERS[setup.optimizer]([p for p in model.parameters() if p.requires_grad])
+    scaler = torch.amp.GradScaler(images.device.type, enabled=setup.amp)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(_loss(model, setup, images, labels)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def saved_bytes(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> int:
+    """What one forward keeps for backward, without parameters, buffers and the images."""
+    owned = (images, labels, *model.parameters(), *model.buffers())
+    known = {t.untyped_storage().data_ptr() for t in owned}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _loss(model, setup, images, labels)
+    return sum(kept.values())
+
+
+# --- the gate ---
+
+GATE_BATCH = 4  # of a training step: float64 takes long
+# Errors of outputs, of all gradients and of all buffers, each as a norm relative to the norm. Of
+# two networks that are right, one can be so many times as far from float64 as the other: ReLUs and
+# batch statistics make more of each rounding.
+FLOOR, TIMES_EAGER = 1e-5, 4.0
+Results = dict[str, list[Tensor]]
+
+
+def results(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Results:
+    """Of one call: outputs, and in training gradients and the running statistics after it."""
+    if setup.job == "inference":
+        with torch.no_grad():
+            return {"output": [model(images).double()]}
+    model.zero_grad()
+    with torch.autocast(images.device.type, torch.float16, enabled=setup.amp):
+        output = model(images)
+        loss = F.cross_entropy(output, labels)
+    loss.backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    found = {
+        "output": [output.detach().double()],
+        "gradient": [g.double() for g in gradients],
+        "running statistics": [b.double() for b in model.buffers() if b.is_floating_point()],
+    }
+    model.zero_grad()
+    return found
+
+
+def truth(stock: nn.Module, setup: Setup, images: Tensor, labels: Tensor) -> Results:
+    """The stock network in float64."""
+    exact = replace(setup, dtype="float32")
+    return results(copy.deepcopy(stock).double(), exact, images.double(), labels)
+
+
+def errors(found: Results, exact: Results) -> dict[str, float]:
+    """Relative to the norm of each kind of result."""
+    return {name: _distance(found[name], exact[name]) for name in exact}
+
+
+def _distance(found: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+    a, b = (torch.cat([t.flatten() for t in tensors]) for tensors in (found, exact))
+    if a.shape != b.shape:
+        return float("nan")
+    return float((a - b).norm() / b.norm())
+
+
+def check(found: Mapping[str, float], eager: Mapping[str, float]) -> None:
+    """Raise NotTheJob if a contestant's errors exceed what eager's allow."""
+    for name, error in found.items():
+        limit = max(FLOOR, TIMES_EAGER * eager[name])
+        if not error <= limit:  # NaN is wrong
+            raise NotTheJob(f"wrong {name}: off by {error:.1e} of its norm ({limit:.1e} allowed)")
