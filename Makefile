@@ -11,7 +11,7 @@ CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test mutants lint format bench wheel build abi-matrix clean \
-  gpu gpu-build gpu-test gpu-sanitize gpu-bench
+  gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,10 +63,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
 GPU_PYTHON ?= python3
 
-gpu:  ## everything that needs a GPU: logs and JSON into RESULTS_DIR (three parts, 9 minutes at most each)
-	@code=0; for part in test sanitize bench; do $(MAKE) gpu-$$part || code=1; done; exit $$code
+gpu:  ## everything that needs a GPU: logs and JSON into RESULTS_DIR (four parts, 9 minutes at most each)
+	@code=0; for part in test sanitize bench bench-norms; do $(MAKE) gpu-$$part || code=1; done; exit $$code
 
-gpu-build gpu-test gpu-sanitize gpu-bench: gpu-%:
+gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms: gpu-%:
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $*
 
 clean:  ## remove what was built; the environment stays

@@ -1,10 +1,10 @@
 """`make gpu`: what only a machine with a GPU can tell. Installs nothing; uses its own python.
 
-    python3 tools/gpu.py build|test|sanitize|bench
+    python3 tools/gpu.py build|test|sanitize|bench|bench-norms
 
-Each part writes <device>-<part>.log into $RESULTS_DIR (default benchmarks/results), `bench` also
-<device>.json, and ends within 9 minutes. Without a GPU each part starts all the same and shows what
-it skips, and why: a rehearsal.
+Each part writes <device>-<part>.log into $RESULTS_DIR (default benchmarks/results), the benchmarks
+also <device>.json, and ends within 9 minutes. Without a GPU each part starts all the same and shows
+what it skips, and why: a rehearsal.
 """
 
 from __future__ import annotations
@@ -130,24 +130,35 @@ def sanitize(part: Part, gpu: str) -> None:
             part.say(f"{name}: it did not run; a device that it does not support is no fault")
 
 
-def bench(part: Part, gpu: str) -> None:
-    run = (sys.executable, "-m", "benchmarks.run")
+def benchmark(part: Part, gpu: str, *families: str) -> None:
     if importlib.util.find_spec("pytest_benchmark") is None:
         part.say("skipped: pytest-benchmark is not installed")
         return
-    if not gpu:
-        part.run(*run, "--quick", "--no-compile")
-        return
-    part.run(*run, "--device", "cuda", needed=True)
-    part.run(
-        *run, "--device", "cuda", "--no-compile", "--op", "mish", "--op", "silu", "--op", "relu",
-        needed=False, FUSEDTRAIN_BACKEND="triton",
-    )  # fmt: skip
+    options = ("--device", "cuda") if gpu else ("--quick", "--no-compile")
+    chosen = [f"--family={family}" for family in families]
+    part.run(sys.executable, "-m", "benchmarks.run", *options, *chosen)
+
+
+def bench(part: Part, gpu: str) -> None:
+    benchmark(part, gpu, "activations", "amp_step")
+    if gpu and importlib.util.find_spec("pytest_benchmark") is not None:
+        part.run(
+            sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--no-compile",
+            "--family=activations", "--op", "mish", "--op", "silu", "--op", "relu",
+            needed=False, FUSEDTRAIN_BACKEND="triton",
+        )  # fmt: skip
+
+
+def bench_norms(part: Part, gpu: str) -> None:
+    benchmark(part, gpu, "batch_norm", "conv_bn")
+
+
+PARTS = {"test": test, "sanitize": sanitize, "bench": bench, "bench-norms": bench_norms}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("build", "test", "sanitize", "bench"))
+    parser.add_argument("part", choices=("build", *PARTS))
     chosen = parser.parse_args().part
     if lacking := missing():
         print("make gpu cannot run:", *lacking, sep="\n  ")
@@ -162,7 +173,7 @@ def main() -> int:
         part = Part(log)
         part.say(f"gpu-{chosen}: {what}")
         if build(part, arch) and chosen != "build":
-            {"test": test, "sanitize": sanitize, "bench": bench}[chosen](part, gpu)
+            PARTS[chosen](part, gpu)
         for command in part.failed:
             part.say(f"FAILED: {command}")
         part.say(f"gpu-{chosen}: {'failed' if part.failed else 'done'}; log: {path}")
