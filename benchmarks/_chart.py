@@ -84,7 +84,8 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     last = {row.name: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == passes[-1]}
     ops = sorted({row.name for row in rows}, key=lambda name: last.get(name, 0.0))
     height = 0.8 / len(passes)
-    for index, (name, color) in enumerate(zip(passes, ("#8ec1e8", "#1b6ca8"), strict=False)):
+    colors = ("#8ec1e8", "#1b6ca8")[-len(passes) :]
+    for index, (name, color) in enumerate(zip(passes, colors, strict=False)):
         bars = {row.name: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == name}
         drawn = axes.barh(
             [y + height * (len(passes) / 2 - index - 0.5) for y in range(len(ops))],
@@ -93,11 +94,11 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
             label=name,
             color=color,
         )
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
+        axes.bar_label(drawn, fmt=lambda x: f"{x:.2f}" if x else "", fontsize=7, padding=2)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(ops)), ops)
     axes.set_xlabel("eager time / fusedtrain time (above 1: fusedtrain is faster)")
-    axes.set_title(f"against eager: {rows[0].title}")
+    axes.set_title(f"against eager: {rows[0].title}", fontsize=9 if rows[0].model else None)
     axes.legend(loc="lower right")
     axes.margins(x=0.1, y=0.01)
 
@@ -120,7 +121,7 @@ def _draw_bandwidths(axes: Any, rows: Sequence[Row]) -> None:
             label=which,
             color=COLORS[which],
         )
-        axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=2)
+        axes.bar_label(drawn, fmt=lambda x: f"{x:.0f}" if x else "", fontsize=7, padding=2)
     axes.axvline(100, color="black", linewidth=1)
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
     axes.set_xlabel("percent of the bandwidth of x.clone() in the same rounds")

@@ -85,21 +85,22 @@ def draw(rows: Sequence[NetRow], path: Path) -> None:
             places = [height * (len(rivals) / 2 - number - 0.5) - i for i in range(len(members))]
             ratios = [row.ratio.get(who, 0.0) for row in members]
             bars = left.barh(places, ratios, height, color=COLORS[who], label=who)
-            left.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
+            left.bar_label(bars, [f"{x:.2f}" if x else "" for x in ratios], fontsize=7, padding=2)
         left.axvline(1, color="black", linewidth=1)
         left.set_yticks([-i for i in range(len(members))], labels, fontsize=8)
         left.set_xlabel("rival's time / fusedtrain's (above 1: fusedtrain is faster)")
-        left.set_title(members[0].machine, loc="left", fontsize=9)
-        left.legend(loc="lower right")
+        left.set_title(members[0].machine, loc="left", fontsize=9, pad=24)
+        left.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         left.margins(x=0.1)
         for shift, who in ((0.2, "eager"), (-0.2, "fusedtrain")):
             places = [shift - i for i in range(len(members))]
             megabytes = [row.saved.get(who, 0) / 1e6 for row in members]
             bars = right.barh(places, megabytes, 0.4, color=COLORS[who], label=who)
-            right.bar_label(bars, fmt="%.0f", fontsize=7, padding=2)
+            texts = [f"{x:.0f}" if x else "" for x in megabytes]
+            right.bar_label(bars, texts, fontsize=7, padding=2)
         right.set_yticks([])
         right.set_xlabel("saved for backward, MB")
-        right.legend(loc="lower right")
+        right.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
         right.margins(x=0.1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
