@@ -270,8 +270,7 @@ def _check_residual(residual: Tensor, input: Tensor) -> None:
         torch.broadcast_shapes(input.shape, residual.shape)
     except RuntimeError:
         raise RuntimeError(
-            f"residual: {tuple(residual.shape)} cannot be added to an input of "
-            f"{tuple(input.shape)}"
+            f"residual: {tuple(residual.shape)} cannot be added to an input of {tuple(input.shape)}"
         ) from None
     if residual.device != input.device and residual.dim() > 0:
         raise RuntimeError(f"residual: is on {residual.device}, the input on {input.device}")
