@@ -5,17 +5,18 @@ Numerics, layouts and what backward saves: :func:`fusedtrain.functional.batch_no
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
+from .._rewritten import passes_on
 from ..reference.batch_norm import POINTWISE, Pointwise
 from . import activation as _activations
 
@@ -59,9 +60,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     if cls is nn.Identity:
         return _NOTHING
     row = _ROW_OF.get(cls)
-    if row is None or any(getattr(module, hooks) for hooks in _HOOKS):
-        return None
-    if "forward" in vars(module):
+    if row is None or not _replaceable(module):
         return None
     name = row.name
     if name == "gelu":
@@ -91,8 +90,31 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Whether :func:`branch_scale_of` can take the module's place."""
     known = _package_and_name(module) in _STOCHASTIC_DEPTH
-    hooked = any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module)
-    return known and not hooked and getattr(module, "mode", "row") == "row"
+    return known and _replaceable(module) and getattr(module, "mode", "row") == "row"
+
+
+def _replaceable(module: nn.Module) -> bool:
+    """Whether nobody would miss a call of the module. Where convert left one that hands on its
+    input, it is this call that fires the hooks."""
+    if passes_on(module):
+        return True
+    return not any(getattr(module, hooks) for hooks in _HOOKS) and "forward" not in vars(module)
+
+
+def _apply(module: nn.Module, z: Tensor) -> Tensor:
+    """A module that is not part of the op."""
+    call: Any = module
+    if passes_on(module):
+        call = functools.partial(type(module).forward, module)
+    output: Tensor = call(z)
+    return output
+
+
+def _traced(module: nn.Module, input: Any, residual: Any) -> Any:
+    """As torch.fx sees torch's batch norm: a call of a module."""
+    tracer = input.tracer
+    given = {} if residual is None else {"residual": residual}
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), given)
 
 
 def _create_activation(
@@ -139,6 +161,9 @@ class _BatchNormAct(_BatchNorm):
     """Forward of all: norm, drop, add, activation."""
 
     qconfig = _NoQconfig()
+    # By convert: the residual that must be given, since the forward around adds it no more, is
+    # added "in place" of the norm's output or "out of place".
+    _adds = ""
 
     def __init__(
         self,
@@ -186,21 +211,27 @@ class _BatchNormAct(_BatchNorm):
             factor,
             self.eps,
         )
-        z = self.drop(z)
+        # Those which convert took from other modules, TorchScript calls there.
+        if hasattr(self, "drop"):
+            z = self.drop(z)
         if residual is not None:
             z = z + residual
-        output: Tensor = self.act(z)
-        return output
+        if hasattr(self, "act"):
+            z = self.act(z)
+        return z
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        if _has(input) and isinstance(input, torch.fx.Proxy):
-            # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
-            arguments = (input,) if residual is None else (input, residual)
-            path = input.tracer.path_of_module(self)
-            node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
-            return node
+        if residual is None and self._adds:
+            raise RuntimeError(
+                "this batch norm adds a residual since fusedtrain.convert, and was called without "
+                "one: not by the forward that was converted. fusedtrain.revert undoes it"
+            )
+        if isinstance(input, fx.Proxy):
+            return _traced(self, input, residual)
         self._check_input_dim(input)
+        if self._adds == "in place" and residual is not None:
+            residual = residual.to(input.dtype)
         activation, branch_scale = activation_of(self.act), None
         drop = None if type(self.drop) is nn.Identity else self.drop
         if drop is not None and is_stochastic_depth(drop):
@@ -215,11 +246,10 @@ class _BatchNormAct(_BatchNorm):
         if not apart:
             return z
         if drop is not None:
-            z = drop(z)
+            z = _apply(drop, z)
         if residual is not None:
             z = z + residual
-        output: Tensor = self.act(z)
-        return output
+        return _apply(self.act, z)
 
     def _updates(self) -> tuple[float, bool]:
         """The weight of this batch in the running statistics, and whether these are to move.

@@ -1,0 +1,109 @@
+"""Another forward for one module, kept in its `__dict__`, which is as good as the one of its class.
+
+It survives deepcopy and pickle, torch.compile and torch.export trace it, and to TorchScript and
+inspect it shows the forward of the class. The module is not kept alive by it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def _template(rewritten: Any, *args: Any, **kwargs: Any) -> Any:
+    return rewritten.run(*args, **kwargs)
+
+
+def _same(module: nn.Module, input: Tensor) -> Tensor:
+    return input
+
+
+class Rewritten:
+    """The other forward. `install` puts it into its module, `remove` takes it out again.
+
+    `source` is a function named "forward", `imports` what the names in it stand for, written as
+    "module:qualified.name": so that pickle needs no function that cannot be imported.
+    """
+
+    def __init__(self, module: nn.Module, source: str, imports: Mapping[str, str]) -> None:
+        self.__setstate__({"module": module, "source": source, "imports": dict(imports)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self._module(), "source": self.source, "imports": self.imports}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module = weakref.ref(state["module"])
+        self.source: str = state["source"]
+        self.imports: dict[str, str] = state["imports"]
+        self._function = self._compiled()
+
+    def _compiled(self) -> Callable[..., Any]:
+        name = f"<fusedtrain.convert {type(self._module()).__name__} {id(self)}>"
+        # As fx does it: tracebacks and torch.compile's messages show the line.
+        linecache.cache[name] = (
+            len(self.source), None, self.source.splitlines(keepends=True), name,
+        )  # fmt: skip
+        weakref.finalize(self, linecache.cache.pop, name, None)
+        names = {name: resolve(path) for name, path in self.imports.items()}
+        exec(compile(self.source, name, "exec"), names)
+        function: Callable[..., Any] = names["forward"]
+        return function
+
+    @property
+    def forward(self) -> types.MethodType:
+        # pickle asks for this attribute of this object; TorchScript for the source and globals.
+        original: Any = getattr(type(self._module()), "forward")  # noqa: B009 (it may be None)
+        function = types.FunctionType(_template.__code__, original.__globals__, "forward")
+        function.__wrapped__ = original  # type: ignore[attr-defined]
+        return types.MethodType(function, self)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module(), *args, **kwargs)
+
+
+class PassesOn(Rewritten):
+    """Of an activation or drop module whose work a batch norm does: hands on its input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "", {})
+
+    def _compiled(self) -> Callable[..., Any]:
+        return _same
+
+
+def install(rewritten: Rewritten) -> None:
+    module = rewritten._module()
+    assert module is not None
+    vars(module)["forward"] = rewritten.forward
+
+
+def rewritten_of(module: nn.Module) -> Rewritten | None:
+    found = getattr(vars(module).get("forward"), "__self__", None)
+    return found if isinstance(found, Rewritten) else None
+
+
+def passes_on(module: nn.Module) -> bool:
+    return isinstance(rewritten_of(module), PassesOn)
+
+
+def remove(module: nn.Module) -> bool:
+    """Whether there was one."""
+    if rewritten_of(module) is None:
+        return False
+    del vars(module)["forward"]
+    return True
+
+
+def resolve(path: str) -> Any:
+    """What a name of `imports` stands for."""
+    module, _, qualified = path.partition(":")
+    found = importlib.import_module(module)
+    for part in filter(None, qualified.split(".")):
+        found = getattr(found, part)
+    return found
