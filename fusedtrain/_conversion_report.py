@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import importlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,13 +25,60 @@ class Left(NamedTuple):
     reason: str
 
 
+class FusedNorm(NamedTuple):
+    """One batch norm which `convert` changed. `parts`: what it took over, in the order of calls."""
+
+    name: str
+    source: str
+    target: str
+    parts: tuple[str, ...]
+
+
+class Layer(NamedTuple):
+    """What running the example told about one converted module, with all that it took over.
+
+    Bytes count for the module that saved a storage last: an activation's output for the next layer.
+    `error`: of the outputs of it or, where it has none of its own, the module around it.
+    """
+
+    name: str
+    saved_before: int
+    saved_after: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Errors are relative: norm of the difference by norm of what the stock model gives; those of
+    gradients are the largest of all parameters. `noise`: what rounding does to the stock model."""
+
+    output_error: float
+    gradient_error: float
+    output_noise: float
+    gradient_noise: float
+    saved_before: int
+    saved_after: int
+    layers: list[Layer]
+
+    def __str__(self) -> str:
+        saved = _megabytes(self.saved_before, self.saved_after)
+        return (
+            f"on the example: saved for backward {saved}; largest relative error of outputs "
+            f"{self.output_error:.1e} (rounding alone: {self.output_noise:.1e}), of gradients "
+            f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})"
+        )
+
+
 @dataclass(repr=False)
 class ConversionReport:
     """What `convert` changed and what it left: print it, or read its fields.
 
-    `converted` and `left` have one entry a module, `shared` maps the first name of a converted
-    module that sits at several places to all of its names, `already` counts modules that were fused
-    before. The length is the number of converted modules.
+    `converted` (activations), `norms` and `left` have one entry a module, `shared` maps the first
+    name of a converted module that sits at several places to all of its names, `already` counts
+    modules that were fused before. `rewritten` names the modules with another `forward`: those that
+    added or called what is part of a norm now, and activation and drop modules that hand on their
+    input, since a norm does their work. `proof` is None where no example was given. The length is
+    the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
@@ -45,23 +92,36 @@ class ConversionReport:
     left: list[Left] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
     already: int = 0
+    norms: list[FusedNorm] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    proof: Proof | None = None
 
     def __len__(self) -> int:
-        return len(self.converted)
+        swapped = {entry.name for entry in self.converted} | {norm.name for norm in self.norms}
+        return len(swapped.union(self.rewritten))
 
     def __repr__(self) -> str:
-        counts = f"converted={len(self.converted)}, left={len(self.left)}, already={self.already}"
-        return f"ConversionReport({counts})"
+        counts = {"converted": len(self.converted)}
+        if self.norms:
+            counts["norms"] = len(self.norms)
+        counts |= {"left": len(self.left), "already": self.already}
+        return f"ConversionReport({', '.join(f'{name}={n}' for name, n in counts.items())})"
 
     def __str__(self) -> str:
         lines = [f"converted {_modules(len(self.converted))}"]
-        pairs = Counter((entry.source, entry.target) for entry in self.converted).most_common()
-        digits = max((len(str(count)) for _, count in pairs), default=0)
-        width = max((len(source) for (source, _), _ in pairs), default=0)
-        for (source, target), count in pairs:
-            lines.append(f"  {count:>{digits}} x {source:<{width}} -> {target}")
+        lines += self._table([(e.name, e.source, f" -> {e.target}") for e in self.converted])
         for names in self.shared.values():
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
+        if self.norms:
+            counted = "1 batch norm" if len(self.norms) == 1 else f"{len(self.norms)} batch norms"
+            lines.append(f"fused {counted} with what follows")
+            lines += self._table(
+                [(e.name, " + ".join((e.source, *e.parts)), "") for e in self.norms]
+            )
+            if self.proof is None:
+                lines.append("  not run on an example (example_inputs=None)")
+        if self.proof is not None:
+            lines.append(str(self.proof))
         if self.already:
             lines.append(f"already fused: {_modules(self.already)}")
         groups: dict[tuple[str, str], list[str]] = {}
@@ -77,11 +137,48 @@ class ConversionReport:
             lines.append("  no activation modules found (calls such as F.relu are not modules)")
         return "\n".join(lines)
 
+    def _table(self, rows: list[tuple[str, str, str]]) -> list[str]:
+        """A line for each kind of swap."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, source, target in rows:
+            kinds.setdefault((source, target), []).append(name)
+        ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        digits = max((len(str(len(names))) for _, names in ordered), default=0)
+        width = max((len(source) for (source, _), _ in ordered), default=0)
+        wide = max((len(target) for (_, target), _ in ordered), default=0)
+        lines = []
+        for (source, target), names in ordered:
+            swap = f"{len(names):>{digits}} x {source:<{width}}{target:<{wide}}"
+            lines.append(f"  {swap}{self._proven(names)}".rstrip())
+        return lines
+
+    def _proven(self, names: list[str]) -> str:
+        chosen = set(names)
+        layers = [e for e in (self.proof.layers if self.proof else []) if e.name in chosen]
+        if len(layers) < len(chosen):  # activations which are part of norms
+            return ""
+        before, after = (sum(sizes) for sizes in zip(*(layer[1:3] for layer in layers)))
+        worst = max(layer.error for layer in layers)
+        return f"  saved {_megabytes(before, after)}, error {worst:.1e}"
+
 
 def shown(name: str) -> str:
     """A module's name as a reader may see it: the root of a model has none."""
     return name or "(the model itself)"
 
 
+def _megabytes(before: int, after: int) -> str:
+    return f"{before / 1e6:.3g} -> {after / 1e6:.3g} MB"
+
+
 def _modules(count: int) -> str:
     return f"{count} module" if count == 1 else f"{count} modules"
+
+
+def title(cls: type) -> str:
+    """A class by the name that it is imported by."""
+    package = cls.__module__.partition(".")[0]
+    public = {"torch": "torch.nn", "fusedtrain": "fusedtrain.nn"}.get(package, "")
+    if public and getattr(importlib.import_module(public), cls.__name__, None) is cls:
+        return f"{public}.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -173,7 +173,8 @@ def test_model_float64(name: str) -> None:
 def test_model_float32_and_revert(name: str) -> None:
     stock = build(name)
     fused, reverted = copy.deepcopy(stock), copy.deepcopy(stock)
-    fusedtrain.convert(fused)
+    # Other rounding in batch norm grows to 3e-2 in ResNet-50: see test_convert_batch_norm.py.
+    fusedtrain.convert(fused, exclude=[nn.BatchNorm2d])
     assert len(fusedtrain.convert(reverted)) == fusedtrain.revert(reverted) > 0
     x = torch.randn(2, 3, 64, 64)
     expected, expected_gradients = run(stock, x)

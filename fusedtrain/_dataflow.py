@@ -1,0 +1,323 @@
+"""Who hands what to whom in a model: each module's own forward, traced with torch.fx.
+
+Every child counts as a leaf, so `if self.downsample is not None` is Python that just runs. Where
+Python asks for what only a tensor could tell (`if x.dim() == 4`, `isinstance(x, list)`), all ways
+through the forward are traced. The forward runs on stand-ins: the model's own state stays.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MOST_WAYS, _MOST_CHOICES = 16, 64
+_SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
+# Made of other modules and without a forward.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# own training flag, that of all children, gradients
+_MODES = ((True, True, True), (False, False, False), (True, False, False), (False, True, True))
+
+
+@dataclass
+class Trace:
+    """The graphs of one module's forward: one for each way through it.
+
+    `inexact` says why a graph cannot take the place of the forward, "" where it can.
+    """
+
+    module: nn.Module
+    graphs: list[fx.Graph]
+    inexact: str = ""
+
+    def callee(self, node: object) -> nn.Module | None:
+        """The module that a node calls, if it does."""
+        if not isinstance(node, fx.Node) or node.op != "call_module":
+            return None
+        return self.module.get_submodule(str(node.target))
+
+
+@dataclass
+class _Choices:
+    """The answers of one way through a forward: those given, then always the first."""
+
+    given: tuple[bool, ...]
+    made: list[bool] = field(default_factory=list)
+
+    def choose(self, first: bool) -> bool:
+        place = len(self.made)
+        if place >= _MOST_CHOICES:  # `while not done:`
+            raise RuntimeError("its forward has too many branches")
+        self.made.append(self.given[place] if place < len(self.given) else first)
+        return self.made[-1]
+
+
+class _Proxy(fx.Proxy):
+    """Also records `x += y` for what it is, which fx would take for `x = x + y`."""
+
+
+def _in_place(name: str) -> Any:
+    function = getattr(operator, name)
+
+    def record(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return record
+
+
+IN_PLACE = (
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+)  # fmt: skip
+for _name in IN_PLACE:
+    setattr(_Proxy, f"__{_name}__", _in_place(_name))
+
+
+class _Tracer(fx.Tracer):
+    # So that a forward which updates a buffer in place updates nothing here.
+    proxy_buffer_attributes = True
+
+    def __init__(self, choices: _Choices) -> None:
+        super().__init__()
+        self.choices = choices
+        self.guessed = ""
+        self.kinds: dict[fx.Node, bool] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.guessed = "what its forward does depends on its input"
+        return self.choices.choose(False)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        self.guessed = "its forward takes a list of tensors"
+        item: Any = obj
+        return iter((item[0], item[1]))
+
+    def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
+        """A tensor at first, then a list."""
+        flat = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not {torch.Tensor, list, tuple} & set(flat):
+            return isinstance(obj, kinds)
+        self.guessed = "its forward asks for the type of its input"
+        if obj.node not in self.kinds:
+            self.kinds[obj.node] = self.choices.choose(True)
+        return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether anything is computed while a forward runs on stand-ins."""
+
+    computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.computed = True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _answering(forward: Any, tracer: _Tracer) -> Iterator[None]:
+    """Lets the file that a forward was written in ask for the types of stand-ins."""
+    names = forward.__globals__
+    had, before = "isinstance" in names, names.get("isinstance")
+
+    def is_instance(obj: Any, kinds: Any) -> bool:
+        return (
+            tracer.is_instance(obj, kinds) if isinstance(obj, fx.Proxy) else isinstance(obj, kinds)
+        )
+
+    names["isinstance"] = is_instance
+    try:
+        yield
+    finally:
+        if had:
+            names["isinstance"] = before
+        else:
+            del names["isinstance"]
+
+
+def _clone(root: nn.Module) -> nn.Module:
+    """The module, whose forward may store in it what it likes: tensors are shared, no more."""
+    clones = {
+        id(m): m if isinstance(m, _SCRIPTED) else object.__new__(type(m)) for m in root.modules()
+    }
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return clones.get(id(value), value)
+        if type(value) in (list, tuple, set):
+            return type(value)(map(copied, value))
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, copied(item)) for key, item in value.items())
+        return value
+
+    for module in root.modules():
+        clone = clones[id(module)]
+        if clone is not module:
+            vars(clone).update((key, copied(value)) for key, value in vars(module).items())
+    return clones[id(root)]
+
+
+def _trace_once(
+    module: nn.Module, choices: _Choices, mode: tuple[bool, bool, bool], defaults: dict[str, Any]
+) -> tuple[fx.Graph, str]:
+    """One way through a forward, and what makes it one of several."""
+    own, children, gradients = mode
+    clone, tracer, watch = _clone(module), _Tracer(choices), _Watch()
+    for part in clone.modules():
+        if not isinstance(part, _SCRIPTED):
+            vars(part)["training"] = own if part is clone else children
+    state = random.getstate()
+    try:
+        with _answering(type(clone).forward, tracer), watch, torch.set_grad_enabled(gradients):
+            graph = tracer.trace(clone, defaults or None)
+        drawn = random.getstate() != state
+    finally:
+        random.setstate(state)
+    if watch.computed or drawn:
+        tracer.guessed = tracer.guessed or "its forward computes from more than its input"
+    return graph, tracer.guessed
+
+
+def trace(module: nn.Module) -> Trace | str:
+    """All graphs of a forward, or why there is none."""
+    if isinstance(module, _SCRIPTED):
+        return "it is scripted"
+    if "forward" in vars(module):
+        return "its forward is patched"
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType):
+        return "its forward is no function"
+    try:
+        if forward is nn.Sequential.forward:
+            return Trace(module, [_trace_once(module, _Choices(()), _MODES[0], {})[0]])
+        return _trace_all(module, _optional(forward))
+    except Exception as error:  # whatever a forward makes of what is no tensor
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _optional(forward: Callable[..., Any]) -> dict[str, Any] | None:
+    """Arguments of a forward that may be left out, and their defaults; None if any number may."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
+    graphs: dict[str, fx.Graph] = {}
+    inexact = "" if optional == {} else "its forward has optional arguments"
+    error: Exception | None = None
+    for mode in _MODES:
+        for defaults in [{}, optional] if optional else [{}]:
+            pending: list[tuple[bool, ...]] = [()]
+            ways = 0
+            while pending:
+                ways += 1
+                if ways > _MOST_WAYS:
+                    raise RuntimeError("its forward has too many branches")
+                choices = _Choices(pending.pop())
+                try:
+                    graph, guessed = _trace_once(module, choices, mode, defaults)
+                    graphs.setdefault(graph.python_code("self").src, graph)
+                    inexact = inexact or guessed
+                except Exception as raised:  # of an assertion, say: other ways remain
+                    error = raised
+                    if not choices.made and not optional:
+                        raise
+                    inexact = inexact or "what its forward does depends on its input"
+                pending += [
+                    (*choices.made[:i], not choices.made[i])
+                    for i in range(len(choices.given), len(choices.made))
+                ]
+    if not graphs and error is not None:
+        raise error
+    if len(graphs) > 1:
+        inexact = inexact or "its forward depends on the mode of training"
+    return Trace(module, list(graphs.values()), inexact)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it is made of other modules, and has no forward."""
+    if isinstance(module, _SCRIPTED):
+        return False
+    return isinstance(module, _CONTAINERS) or type(module).forward is nn.Module.forward
+
+
+def _near(module: nn.Module) -> Iterator[nn.Module]:
+    """What a forward calls as a rule: its children, and those of containers among them."""
+    for child in module._modules.values():
+        if child is not None:
+            yield child
+            if _is_container(child):
+                yield from _near(child)
+
+
+@dataclass
+class Flow:
+    """The traces of all forwards of a model that may call a batch norm."""
+
+    model: nn.Module
+    failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
+    names: dict[int, str] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)  # how often a module is registered
+
+    def __post_init__(self) -> None:
+        self._calls: dict[int, list[tuple[Trace, fx.Graph, fx.Node]]] = {}
+        self._owners: dict[int, list[nn.Module]] = {}
+        self._traced: set[int] = set()
+        for name, module in self.model.named_modules():
+            self.names[id(module)] = name
+            for child in module._modules.values():
+                if child is not None:
+                    self.places[id(child)] = self.places.get(id(child), 0) + 1
+            if not _is_container(module):
+                for part in _near(module):
+                    self._owners.setdefault(id(part), []).append(module)
+            if not self._may_call(module):
+                continue
+            found = trace(module)
+            if isinstance(found, str):
+                self.failed[id(module)] = found
+                continue
+            self._traced.add(id(module))
+            for graph in found.graphs:
+                for node in graph.nodes:
+                    callee = found.callee(node)
+                    if callee is not None:
+                        self._calls.setdefault(id(callee), []).append((found, graph, node))
+
+    @staticmethod
+    def _may_call(module: nn.Module) -> bool:
+        if isinstance(module, (_BatchNorm, _SCRIPTED)) or _is_container(module):
+            return False
+        forward = type(module).forward
+        # Wrappers such as DistributedDataParallel call what they wrap and no part of it.
+        foreign = (forward.__module__ or "").startswith("torch.")
+        if foreign and forward is not nn.Sequential.forward:
+            return False
+        return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+    def calls(self, module: nn.Module) -> list[tuple[Trace, fx.Graph, fx.Node]]:
+        """Every call of a module, on every way through every forward."""
+        return self._calls.get(id(module), [])
+
+    def untraced(self, module: nn.Module) -> list[nn.Module]:
+        """Modules that may call this one, a child of theirs, and have no trace."""
+        owners = self._owners.get(id(module), [])
+        return [owner for owner in owners if id(owner) not in self._traced]

@@ -1,0 +1,302 @@
+"""Gives batch norms what follows them, and takes it out of the forwards around them.
+
+An activation or drop module whose every call has gone into a norm hands on its input, wherever it
+is called. A forward is rewritten only for what has no module (a sum, a function), and where some
+calls of a module stay.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from ._dataflow import IN_PLACE, Flow, Trace
+from ._norm_sites import Site, Step, fused_class
+from ._records import assign, record_of, restore
+from ._rewritten import PassesOn, Rewritten, install, remove, resolve
+
+_SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
+
+
+@dataclass
+class Plan:
+    """Sites that can be installed together. `left`: why one lost what it would have taken over."""
+
+    flow: Flow
+    sites: list[Site]
+    left: dict[int, str] = field(default_factory=dict)  # id of a norm
+    passing: dict[int, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._unfit: dict[int, str] = {}
+        self._arbitrate()
+        while self._truncate():
+            pass
+
+    def _arbitrate(self) -> None:
+        """One norm for each sum: one that can, the one called nearest to it, the later one."""
+        best: dict[fx.Node, tuple[tuple[int, ...], Site]] = {}
+        for site in self.sites:
+            step = site.step("add")
+            if step is None:
+                continue
+            traces = [trace for trace, _ in site.levels]
+            level = traces.index(step.trace)
+            order = list(step.trace.graphs[0].nodes).index(site.levels[level][1])
+            rank = (-int(self._obstacle(site, step) != ""), -level, order)
+            rival = best.get(step.nodes[0])
+            if rival is None or rank > rival[0]:
+                best[step.nodes[0]] = (rank, site)
+                site = rival[1] if rival else site
+                if rival is None:
+                    continue
+            lost = site.step("add")
+            assert lost is not None
+            site.truncate(lost)
+
+    def _cut(self, site: Site, step: Step, reason: str) -> None:
+        site.truncate(step)
+        self.left[id(site.norm)] = reason
+
+    def _truncate(self) -> bool:
+        """Cuts one step off that cannot be done; whether there was one."""
+        taken = {
+            node
+            for site in self.sites
+            for step in site.steps
+            if step.is_call
+            for node in step.nodes
+        }
+        self.passing = {}
+        for site in self.sites:
+            for step in site.steps:
+                module = step.module
+                if not step.is_call or module is None or self.flow.untraced(module):
+                    continue
+                if all(node in taken for _, _, node in self.flow.calls(module)):
+                    self.passing[id(module)] = module
+        for site in self.sites:
+            for step in site.steps:
+                reason = self._obstacle(site, step)
+                if reason:
+                    self._cut(site, step, reason)
+                    return True
+        return False
+
+    def _obstacle(self, site: Site, step: Step) -> str:
+        if step.kind != "add":
+            passes = step.is_call and id(step.module) in self.passing
+            return "" if passes else self._unfitness(step.trace)
+        traces = [trace for trace, _ in site.levels]
+        level = traces.index(step.trace)
+        reasons = [self._unfitness(trace) for trace in traces[: level + 1]]
+        callee = site.levels[level][1]
+        if step.overwrites:
+            return "the sum is written over its other operand"
+        return next(filter(None, reasons), "") or _order_obstacle(step, callee)
+
+    def _unfitness(self, trace: Trace) -> str:
+        """Why a forward cannot be rewritten; '' where it can."""
+        key = id(trace.module)
+        if key not in self._unfit:
+            name = self.flow.names[key] or "the model"
+            reason = trace.inexact
+            if isinstance(trace.module, fx.GraphModule):
+                reason = "it is a GraphModule"
+            if not reason:
+                copy, _ = _copied(trace)
+                reason = _source(trace.module, copy)[2]
+            self._unfit[key] = f"{name} cannot be rewritten: {reason}" if reason else ""
+        return self._unfit[key]
+
+
+def apply(plan: Plan) -> list[nn.Module]:
+    """Installs all sites of a plan; returns the modules other than norms that have a forward of
+    their own now."""
+    changed: list[nn.Module] = []
+    edits: dict[int, _Edit] = {}
+
+    def edit(trace: Trace) -> _Edit:
+        return edits.setdefault(id(trace), _Edit(trace))
+
+    for site in plan.sites:
+        assign(site.norm, _class_for(site.norm), _attributes(site))
+        for step in site.steps:
+            if step.kind == "add":
+                traces = [trace for trace, _ in site.levels]
+                level = traces.index(step.trace)
+                edit(step.trace).adds.append((site.levels[level][1], step))
+                for trace, callee in site.levels[:level]:
+                    edit(trace).routed = callee
+            elif not (step.is_call and id(step.module) in plan.passing):
+                edit(step.trace).removed.append(step.nodes[0])
+    for one in edits.values():
+        source, imports, _ = one.rewritten()
+        install(Rewritten(one.trace.module, source, imports))
+        changed.append(one.trace.module)
+    for module in plan.passing.values():
+        install(PassesOn(module))
+        changed.append(module)
+    return changed
+
+
+def undo(plan: Plan) -> None:
+    """Takes back what `apply` did, and leaves activations their fused classes."""
+    for site in plan.sites:
+        if record_of(site.norm) is not None:
+            restore(site.norm)
+        for trace, _ in site.levels:
+            remove(trace.module)
+    for module in plan.passing.values():
+        remove(module)
+
+
+def _class_for(norm: nn.Module) -> type:
+    fused = fused_class(norm)
+    assert fused is not None
+    return fused
+
+
+def _attributes(site: Site) -> dict[str, Any]:
+    """What a norm needs beside its class. In its `__dict__`, modules are no children of it."""
+    wanted: dict[str, Any] = {}
+    for kind in ("act", "drop"):
+        step = site.step(kind)
+        if step is not None:
+            wanted[kind] = step.module
+        elif kind not in site.norm._modules:
+            wanted[kind] = nn.Identity()
+    add = site.step("add")
+    if add is not None:
+        wanted["_adds"] = "in place" if add.in_place else "out of place"
+    return wanted
+
+
+@dataclass
+class _Edit:
+    """All that changes in one forward."""
+
+    trace: Trace
+    removed: list[fx.Node] = field(default_factory=list)
+    adds: list[tuple[fx.Node, Step]] = field(default_factory=list)
+    routed: fx.Node | None = None  # is handed a residual from outside
+
+    def rewritten(self) -> tuple[str, dict[str, str], str]:
+        graph, new = _copied(self.trace)
+        if self.routed is not None:
+            last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+            with graph.inserting_after(last):
+                residual = graph.placeholder("residual", default_value=None)
+            new[self.routed].kwargs = {"residual": residual}
+        for node in self.removed:
+            _replace(graph, new[node], new[node].args[0])
+        for callee, step in self.adds:
+            total, call = new[step.nodes[0]], new[callee]
+            branch, other = total.args[step.place], total.args[1 - step.place]
+            order = {node: i for i, node in enumerate(graph.nodes)}
+            if isinstance(other, fx.Node) and order[other] > order[call]:
+                for node in _chain(call, branch):
+                    total.prepend(node)
+            call.kwargs = {"residual": other}
+            _replace(graph, total, branch)
+        return _source(self.trace.module, graph)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, value: Any) -> None:
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def _chain(first: fx.Node, last: Any) -> list[fx.Node]:
+    """The calls from that of a norm to that of which the value is added."""
+    nodes = [first]
+    while nodes[-1] is not last:
+        nodes.append(next(iter(nodes[-1].users)))
+    return nodes
+
+
+def _copied(trace: Trace) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    output = graph.graph_copy(trace.graphs[0], new)
+    graph.output(output)
+    for node in graph.nodes:
+        node.type = None
+    return graph, new
+
+
+def _order_obstacle(step: Step, callee: fx.Node) -> str:
+    """Whether the norm may be called as late as its residual is there; why not, if not."""
+    total = step.nodes[0]
+    other = total.args[1 - step.place]
+    nodes = list(step.trace.graphs[0].nodes)
+    start, end = nodes.index(callee), nodes.index(total)
+    if nodes.index(other) < start:
+        return ""
+    chain = _chain(callee, total.args[step.place])
+    between = [node for node in nodes[start:end] if node not in chain]
+    read = callee.args[0]
+    module = step.trace.callee(callee)
+    assert isinstance(read, fx.Node)
+    assert module is not None
+    if len(read.users) == 1 and read.op == "call_module":
+        return ""
+    if any(_works_in_place(step.trace, node) for node in [callee, *between]):
+        return "something is overwritten between it and its sum"
+    return ""
+
+
+def _works_in_place(trace: Trace, node: fx.Node) -> bool:
+    module = trace.callee(node)
+    if module is not None:
+        return any(getattr(part, "inplace", False) for part in module.modules())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name.endswith("_") or name in ("setitem", *IN_PLACE)
+    return named or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+
+
+def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], str]:
+    """Code of a graph, what its names stand for, and why it cannot be used ('' if it can)."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and not _has(module, str(node.target)):
+            return "", {}, "its forward makes tensors"
+    code = graph.python_code("self")
+    used = _names(compile(code.src, "forward", "exec"))
+    imports = {}
+    for name, value in code.globals.items():
+        if name in used:
+            imports[name] = _path(name, value)
+            if not imports[name]:
+                return "", {}, f"its forward calls {name}, which cannot be imported"
+    return code.src, imports, ""
+
+
+def _has(module: Any, path: str) -> bool:
+    for part in path.split("."):
+        if not hasattr(module, part):
+            return False
+        module = getattr(module, part)
+    return True
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _path(name: str, value: Any) -> str:
+    """Where a value can be imported from, as "module:qualified.name"."""
+    if isinstance(value, types.ModuleType):
+        return f"{value.__name__}:"
+    if isinstance(value, float):
+        return f"math:{'nan' if math.isnan(value) else 'inf'}"
+    path = _SPECIAL.get(name) or (
+        f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    )
+    try:
+        return path if resolve(path) is value else ""
+    except (ImportError, AttributeError, ValueError):
+        return ""

@@ -1,0 +1,65 @@
+"""What `convert` finds, and what it did to a module, kept in its `__dict__`: it outlives deepcopy
+and pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ._rewritten import remove, rewritten_of
+
+_KEY = "_fusedtrain_convert"
+
+
+@dataclass
+class Found:
+    """One activation module, with every name it goes by and what to do with it."""
+
+    module: nn.Module
+    fused: type | None = None  # None: it is fused already, or left for a reason
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    names: list[str] = field(default_factory=list)
+
+
+class Record(NamedTuple):
+    original: type
+    fused: type
+    added: tuple[str, ...]  # __dict__ keys which the original did not have
+    replaced: dict[str, Any]  # and those which had another value
+
+
+def record_of(module: nn.Module) -> Record | None:
+    return vars(module).get(_KEY)
+
+
+def assign(module: nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:
+    """Gives the module a class and attributes."""
+    attributes = vars(module)
+    added = tuple(key for key in wanted if key not in attributes)
+    replaced = {key: attributes[key] for key in wanted if key in attributes}
+    record = Record(type(module), fused, added, replaced)
+    module.__class__ = fused
+    attributes.update(wanted)
+    attributes[_KEY] = record
+
+
+def restore(module: nn.Module) -> bool:
+    """Takes back class, attributes and forward; whether there was anything to take back."""
+    rewritten, record = remove(module), record_of(module)
+    if record is None:
+        return rewritten
+    attributes = vars(module)
+    del attributes[_KEY]
+    for key in record.added:
+        attributes.pop(key, None)
+    attributes.update(record.replaced)
+    module.__class__ = record.original
+    return True
+
+
+def is_changed(module: nn.Module) -> bool:
+    return record_of(module) is not None or rewritten_of(module) is not None
