@@ -63,6 +63,10 @@ SCHEMAS = {
 }
 
 
+# Those that a backend has kernels for; the others are made of them.
+KERNELS = tuple(name for name in SCHEMAS if hasattr(batch_norm, name))
+
+
 def _wide_of(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype is torch.float64 else torch.float32
 

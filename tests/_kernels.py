@@ -17,11 +17,9 @@ from _triton_interpreter import round_to_nearest
 from torch import Tensor
 
 from fusedtrain import backend_info
-from fusedtrain._batch_norm_ops import SCHEMAS
+from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
 from fusedtrain.reference import ACTIVATIONS, batch_norm, fold
 
-# Those that a backend has kernels for; the others are made of them.
-BATCH_NORM_OPS = [name for name in SCHEMAS if hasattr(batch_norm, name)]
 HAS_GPU = torch.cuda.is_available()
 
 
