@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as torch_functional
+from _kernels import Kernels
 from torch import Tensor
 
 from fusedtrain.reference.batch_norm import POINTWISE, Pointwise
@@ -119,10 +120,12 @@ class Case:
         training: bool = True,
         momentum: float = 0.3,
         eps: float = 1e-3,
-        device: str = "cpu",
+        ops: Kernels | None = None,
     ) -> None:
         wide, channels = wide_dtype(dtype), x.size(1)
-        self.name, self.formula, self.device = activation, FORMULAS[activation], device
+        device = "cpu" if ops is None else ops.device
+        self.digits = Kernels.digits if ops is None else ops.digits
+        self.name, self.formula = activation, FORMULAS[activation]
         self.dtype, self.training, self.momentum, self.eps = dtype, training, momentum, eps
         # Means apart: of a layout with strides of 0, or gaps, as it lies.
         x = _cast(x, dtype)
@@ -282,7 +285,7 @@ class Case:
         close("mean", mean, truth.mean, eps * (truth.mean.abs() + 4 * deviation))
         # The variance is a difference of sums in double.
         lost = 2**-50 * (truth.mean * truth.invstd) ** 2 if eps > 1e-10 else 64 * eps
-        close("invstd", invstd, truth.invstd, truth.invstd * (2 * eps + lost))
+        close("invstd", invstd, truth.invstd, truth.invstd * (self.digits * eps + lost))
 
     def check_running(self, running_mean: Tensor, running_var: Tensor, truth: Truth) -> None:
         eps = torch.finfo(wide_dtype(self.dtype)).eps
@@ -291,8 +294,9 @@ class Case:
             ("running_var", running_var, self.running_var, truth.running[1]),
         ):
             before = before.double().cpu()
-            digits = 2 * eps if eps > 1e-10 else 16 * eps
-            close(name, found, want, digits * (want.abs() + before.abs() + truth.mean.abs()))
+            digits = (self.digits if eps > 1e-10 else 16) * eps
+            size = want.abs() + before.abs() + truth.mean.abs() + self.momentum / truth.invstd
+            close(name, found, want, digits * size)
 
     def check_backward(self, found: tuple[Tensor, ...], truth: Truth, slack: float = 1.0) -> None:
         """Gradients within the digits of what they are sums of."""

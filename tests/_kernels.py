@@ -29,6 +29,7 @@ class Kernels:
     device = "cpu"
     kernel = True  # strides are kept, and 16-bit numbers rounded once
     slow = False  # or no kernel: of large tensors and long tables only a part
+    digits = 2.0  # eps of float32 by which a batch's deviation may be off
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         raise NotImplementedError
@@ -107,6 +108,7 @@ class Triton(Kernels):
             round_to_nearest()
         self.device = "cuda" if HAS_GPU else "cpu"
         self.slow = not HAS_GPU
+        self.digits = 16.0  # adds up in float32
         self.ops = fusedtrain.triton.OPS
 
     def __call__(self, name: str, *arguments: Any) -> Any:

@@ -77,7 +77,7 @@ def test_every_activation(ops: Kernels, name: str) -> None:
             (last(3, 5, 7, 3), {"branch": True, "training": False}),
         ]
         for x, options in calls[i : i + 1] if ops.slow else calls:
-            check(ops, Case(x, dtype, name, device=ops.device, **options))
+            check(ops, Case(x, dtype, name, ops=ops, **options))
 
 
 def of_layout(kind: str) -> list[tuple[torch.dtype, str, dict[str, Any]]]:
@@ -102,20 +102,20 @@ def test_every_layout(ops: Kernels, kind: str) -> None:
         pytest.skip("slow")
     calls = of_layout(kind)
     for dtype, name, options in calls[::3] if ops.slow else calls:
-        check(ops, Case(LAYOUTS[kind](), dtype, name, device=ops.device, **options))
+        check(ops, Case(LAYOUTS[kind](), dtype, name, ops=ops, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradient_and_residual_in_another_layout(ops: Kernels, dtype: torch.dtype) -> None:
     for x in (torch.randn(3, 6, 5, 4), last(3, 6, 5, 4)):
-        case = Case(x, dtype, "silu", residual=True, device=ops.device)
+        case = Case(x, dtype, "silu", residual=True, ops=ops)
         case.residual = case.residual.mT.contiguous().mT
         flat = placed(case.grad.cpu().mT.contiguous().mT, ops.device)
         check(ops, case, flat)
         gapped = torch.stack([case.grad, case.grad], -1)[..., 0]
         check(ops, case, gapped)
         # One value for a whole plane; a sum's gradient.
-        case = Case(x, dtype, "identity", residual=True, device=ops.device)
+        case = Case(x, dtype, "identity", residual=True, ops=ops)
         case.grad = case.grad[..., :1, :1].expand(case.x.shape)
         check(ops, case)
 
@@ -127,7 +127,7 @@ def test_options(ops: Kernels) -> None:
         for name in (THREE[i % 3],) if ops.slow else THREE:
             options = {"weight": weight, "bias": bias, "residual": residual, "branch": branch}
             x = last(3, 5, 2) if i % 2 else torch.randn(3, 5, 2)
-            case = Case(x, F32, name, training=training, device=ops.device, **options)
+            case = Case(x, F32, name, training=training, ops=ops, **options)
             check(ops, case)
             found = forward(ops, case)
             full = ops("batch_norm_act_backward", *case.backward(*found))
@@ -148,7 +148,7 @@ def test_backward_without_an_input(ops: Kernels, name: str, dtype: torch.dtype) 
     for residual, branch in ((False, False), (True, True)):
         case = Case(
             last(3, 5, 4), dtype, name, training=False, residual=residual, branch=branch,
-            device=ops.device,
+            ops=ops,
         )  # fmt: skip
         output, mean, invstd = forward(ops, case)
         saved = None if name == "identity" else output
@@ -166,7 +166,7 @@ def test_backward_without_an_input(ops: Kernels, name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", THREE)
 def test_split_ops_equal_the_whole_ones(ops: Kernels, name: str, dtype: torch.dtype) -> None:
     for x, extra in ((last(3, 20, 9), True), (torch.randn(3, 5, 40), False)):
-        case = Case(x, dtype, name, residual=extra, branch=extra, device=ops.device)
+        case = Case(x, dtype, name, residual=extra, branch=extra, ops=ops)
         truth = case.truth()
         output, mean, invstd = forward(ops, case)
         average, variance = ops("batch_norm_stats", case.x)
@@ -202,7 +202,7 @@ def test_split_ops_equal_the_whole_ones(ops: Kernels, name: str, dtype: torch.dt
 
 def test_sums_of_half_a_batch_each(ops: Kernels) -> None:
     """As processes do it: averages of the whole batch in backward_apply of a part."""
-    case = Case(torch.randn(6, 5, 4), F64, "silu", device=ops.device)
+    case = Case(torch.randn(6, 5, 4), F64, "silu", ops=ops)
     truth = case.truth()
     _, mean, invstd = forward(ops, case)
     halves = [(case.grad[:2], case.x[:2]), (case.grad[2:], case.x[2:])]
@@ -224,7 +224,7 @@ def test_sums_of_half_a_batch_each(ops: Kernels) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.1, 1.0])
 def test_running_statistics(ops: Kernels, momentum: float, dtype: torch.dtype) -> None:
     for x in (last(3, 5, 7), torch.randn(2, 1), torch.randn(2, 3, 300)):
-        case = Case(x, dtype, momentum=momentum, device=ops.device)
+        case = Case(x, dtype, momentum=momentum, ops=ops)
         arguments = case.forward()
         _, mean, _ = ops("batch_norm_act", *arguments)
         case.check_running(*arguments[5:7], case.truth())
@@ -252,9 +252,9 @@ def test_running_statistics(ops: Kernels, momentum: float, dtype: torch.dtype) -
 def test_mean_far_from_zero(ops: Kernels, ratio: float, dtype: torch.dtype) -> None:
     """A mean of `ratio` deviations (16-bit numbers are then coarse, but what they are is exact)."""
     for x in (torch.randn(4, 3, 500) + ratio, last(4, 3, 500) - ratio):
-        case = Case(x, dtype, "silu", device=ops.device)
+        case = Case(x, dtype, "silu", ops=ops)
         if dtype.itemsize == 2 and ratio == 1e4:
-            case = Case(x + 64 * torch.randn(x.shape), dtype, "silu", device=ops.device)
+            case = Case(x + 64 * torch.randn(x.shape), dtype, "silu", ops=ops)
         truth = case.truth()
         found = forward(ops, case)
         case.check_forward(found, truth)
@@ -265,7 +265,7 @@ def test_mean_far_from_zero(ops: Kernels, ratio: float, dtype: torch.dtype) -> N
 def test_first_element_an_outlier(ops: Kernels, dtype: torch.dtype) -> None:
     for x in (torch.randn(2, 3, 4000), last(2, 3, 4000)):
         x[0, :, 0] = torch.tensor([1e4, -1e4, 1e2])
-        case = Case(x, dtype, "silu", device=ops.device)
+        case = Case(x, dtype, "silu", ops=ops)
         check(ops, case)
 
 
@@ -274,7 +274,7 @@ def test_constant_channels(ops: Kernels, dtype: torch.dtype) -> None:
     """Variance 0: the output is f(bias), the gradient finite."""
     values = torch.tensor([0.0, 1.0, -0.1, 300.0, 12345.0])
     for make in (torch.ones(4, 5, 33), torch.ones(4, 33, 5).mT):
-        case = Case(make, dtype, "silu", eps=1e-5, device=ops.device)
+        case = Case(make, dtype, "silu", eps=1e-5, ops=ops)
         case.x.copy_(values.view(5, 1).expand(case.x.shape))
         truth = case.truth()
         found = forward(ops, case)
@@ -288,7 +288,7 @@ def test_constant_channels(ops: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
 def test_what_is_not_finite_stays_in_its_channel(ops: Kernels, value: float) -> None:
     for dtype, x in ((F32, torch.randn(3, 5, 40)), (BF16, last(3, 5, 40)), (F64, last(3, 5, 40))):
-        case = Case(x, dtype, "relu", residual=True, device=ops.device)
+        case = Case(x, dtype, "relu", residual=True, ops=ops)
         clean = case.forward()
         found = ops("batch_norm_act", *clean)
         gradients = ops("batch_norm_act_backward", *case.backward(*found))
@@ -311,7 +311,7 @@ def test_what_is_not_finite_stays_in_its_channel(ops: Kernels, value: float) -> 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 def test_a_dropped_sample_has_no_part(ops: Kernels, dtype: torch.dtype) -> None:
     """Its branch_scale is 0: the output is f(residual), and its gradient is no term of the sums."""
-    case = Case(last(4, 5, 6), dtype, "identity", residual=True, branch=True, device=ops.device)
+    case = Case(last(4, 5, 6), dtype, "identity", residual=True, branch=True, ops=ops)
     found = forward(ops, case)
     assert torch.equal(found[0][0], case.residual[0])
     other = case.grad.clone()
@@ -329,7 +329,7 @@ def test_the_same_bits_every_time(ops: Kernels, dtype: torch.dtype) -> None:
         pytest.skip("torch's sums depend on the number of threads")
     tensors = [torch.randn(2, 2, 70_000), last(35, 96, 81), last(7, 1100, 36)]
     for x in (last(3, 20, 9),) if ops.slow else tensors:
-        case = Case(x, dtype, "silu", branch=True, device=ops.device)
+        case = Case(x, dtype, "silu", branch=True, ops=ops)
         results = []
         before = torch.get_num_threads()
         for threads in (1, 2, 3):
