@@ -34,6 +34,7 @@ _TIMM: dict[str, type] = {
     "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
     "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
 }
+_DEPTH_NAMES = {name for _, name in _STOCHASTIC_DEPTH}
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
 _ORDER = ("drop", "add", "act")
 
@@ -242,7 +243,7 @@ class Finder:
         name = self.flow.names[id(module)]
         if type(module) is nn.Identity and not hooked and "forward" not in vars(module):
             return None
-        if not (known := _is_activation(module)) and kind not in _STOCHASTIC_DEPTH:
+        if not (known := _is_activation(module)) and kind not in _DEPTH_NAMES:
             return ""
         if id(module) in self.excluded:
             return f"{name} is excluded"

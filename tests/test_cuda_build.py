@@ -101,7 +101,7 @@ if torch.version.cuda is None:
 for name, row in ACTIVATIONS.items():
     for op in (name, name + "_backward", *([] if row.tensors else [name + "_"])):
         assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
-for op in fusedtrain._batch_norm_ops.SCHEMAS:
+for op in fusedtrain._batch_norm_ops.KERNELS:
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

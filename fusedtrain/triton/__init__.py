@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._batch_norm_ops import SCHEMAS as _BATCH_NORM_OPS
+from .._batch_norm_ops import KERNELS as _BATCH_NORM_OPS
 from ..reference import ACTIVATIONS
 
 if importlib.util.find_spec("triton") is None:
