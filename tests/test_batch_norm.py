@@ -1124,7 +1124,6 @@ OPS = torch.ops.fusedtrain
         ({10: 99}, "no such activation"),
         ({10: -2}, "no such activation"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_the_op_checks_what_it_is_given(change: dict[int, Any], words: str) -> None:
     call = [

@@ -108,6 +108,7 @@ def _on_a_rank(rank: int, folder: str) -> None:
         with pytest.raises(RuntimeError, match="SyncBatchNormAct"):
             norm(*arguments)
         assert torch.equal(norm.running_mean, before), name
+    found["compiled"] = _compiled(rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -126,6 +127,19 @@ def _data_parallel(rank: int) -> list[Tensor]:
     mine = x[:4] if rank == 0 else x[4:]
     parallel(mine).square().mean().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _compiled(rank: int) -> bool:
+    """Whether torch.compile changes anything."""
+    results = []
+    for compiled in (False, True):
+        norm = _norm("silu", False, True, torch.float64)
+        call = torch.compile(norm, backend="eager") if compiled else norm
+        x = _batch(torch.float64)[0][rank : 4 + 3 * rank].requires_grad_()
+        y = call(x)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, norm.running_var])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +179,11 @@ def test_under_distributed_data_parallel(ranks: list[dict[Any, Any]]) -> None:
     for mine, others, whole in zip(ranks[0]["ddp"], ranks[1]["ddp"], gradients, strict=True):
         assert torch.equal(mine, others)
         torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_torch_compile_changes_nothing(ranks: list[dict[Any, Any]]) -> None:
+    assert ranks[0]["compiled"]
+    assert ranks[1]["compiled"]
 
 
 def test_double_backward_is_refused(ranks: list[dict[Any, Any]]) -> None:

@@ -136,7 +136,6 @@ class SyncBatchNormAct(_BatchNormAct):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(
         self,
         input: Tensor,
@@ -149,6 +148,19 @@ class SyncBatchNormAct(_BatchNormAct):
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
             return super()._normalise(input, residual, branch_scale, activation)
+        synchronise = self._synchronise
+        if torch.compiler.is_compiling():
+            # As a decorator it would import torch._dynamo, which takes a second.
+            synchronise = torch.compiler.disable(synchronise)
+        return synchronise(input, residual, branch_scale, activation)
+
+    def _synchronise(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        activation: Pointwise,
+    ) -> Tensor:
         factor, updates = self._updates()
         statistics = (self.running_mean, self.running_var) if updates else (None, None)
         wide = _batch_norm.wide_dtype(input)
