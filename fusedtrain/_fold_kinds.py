@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from ._records import record_of
+
 Convolution = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
     nn.Linear,
@@ -112,6 +114,8 @@ class Statistics(NamedTuple):
 
 def norm_obstacle(norm: nn.Module, statistics: bool = True) -> str:
     """Why a norm, even in eval mode, is not known to be multiplication and addition."""
+    if record_of(norm) is not None:
+        return "it was converted, and does what follows it too: fusedtrain.revert first"
     if _norm_kind(norm) is None:
         return f"a {type(norm).__name__} has a forward of its own"
     if reason := _general_obstacle(norm):

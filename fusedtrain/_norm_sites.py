@@ -21,7 +21,14 @@ from . import functional as fused_functional
 from . import nn as fused_nn
 from ._dataflow import Flow, Trace
 from ._rewritten import passes_on
-from .nn.norm import _HOOKS, _ROW_OF, _STOCHASTIC_DEPTH, activation_of, is_stochastic_depth
+from .nn.norm import (
+    _HOOKS,
+    _ROW_OF,
+    _STOCHASTIC_DEPTH,
+    _package_and_name,
+    activation_of,
+    is_stochastic_depth,
+)
 from .reference.batch_norm import POINTWISE
 
 _TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -34,7 +41,6 @@ _TIMM: dict[str, type] = {
     "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
     "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
 }
-_DEPTH_NAMES = {name for _, name in _STOCHASTIC_DEPTH}
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
 _ORDER = ("drop", "add", "act")
 
@@ -243,7 +249,8 @@ class Finder:
         name = self.flow.names[id(module)]
         if type(module) is nn.Identity and not hooked and "forward" not in vars(module):
             return None
-        if not (known := _is_activation(module)) and kind not in _DEPTH_NAMES:
+        known = _is_activation(module)
+        if not known and _package_and_name(module) not in _STOCHASTIC_DEPTH:
             return ""
         if id(module) in self.excluded:
             return f"{name} is excluded"

@@ -148,7 +148,8 @@ def revert(model: torch.nn.Module) -> int:
             )
     for _, module in changed:
         restore(module)
-    return len(changed) + len(restore_bias(model)) + len(restore_tuned(model, TunedConv, TunedNorm))
+    folded = len(restore_bias(model)) + len(restore_tuned(model, TunedConv, TunedNorm))
+    return len(changed) + folded
 
 
 def _find(

@@ -574,6 +574,25 @@ def test_timm_norm() -> None:
     assert norm.act is model[1]._modules["act"]
 
 
+def test_folding_leaves_converted_norms() -> None:
+    for norm in (nn.BatchNorm2d(4), timm().layers.BatchNormAct2d(4, apply_act=False)):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.SiLU()).eval()
+        x = image()
+        expected = model(x)
+        fusedtrain.convert(model)
+        folded, report = fusedtrain.fold_conv_bn(model)
+        assert report.left[0].reason.startswith("it was converted")
+        torch.testing.assert_close(folded(x), expected)
+        assert not fusedtrain.tune_mode(model)
+        fusedtrain.revert(model)
+        assert len(fusedtrain.tune_mode(model)) == 1
+        report = fusedtrain.convert(model)
+        assert [entry.reason for entry in report.left] == ["its forward is patched"]
+        torch.testing.assert_close(model(x), expected)
+        assert fusedtrain.revert(model) == 2
+        assert torch.equal(model(x), expected)
+
+
 def test_synchronised_norms() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4), nn.SiLU()).eval()
     stock, x, before = copy.deepcopy(model), image(), snapshot(model)

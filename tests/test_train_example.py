@@ -360,12 +360,13 @@ Damage = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _damaged_convert(damage: Damage, only: int | None) -> Callable[[nn.Module], Any]:
-    """fusedtrain.convert, with the outputs of the fused modules sent through ``damage``."""
+    """fusedtrain.convert, with the outputs of the activations sent through ``damage``."""
     convert = fusedtrain.convert
 
     def damaged(model: nn.Module) -> Any:
         report = convert(model)
-        fused = [m for m in model.modules() if type(m).__module__.startswith("fusedtrain")]
+        # Not the batch norms that compute them: each output once.
+        fused = [m for m in model.modules() if type(m).__module__ == "fusedtrain.nn.activation"]
         assert fused
         for module in fused if only is None else [fused[only]]:
             module.register_forward_hook(lambda _m, _i, output: damage(output))

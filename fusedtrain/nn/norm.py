@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
 from .._rewritten import passes_on
@@ -108,13 +109,6 @@ def _apply(module: nn.Module, z: Tensor) -> Tensor:
         call = functools.partial(type(module).forward, module)
     output: Tensor = call(z)
     return output
-
-
-def _traced(module: nn.Module, input: Any, residual: Any) -> Any:
-    """As torch.fx sees torch's batch norm: a call of a module."""
-    tracer = input.tracer
-    given = {} if residual is None else {"residual": residual}
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), (input,), given)
 
 
 def _create_activation(
@@ -227,8 +221,12 @@ class _BatchNormAct(_BatchNorm):
                 "this batch norm adds a residual since fusedtrain.convert, and was called without "
                 "one: not by the forward that was converted. fusedtrain.revert undoes it"
             )
-        if isinstance(input, fx.Proxy):
-            return _traced(self, input, residual)
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
+            arguments = (input,) if residual is None else (input, residual)
+            path = input.tracer.path_of_module(self)
+            node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
+            return node
         self._check_input_dim(input)
         if self._adds == "in place" and residual is not None:
             residual = residual.to(input.dtype)
