@@ -3,10 +3,13 @@
     python examples/train.py                                  # digits, needs no network
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
     python examples/train.py --optimizer adamw --clip 1 --ema 0.99
+    python examples/train.py --tune-mode
     torchrun --nproc-per-node 2 examples/train.py
 
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler. They take
 turns, one step each on the same batch, so that a slow moment of the machine hits all of them.
+--tune-mode then takes the weights that fp32 eager has reached and fine-tunes them with frozen batch
+norms, in eager torch and with fusedtrain.tune_mode.
 Exit status: 0 if the fused run follows the eager one, 1 if it does not, 2 for unusable arguments
 or data.
 """
@@ -34,6 +37,7 @@ from _train.modes import (
     Mode,
     World,
     build_modes,
+    build_tuning_modes,
     correct_answers,
     gradients,
     measure_saved_bytes,
@@ -43,11 +47,13 @@ from _train.modes import (
 from _train.optimizers import Settings, Stepper, updates
 from _train.options import DTYPES, parse
 from _train.report import Report, progress_bar
+from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
 WARM_UP = 3
+TUNING_LR = 0.1  # of the peak of training, for fine-tuning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,23 +111,45 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     steps = args.epochs * (len(loader) // args.accumulate)
     steps = min(steps, args.steps or steps)
     report = Report(args, modes, world.size, WARM_UP)
-    report.checks += _probe(args, modes, data, world)
     with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
-        task = progress.add_task("training", total=steps, note="")
-        for number, batches in zip(range(steps), _batches(args, loader, data, world), strict=False):
-            losses = world.average(_turns(modes, batches, number, args.lr, steps))
-            for mode, loss in zip(modes, losses, strict=True):
-                mode.losses.append(loss)
-            note = "loss " + " | ".join(f"{loss:.3f}" for loss in losses)
-            progress.update(task, advance=1, note=note)
-            if not all(math.isfinite(loss) for loss in losses):
-                break
-        task = progress.add_task("testing", total=len(modes), note=f"{len(data.test)} images")
-        for mode in modes:
-            mode.accuracy = _accuracy(mode, data, world, args.batch_size)
-            progress.update(task, advance=1)
-    report.checks += compare_runs(modes, len(data.test), args.tolerance)
+        report.checks += _train(args, modes, steps, args.lr, loader, data, world, progress)
+        if args.tune_mode:
+            settings = Settings(args.optimizer, args.clip, args.ema)
+            tuned = build_tuning_modes(
+                modes[0].net, world, compiled=args.compile, settings=settings
+            )
+            lr = args.lr * TUNING_LR
+            report.checks += _train(args, tuned, steps, lr, loader, data, world, progress)
+            modes += tuned  # the report's, too
     return report
+
+
+def _train(
+    args: argparse.Namespace,
+    modes: list[Mode],
+    steps: int,
+    lr: float,
+    loader: DataLoader[Batch],
+    data: Data,
+    world: World,
+    progress: Progress,
+) -> list[Check]:
+    """Trains and tests modes that start from equal weights, in turns; what was found wrong."""
+    checks = _probe(args, modes, data, world)
+    task = progress.add_task("training", total=steps, note="")
+    for number, batches in zip(range(steps), _batches(args, loader, data, world), strict=False):
+        losses = world.average(_turns(modes, batches, number, lr, steps))
+        for mode, loss in zip(modes, losses, strict=True):
+            mode.losses.append(loss)
+        note = "loss " + " | ".join(f"{loss:.3f}" for loss in losses)
+        progress.update(task, advance=1, note=note)
+        if not all(math.isfinite(loss) for loss in losses):
+            break
+    task = progress.add_task("testing", total=len(modes), note=f"{len(data.test)} images")
+    for mode in modes:
+        mode.accuracy = _accuracy(mode, data, world, args.batch_size)
+        progress.update(task, advance=1)
+    return checks + compare_runs(modes, len(data.test), args.tolerance)
 
 
 def _loader(args: argparse.Namespace, data: Data, world: World) -> DataLoader[Batch]:

@@ -89,6 +89,32 @@ def test_three_modes_are_compared_and_reported(
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_fine_tuning_with_frozen_batch_norms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, results = run(tmp_path, "--tune-mode", "--amp", "off")
+    assert status == 0
+    assert "tuned 20 norms" in capsys.readouterr().out
+    trained, _, eager, tuned = results["modes"]
+    assert (eager["name"], tuned["compared_with"]) == ("frozen eager", "frozen eager")
+    assert eager["losses"][0] < trained["losses"][0]  # it starts from what was trained
+    assert tuned["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+    assert tuned["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
+
+
+def test_frozen_batch_norms_stay_frozen() -> None:
+    net = build_model("resnet18", 10, 8)
+    modes = train_modes.build_tuning_modes(
+        net, train_modes.World(torch.device("cpu")), compiled=False
+    )
+    before = [b.clone() for b in net.buffers()]
+    batch = torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4])
+    for mode in modes:
+        train_modes.step(mode, [batch], 0.1)
+        assert all(torch.equal(a, b) for a, b in zip(mode.net.buffers(), before, strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(mode.net.parameters(), net.parameters()))
+
+
 def test_a_run_repeats_itself_also_with_workers(tmp_path: Path) -> None:
     _, first = run(tmp_path / "first")
     _, again = run(tmp_path / "again", "--workers", "1")

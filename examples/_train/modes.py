@@ -74,6 +74,7 @@ class Mode:
     seconds: list[float] = field(default_factory=list)
     saved_bytes: int = 0
     peak_bytes: int | None = None
+    frozen: bool = False  # batch norms stay in eval mode, as when a checkpoint is fine-tuned
     accuracy: float = float("nan")
 
 
@@ -102,21 +103,57 @@ def build_modes(
         net.to(world.device)
         if channels_last:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        forward: Any = torch.compile(net) if compiled else net
-        parallel = DistributedDataParallel(forward) if world.size > 1 else forward
-        stepper = Stepper(
-            net.parameters(),
-            settings,
-            fused=fused,
-            device=world.device,
-            scaled=mode_dtype is torch.float16,
-        )
         modes.append(
-            Mode(
-                name, net, mode_dtype, reference, fused, conversion, forward, parallel, stepper,
-            )
-        )  # fmt: skip
+            _mode(name, net, mode_dtype, reference, fused, conversion, world, compiled, settings)
+        )
     return modes
+
+
+def build_tuning_modes(
+    checkpoint: nn.Module, world: World, *, compiled: bool, settings: Settings = STOCK_SETTINGS
+) -> list[Mode]:
+    """Fine-tuning in float32 with the statistics of a trained network: stock, and folded."""
+    modes = []
+    for name, fused in (("frozen eager", False), ("frozen tune_mode", True)):
+        net = copy.deepcopy(checkpoint)
+        conversion = str(fusedtrain.tune_mode(net)) if fused else ""
+        reference = "frozen eager" if fused else None
+        mode = _mode(name, net, None, reference, fused, conversion, world, compiled, settings)
+        mode.frozen = True
+        train(mode)
+        modes.append(mode)
+    return modes
+
+
+def _mode(
+    name: str,
+    net: nn.Module,
+    dtype: torch.dtype | None,
+    reference: str | None,
+    fused: bool,
+    conversion: str,
+    world: World,
+    compiled: bool,
+    settings: Settings,
+) -> Mode:
+    forward: Any = torch.compile(net) if compiled else net
+    parallel = DistributedDataParallel(forward) if world.size > 1 else forward
+    stepper = Stepper(
+        net.parameters(),
+        settings,
+        fused=fused,
+        device=world.device,
+        scaled=dtype is torch.float16,
+    )
+    return Mode(name, net, dtype, reference, fused, conversion, forward, parallel, stepper)
+
+
+def train(mode: Mode) -> None:
+    """Training mode, but for frozen batch norms."""
+    mode.net.train()
+    for module in mode.net.modules():
+        if mode.frozen and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -170,7 +207,7 @@ def correct_answers(mode: Mode, data: Images, indices: Sequence[int], batch_size
         with autocast(device, mode.dtype):
             logits = mode.net(images.to(device))
         correct += int((logits.argmax(1) == labels.to(device)).sum())
-    mode.net.train()
+    train(mode)
     return correct
 
 

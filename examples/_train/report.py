@@ -192,7 +192,9 @@ class Report:
 
         # The fused curve lies on the eager one, so it is dashed.
         looks: tuple[tuple[str, Any], ...] = (("#8c8c8c", "-"), ("#3b75af", "-"))
-        looks = (*looks[: len(self.modes) - 1], ("#e1812c", (0, (4, 2))))
+        trained = sum(not mode.frozen for mode in self.modes)
+        looks = (*looks[: trained - 1], ("#e1812c", (0, (4, 2))))
+        looks += (("#6a9f58", "-"), ("#b04f6f", (0, (4, 2))))[: len(self.modes) - trained]
         figure = plt.figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(f"{self.title}\n", fontsize=14, fontweight="bold")
         figure.text(0.5, 0.945, self.setting, ha="center", va="top", fontsize=9, color="#555555")
