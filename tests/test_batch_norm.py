@@ -152,13 +152,18 @@ def test_arguments_and_results_of_timm() -> None:
     "options",
     [{}, {"momentum": None}, {"momentum": 0.0}, {"momentum": 1.0}, {"affine": False}, {"eps": 0.1},
      {"track_running_stats": False}, {"act_layer": nn.SiLU, "track_running_stats": False},
-     {"apply_act": False}, {"act_layer": nn.PReLU, "inplace": False}],
+     {"apply_act": False}, {"act_layer": nn.PReLU, "inplace": False},
+     {"momentum": 0.2, "stop": True}],
     ids=str,
 )  # fmt: skip
 def test_steps_of_training_and_evaluation(kind: str, options: dict[str, Any]) -> None:
     ours_type, theirs_type, shape = MODULES[kind]
+    options = dict(options)
+    stop = options.pop("stop", False)
     ours = randomized(ours_type(4, **options))
     theirs = Stock(ours, theirs_type)
+    if stop:  # it has them, and is not to move them
+        ours.track_running_stats = theirs.norm.track_running_stats = False
     for training in (True, True, False, True, False):
         ours.train(training)
         theirs.train(training)
@@ -1023,7 +1028,7 @@ def test_the_exception_of_torch(kind: str, training: bool) -> None:
         ({"activation": "softshrink", "lambd": -1.0}, RuntimeError, "lambda"),
         ({"activation": "squareplus", "b": -1.0}, ValueError, "b must be"),
         ({"activation": "celu", "alpha": 0.0}, RuntimeError, "alpha"),
-        ({"activation": "elu", "alpha": "a"}, TypeError, ""),
+        ({"activation": "elu", "alpha": "a"}, TypeError, "must be"),
         ({"residual": torch.ones(3, 4, 6)}, RuntimeError, "residual"),
         ({"residual": torch.ones(3, 4, 5, device="meta")}, RuntimeError, "residual"),
         ({"residual": [1.0]}, TypeError, "residual"),
