@@ -11,10 +11,12 @@ import inspect
 import operator
 import random
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,12 +94,18 @@ class _Tracer(fx.Tracer):
         self.choices = choices
         self.guessed = ""
         self.kinds: dict[fx.Node, bool] = {}
+        self.context = _context()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _context() != self.context:
+            self.guessed = "its forward works under no_grad, autocast or checkpoint"
+        return super().create_node(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         self.guessed = "what its forward does depends on its input"
@@ -117,6 +125,21 @@ class _Tracer(fx.Tracer):
         if obj.node not in self.kinds:
             self.kinds[obj.node] = self.choices.choose(True)
         return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+@cache
+def _device_types() -> tuple[str, str]:
+    return "cpu", str(torch.accelerator.current_accelerator(False) or "cuda")
+
+
+def _context() -> tuple[Any, ...]:
+    """What a `with` around a call changes, and a graph does not tell."""
+    autocast = [
+        (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()
+    ]
+    # Those of torch.utils.checkpoint, say.
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks(False))
 
 
 class _Watch(TorchDispatchMode):
@@ -172,6 +195,20 @@ def _clone(root: nn.Module) -> nn.Module:
     return clones[id(root)]
 
 
+def _stored(root: nn.Module) -> list[Any]:
+    """What its modules have in them, to be compared by identity."""
+
+    def identity(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return [id(item) for item in value]
+        if type(value) in (dict, OrderedDict):
+            return [(key, id(item)) for key, item in value.items()]
+        # Equal numbers need not be one object.
+        return value if type(value) in (int, float, str, bool) else id(value)
+
+    return [[(key, identity(v)) for key, v in vars(m).items()] for m in root.modules()]
+
+
 def _trace_once(
     module: nn.Module, choices: _Choices, mode: tuple[bool, bool, bool], defaults: dict[str, Any]
 ) -> tuple[fx.Graph, str]:
@@ -181,15 +218,20 @@ def _trace_once(
     for part in clone.modules():
         if not isinstance(part, _SCRIPTED):
             vars(part)["training"] = own if part is clone else children
-    state = random.getstate()
+    state, stored = random.getstate(), _stored(clone)
     try:
-        with _answering(type(clone).forward, tracer), watch, torch.set_grad_enabled(gradients):
-            graph = tracer.trace(clone, defaults or None)
+        with torch.set_grad_enabled(gradients):
+            tracer.context = _context()
+            with _answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about what the stand-ins lack
+                graph = tracer.trace(clone, defaults or None)
         drawn = random.getstate() != state
     finally:
         random.setstate(state)
     if watch.computed or drawn:
         tracer.guessed = tracer.guessed or "its forward computes from more than its input"
+    if _stored(clone) != stored:
+        tracer.guessed = tracer.guessed or "its forward stores something"
     return graph, tracer.guessed
 
 

@@ -798,6 +798,69 @@ def test_a_forward_that_takes_several_ways_keeps_it() -> None:
         torch.testing.assert_close(model(x), stock(x))
 
 
+class _Under(nn.Module):
+    def __init__(self, around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.bn, self.around = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), around
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.around(self.inner, x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+def _without_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(x)
+
+
+def _in_half(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(x)
+
+
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "no_grad": _without_gradient,
+    "autocast": _in_half,
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_a_graph_does_not_tell_is_not_rewritten(name: str) -> None:
+    model = _Under(AROUND[name])
+    report = fusedtrain.convert(model)
+    assert not report.norms
+    assert len(report.left) == 1
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_that_stores_something_is_not_rewritten() -> None:
+    class Counting(Block):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    class Keeping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outputs.append(super().forward(x))
+            return self.outputs[-1]
+
+    for model in (Counting(), Keeping()):
+        report = fusedtrain.convert(model)
+        assert kinds(report) == {"ReLU": 1} or not report.norms
+        assert "forward" not in vars(model)
+        assert any("stores something" in entry.reason for entry in report.left)
+
+
 def test_tracing_leaves_no_trace() -> None:
     class Storing(Block):
         def __init__(self) -> None:
