@@ -127,6 +127,7 @@ class Call:
             raise RuntimeError(f"fusedtrain::{NAME}: no such activation")
         by_sample = branch_scale is not None
         self.x = x = _walkable(model, by_sample)
+        self._model = model
         self.view = _view_of(x, by_sample)
         self.channels = x.size(1)
         self.empty = x.numel() == 0
@@ -139,6 +140,11 @@ class Call:
             self.vector(bias, self.channels, "bias"),
         )
         self.flags = tuple(t is not None for t in self.affine)
+
+    def laid_out(self, t: Tensor) -> Tensor:
+        """A result in the layout of the model, where that could not be walked."""
+        wanted = torch.empty_like(self._model)
+        return t if t.stride() == wanted.stride() else wanted.copy_(t)
 
     def vector(self, t: Tensor | None, size: int, what: str) -> Tensor | None:
         if t is None:

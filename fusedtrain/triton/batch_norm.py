@@ -50,7 +50,7 @@ def batch_norm_act(
         raise RuntimeError(f"fusedtrain::{NAME}: running_mean and running_var")
     mean, invstd = call.mean, call.invstd = call.new_vectors()
     if call.empty:
-        return call.normalise(added), mean.zero_(), invstd.zero_()
+        return call.laid_out(call.normalise(added)), mean.zero_(), invstd.zero_()
     if training:
         if running is not None and call.count < 2:
             raise RuntimeError(f"fusedtrain::{NAME}: one value a channel has no variance")
@@ -58,7 +58,7 @@ def batch_norm_act(
     else:
         assert running is not None
         call.invert(running, eps)
-    return call.normalise(added), mean, invstd
+    return call.laid_out(call.normalise(added)), mean, invstd
 
 
 def batch_norm_act_apply(
@@ -75,7 +75,7 @@ def batch_norm_act_apply(
 ) -> Tensor:
     call = Call(input, branch_scale, weight, bias, activation, a, b)
     call.use(mean, invstd)
-    return call.normalise(call.companion(residual, "residual"))
+    return call.laid_out(call.normalise(call.companion(residual, "residual")))
 
 
 def batch_norm_act_backward(
@@ -112,8 +112,8 @@ def batch_norm_act_backward(
     if grad_input is not None or still is not None:
         call.apply(grad_input, still, averages if training else None)
     return (
-        none if grad_input is None else grad_input,
-        none if grad_residual is None else grad_residual,
+        none if grad_input is None else call.laid_out(grad_input),
+        none if grad_residual is None else call.laid_out(grad_residual),
         *(affine or (none, none)),
     )
 
@@ -137,7 +137,7 @@ def batch_norm_act_backward_reduce(
     )
     grad_residual = torch.empty_like(call.x) if needs_residual else None
     sums = call.reduce(grad_residual, None, 1)
-    return sums, grad.new_empty(0) if grad_residual is None else grad_residual
+    return sums, grad.new_empty(0) if grad_residual is None else call.laid_out(grad_residual)
 
 
 def batch_norm_act_backward_apply(
@@ -166,4 +166,5 @@ def batch_norm_act_backward_apply(
     grad_input = torch.empty_like(call.x)
     grad_residual = torch.empty_like(call.x) if needs_residual else None
     call.apply(grad_input, grad_residual, averages)
-    return grad_input, grad.new_empty(0) if grad_residual is None else grad_residual
+    residual = grad.new_empty(0) if grad_residual is None else call.laid_out(grad_residual)
+    return call.laid_out(grad_input), residual
