@@ -1040,3 +1040,24 @@ def test_report_text() -> None:
     assert line.startswith("  1 x torch.nn.BatchNorm2d + ReLU        saved 0.00")
     assert "MB, error " in line
     assert str(report).splitlines()[5].startswith("on the example: saved for backward 0.0")
+
+
+def test_torch_fx_of_a_rewritten_module_itself_is_refused() -> None:
+    """It reads the forward of the class, in which the activation would be applied once more."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(self.bn(x))
+
+    outer = nn.Sequential(Twice())
+    assert fusedtrain.convert(outer).norms
+    x = torch.randn(2, 3, 4, 4)
+    with pytest.raises(RuntimeError, match=r"torch\.fx reads the forward of a class"):
+        torch.fx.symbolic_trace(outer[0])
+    found = torch.fx.symbolic_trace(outer).eval()(x)
+    assert fusedtrain.revert(outer)
+    torch.testing.assert_close(found, outer.eval()(x))

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
-from .._rewritten import passes_on
+from .._rewritten import passes_on, rewritten_of
 from ..reference.batch_norm import POINTWISE, Pointwise
 from . import activation as _activations
 
@@ -222,6 +222,13 @@ class _BatchNormAct(_BatchNorm):
                 "one: not by the forward that was converted. fusedtrain.revert undoes it"
             )
         if _has(input) and isinstance(input, torch.fx.Proxy):
+            root = rewritten_of(input.tracer.root)
+            if root is not None and not passes_on(input.tracer.root):
+                raise RuntimeError(
+                    "torch.fx reads the forward of a class, and fusedtrain.convert has given this "
+                    "module another one, without the activations that its batch norms apply. "
+                    "Trace what contains it, or fusedtrain.revert first"
+                )
             # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
             arguments = (input,) if residual is None else (input, residual)
             path = input.tracer.path_of_module(self)
