@@ -22,7 +22,11 @@ from fusedtrain.reference import ACTIVATIONS
 MODULES = {
     "Threshold": lambda: fnn.Threshold(0.5, -1.0),
     "GELU tanh": lambda: fnn.GELU("tanh"),
-    **{name: getattr(fnn, name) for name in fnn.__all__ if name != "Threshold"},
+    **{
+        name: cls
+        for name, cls in vars(fnn.activation).items()
+        if name in fnn.__all__ and name != "Threshold"
+    },
 }
 
 
