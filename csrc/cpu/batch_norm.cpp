@@ -18,7 +18,7 @@ constexpr int64_t kWidth = 112;
 constexpr int64_t kTileRows = 8;
 constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of each tensor
 constexpr int64_t kPiece = 1 << 16;
-constexpr int64_t kTaskElements = 1 << 17;
+constexpr int64_t kTaskElements = 1 << 14;  // at least, and 64 a channel
 constexpr int64_t kMostTasks = 64;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -66,7 +66,9 @@ struct Task {
     last = all * (task + 1) / count;
   }
   int64_t tasks() const {  // of all elements
-    int64_t count = call.rows * call.channels * call.inner / kTaskElements;
+    const int64_t least = 64 * call.channels;
+    const int64_t each = least > kTaskElements ? least : kTaskElements;
+    int64_t count = call.rows * call.channels * call.inner / each;
     if (count > kMostTasks) count = kMostTasks;
     if (count > last) count = last;
     return count < 1 ? 1 : count;
