@@ -16,13 +16,12 @@ namespace {
 // (by 1.3x and 1.4x: the rows of a tile then meet in the same sets of the cache).
 constexpr int64_t kWidth = 112;
 constexpr int64_t kTileRows = 8;
-constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of each tensor
-constexpr int64_t kPiece = 1 << 16;
+constexpr int64_t kTile = 1024;             // elements, at most twice as many: 4 KiB of each tensor
+constexpr int64_t kPiece = 1 << 16;         // of a long plane, which several tasks may share
 constexpr int64_t kTaskElements = 1 << 14;  // at least, and 64 a channel
 constexpr int64_t kMostTasks = 64;
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #define FT_SAVED(name, Formula, n, rounds, saved) saved == kOutput,
 constexpr bool kByOutput[] = {FT_POINTWISE(FT_SAVED)};
@@ -48,12 +47,12 @@ struct Task {
   const BatchNorm& call;
   bool by_row;
   int64_t first, last;  // rows, or pieces
-  int64_t pieces, piece;
-  int64_t columns;  // how many values a channel stand for in the tiles
-  bool periodic;    // rows follow each other, so that several make one run
+  int64_t pieces;       // of a plane
+  int64_t columns;      // how many values a channel stand for in the tiles
+  bool periodic;        // rows follow each other, so that several make one run
 
   explicit Task(const BatchNorm& n)
-      : call(n), by_row(n.inner > 1), pieces((n.inner + kPiece - 1) / kPiece), piece(kPiece) {
+      : call(n), by_row(n.inner > 1), pieces((n.inner + kPiece - 1) / kPiece) {
     const bool whole = n.channels <= kWidth && n.branch_scale == nullptr;
     periodic = !by_row && whole;
     columns = periodic ? kWidth / n.channels * n.channels : n.channels;
@@ -117,7 +116,7 @@ struct Task {
         i += planes;
         continue;
       }
-      const int64_t start = i % pieces * piece, end = smaller(inner, start + piece);
+      const int64_t start = i % pieces * kPiece, end = smaller(inner, start + kPiece);
       for (int64_t k = start; k < end; k += kTile) {
         const int64_t n = smaller(kTile, end - k);
         f(Tile{plane * inner + k, 1, n, n, channel, sample});
