@@ -97,7 +97,10 @@ struct NormWork : cpu::BatchNormWork {
 
 void Cpu::statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
   const NormWork work(n, true);
-  work.parallel([&](int64_t first, int64_t last) { cpu::statistics(n, work, first, last); });
+  cpu::guess(n, s);
+  const auto sum = [&](int64_t first, int64_t last) { cpu::statistics(n, s, work, first, last); };
+  work.parallel(sum);
+  if (cpu::guess_again(n, s, work)) work.parallel(sum);
   cpu::settle(n, s, work);
 }
 

@@ -269,7 +269,11 @@ struct BatchNormWork {
   double* shares;  // [tasks, 2, channels], none of which need be set
 };
 int64_t batch_norm_tasks(const BatchNorm& n);
-void statistics(const BatchNorm& n, const BatchNormWork& work, int64_t first, int64_t last);
+// s.average is what the sums are centred by: a guess, and a better one where that was bad (true)
+void guess(const BatchNorm& n, const BatchNormStatistics& s);
+bool guess_again(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work);
+void statistics(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work,
+                int64_t first, int64_t last);
 // s.average and s.variance; where n.mean is not null, also n.mean, n.invstd, running statistics
 void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWork& work);
 // n.mean and n.invstd from the running statistics

@@ -283,7 +283,7 @@ class Case:
         eps = torch.finfo(wide_dtype(self.dtype)).eps
         deviation = 1 / truth.invstd
         close("mean", mean, truth.mean, eps * (truth.mean.abs() + 4 * deviation))
-        # The variance is a difference of sums in double.
+        # The variance is a difference of sums.
         lost = 2**-50 * (truth.mean * truth.invstd) ** 2 if eps > 1e-10 else 64 * eps
         close("invstd", invstd, truth.invstd, truth.invstd * (self.digits * eps + lost))
 

@@ -269,6 +269,28 @@ def test_first_element_an_outlier(ops: Kernels, dtype: torch.dtype) -> None:
         check(ops, case)
 
 
+@pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
+def test_outliers_where_the_mean_is_guessed(ops: Kernels, dtype: torch.dtype) -> None:
+    """The CPU kernel looks at three elements of a channel (guess_means in csrc/cpu/batch_norm.cpp)
+    and adds up distances from their median: it has to see that it was misled."""
+    for x in (torch.randn(2, 3, 4000), last(2, 3, 4000)):
+        for probe in (0.29, 0.53, 0.83):
+            at = int(probe * 8000)
+            x[at // 4000, :, at % 4000] = torch.tensor([1e4, -1e4, 1e2])
+        check(ops, Case(x, dtype, "silu", ops=ops))
+
+
+def test_a_mean_far_larger_than_the_deviation(ops: Kernels) -> None:
+    if ops.digits > 4:
+        pytest.skip("sums of shifted data in float32")
+    for mean in (1e3, -1e5, 3e6):
+        for x in (torch.randn(4, 3, 500), last(4, 3, 500)):
+            case = Case(x, F32, "identity", ops=ops)
+            case.x.add_(mean)
+            found = forward(ops, case)
+            case.check_statistics(found[1], found[2], case.truth())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_constant_channels(ops: Kernels, dtype: torch.dtype) -> None:
     """Variance 0: the output is f(bias), the gradient finite."""

@@ -60,44 +60,54 @@ FT_INLINE uint16_t float_to_bfloat16(float value) {
   return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded);
 }
 
-// A format: blocks of kLanes numbers to float and back. The loops over a block have a constant
-// length, so that the compiler keeps it in registers between load, formula and store.
+// A format: blocks of numbers to float and back. The loops over a block have a constant length, a
+// multiple of 16, so that the compiler keeps it in registers between load, formula and store.
 constexpr int kLanes = 64;
 
 struct Half {
+  using Number = float;
+  using Stored = uint16_t;
+
+  template <int kCount = kLanes>
   static FT_METHOD void load(const uint16_t* in, float* out) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < kLanes; i += 16)
+    for (int i = 0; i < kCount; i += 16)
       _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
 #elif defined(__F16C__)
-    for (int i = 0; i < kLanes; i += 8)
+    for (int i = 0; i < kCount; i += 8)
       _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
 #else
-    for (int i = 0; i < kLanes; ++i) out[i] = half_to_float(in[i]);
+    for (int i = 0; i < kCount; ++i) out[i] = half_to_float(in[i]);
 #endif
   }
+  template <int kCount = kLanes>
   static FT_METHOD void store(const float* in, uint16_t* out) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < kLanes; i += 16)
+    for (int i = 0; i < kCount; i += 16)
       _mm256_storeu_si256((__m256i*)(out + i),
                           _mm512_cvtps_ph(_mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-    for (int i = 0; i < kLanes; i += 8)
+    for (int i = 0; i < kCount; i += 8)
       _mm_storeu_si128((__m128i*)(out + i),
                        _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT));
 #else
-    for (int i = 0; i < kLanes; ++i) out[i] = float_to_half(in[i]);
+    for (int i = 0; i < kCount; ++i) out[i] = float_to_half(in[i]);
 #endif
   }
 };
 
 struct BFloat16 {
+  using Number = float;
+  using Stored = uint16_t;
+
+  template <int kCount = kLanes>
   static FT_METHOD void load(const uint16_t* in, float* out) {
-    for (int i = 0; i < kLanes; ++i) out[i] = bfloat16_to_float(in[i]);
+    for (int i = 0; i < kCount; ++i) out[i] = bfloat16_to_float(in[i]);
   }
+  template <int kCount = kLanes>
   static FT_METHOD void store(const float* in, uint16_t* out) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < kLanes; i += 16) {
+    for (int i = 0; i < kCount; i += 16) {
       const __m512 value = _mm512_loadu_ps(in + i);
       const __m512i bits = _mm512_castps_si512(value);
       const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -108,7 +118,7 @@ struct BFloat16 {
       _mm256_storeu_si256((__m256i*)(out + i), _mm512_cvtepi32_epi16(kept));
     }
 #else
-    for (int i = 0; i < kLanes; ++i) out[i] = float_to_bfloat16(in[i]);
+    for (int i = 0; i < kCount; ++i) out[i] = float_to_bfloat16(in[i]);
 #endif
   }
 };

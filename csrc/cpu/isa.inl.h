@@ -40,10 +40,49 @@ static constexpr ChannelwiseKernels<T> channelwise_kernels() {
   };
 }
 
-template <class By, class T>
-static constexpr BatchNormKernels<T> batch_norm_kernels() {
-  return {By::template collect<T>, FT_ISA::normalise<By, T>, By::template reduce<T>,
-          FT_ISA::grad_input<By, T>};
+template <class By, class Format, template <class> class Formula, bool kByOutput>
+struct WithNorm {
+  using S = typename Format::Stored;
+  using T = typename Format::Number;
+  using Kernel = typename BatchNormKernels<S, T>::Kernel;
+  static constexpr bool kThere = FT_ISA::kWithNorm<Formula> && sizeof(T) == sizeof(float);
+
+  static constexpr Kernel forward() {
+    if constexpr (kThere)
+      return FT_ISA::norm_forward<By, Format, Formula, NormTile<S, T>>;
+    else
+      return nullptr;
+  }
+  static constexpr Kernel backward() {
+    if constexpr (kThere)
+      return FT_ISA::norm_backward<By, Format, Formula, kByOutput, NormTile<S, T>>;
+    else
+      return nullptr;
+  }
+};
+
+template <class By, class Format>
+static constexpr auto batch_norm_kernels() {
+  using S = typename Format::Stored;
+  using T = typename Format::Number;
+  using Tile = NormTile<S, T>;
+  return BatchNormKernels<S, T>{
+      FT_ISA::norm_collect<By, Format, Tile>,
+      FT_ISA::norm_forward<By, Format, FT_ISA::Identity, Tile>,
+#define FT_NORM_FORWARD(name, Formula, n, rounds, saved)              \
+  WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>::forward(),
+#define FT_NORM_BACKWARD(name, Formula, n, rounds, saved)              \
+  WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>::backward(),
+      {FT_POINTWISE(FT_NORM_FORWARD)},
+      FT_ISA::norm_reduce<By, Format, Tile>,
+      {FT_POINTWISE(FT_NORM_BACKWARD)},
+      FT_ISA::norm_grad_input<By, Format, Tile, T>,
+  };
+}
+template <class Format>
+static constexpr BatchNormLayouts<typename Format::Stored, typename Format::Number>
+batch_norm_layouts() {
+  return {batch_norm_kernels<FT_ISA::Column, Format>(), batch_norm_kernels<FT_ISA::Row, Format>()};
 }
 
 template <class T>
@@ -77,25 +116,26 @@ static constexpr OptimizerKernels16 optimizer_kernels_16bit() {
 }
 
 static constexpr Kernels make_kernels(const char* name) {
-  return Kernels{
-      name,
-      pointwise_kernels<float>(),
-      pointwise_kernels<double>(),
-      pointwise_kernels_16bit<FT_ISA::Half>(),
-      pointwise_kernels_16bit<FT_ISA::BFloat16>(),
-      channelwise_kernels<float>(),
-      channelwise_kernels<double>(),
-      FT_ISA::from_16bit<FT_ISA::Half>,
-      FT_ISA::to_16bit<FT_ISA::Half>,
-      FT_ISA::from_16bit<FT_ISA::BFloat16>,
-      FT_ISA::to_16bit<FT_ISA::BFloat16>,
-      {batch_norm_kernels<FT_ISA::Column, float>(), batch_norm_kernels<FT_ISA::Row, float>()},
-      {batch_norm_kernels<FT_ISA::Column, double>(), batch_norm_kernels<FT_ISA::Row, double>()},
-      optimizer_kernels<float>(),
-      optimizer_kernels<double>(),
-      optimizer_kernels_16bit<FT_ISA::Half>(),
-      optimizer_kernels_16bit<FT_ISA::BFloat16>(),
-      FT_ISA::to_bfloat16_stochastic};
+  return Kernels{name,
+                 pointwise_kernels<float>(),
+                 pointwise_kernels<double>(),
+                 pointwise_kernels_16bit<FT_ISA::Half>(),
+                 pointwise_kernels_16bit<FT_ISA::BFloat16>(),
+                 channelwise_kernels<float>(),
+                 channelwise_kernels<double>(),
+                 FT_ISA::from_16bit<FT_ISA::Half>,
+                 FT_ISA::to_16bit<FT_ISA::Half>,
+                 FT_ISA::from_16bit<FT_ISA::BFloat16>,
+                 FT_ISA::to_16bit<FT_ISA::BFloat16>,
+                 batch_norm_layouts<FT_ISA::Plain<float>>(),
+                 batch_norm_layouts<FT_ISA::Plain<double>>(),
+                 batch_norm_layouts<FT_ISA::Half>(),
+                 batch_norm_layouts<FT_ISA::BFloat16>(),
+                 optimizer_kernels<float>(),
+                 optimizer_kernels<double>(),
+                 optimizer_kernels_16bit<FT_ISA::Half>(),
+                 optimizer_kernels_16bit<FT_ISA::BFloat16>(),
+                 FT_ISA::to_bfloat16_stochastic};
 }
 
 }  // namespace cpu

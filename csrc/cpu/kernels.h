@@ -61,23 +61,39 @@ struct OptimizerKernels16 {
   Update update[kRules][kMaxStates + 1];
 };
 
-// Runs of a tile (batch_norm.h).
-template <class T>
+// Runs of a tile (batch_norm.h): numbers T, stored as S.
+template <class S>
 struct Run {
-  T* data;
+  S* data;
   int64_t stride;
 };
 
-template <class T>
+template <class S, class T>
+struct NormTile {
+  int64_t rows, n;
+  Run<const S> x, grad;
+  Run<const S> saved;  // the residual; in backward, the output where the formula takes it
+  Run<S> out;
+  const T *mean, *scale, *bias;
+  T factor;
+  const double* parameters;
+  T *sums, *slopes;
+};
+
+template <class S, class T>
 struct BatchNormKernels {
-  void (*collect)(Run<const T> x, int64_t rows, int64_t n, const T* center, double* sums,
-                  double* squares);
-  void (*normalise)(Run<const T> x, Run<const T> residual, Run<T> out, int64_t rows, int64_t n,
-                    const T* mean, const T* scale, const T* bias, T factor);
-  void (*reduce)(Run<const T> x, Run<const T> d, int64_t rows, int64_t n, const T* mean, T factor,
-                 double* sums, double* slopes);
-  void (*grad_input)(Run<const T> x, Run<const T> d, Run<T> out, int64_t rows, int64_t n,
-                     const T* mean, const T* scale, const T* average, const T* slope, T factor);
+  using Kernel = void (*)(const NormTile<S, T>& tile);
+
+  Kernel collect, normalise;
+  Kernel forward[kPointwiseOps];  // null where norm and formula take turns
+  Kernel reduce;
+  Kernel backward[kPointwiseOps];
+  void (*grad_input)(const NormTile<S, T>& tile, const T* average, const T* slope);
+};
+
+template <class S, class T>
+struct BatchNormLayouts {
+  BatchNormKernels<S, T> by_column, by_row;
 };
 
 struct Kernels {
@@ -91,8 +107,9 @@ struct Kernels {
   void (*to_half)(const float* in, uint16_t* out, int64_t n);
   void (*from_bfloat16)(const uint16_t* in, float* out, int64_t n);
   void (*to_bfloat16)(const float* in, uint16_t* out, int64_t n);
-  BatchNormKernels<float> batch_norm_f32[2];  // by column, by row
-  BatchNormKernels<double> batch_norm_f64[2];
+  BatchNormLayouts<float, float> norm_f32;
+  BatchNormLayouts<double, double> norm_f64;
+  BatchNormLayouts<uint16_t, float> norm_f16, norm_bf16;
   OptimizerKernels<float> optimizer_f32;
   OptimizerKernels<double> optimizer_f64;
   OptimizerKernels16 optimizer_f16, optimizer_bf16;
