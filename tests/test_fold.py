@@ -650,6 +650,25 @@ def test_packed_weight_follows_the_weight() -> None:
         assert torch.equal(copy.deepcopy(folded)(x), folded(x))
 
 
+def test_packed_without_an_activation() -> None:
+    """The convolution of a shortcut, which nothing but an addition follows, and that of a cat."""
+    model = waken(nn.Sequential(nn.Conv2d(4, 6, 1, stride=2, bias=False), nn.BatchNorm2d(6)))
+    folded, report = fusedtrain.fold_conv_bn(model)
+    assert report.fused == []
+    conv = folded[0]
+    assert isinstance(conv, ConvAct2d)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 4, 6, 6).contiguous(memory_format=layout)
+        with torch.no_grad():
+            assert difference(folded(x), model(x)) < 1e-5
+    assert conv._packs is not None
+    for untouched in (nn.Conv2d(4, 6, 1, padding="same"), nn.ConvTranspose2d(4, 6, 1)):
+        model = waken(nn.Sequential(untouched, nn.BatchNorm2d(6)))
+        assert type(fusedtrain.fold_conv_bn(model)[0][0]) is type(untouched)
+    model = waken(nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6)))
+    assert type(fusedtrain.fold_conv_bn(model, fuse_activation=False)[0][0]) is nn.Conv2d
+
+
 def test_fused_convolution_elsewhere() -> None:
     """Unbatched, empty, other dtypes, autocast, compiled: as eager torch."""
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))

@@ -149,11 +149,8 @@ struct Worker {
     runs = 0;
   }
   void add_sums(int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      all_sums[i] += double(sums[i]);
-      all_slopes[i] += double(slopes[i]);
-      sums[i] = slopes[i] = T(0);
-    }
+    stored.move_sums(&sums[begin], &all_sums[begin], end - begin);
+    stored.move_sums(&slopes[begin], &all_slopes[begin], end - begin);
   }
   // Runs of a plane are sums of many elements, and are added at once.
   void count_sums(const Tile& t) {

@@ -242,6 +242,16 @@ FT_METHOD S* at(Run<S> run, int64_t row, int64_t i) {
   return run.data + row * run.stride + i;
 }
 
+// Adds sums to others in double, and starts them again.
+template <class T>
+void move_sums(T* from, double* to, int64_t n) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] += double(from[i]);
+    from[i] = T(0);
+  }
+}
+
 // sums += x - mean, slopes += (x - mean)^2, where the mean is a guess of it
 template <class By, class Format, class Tile>
 void norm_collect(const Tile& t) {

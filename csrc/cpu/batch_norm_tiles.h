@@ -22,7 +22,7 @@ constexpr int64_t kRun = 512;
 // A multiple of this long, a run needs no handling of a rest.
 constexpr int64_t kStep = 32;
 // So many runs, and their sums in float are added to those in double.
-constexpr int64_t kRunsOfSums = 8;
+constexpr int64_t kRunsOfSums = 16;
 constexpr int64_t kPiece = 1 << 16;         // of a long plane, which several tasks may share
 constexpr int64_t kTaskElements = 1 << 14;  // at least, and 64 a channel
 constexpr int64_t kMostTasks = 64;

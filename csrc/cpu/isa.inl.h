@@ -77,6 +77,7 @@ static constexpr auto batch_norm_kernels() {
       FT_ISA::norm_reduce<By, Format, Tile>,
       {FT_POINTWISE(FT_NORM_BACKWARD)},
       FT_ISA::norm_grad_input<By, Format, Tile, T>,
+      FT_ISA::move_sums<T>,
   };
 }
 template <class Format>

@@ -89,6 +89,7 @@ struct BatchNormKernels {
   Kernel reduce;
   Kernel backward[kPointwiseOps];
   void (*grad_input)(const NormTile<S, T>& tile, const T* average, const T* slope);
+  void (*move_sums)(T* from, double* to, int64_t n);
 };
 
 template <class S, class T>
