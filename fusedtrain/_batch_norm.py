@@ -225,8 +225,12 @@ def _fits(
     training: bool,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    *affine: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> bool:
+    if not (eps > 0 or (eps == 0 and not training)):
+        return False  # torch's error
     if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
     channels, dtype = input.shape[1], wide_dtype(input)
@@ -234,7 +238,7 @@ def _fits(
         return False  # torch's error
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
         return False
-    for vector in (running_mean, running_var, *affine):
+    for vector in (running_mean, running_var, weight, bias):
         if vector is not None and not (
             _ops.is_plain(vector)
             and vector.dtype is dtype
@@ -299,6 +303,13 @@ def run(
     activation: Pointwise,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
+    if activation.op == _INDEX["softplus"] and _ops.autocasts(input, "cuda"):
+        # Which computes softplus of 16 bits in float32, and returns that.
+        z = run(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, Pointwise(),
+        )  # fmt: skip
+        return _functional("softplus")(z, activation.a, activation.b)
     apart = residual is not None and not _matches(residual, input)
     if apart and residual is not None:
         _check_residual(residual, input)
@@ -315,7 +326,7 @@ def run(
     if narrow and not plain:
         statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
         affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]
-    if plain or not _fits(input, training, *statistics, *affine):
+    if plain or not _fits(input, training, *statistics, *affine, eps):
         return eager(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, activation,
@@ -394,9 +405,9 @@ def batch_norm_act(
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
-        >>> batch_norm_act(x, None, None, training=True, eps=0.0, activation="relu")
-        tensor([[0.],
-                [1.]])
+        >>> batch_norm_act(x, None, None, training=True, activation="relu")
+        tensor([[0.0000],
+                [1.0000]])
     """
     tensors = (input, running_mean, running_var, weight, bias, residual, branch_scale)
     if _has_any(tensors):

@@ -927,6 +927,20 @@ def test_conversion_of_torch_does_not_drop_the_activation() -> None:
         assert not hasattr(module, "qconfig")
 
 
+def test_softplus_under_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is computed in float32, from the norm's 16 bits, as torch does it."""
+    x = torch.randn(3, 4, 5, dtype=BF16)
+    options = {"training": True, "activation": "softplus", "beta": 2.0}
+    assert F.batch_norm_act(x, None, None, **options).dtype is BF16
+    monkeypatch.setattr(
+        "fusedtrain._ops.autocasts", lambda input, kind="": kind == "cuda" and input.dtype is BF16
+    )
+    z = torch_functional.batch_norm(x, None, None, training=True)
+    y = F.batch_norm_act(x, None, None, **options)
+    assert y.dtype is F32
+    torch.testing.assert_close(y, torch_functional.softplus(z.float(), 2.0), rtol=1e-2, atol=1e-2)
+
+
 # --- empty and bad input ---
 
 
@@ -982,6 +996,9 @@ WRONG_CALLS: dict[str, dict[str, Any]] = {
         "running_var": torch.ones(4).double(),
     },
     "statistics with gradients": {"running_mean": torch.zeros(4, requires_grad=True) * 1},
+    "eps 0": {"eps": 0.0},
+    "eps negative": {"eps": -1e-5},
+    "eps not a number": {"eps": float("nan")},
 }  # fmt: skip
 
 
@@ -1000,7 +1017,8 @@ def test_the_exception_of_torch(kind: str, training: bool) -> None:
 
     def outcome(function: Callable[..., Tensor]) -> Any:
         call = call_of(WRONG_CALLS[kind])
-        tensors = [t for t in call.values() if t is not None and not t.is_meta and not t.is_sparse]
+        tensors = [t for t in call.values() if isinstance(t, Tensor)]
+        tensors = [t for t in tensors if not t.is_meta and not t.is_sparse]
         kept = [t.detach().clone() for t in tensors]
         try:
             return function(**call, training=training)
@@ -1013,7 +1031,7 @@ def test_the_exception_of_torch(kind: str, training: bool) -> None:
     if isinstance(theirs, type) or theirs.is_meta:
         assert ours == theirs if isinstance(theirs, type) else ours.is_meta
     else:
-        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize(

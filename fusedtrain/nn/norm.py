@@ -302,8 +302,9 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
     """:class:`torch.nn.BatchNorm1d` and an activation in one op; see :class:`BatchNormAct2d`.
 
     Example:
-        >>> BatchNormAct1d(1, eps=0.0)(torch.tensor([[1.0], [3.0]])).tolist()
-        [[0.0], [1.0]]
+        >>> BatchNormAct1d(1)(torch.tensor([[1.0], [3.0]]))
+        tensor([[0.0000],
+                [1.0000]], grad_fn=<BatchNormActBackward>)
     """
 
 
@@ -360,9 +361,10 @@ class BatchNormAddAct(_BatchNormAct):
         scale_by_keep: False leaves them as they are.
 
     Example:
-        >>> norm = BatchNormAddAct(1, eps=0.0)
-        >>> norm(torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [-5.0]])).tolist()
-        [[4.0], [0.0]]
+        >>> norm = BatchNormAddAct(1)
+        >>> norm(torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [-5.0]]))
+        tensor([[4.0000],
+                [0.0000]], grad_fn=<BatchNormActBackward>)
     """
 
     def __init__(
