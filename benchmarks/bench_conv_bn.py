@@ -26,7 +26,7 @@ CPU: tuple[Setup, ...] = (
     Setup("train", "efficientnet_b0", 32, 96, "channels_last", optimizer="AdamW"),
     Setup("train", "resnet18", 32, 96, "contiguous"),
     Setup("tune", "efficientnet_b0", 32, 96, "channels_last", optimizer="AdamW"),
-    Setup("tune", "resnet50", 16, 96, "channels_last"),
+    Setup("tune", "resnet50", 8, 224, "channels_last"),
     Setup("inference", "resnet50", 1, 224, "channels_last"),
     Setup("inference", "resnet50", 8, 224, "channels_last"),
 )
