@@ -164,12 +164,15 @@ struct Worker {
     add_sums(0, task.columns);
     double* first = shares;
     double* second = first + call.channels;
-    for (int64_t c = 0; c < call.channels; ++c) first[c] = second[c] = 0;
-    for (int64_t i = 0; i < task.columns; ++i) {
-      const int64_t c = task.channel_of(i);
-      first[c] += all_sums[i];
-      second[c] += all_slopes[i];
+    for (int64_t c = 0; c < call.channels; ++c) {
+      first[c] = all_sums[c];
+      second[c] = all_slopes[c];
     }
+    for (int64_t i = call.channels; i < task.columns; i += call.channels)
+      for (int64_t c = 0; c < call.channels; ++c) {
+        first[c] += all_sums[i + c];
+        second[c] += all_slopes[i + c];
+      }
   }
 
   void fill_centers(const BatchNormStatistics& s) {
