@@ -52,25 +52,30 @@ class BatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, saved, branch_scale, weight, bias, mean, invstd = ctx.saved_tensors
-        needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-        shared = (saved, branch_scale, weight, bias, mean, invstd, ctx.training)
-        gradients: tuple[Tensor | None, ...]
+        op: Callable[..., tuple[Any, ...]] = _backward
         if torch.is_grad_enabled() or not _ops.takes(grad):
-            gradients = differentiable_backward(grad, input, *shared, ctx.eps, ctx.activation)
-        else:
-            gradients = _backward(
-                grad, input, *shared, *ctx.activation, needs_input, needs_residual,
-                needs_weight or needs_bias,
-            )  # fmt: skip
-        return (
-            gradients[0] if needs_input else None,
-            gradients[1] if needs_residual else None,
-            None,
-            gradients[2] if needs_weight else None,
-            gradients[3] if needs_bias else None,
-            *(None,) * 6,
-        )
+            op = lambda *_: differentiable_backward(  # noqa: E731
+                grad, *ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation
+            )
+        return (*_gradients(ctx, grad, op), *(None,) * 6)
+
+
+def _gradients(ctx: Any, grad: Tensor, op: Callable[..., tuple[Any, ...]]) -> Any:
+    """Of input, residual, branch_scale, weight and bias; that of a residual which is only added is
+    the gradient itself."""
+    needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
+    added = ctx.activation.op < 0
+    found = op(
+        grad, *ctx.saved_tensors, ctx.training, *ctx.activation, needs_input,
+        needs_residual and not added, needs_weight or needs_bias,
+    )  # fmt: skip
+    return (
+        found[0] if needs_input else None,
+        (grad if added else found[1]) if needs_residual else None,
+        None,
+        found[2] if needs_weight else None,
+        found[3] if needs_bias else None,
+    )
 
 
 def save_for_backward(
@@ -121,21 +126,8 @@ def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 
 def _backward_functional(ctx: Any, grad: Tensor, *_: Any) -> Any:
-    input, saved, *shared = ctx.saved_tensors
-    needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
-    affine = needs_weight or needs_bias
-    gradients = torch.ops.fusedtrain.batch_norm_act_backward(
-        grad, input, saved, *shared, ctx.training, *ctx.activation, needs_input, needs_residual,
-        affine,
-    )  # fmt: skip
-    return (
-        gradients[0] if needs_input else None,
-        gradients[1] if needs_residual else None,
-        None,
-        gradients[2] if needs_weight else None,
-        gradients[3] if needs_bias else None,
-        *(None,) * 7,
-    )
+    op = torch.ops.fusedtrain.batch_norm_act_backward
+    return (*_gradients(ctx, grad, op), *(None,) * 7)
 
 
 torch.library.register_autograd(
