@@ -52,12 +52,12 @@ class BatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        op: Callable[..., tuple[Any, ...]] = _backward
-        if torch.is_grad_enabled() or not _ops.takes(grad):
-            op = lambda *_: differentiable_backward(  # noqa: E731
-                grad, *ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation
-            )
-        return (*_gradients(ctx, grad, op), *(None,) * 6)
+        def differentiable(*_: Any) -> tuple[Any, ...]:
+            saved: tuple[Any, ...] = (*ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation)
+            return differentiable_backward(grad, *saved)
+
+        plain = torch.is_grad_enabled() or not _ops.takes(grad)
+        return (*_gradients(ctx, grad, differentiable if plain else _backward), *(None,) * 6)
 
 
 def _gradients(ctx: Any, grad: Tensor, op: Callable[..., tuple[Any, ...]]) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ class Activation:
     # The bounds of 1e-3 and 1e3 keep the saved output within float16's range and resolution.
     valid: Callable[..., bool] | None = None
 
-    @cached_property
+    @property
     def arguments(self) -> tuple[Any, ...]:
         """The example parameters, as the op takes them."""
         if not self.tensors:
