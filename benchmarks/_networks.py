@@ -92,9 +92,9 @@ def _settle(model: nn.Module, norms: Sequence[Any], setup: Setup, device: str) -
         norm.momentum = momentum
 
 
-def batch_of(setup: Setup, device: str, size: int = 0) -> tuple[Tensor, Tensor]:
+def batch_of(setup: Setup, device: str, size: int = 0, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Images and labels."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     shape = (size or setup.batch, 3, setup.pixels, setup.pixels)
     images = torch.randn(shape, generator=generator).to(device, DTYPES[setup.dtype])
     labels = torch.randint(1000, shape[:1], generator=generator).to(device)
@@ -211,8 +211,10 @@ def saved_bytes(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> int
 GATE_BATCH = 4  # of a training step: float64 takes long
 # Errors of outputs, of all gradients and of all buffers, each as a norm relative to the norm. Of
 # two networks that are right, one can be so many times as far from float64 as the other: ReLUs and
-# batch statistics make more of each rounding.
-FLOOR, TIMES_EAGER = 1e-5, 4.0
+# batch statistics make more of each rounding. A batch in which one ReLU is on the other side of 0
+# says nothing (1 in 5 of a ResNet-18, eager's as ours, and then 4e-3 of the gradient): what is
+# wrong is wrong in all of them.
+FLOOR, TIMES_EAGER, GATE_SEEDS = 1e-5, 4.0, (1, 2, 3)
 Results = dict[str, list[Tensor]]
 
 
@@ -260,3 +262,26 @@ def check(found: Mapping[str, float], eager: Mapping[str, float]) -> None:
         limit = max(FLOOR, TIMES_EAGER * eager[name])
         if not error <= limit:  # NaN is wrong
             raise NotTheJob(f"wrong {name}: off by {error:.1e} of its norm ({limit:.1e} allowed)")
+
+
+def pass_gate(
+    model: Any, stock: nn.Module, setup: Setup, batches: Sequence[tuple[Tensor, Tensor]]
+) -> dict[str, float]:
+    """The errors in the first batch in which they are in order, each a step from the same state.
+
+    Raises NotTheJob with those of the last batch if there is none.
+    """
+    before = copy.deepcopy(model.state_dict())
+    refused = NotTheJob("no batch")
+    for batch in batches:
+        exact = truth(stock, setup, *batch)
+        eager = errors(results(copy.deepcopy(stock), setup, *batch), exact)
+        found = errors(results(model, setup, *batch), exact)
+        try:
+            check(found, eager)
+        except NotTheJob as error:
+            refused = error
+            model.load_state_dict(before)
+        else:
+            return found
+    raise refused

@@ -165,8 +165,8 @@ def _mark_noisy(rows: Sequence[Row]) -> list[Row]:
 
 def section_key(row: Row) -> tuple[str, str, str, str, int]:
     """What the rows of one table share."""
-    numel = 0 if row.model else row.numel
-    return row.machine, row.family, row.model, row.dtype, numel
+    size = row.shape[0] if row.model else row.numel  # the batch
+    return row.machine, row.family, row.model, row.dtype, size
 
 
 def size_text(numel: int) -> str:

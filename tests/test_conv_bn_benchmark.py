@@ -49,12 +49,8 @@ def _network(setup: Setup) -> nn.Module:
 
 
 def _gate(model: nn.Module, setup: Setup) -> None:
-    batch = _networks.batch_of(setup, "cpu")
-    stock = _network(setup)
-    exact = _networks.truth(stock, setup, *batch)
-    eager = _networks.errors(_networks.results(stock, setup, *batch), exact)
-    found = _networks.results(model, setup, *batch)
-    _networks.check(_networks.errors(found, exact), eager)
+    batches = [_networks.batch_of(setup, "cpu", seed=seed) for seed in _networks.GATE_SEEDS]
+    _networks.pass_gate(model, _network(setup), setup, batches)
 
 
 class _Layer(nn.Module):
