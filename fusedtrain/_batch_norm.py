@@ -225,8 +225,8 @@ def _fits(
         return False  # torch's error
     if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
-    channels, dtype = input.shape[1], wide_dtype(input)
-    if input.numel() == channels and training:
+    size, dtype, device = input.shape[1:2], wide_dtype(input), input.device
+    if training and input.numel() == size[0]:
         return False  # torch's error
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
         return False
@@ -234,9 +234,8 @@ def _fits(
         if vector is not None and not (
             _ops.is_plain(vector)
             and vector.dtype is dtype
-            and vector.dim() == 1
-            and vector.shape[0] == channels
-            and vector.device == input.device
+            and vector.shape == size
+            and vector.device == device
         ):
             return False
     for vector in (running_mean, running_var):

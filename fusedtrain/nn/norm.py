@@ -97,9 +97,9 @@ def is_stochastic_depth(module: nn.Module) -> bool:
 def _replaceable(module: nn.Module) -> bool:
     """Whether nobody would miss a call of the module. Where convert left one that hands on its
     input, it is this call that fires the hooks."""
-    if passes_on(module):
-        return True
-    return not any(getattr(module, hooks) for hooks in _HOOKS) and "forward" not in vars(module)
+    state = vars(module)
+    plain = "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
+    return plain or passes_on(module)
 
 
 def _apply(module: nn.Module, z: Tensor) -> Tensor:
@@ -275,7 +275,8 @@ class _BatchNormAct(_BatchNorm):
         branch_scale: Tensor | None,
         activation: Pointwise,
     ) -> Tensor:
-        training = self.training or (self.running_mean is None and self.running_var is None)
+        running_mean, running_var = self.running_mean, self.running_var
+        training = self.training or (running_mean is None and running_var is None)
         if training:
             nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
         factor, updates = self._updates()
@@ -286,8 +287,8 @@ class _BatchNormAct(_BatchNorm):
             branch_scale,
             self.weight,
             self.bias,
-            self.running_mean if uses else None,
-            self.running_var if uses else None,
+            running_mean if uses else None,
+            running_var if uses else None,
             training,
             factor,
             self.eps,
