@@ -72,8 +72,10 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "257 channels": lambda: torch.randn(2, 257, 3, 3),
     "257 last": lambda: last(2, 257, 3, 3),
     "1100 last": lambda: last(3, 1100, 2, 1),
-    "112 last": lambda: last(3, 112, 5, 1),
-    "113 last": lambda: last(3, 113, 5, 1),
+    # The CPU's runs of rows: 4 and a half of 112, one of 512, pieces of 513.
+    "112 last": lambda: last(3, 112, 7, 1),
+    "512 last": lambda: last(3, 512, 3, 1),
+    "513 last": lambda: last(3, 513, 7, 1),
     "5-d": lambda: torch.randn(2, 3, 2, 4, 5),
     "channels_last_3d": lambda: last(2, 3, 2, 4, 5),
     "permuted": lambda: torch.randn(3, 4, 5, 6).permute(2, 0, 3, 1),
