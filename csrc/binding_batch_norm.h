@@ -13,7 +13,9 @@
 //                                                        grad_bias, grad_residual where not null
 //   void grad_input(const BatchNorm&, const BatchNormBackward&) const;        grad_input,
 //                                                        grad_residual where not null
-//   void backward(const BatchNorm&, const BatchNormBackward&) const;          both, averages = sums
+//   void backward(const BatchNorm&, const BatchNormBackward&) const;          both, averages =
+//   sums, or
+//                                                        null with fixed statistics
 #pragma once
 
 #include <optional>
@@ -261,16 +263,14 @@ struct BatchNormOps {
     if (grad.numel() == 0) {
       torch::stable::zero_(call.grad_weight);
       torch::stable::zero_(call.grad_bias);
-    } else if (training && needs_input) {
-      call.b.averages = call.b.sums;
+    } else if (needs_input && (training || needs_affine)) {
+      if (training) call.b.averages = call.b.sums;
       call.b.count = static_cast<double>(call.n.rows * call.n.inner);
       backend.backward(call.n, call.b);
-    } else {
-      if (training || needs_affine) {
-        backend.reduce(call.n, call.b);
-        call.b.grad_residual = nullptr;  // it is there
-      }
-      if (needs_input || call.b.grad_residual != nullptr) backend.grad_input(call.n, call.b);
+    } else if (training || needs_affine) {
+      backend.reduce(call.n, call.b);
+    } else if (needs_input || needs_residual) {
+      backend.grad_input(call.n, call.b);
     }
     return {call.result(call.grad_input), call.result(call.grad_residual), call.grad_weight,
             call.grad_bias};

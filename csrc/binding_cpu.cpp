@@ -127,6 +127,7 @@ void Cpu::grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
 
 void Cpu::backward(const BatchNorm& n, const BatchNormBackward& b) const {
   // grad f'(s) is computed once, and waits in grad_input where nobody asks for it.
+  if (b.averages == nullptr && b.grad_residual == nullptr) return reduce(n, b);  // and grad_input
   BatchNormBackward sums = b, rest = b;
   if (n.op >= 0 && b.grad_residual == nullptr) sums.grad_residual = b.grad_input;
   rest.ready = sums.grad_residual;

@@ -279,6 +279,7 @@ void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWor
 // n.mean and n.invstd from the running statistics
 void invert(const BatchNorm& n, const BatchNormStatistics& s);
 void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int64_t last);
+// with averages null (fixed statistics) also grad_input, unless grad_residual is asked for
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last);
 // b.sums and what depends on them

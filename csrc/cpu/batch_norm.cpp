@@ -47,6 +47,7 @@ struct Worker {
   Format format;
   double parameters[kMaxParameters] = {};
   Array<T> mean, scale, bias, average, slope;
+  Array<T> ones, factor_scale;
   Array<T> sums, slopes;  // of the last few runs
   Array<double> all_sums, all_slopes;
   int64_t runs = 0;  // that are in `sums`
@@ -234,8 +235,25 @@ struct Worker {
     return {out.data, out.stride};
   }
 
+  // With fixed statistics no gradient of the input depends on the sums: it is there at once.
+  static bool at_once(const BatchNormBackward& b) {
+    return b.averages == nullptr && b.grad_input != nullptr && b.grad_residual == nullptr;
+  }
+  void fill_reduce() {
+    fill_forward();
+    ones.assign(task.columns, T(1));
+    factor_scale.assign(task.columns, T(0));
+  }
+  const T* out_scale(const BatchNormBackward& b, const Tile& t, int64_t count) {
+    if (!at_once(b)) return &ones[t.column];
+    if (!by_sample()) return &scale[t.column];
+    const T factor = at<T>(call.branch_scale, t.sample);
+    for (int64_t i = t.column; i < t.column + count; ++i) factor_scale[i] = factor * scale[i];
+    return &factor_scale[t.column];
+  }
   void reduce(const BatchNormBackward& b, double* shares) {
     const auto loop = call.op < 0 ? stored.reduce : stored.backward[call.op];
+    void* const out = at_once(b) ? b.grad_input : b.grad_residual;
     clear_sums();
     task.visit(true, by_sample(), [&](const Tile& t) {
       if (loop != nullptr) {
@@ -243,12 +261,17 @@ struct Worker {
         o.x = place(call.x, t);
         o.grad = place(b.grad, t);
         o.saved = place(b.saved, t);
-        o.out = b.grad_residual != nullptr ? place(b.grad_residual, t)
-                                           : Run<S>{reinterpret_cast<S*>(work), t.n};
+        o.out = out != nullptr ? place(out, t) : Run<S>{reinterpret_cast<S*>(work), t.n};
+        o.out_scale = out_scale(b, t, task.by_row ? t.rows : t.n);
         o.sums = &sums[t.column];
         o.slopes = &slopes[t.column];
         loop(o);
-        if (call.op < 0 && b.grad_residual != nullptr) copy(b.grad, b.grad_residual, t);
+        if (call.op < 0 && at_once(b)) {
+          o.x = {nullptr, 0};
+          stored.grad_input(o, o.mean, o.mean);
+        } else if (call.op < 0 && out != nullptr) {
+          copy(b.grad, out, t);
+        }
       } else {
         NormTile<T, T> o = operands<T>(t);
         o.x = read(call.x, t, x_buffer);
@@ -256,6 +279,12 @@ struct Worker {
         o.sums = &sums[t.column];
         o.slopes = &slopes[t.column];
         numbers.reduce(o);
+        if (at_once(b)) {
+          o.x = {nullptr, 0};
+          o.out = target(b.grad_input, t);
+          numbers.grad_input(o, o.mean, o.mean);
+          store({o.out.data, o.out.stride}, b.grad_input, t);
+        }
       }
       count_sums(t);
     });
@@ -454,7 +483,7 @@ void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last) {
   each(
-      n, first, last, false, [](auto& worker) { worker.fill_forward(); },
+      n, first, last, false, [](auto& worker) { worker.fill_reduce(); },
       [&](auto& worker, int64_t task) { worker.reduce(b, work.shares + 2 * task * n.channels); });
 }
 void settle(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work) {

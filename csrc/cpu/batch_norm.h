@@ -302,8 +302,8 @@ void norm_forward(const Tile& t) {
     norm_forward_runs<By, Format, Formula, false>(t);
 }
 
-// out = grad f'(s), sums += out factor, slopes += out factor (x - mean). With a residual or the
-// output in `saved`, or nothing.
+// out = grad f'(s) out_scale, sums += grad f'(s) factor, slopes += grad f'(s) factor (x - mean).
+// With a residual or the output in `saved`, or nothing.
 template <class By, class Format, template <class> class Formula, bool kByOutput, bool kSaved,
           class Tile>
 FT_METHOD void norm_backward_runs(const Tile& t) {
@@ -316,7 +316,7 @@ FT_METHOD void norm_backward_runs(const Tile& t) {
         const In<Format> saved(kSaved ? at(t.saved, row, i) : at(t.x, row, i), part);
         Out<Format> out(at(t.out, row, i), part);
         const auto mean = By::of(t.mean, row, i), scale = By::of(t.scale, row, i);
-        const auto bias = By::of(t.bias, row, i);
+        const auto bias = By::of(t.bias, row, i), out_scale = By::of(t.out_scale, row, i);
         const T factor = t.factor;
 #pragma GCC ivdep
         for (int lane = 0; lane < kStep; ++lane) {
@@ -325,7 +325,7 @@ FT_METHOD void norm_backward_runs(const Tile& t) {
           const T norm = (distance * scale[lane] + bias[lane]) * factor;
           const T s = kSaved ? norm + kept : norm;
           const T d = formula.backward(g, !kByOutput ? s : kSaved ? kept : formula.forward(s));
-          out.lane[lane] = d;
+          out.lane[lane] = d * out_scale[lane];
           sum[lane] += d * factor;
           slope[lane] += d * factor * distance;
         }

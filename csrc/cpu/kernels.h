@@ -76,6 +76,7 @@ struct NormTile {
   Run<S> out;
   const T *mean, *scale, *bias;
   T factor;
+  const T* out_scale;  // backward: what grad f'(s) is multiplied by where it is stored
   const double* parameters;
   T *sums, *slopes;
 };
