@@ -45,7 +45,7 @@ struct Plain {
 };
 
 // A step of a run: all of its elements, or the last n of the run.
-constexpr int kStep = 32;
+constexpr int kStep = cpu::kNormStep;
 struct Whole {
   static constexpr int64_t n = kStep;
 };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../ops.h"
+#include "kernels.h"
 
 namespace fusedtrain {
 namespace cpu {
@@ -19,8 +20,6 @@ constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of ea
 // memory lies, one stream of each tensor, and their sums stay in the cache: 8 x 512 x 28 x 28 took
 // twice as long with four rows at once.
 constexpr int64_t kRun = 512;
-// A multiple of this long, a run needs no handling of a rest.
-constexpr int64_t kStep = 32;
 // So many runs, and their sums in float are added to those in double.
 constexpr int64_t kRunsOfSums = 16;
 constexpr int64_t kPiece = 1 << 16;         // of a long plane, which several tasks may share
@@ -43,11 +42,11 @@ template <class T>
 class Array {
  public:
   void assign(int64_t size, T value) {
-    memory_.resize((size + kStep) * sizeof(T) + kLine);
+    memory_.resize((size + kNormStep) * sizeof(T) + kLine);
     void* begin = memory_.data();
     size_t space = memory_.size();
     data_ = static_cast<T*>(std::align(kLine, 1, begin, space));
-    std::fill_n(data_, size + kStep, value);
+    std::fill_n(data_, size + kNormStep, value);
   }
   T& operator[](int64_t i) const { return data_[i]; }
 
@@ -75,7 +74,7 @@ struct Task {
     columns = n.channels;
     // The longest run without a rest, or the longest.
     for (int64_t k = n.channels; whole_rows && k <= kRun; k += n.channels)
-      if (k % kStep == 0 || columns % kStep != 0) columns = k;
+      if (k % kNormStep == 0 || columns % kNormStep != 0) columns = k;
     first = 0;
     last = all();
   }

@@ -68,6 +68,10 @@ struct Run {
   int64_t stride;
 };
 
+// Elements of a run that a loop takes at once. It reads and adds to whole steps of the columns,
+// also where a run ends within one: their arrays have room for a step more.
+constexpr int kNormStep = 32;
+
 template <class S, class T>
 struct NormTile {
   int64_t rows, n;
