@@ -2,6 +2,7 @@
 
 from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
+from ._recompute import recompute
 from ._version import __version__
 from .convert import ConversionReport, convert, revert
 from .fold import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
@@ -21,6 +22,7 @@ __all__ = [
     "integrations",
     "nn",
     "optim",
+    "recompute",
     "revert",
     "tune_mode",
     "zero_grad",

@@ -11,12 +11,13 @@ from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
-from . import _backends, _ops
+from . import _backends, _ops, _recompute
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
 
 _INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 _forward = _ops._callable("batch_norm_act")
 _backward = _ops._callable("batch_norm_act_backward")
+_given_statistics = _ops._callable("batch_norm_act_apply")
 
 
 class BatchNormAct(torch.autograd.Function):
@@ -43,10 +44,18 @@ class BatchNormAct(torch.autograd.Function):
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, *activation,
         )  # fmt: skip
-        save_for_backward(
+        keeps_input = save_for_backward(
             ctx, input, residual, output, branch_scale, weight, bias, mean, invstd, training,
             activation, affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
         )  # fmt: skip
+        scope = _recompute.scope()
+        if scope is not None:
+            big = (input, residual)
+            keeps = keeps_input + (not activation.saves_output and activation.op >= 0)
+            scope.tag(
+                output, _given_statistics, big[:keeps], big[keeps:], tuple(activation),
+                small=(branch_scale, weight, bias, mean, invstd),
+            )  # fmt: skip
         ctx.training, ctx.eps, ctx.activation = training, eps, activation
         return output
 
@@ -92,12 +101,14 @@ def save_for_backward(
     activation: Pointwise,
     *,
     affine: bool,
-) -> None:
+) -> bool:
     """Keeps what backward will need, and no other tensor of the input's size.
 
     With fixed statistics and no gradient for weight and bias, the input serves the activation's
     derivative only: nothing is kept for none, the output (which the next layer mostly keeps anyway)
     where the derivative is a function of it.
+
+    Returns whether it keeps the input.
     """
     identity, by_output = activation.op < 0, activation.saves_output
     needs_input = training or affine or not (identity or by_output)
@@ -109,6 +120,7 @@ def save_for_backward(
     ctx.save_for_backward(
         input if needs_input else None, saved, branch_scale, weight, bias, mean, invstd
     )
+    return needs_input
 
 
 _apply = _ops._apply_of(BatchNormAct)

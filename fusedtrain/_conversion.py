@@ -25,14 +25,21 @@ from ._norm_rewrite import Plan, apply, undo
 from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, obstacle
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore
+from ._rewritten import rewritten_of, set_recomputing
 
 
 class Conversion:
     """The swaps of a model, which can be installed and taken back any number of times."""
 
-    def __init__(self, model: nn.Module, found: list[Found], excluded: set[int]) -> None:
-        self.model, self.found, self.excluded = model, found, excluded
+    def __init__(
+        self, model: nn.Module, found: list[Found], excluded: set[int], memory: str
+    ) -> None:
+        self.model, self.found, self.excluded, self.memory = model, found, excluded, memory
+        before = rewritten_of(model)
+        self.recomputed = before is not None and before.recomputes
+        set_recomputing(model, False)  # else the forward could not be traced
         self.flow = Flow(model)
+        set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self.norms = [norm for norm in norms if not _is_done(norm)]
@@ -65,10 +72,11 @@ class Conversion:
         sites = [site for norm in self.norms if (site := self._site(finder, norm, chosen))]
         self.plan = Plan(self.flow, sites)
         for site in sites:
-            if not site.steps and not has_own_steps(site.norm):
+            if not site.steps and not has_own_steps(site.norm) and self.memory == "store":
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
         self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
         self.rewritten = apply(self.plan)
+        set_recomputing(self.model, self.memory == "recompute")
         return self.plan
 
     def _site(
@@ -76,6 +84,8 @@ class Conversion:
     ) -> Site | None:
         name = self.flow.names[id(norm)]
         found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
+        if isinstance(found, str) and self.memory != "store":
+            found = Site(norm, name)  # alone: so that its output need not be kept
         if found == "" or not chosen(norm):
             return None
         reason = found if isinstance(found, str) else obstacle(norm)
@@ -86,6 +96,7 @@ class Conversion:
         return found
 
     def uninstall(self) -> None:
+        set_recomputing(self.model, self.recomputed)
         undo(self.plan)
         for entry in self.swapped:
             restore(entry.module)
@@ -103,7 +114,7 @@ class Conversion:
         return [*after, *acts, self.model]
 
     def report(self) -> ConversionReport:
-        report = ConversionReport(already=self.done)
+        report = ConversionReport(already=self.done, memory=self.memory)
         swapped = {id(entry.module) for entry in self.swapped}
         for entry in self.found:
             module, name = entry.module, entry.names[0]

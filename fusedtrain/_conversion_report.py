@@ -77,8 +77,8 @@ class ConversionReport:
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     added or called what is part of a norm now, and activation and drop modules that hand on their
-    input, since a norm does their work. `proof` is None where no example was given. The length is
-    the number of changed modules.
+    input, since a norm does their work. `memory` is what was asked for. `proof` is None where no
+    example was given. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
@@ -94,6 +94,7 @@ class ConversionReport:
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
+    memory: str = "store"
     proof: Proof | None = None
 
     def __len__(self) -> int:
@@ -120,6 +121,8 @@ class ConversionReport:
             )
             if self.proof is None:
                 lines.append("  not run on an example (example_inputs=None)")
+        if self.memory == "recompute":
+            lines.append("outputs are computed again in backward")
         if self.proof is not None:
             lines.append(str(self.proof))
         if self.already:

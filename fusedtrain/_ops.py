@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from . import _backends, _batch_norm_ops, _fold_schema, _optimizer_ops
+from . import _backends, _batch_norm_ops, _fold_schema, _optimizer_ops, _recompute
 from .reference import ACTIVATIONS, Activation
 
 _library = torch.library.Library("fusedtrain", "DEF")
@@ -251,6 +251,10 @@ def _functions(
         ctx.save_for_backward(output if saves_output else input)
         if parameters:
             ctx.parameters = parameters
+        scope = _recompute.scope()
+        if scope is not None:
+            kept, other = ((), (input,)) if saves_output else ((input,), ())
+            scope.tag(output, forward_op, kept, other, parameters)
         return output
 
     def forward_inplace(
@@ -330,6 +334,9 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
     def forward(ctx: Any, input: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(input, *tensors)
         output: Tensor = forward_op(input, *tensors)
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, forward_op, (input,), (), (), small=tensors)
         return output
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

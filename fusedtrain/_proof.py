@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
+from ._recompute import Recipe, observed
+
 # Allowed: so many units in the last place, or so many times what rounding did to the stock model.
 _UNITS, _GROWTH = 32, 32
 # torch's own float64 backward of Hardsigmoid and CELU has factors rounded to float32.
@@ -302,20 +304,21 @@ def _recording(
             _note_dtype(errors, call[0], b)
         errors.layers[call[0]] = before
 
-    def pack(tensor: Tensor) -> Tensor:
-        address = _address(tensor)
-        if address not in constants and address != 0:
+    def observe(tensor: Tensor, recipe: Recipe | None) -> None:
+        frame = frames[-1]
+        for one in (tensor,) if recipe is None else recipe.kept():
+            address = _address(one)
+            if address in constants or address == 0 or (recipe is not None and address in storages):
+                continue
             # To the last who saves it: the next layer needs its input, whoever made it.
-            frame = frames[-1]
-            storages[address] = (frame.last or frame.key, tensor.untyped_storage().nbytes())
-        return tensor
+            storages[address] = (frame.last or frame.key, one.untyped_storage().nbytes())
 
     handles = [
         hooks.register_module_forward_pre_hook(enter),
         hooks.register_module_forward_hook(leave, always_call=True),
     ]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with observed(observe):
             yield
     finally:
         for handle in handles:

@@ -13,11 +13,18 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from ._recompute import recompute
 
 
 def _template(rewritten: Any, *args: Any, **kwargs: Any) -> Any:
     return rewritten.run(*args, **kwargs)
+
+
+def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _same(module: nn.Module, input: Tensor) -> Tensor:
@@ -28,22 +35,35 @@ class Rewritten:
     """The other forward. `install` puts it into its module, `remove` takes it out again.
 
     `source` is a function named "forward", `imports` what the names in it stand for, written as
-    "module:qualified.name": so that pickle needs no function that cannot be imported.
+    "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
+    source it is the forward of the class. `recomputes`: it runs within `fusedtrain.recompute`.
     """
 
-    def __init__(self, module: nn.Module, source: str, imports: Mapping[str, str]) -> None:
-        self.__setstate__({"module": module, "source": source, "imports": dict(imports)})
+    def __init__(
+        self,
+        module: nn.Module,
+        source: str = "",
+        imports: Mapping[str, str] | None = None,
+        recomputes: bool = False,
+    ) -> None:
+        imports = dict(imports or {})
+        state = {"module": module, "source": source, "imports": imports, "recomputes": recomputes}
+        self.__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self._module(), "source": self.source, "imports": self.imports}
+        names = ("source", "imports", "recomputes")
+        return {"module": self._module()} | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state["module"])
         self.source: str = state["source"]
         self.imports: dict[str, str] = state["imports"]
+        self.recomputes: bool = state["recomputes"]
         self._function = self._compiled()
 
     def _compiled(self) -> Callable[..., Any]:
+        if not self.source:
+            return _of_class
         name = f"<fusedtrain.convert {type(self._module()).__name__} {id(self)}>"
         # As fx does it: tracebacks and torch.compile's messages show the line.
         linecache.cache[name] = (
@@ -64,6 +84,9 @@ class Rewritten:
         return types.MethodType(function, self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.recomputes and not torch.compiler.is_compiling():
+            with recompute():
+                return self._function(self._module(), *args, **kwargs)
         return self._function(self._module(), *args, **kwargs)
 
 
@@ -71,7 +94,7 @@ class PassesOn(Rewritten):
     """Of an activation or drop module whose work a batch norm does: hands on its input."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, "", {})
+        super().__init__(module)
 
     def _compiled(self) -> Callable[..., Any]:
         return _same
@@ -98,6 +121,18 @@ def remove(module: nn.Module) -> bool:
         return False
     del vars(module)["forward"]
     return True
+
+
+def set_recomputing(module: nn.Module, wanted: bool) -> None:
+    """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`."""
+    now = rewritten_of(module)
+    if (now is not None and now.recomputes) == wanted or passes_on(module):
+        return
+    source, imports = ("", {}) if now is None else (now.source, now.imports)
+    if wanted or source:
+        install(Rewritten(module, source, imports, wanted))
+    else:
+        remove(module)
 
 
 def resolve(path: str) -> Any:

@@ -64,7 +64,11 @@ _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.v
 
 
 def convert(
-    model: torch.nn.Module, example_inputs: Any = None, *, exclude: Iterable[type | str] = ()
+    model: torch.nn.Module,
+    example_inputs: Any = None,
+    *,
+    exclude: Iterable[type | str] = (),
+    memory: str = "store",
 ) -> ConversionReport:
     """Give the activations and batch norms of `model` their fused classes, in place, and report it.
 
@@ -93,10 +97,16 @@ def convert(
     `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
     these stay as they are, with all that is in them.
 
+    `memory` says what becomes of outputs that backward needs: "store" keeps them; "recompute" lets
+    the forward of `model` run within :class:`fusedtrain.recompute`, so that they are computed again
+    in backward, bit for bit the same (then norms that nothing follows are converted, too).
+    Converting again with the other one changes that.
+
     Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module,
     `example_inputs` of another type or `exclude` lists something else than names and types,
-    ValueError if no module has such a name, RuntimeError if swaps that are right one by one are
-    wrong together, and what the model raises for the example; nothing is changed then.
+    ValueError if no module has such a name or `memory` is neither, RuntimeError if swaps that are
+    right one by one are wrong together, and what the model raises for the example; nothing is
+    changed then.
 
     >>> import fusedtrain, torch
     >>> norm, act = torch.nn.BatchNorm2d(4), torch.nn.SiLU()
@@ -111,7 +121,9 @@ def convert(
     from ._conversion import Conversion, prove
 
     _check_module(model)
-    conversion = Conversion(model, *_find(model, *_split(exclude)))
+    if memory not in ("store", "recompute"):
+        raise ValueError(f"memory: must be 'store' or 'recompute', not {memory!r}")
+    conversion = Conversion(model, *_find(model, *_split(exclude)), memory)
     if example_inputs is None:
         conversion.install()
         return conversion.report()

@@ -55,6 +55,9 @@ def check(ops: Kernels, case: Case, grad: Tensor | None = None) -> None:
     arguments = case.forward()
     found = ops("batch_norm_act", *arguments)
     case.check_forward(found, truth)
+    # What `fusedtrain.recompute` relies on.
+    again = ops("batch_norm_act_apply", *arguments[:5], *found[1:], *arguments[-3:])
+    assert same_bits(again, found[0])
     case.check_running(*arguments[5:7], truth)
     gradients = ops("batch_norm_act_backward", *case.backward(*found, grad=grad))
     case.check_backward(gradients, truth)

@@ -223,7 +223,7 @@ class _BatchNormAct(_BatchNorm):
             )
         if _has(input) and isinstance(input, torch.fx.Proxy):
             root = rewritten_of(input.tracer.root)
-            if root is not None and not passes_on(input.tracer.root):
+            if root is not None and root.source:
                 raise RuntimeError(
                     "torch.fx reads the forward of a class, and fusedtrain.convert has given this "
                     "module another one, without the activations that its batch norms apply. "

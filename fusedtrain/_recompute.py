@@ -1,0 +1,370 @@
+"""Outputs that backward computes again instead of keeping them.
+
+While :class:`recompute` is entered, every tensor that autograd saves passes `_Scope.pack`. Ops of
+this package tag their outputs with a :class:`Recipe`: which op made it of which tensors. Where a
+consumer (a convolution, say) saves a tagged output, the recipe is kept in its place, as long as all
+that the op read is kept anyway: by the op itself, by another consumer, or as a recipe in its turn.
+The first consumer whose backward asks computes the output again with the same kernel, the last one
+lets go of it.
+
+docs/decisions/0008-recompute.md tells what else was considered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_TAG = "_fusedtrain_recipe"
+# Recipes in a row that need each other: when backward comes to the last of so many residual blocks,
+# it computes the outputs of all of them. The lowest peaks were at 6 (docs/decisions/0008).
+LONGEST = 6
+
+_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_backward_number: Callable[[], int] = torch._C._current_graph_task_id
+_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009
+
+
+def _modified(tensor: Tensor, now: int, then: int, what: str) -> RuntimeError:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{kind}], {what}, is at version {now}; expected version {then} instead. "
+        "Write `y = y + z` for `y += z`, or leave inplace=True out, where it is used again."
+    )
+
+
+class _Kept(NamedTuple):
+    """A tensor that autograd or a recipe keeps, and its version when it was handed over."""
+
+    tensor: Tensor
+    version: int
+
+    def take(self, what: str = "kept for backward") -> Tensor:
+        tensor, version = self
+        if tensor._version != version:
+            raise _modified(tensor, tensor._version, version, what)
+        return tensor
+
+
+class Recipe:
+    """How an output is computed again: `function(*tensors, *constants)`."""
+
+    __slots__ = (
+        "__weakref__", "_constants", "_function", "_ingredients", "_left", "_task", "_value",
+        "depth", "saved",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        ingredients: list[_Kept | Recipe | None],
+        constants: tuple[Any, ...],
+    ) -> None:
+        self._function, self._ingredients, self._constants = function, ingredients, constants
+        self.depth: int = 1 + max(
+            (i.depth for i in ingredients if isinstance(i, Recipe)), default=0
+        )
+        self.saved = 0  # by so many consumers
+        self._task, self._left = -1, 0  # of which backward, and who has not asked in it
+        self._value: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """Computed at most once in a backward, while there are consumers who have not asked."""
+        task = _backward_number()
+        if task != self._task:
+            self._task, self._left, self._value = task, self.saved, None
+        if self._value is not None:
+            return self._value
+        found = self._compute()
+        if task != -1 and self._left > 0:
+            self._value = found
+            _forget_after(task, self)
+        return found
+
+    def asked(self) -> Tensor:
+        """The value for one of the consumers, which asks for the first time in this backward."""
+        found = self.value()
+        self._left -= 1
+        if self._left <= 0:
+            self._value = None
+        return found
+
+    def forget(self) -> None:
+        self._value, self._task = None, -1
+
+    def _compute(self) -> Tensor:
+        tensors = [
+            i.take("which an output is computed again from") if isinstance(i, _Kept)
+            else i if i is None else i.value()
+            for i in self._ingredients
+        ]  # fmt: skip
+        with torch.no_grad():
+            return self._function(*tensors, *self._constants)
+
+    def kept(self) -> list[Tensor]:
+        """The tensors that it keeps alive."""
+        found = []
+        for ingredient in self._ingredients:
+            if isinstance(ingredient, Recipe):
+                found += ingredient.kept()
+            elif ingredient is not None:
+                found.append(ingredient.tensor)
+        return found
+
+
+# Those with a value, by the number of the backward that is to drop it if consumers never ask.
+_pending: dict[int, list[weakref.ref[Recipe]]] = {}
+
+
+def _forget_after(task: int, recipe: Recipe) -> None:
+    if task not in _pending:
+        _pending[task] = []
+
+        def forget() -> None:
+            for ref in _pending.pop(task, ()):
+                one = ref()
+                if one is not None:
+                    one.forget()
+
+        torch.autograd.Variable._execution_engine.queue_callback(forget)
+    _pending[task].append(weakref.ref(recipe))
+
+
+class _Tag:
+    """What hangs on an output while the scope lasts. It does not outlive pickle and deepcopy."""
+
+    __slots__ = ("__weakref__", "_witness", "recipe", "version")
+
+    def __init__(self, recipe: Recipe, version: int) -> None:
+        self.recipe: Recipe | None = recipe
+        self.version = version
+        self._witness: Tensor | None = None
+
+    def witness(self, output: Tensor) -> Tensor:
+        """A tensor without elements that shares the version counter of the output."""
+        if self._witness is None:
+            self._witness = output.detach()
+            self._witness.data = output.new_empty(0)
+        return self._witness
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Use:
+    """A recipe in the place of a saved tensor; with sizes where that is a view of the output."""
+
+    __slots__ = ("_shape", "_task", "_version", "_view", "_witness", "recipe")
+
+    def __init__(self, recipe: Recipe, tag: _Tag, output: Tensor, saved: Tensor) -> None:
+        self.recipe = recipe
+        self._witness, self._version = tag.witness(output), tag.version
+        self._shape = output.shape
+        self._view = None
+        if saved is not output:
+            self._view = (saved.shape, saved.stride(), saved.storage_offset())
+        self._task = -1
+        recipe.saved += 1
+
+    def take(self) -> Tensor:
+        now = self._witness._version
+        if now != self._version:
+            output = self._witness.new_empty(self._shape, device="meta")
+            raise _modified(output, now, self._version, "the output of a fused op")
+        task = _backward_number()
+        first = task != -1 and task != self._task
+        self._task = task
+        value = self.recipe.asked() if first else self.recipe.value()
+        return value if self._view is None else value.as_strided(*self._view)
+
+
+def _unpack(packed: _Kept | _Use) -> Tensor:
+    return packed.take()
+
+
+Observer = Callable[[Tensor, "Recipe | None"], None]
+
+
+class _Scope:
+    """One stay inside of :class:`recompute`."""
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        self._tags: list[weakref.ref[_Tag]] = []
+        self._plain: set[int] = set()  # addresses of what is kept as it is
+        self._observer = observer
+
+    def pack(self, tensor: Tensor) -> _Kept | _Use:
+        output = tensor
+        tag = getattr(tensor, _TAG, None)
+        if tag is None:
+            base = tensor._base
+            if base is not None and base.dtype == tensor.dtype:
+                tag, output = getattr(base, _TAG, None), base
+        if tag is not None:
+            recipe = _valid(tag, output)
+            if recipe is not None and not (tensor.is_neg() or tensor.is_conj()):
+                if self._observer is not None:
+                    self._observer(tensor, recipe)
+                return _Use(recipe, tag, output, tensor)
+        if type(tensor) is Tensor:
+            self._plain.add(tensor.data_ptr())
+        if self._observer is not None:
+            self._observer(tensor, None)
+        # Not the tensor itself: as an output it would keep the node alive that keeps it.
+        return _Kept(tensor.detach(), tensor._version)
+
+    def tag(
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        kept: Sequence[Tensor | None],
+        others: Sequence[Tensor | None],
+        constants: tuple[Any, ...],
+        small: Sequence[Tensor | None] = (),
+    ) -> None:
+        """Notes that `output` is `function(*kept, *others, *small, *constants)`.
+
+        Of these the op saves `kept` itself, `small` are vectors. `others` must be recipes or have
+        been saved already: else nothing would be gained.
+        """
+        ingredients: list[_Kept | Recipe | None] = []
+        for known, tensors in ((True, kept), (False, others), (True, small)):
+            for tensor in tensors:
+                if tensor is None:
+                    ingredients.append(None)
+                    continue
+                recipe = recipe_of(tensor)
+                if recipe is not None:
+                    ingredients.append(recipe)
+                elif known or tensor.data_ptr() in self._plain:
+                    ingredients.append(_Kept(tensor.detach(), tensor._version))
+                else:
+                    return
+        made = Recipe(function, ingredients, constants)
+        if made.depth > LONGEST:
+            return
+        tag = _Tag(made, output._version)
+        setattr(output, _TAG, tag)
+        self._tags.append(weakref.ref(tag))
+
+    def close(self) -> None:
+        """Nothing is packed from here on: outputs that live on need not keep their recipes."""
+        for ref in self._tags:
+            tag = ref()
+            if tag is not None:
+                tag.recipe = None
+
+
+def _valid(tag: _Tag, output: Tensor) -> Recipe | None:
+    return tag.recipe if output._version == tag.version else None
+
+
+def recipe_of(tensor: Tensor) -> Recipe | None:
+    """That of an op's output which has not been modified since."""
+    tag = getattr(tensor, _TAG, None)
+    return None if tag is None else _valid(tag, tensor)
+
+
+def scope() -> _Scope | None:
+    """The scope to which what is saved now goes; None where there is none, or where hooks of
+    somebody else (torch.utils.checkpoint, save_on_cpu) come first."""
+    top = _top(True)
+    if top is None:
+        return None
+    owner = getattr(top[0], "__self__", None)
+    return owner if type(owner) is _Scope else None
+
+
+class recompute:
+    """Context in which outputs of fusedtrain's ops are computed again in backward, not kept.
+
+    Eager PyTorch keeps the input of a batch norm for its backward and the output for the next
+    convolution's. The output follows from the input, so within this context the convolution keeps a
+    note how to compute it, and backward does so, once, with the same kernel: bit for bit the same
+    gradients, in less memory. This holds for batch norms with what they apply, activations, gated
+    products and all other ops of this package that keep their input, for every consumer that saves
+    an output or a view of it, for several consumers, higher derivatives and accumulated gradients.
+    An output of which nothing that it was made of is kept is kept itself.
+
+    Enter it around the forward pass; backward may run inside or outside. It is reusable, may be
+    nested, and steps aside under torch.compile, torch.func transforms, and where other
+    saved-tensor hooks are installed (torch.utils.checkpoint, torch.autograd.graph.save_on_cpu):
+    these decide what becomes of a tensor then. `fusedtrain.convert(model, memory="recompute")`
+    enters it in the model's forward.
+
+    Backward raises RuntimeError, as without it, if a tensor that it needs has been modified in
+    place; tensors that an output is computed from count among these.
+
+    >>> import fusedtrain, torch
+    >>> norm, conv = fusedtrain.nn.BatchNormAct2d(4), torch.nn.Conv2d(4, 4, 3)
+    >>> with fusedtrain.recompute():
+    ...     y = conv(norm(torch.randn(2, 4, 8, 8)))
+    >>> y.sum().backward()
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[_Scope | None] = []
+
+    def __enter__(self) -> recompute:
+        self._entered.append(_enter())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        entered = self._entered.pop()
+        if entered is not None:
+            _leave(entered)
+
+
+def _enter() -> _Scope | None:
+    from ._ops import traced
+
+    if traced() or not _hooks_allowed():
+        return None
+    top, observer = _top(True), None
+    if top is not None:
+        account = getattr(top[0], "__self__", None)
+        if type(account) is not _Account:
+            return None
+        observer = account.observer
+    made = _Scope(observer)
+    torch._C._autograd._push_saved_tensors_default_hooks(made.pack, _unpack)
+    return made
+
+
+def _leave(entered: _Scope) -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    entered.close()
+
+
+class _Account:
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        self.observer(tensor, None)
+        return _Kept(tensor.detach(), tensor._version)
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Calls `observer(tensor, recipe)` for all that autograd saves; `recipe` is None where the
+    tensor itself is kept. Other than saved-tensor hooks it does not keep `recompute` off."""
+    account = _Account(observer)
+    with torch.autograd.graph.saved_tensors_hooks(account.pack, _unpack):
+        yield
