@@ -1,6 +1,7 @@
 // torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/_ops.py.
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
+#include "binding_chains.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
 
@@ -69,6 +70,38 @@ struct Cpu {
     const int64_t each = call.rows_per_group * call.inner + 1;
     torch::stable::parallel_for(0, outputs, (kGrain + each - 1) / each,
                                 [&](int64_t first, int64_t last) { cpu::fold(call, first, last); });
+  }
+
+  template <class Call>
+  static void run_chain(int64_t tasks, void (*run)(const Call&, int64_t, int64_t),
+                        const Call& call) {
+    torch::stable::parallel_for(0, tasks, 2,
+                                [&](int64_t first, int64_t last) { run(call, first, last); });
+  }
+  void chain(const GatedForward& call) const {
+    run_chain(cpu::gated_tasks(call), cpu::gated, call);
+  }
+  void chain(const GatedBackward& call) const {
+    run_chain(cpu::gated_tasks(call), cpu::gated, call);
+  }
+  void chain(const ScaleForward& call) const {
+    run_chain(cpu::chain_tasks(call.shape), cpu::scale_add, call);
+  }
+  void chain(const BiasActForward& call) const {
+    run_chain(cpu::chain_tasks(call.shape), cpu::bias_act, call);
+  }
+  void chain(ScaleBackward call) const {
+    std::vector<double> shares(call.grad_scale ? cpu::chain_shares(call.shape) : 0, 0.0);
+    call.shares = shares.data();
+    run_chain(cpu::chain_tasks(call.shape), cpu::scale_add, call);
+    if (call.grad_scale)
+      cpu::add_chain_shares(call.shape, call.dtype, call.shares, call.grad_scale);
+  }
+  void chain(BiasActBackward call) const {
+    std::vector<double> shares(call.grad_bias ? cpu::chain_shares(call.shape) : 0, 0.0);
+    call.shares = shares.data();
+    run_chain(cpu::chain_tasks(call.shape), cpu::bias_act, call);
+    if (call.grad_bias) cpu::add_chain_shares(call.shape, call.dtype, call.shares, call.grad_bias);
   }
 
   void measure(const OptimizerCall& call) const;
@@ -240,4 +273,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_IMPLEMENT_OPTIMIZERS(Cpu)
   FT_IMPLEMENT_BATCH_NORM(Cpu)
   FT_IMPLEMENT_FOLD(Cpu)
+  FT_IMPLEMENT_CHAINS(Cpu)
 }

@@ -2,6 +2,7 @@
 // stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
+#include "binding_chains.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
 
@@ -93,6 +94,24 @@ struct Cuda {
     cuda::fold(call, place.stream);
   }
 
+  void chain(const GatedForward& call) const { cuda::gated(call, place.stream); }
+  void chain(const GatedBackward& call) const { cuda::gated(call, place.stream); }
+  void chain(const ScaleForward& call) const { cuda::scale_add(call, place.stream); }
+  void chain(const BiasActForward& call) const { cuda::bias_act(call, place.stream); }
+  void chain(ScaleBackward call) const {
+    const Tensor workspace = new_workspace(call.x ? cuda::chain_shares(call.shape) : 0);
+    call.shares = doubles_of(workspace);
+    cuda::scale_add(call, place.stream);
+  }
+  // The kernel always sums; without a bias it sums into the workspace.
+  void chain(BiasActBackward call) const {
+    const int64_t sums = call.grad_bias ? 0 : call.shape.samples * call.shape.channels;
+    const Tensor workspace = new_workspace(cuda::chain_shares(call.shape) + sums);
+    call.shares = doubles_of(workspace) + sums;
+    if (call.grad_bias == nullptr) call.grad_bias = doubles_of(workspace);
+    cuda::bias_act(call, place.stream);
+  }
+
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
@@ -136,4 +155,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_IMPLEMENT_BATCH_NORM(Cuda)
   FT_IMPLEMENT_OPTIMIZERS(Cuda)
   FT_IMPLEMENT_FOLD(Cuda)
+  FT_IMPLEMENT_CHAINS(Cuda)
 }

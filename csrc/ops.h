@@ -237,11 +237,100 @@ struct FoldBackward : FoldWeight {
   void* grad_gamma;
 };
 
+// Gated products: y = f(gate) value. Every tensor is `rows` runs of n elements, each run
+// `*_stride` elements after the one before; y and grad are dense. op as in BatchNorm.
+struct Gated {
+  int op;
+  Dtype dtype;
+  int64_t rows, n;
+  double parameters[kMaxParameters];
+  const void* gate;
+  const void* value;
+  int64_t gate_stride, value_stride;
+};
+struct GatedForward : Gated {
+  void* y;
+};
+struct GatedBackward : Gated {
+  const void* grad;
+  void* grad_gate;
+  void* grad_value;
+  int64_t grad_gate_stride, grad_value_stride;
+};
+
+// A dense tensor as samples x rows x channels x inner, in memory order.
+struct Channels {
+  int64_t samples, rows, channels, inner;
+  int64_t numel() const { return samples * rows * channels * inner; }
+};
+
+// y = x scale + residual, scale being one value of the tensor's dtype a sample and channel.
+struct ScaleForward {
+  Dtype dtype;
+  Channels shape;
+  const void* x;
+  const void* scale;
+  const void* residual;  // or null
+  void* y;
+};
+// grad_input = grad scale (or null); grad_scale, the sum of grad x, of the type computed in (or
+// null, as x then).
+struct ScaleBackward {
+  Dtype dtype;
+  Channels shape;
+  const void* grad;
+  const void* x;
+  const void* scale;
+  void* grad_input;
+  void* grad_scale;
+  double* shares;  // chain_shares() of them
+};
+
+// z = x + bias, y = drop(clamp(gain f(z))). Samples are 1; the bias is one value of the tensor's
+// dtype a channel, or null. Element i in memory is dropped where word i of the Philox stream of
+// `seed` (philox.h) is below `threshold`, and else multiplied by `keep`.
+struct BiasAct {
+  int op;
+  Dtype dtype;
+  Channels shape;
+  double parameters[kMaxParameters];
+  const void* bias;
+  double gain, clamp;   // negative: none
+  const int64_t* seed;  // two numbers, or null: nothing is dropped
+  uint32_t threshold;
+  double keep;
+};
+struct BiasActForward : BiasAct {
+  const void* x;
+  void* y;
+};
+struct BiasActBackward : BiasAct {
+  const void* grad;
+  const void* saved;  // y where the formula takes the output, else x
+  void* grad_input;
+  void* grad_bias;  // of the type computed in, or null
+  double* shares;   // chain_shares() of them
+};
+
 namespace cpu {
 
 // Output channels [first, last). None depends on another.
 void fold(const FoldForward& call, int64_t first, int64_t last);
 void fold(const FoldBackward& call, int64_t first, int64_t last);
+
+// In tasks that may run on any thread in any order; sums do not depend on the number of threads.
+int64_t gated_tasks(const Gated& call);
+void gated(const GatedForward& call, int64_t first_task, int64_t last_task);
+void gated(const GatedBackward& call, int64_t first_task, int64_t last_task);
+int64_t chain_tasks(const Channels& shape);
+// Doubles that the shares of a sum take, zeros at first.
+int64_t chain_shares(const Channels& shape);
+// Into one value a sample and channel, of the type that the dtype is computed in.
+void add_chain_shares(const Channels& shape, Dtype dtype, const double* shares, void* sums);
+void scale_add(const ScaleForward& call, int64_t first_task, int64_t last_task);
+void scale_add(const ScaleBackward& call, int64_t first_task, int64_t last_task);
+void bias_act(const BiasActForward& call, int64_t first_task, int64_t last_task);
+void bias_act(const BiasActBackward& call, int64_t first_task, int64_t last_task);
 
 // Elements [begin, end) on the calling thread.
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
@@ -370,6 +459,15 @@ void optimizer_step(const OptimizerCall& call, bool measures, bool tries, double
 
 void fold(const FoldForward& call, void* stream);
 void fold(const FoldBackward& call, void* stream);
+
+void gated(const GatedForward& call, void* stream);
+void gated(const GatedBackward& call, void* stream);
+// Doubles for the shares of a sum, none of which need be set.
+int64_t chain_shares(const Channels& shape);
+void scale_add(const ScaleForward& call, void* stream);
+void scale_add(const ScaleBackward& call, void* stream);
+void bias_act(const BiasActForward& call, void* stream);
+void bias_act(const BiasActBackward& call, void* stream);
 
 void update_scale(const ScaleUpdate& update, void* stream);
 void zero(const ZeroRange* ranges, int64_t count, void* stream);

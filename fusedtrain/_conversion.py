@@ -15,14 +15,16 @@ from ._conversion_report import (
     ConversionReport,
     Converted,
     FusedNorm,
+    Gated,
     Layer,
     Left,
     Proof,
     title,
 )
 from ._dataflow import Flow
+from ._gate_sites import find_products
 from ._norm_rewrite import Plan, apply, undo
-from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, obstacle
+from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore
 from ._rewritten import rewritten_of, set_recomputing
@@ -38,7 +40,7 @@ class Conversion:
         before = rewritten_of(model)
         self.recomputed = before is not None and before.recomputes
         set_recomputing(model, False)  # else the forward could not be traced
-        self.flow = Flow(model)
+        self.flow = Flow(model, is_activation)
         set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -70,7 +72,9 @@ class Conversion:
         finder = Finder(self.flow, self.excluded)
         self.left = {}
         sites = [site for norm in self.norms if (site := self._site(finder, norm, chosen))]
-        self.plan = Plan(self.flow, sites)
+        # Now that timm's activations have classes which are known.
+        products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
+        self.plan = Plan(self.flow, sites, products)
         for site in sites:
             if not site.steps and not has_own_steps(site.norm) and self.memory == "store":
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
@@ -109,9 +113,11 @@ class Conversion:
             for step in site.steps
             if step.is_call and id(step.module) not in self.plan.passing
         }
+        gone |= {id(p.module) for p in self.plan.products}
         after = [_place(site, self.plan) for site in self.plan.sites]
         acts = [entry.module for entry in self.swapped if id(entry.module) not in gone]
-        return [*after, *acts, self.model]
+        owners = [p.trace.module for p in self.plan.products]
+        return [*after, *acts, *owners, self.model]
 
     def report(self) -> ConversionReport:
         report = ConversionReport(already=self.done, memory=self.memory)
@@ -130,6 +136,9 @@ class Conversion:
                     report.shared[name] = entry.names
         for site in self.plan.sites:
             report.norms.append(self._fused(site))
+        for product in self.plan.products:
+            act = type(product.module).__name__
+            report.products.append(Gated(product.name, title(type(product.trace.module)), act))
         for norm in self.norms:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
@@ -200,7 +209,8 @@ def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
 
 def _units(conversion: Conversion) -> list[nn.Module]:
     acts = [entry.module for entry in conversion.swapped]
-    return acts + [site.norm for site in conversion.plan.sites]
+    owners = [product.trace.module for product in conversion.plan.products]
+    return acts + [site.norm for site in conversion.plan.sites] + owners
 
 
 class _Trials:

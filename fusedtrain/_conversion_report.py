@@ -34,6 +34,14 @@ class FusedNorm(NamedTuple):
     parts: tuple[str, ...]
 
 
+class Gated(NamedTuple):
+    """A product with a gate that became one op, in the forward of the module `name`."""
+
+    name: str
+    type: str
+    activation: str
+
+
 class Layer(NamedTuple):
     """What running the example told about one converted module, with all that it took over.
 
@@ -73,7 +81,8 @@ class Proof:
 class ConversionReport:
     """What `convert` changed and what it left: print it, or read its fields.
 
-    `converted` (activations), `norms` and `left` have one entry a module, `shared` maps the first
+    `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
+    multiplication by a gate that is one op now, `shared` maps the first
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     added or called what is part of a norm now, and activation and drop modules that hand on their
@@ -93,6 +102,7 @@ class ConversionReport:
     shared: dict[str, list[str]] = field(default_factory=dict)
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
+    products: list[Gated] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
     proof: Proof | None = None
@@ -121,6 +131,10 @@ class ConversionReport:
             )
             if self.proof is None:
                 lines.append("  not run on an example (example_inputs=None)")
+        if self.products:
+            counted = "1 product" if len(self.products) == 1 else f"{len(self.products)} products"
+            lines.append(f"fused {counted} with a gate")
+            lines += self._table([(e.name, f"{e.type} * {e.activation}", "") for e in self.products])
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")
         if self.proof is not None:

@@ -312,9 +312,10 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class Flow:
-    """The traces of all forwards of a model that may call a batch norm."""
+    """The traces of all forwards of a model that may call a batch norm, or one of `others`."""
 
     model: nn.Module
+    others: Callable[[nn.Module], bool] = lambda _: False
     failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
     names: dict[int, str] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # how often a module is registered
@@ -323,6 +324,7 @@ class Flow:
         self._calls: dict[int, list[tuple[Trace, fx.Graph, fx.Node]]] = {}
         self._owners: dict[int, list[nn.Module]] = {}
         self._traced: set[int] = set()
+        self.traces: list[Trace] = []
         for name, module in self.model.named_modules():
             self.names[id(module)] = name
             for child in module._modules.values():
@@ -338,14 +340,14 @@ class Flow:
                 self.failed[id(module)] = found
                 continue
             self._traced.add(id(module))
+            self.traces.append(found)
             for graph in found.graphs:
                 for node in graph.nodes:
                     callee = found.callee(node)
                     if callee is not None:
                         self._calls.setdefault(id(callee), []).append((found, graph, node))
 
-    @staticmethod
-    def _may_call(module: nn.Module) -> bool:
+    def _may_call(self, module: nn.Module) -> bool:
         if isinstance(module, (_BatchNorm, _SCRIPTED)) or _is_container(module):
             return False
         forward = type(module).forward
@@ -353,7 +355,9 @@ class Flow:
         foreign = (forward.__module__ or "").startswith("torch.")
         if foreign and forward is not nn.Sequential.forward:
             return False
-        return any(isinstance(part, _BatchNorm) for part in module.modules())
+        if any(isinstance(part, _BatchNorm) for part in module.modules()):
+            return True
+        return forward is not nn.Sequential.forward and any(map(self.others, _near(module)))
 
     def calls(self, module: nn.Module) -> list[tuple[Trace, fx.Graph, fx.Node]]:
         """Every call of a module, on every way through every forward."""

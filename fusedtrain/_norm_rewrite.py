@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from ._chain_functions import gated
 from ._dataflow import IN_PLACE, Flow, Trace
+from ._gate_sites import Product
 from ._norm_sites import Site, Step, fused_class
 from ._records import assign, record_of, restore
 from ._rewritten import PassesOn, Rewritten, install, remove, resolve
@@ -28,6 +30,7 @@ class Plan:
 
     flow: Flow
     sites: list[Site]
+    products: list[Product] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
     passing: dict[int, nn.Module] = field(default_factory=dict)
 
@@ -36,6 +39,7 @@ class Plan:
         self._arbitrate()
         while self._truncate():
             pass
+        self.products = [p for p in self.products if id(p.module) in self.passing]
 
     def _arbitrate(self) -> None:
         """One norm for each sum: one that can, the one called nearest to it, the later one."""
@@ -71,14 +75,17 @@ class Plan:
             if step.is_call
             for node in step.nodes
         }
+        self.products = [
+            p for p in self.products if p.gate not in taken and not self._unfitness(p.trace)
+        ]
+        taken |= {p.gate for p in self.products}
+        steps = [step for site in self.sites for step in site.steps if step.is_call]
         self.passing = {}
-        for site in self.sites:
-            for step in site.steps:
-                module = step.module
-                if not step.is_call or module is None or self.flow.untraced(module):
-                    continue
-                if all(node in taken for _, _, node in self.flow.calls(module)):
-                    self.passing[id(module)] = module
+        for module in (*(step.module for step in steps), *(p.module for p in self.products)):
+            if module is None or self.flow.untraced(module):
+                continue
+            if all(node in taken for _, _, node in self.flow.calls(module)):
+                self.passing[id(module)] = module
         for site in self.sites:
             for step in site.steps:
                 reason = self._obstacle(site, step)
@@ -134,6 +141,8 @@ def apply(plan: Plan) -> list[nn.Module]:
                     edit(trace).routed = callee
             elif not (step.is_call and id(step.module) in plan.passing):
                 edit(step.trace).removed.append(step.nodes[0])
+    for product in plan.products:
+        edit(product.trace).products.append(product)
     for one in edits.values():
         source, imports, _ = one.rewritten()
         install(Rewritten(one.trace.module, source, imports))
@@ -151,6 +160,8 @@ def undo(plan: Plan) -> None:
             restore(site.norm)
         for trace, _ in site.levels:
             remove(trace.module)
+    for product in plan.products:
+        remove(product.trace.module)
     for module in plan.passing.values():
         remove(module)
 
@@ -183,6 +194,7 @@ class _Edit:
     trace: Trace
     removed: list[fx.Node] = field(default_factory=list)
     adds: list[tuple[fx.Node, Step]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
     routed: fx.Node | None = None  # is handed a residual from outside
 
     def rewritten(self) -> tuple[str, dict[str, str], str]:
@@ -203,6 +215,14 @@ class _Edit:
                     total.prepend(node)
             call.kwargs = {"residual": other}
             _replace(graph, total, branch)
+        for product in self.products:
+            node = new[product.node]
+            name, parameters = product.activation
+            with graph.inserting_before(node):
+                # The activation hands on its input: its call stays for the sake of hooks.
+                arguments = (new[product.other], new[product.gate], name)
+                call = graph.call_function(gated, arguments, parameters)
+            _replace(graph, node, call)
         return _source(self.trace.module, graph)
 
 

@@ -249,7 +249,7 @@ class Finder:
         name = self.flow.names[id(module)]
         if type(module) is nn.Identity and not hooked and "forward" not in vars(module):
             return None
-        known = _is_activation(module)
+        known = is_activation(module)
         if not known and _package_and_name(module) not in _STOCHASTIC_DEPTH:
             return ""
         if id(module) in self.excluded:
@@ -265,7 +265,7 @@ class Finder:
         return f"{kind} has no kernel inside of batch norm"
 
 
-def _is_activation(module: nn.Module) -> bool:
+def is_activation(module: nn.Module) -> bool:
     files = ("torch.nn.modules.activation", "timm.layers.activations", "fusedtrain.nn.activation")
     plain = type(module).__name__ not in ("Softmax", "Softmax2d", "GLU", "MultiheadAttention")
     return plain and any(cls.__module__.startswith(files) for cls in type(module).__mro__)

@@ -18,7 +18,14 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
-from . import _backends, _batch_norm_ops, _fold_schema, _optimizer_ops, _recompute
+from . import (
+    _backends,
+    _batch_norm_ops,
+    _chain_ops,
+    _fold_schema,
+    _optimizer_ops,
+    _recompute,
+)
 from .reference import ACTIVATIONS, Activation
 
 _library = torch.library.Library("fusedtrain", "DEF")
@@ -361,6 +368,7 @@ for _row in ACTIVATIONS.values():
 _optimizer_ops.define(_library, _warn_once)
 _batch_norm_ops.define(_library, _warn_once)
 _fold_schema.define(_library, _warn_once)
+_chain_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

@@ -18,6 +18,16 @@ from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops
 from ._batch_norm import batch_norm_act as batch_norm_act
+from ._chain_functions import bias_act as bias_act
+from ._chain_functions import bias_act_dropout as bias_act_dropout
+from ._chain_functions import bilinear_glu as bilinear_glu
+from ._chain_functions import dropout as dropout
+from ._chain_functions import gated as gated
+from ._chain_functions import geglu as geglu
+from ._chain_functions import glu as glu
+from ._chain_functions import reglu as reglu
+from ._chain_functions import residual_add as residual_add
+from ._chain_functions import swiglu as swiglu
 from .reference import activations as _reference
 
 _K = _ops.KERNELS

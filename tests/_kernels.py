@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fusedtrain import backend_info
 from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
-from fusedtrain.reference import ACTIVATIONS, batch_norm, fold
+from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
+from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, fold
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -50,6 +51,8 @@ class Reference(Kernels):
             return getattr(fold, name)(*arguments)
         if name in BATCH_NORM_OPS:
             return getattr(batch_norm, name)(*arguments)
+        if name in CHAIN_OPS:
+            return getattr(chains, name)(*arguments)
         if name.endswith("_backward"):
             return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
         if name.endswith("_"):

@@ -53,7 +53,9 @@ def main() -> int:
         sources("launch.cuh"),
         "kernels start by launch() of launch.cuh, so that the emulator can run them",
     )
-    compiled_once = ("batch_norm.cpp", "batch_norm_tiles.h", "dispatch.cpp", "multi_tensor.cpp")
+    compiled_once = (
+        "batch_norm.cpp", "batch_norm_tiles.h", "chains.cpp", "dispatch.cpp", "multi_tensor.cpp",
+    )  # fmt: skip
     isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name not in compiled_once] + [
         CSRC / "formulas.h",
         CSRC / "host_device.h",

@@ -1,5 +1,6 @@
 // The body of an instruction-set unit: compiled three times with different flags.
 #include "batch_norm.h"
+#include "chains.h"
 #include "channelwise.h"
 #include "convert.h"
 #include "kernels.h"
@@ -116,6 +117,18 @@ static constexpr OptimizerKernels16 optimizer_kernels_16bit() {
   };
 }
 
+template <class T>
+static constexpr ChainKernels<T> chain_kernels() {
+  return {FT_ISA::multiply_into<T>, FT_ISA::bias_add<T>, FT_ISA::bias_sum<T>,
+          FT_ISA::finish_forward<T, ChainFinish<T>>, FT_ISA::finish_backward<T, ChainFinish<T>>};
+}
+
+template <class Format>
+static constexpr ScaleKernels<typename Format::Stored, typename Format::Number> scale_kernels() {
+  return {FT_ISA::scale_forward<Format, typename Format::Stored, typename Format::Number>,
+          FT_ISA::scale_backward<Format, typename Format::Stored, typename Format::Number>};
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -136,7 +149,14 @@ static constexpr Kernels make_kernels(const char* name) {
                  optimizer_kernels<double>(),
                  optimizer_kernels_16bit<FT_ISA::Half>(),
                  optimizer_kernels_16bit<FT_ISA::BFloat16>(),
-                 FT_ISA::to_bfloat16_stochastic};
+                 FT_ISA::to_bfloat16_stochastic,
+                 chain_kernels<float>(),
+                 chain_kernels<double>(),
+                 scale_kernels<FT_ISA::Plain<float>>(),
+                 scale_kernels<FT_ISA::Plain<double>>(),
+                 scale_kernels<FT_ISA::Half>(),
+                 scale_kernels<FT_ISA::BFloat16>(),
+                 FT_ISA::philox_words};
 }
 
 }  // namespace cpu

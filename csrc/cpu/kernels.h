@@ -102,6 +102,31 @@ struct BatchNormLayouts {
   BatchNormKernels<S, T> by_column, by_row;
 };
 
+// What bias_act does once the formula is through.
+template <class T>
+struct ChainFinish {
+  T gain, clamp, keep;  // a negative clamp is none
+  uint32_t threshold;
+};
+
+template <class T>
+struct ChainKernels {
+  void (*multiply)(const T* a, const T* b, T* out, int64_t n);
+  // step 0: one bias; 1: one for each element.
+  void (*bias_add)(const T* x, const T* bias, int64_t step, T* z, int64_t n);
+  void (*bias_sum)(const T* gx, int64_t step, double* sums, int64_t n);
+  void (*finish)(const T* x, T* y, int64_t n, const ChainFinish<T>& f, const uint32_t* words);
+  void (*finish_backward)(const T* g, const T* edge, T limit, T* out, int64_t n,
+                          const ChainFinish<T>& f, const uint32_t* words);
+};
+
+// x scale + residual, of numbers T stored as S; see chains.h.
+template <class S, class T>
+struct ScaleKernels {
+  void (*forward)(const S* x, const T* scale, int64_t step, const S* residual, S* y, int64_t n);
+  void (*backward)(const S* g, const S* x, const T* scale, int64_t step, S* gx, T* sums, int64_t n);
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -122,6 +147,13 @@ struct Kernels {
   // Rounded up or down at random; `first` is the index of in[0] in its tensor.
   void (*to_bfloat16_stochastic)(const float* in, uint16_t* out, int64_t n, int64_t first,
                                  uint32_t key);
+  ChainKernels<float> chain_f32;
+  ChainKernels<double> chain_f64;
+  ScaleKernels<float, float> scale_f32;
+  ScaleKernels<double, double> scale_f64;
+  ScaleKernels<uint16_t, float> scale_f16, scale_bf16;
+  // Words [4 first, 4 (first + blocks)) of the stream of a seed.
+  void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
 };
 
 // Those of this process (dispatch.cpp).

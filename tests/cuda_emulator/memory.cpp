@@ -114,7 +114,17 @@ std::string Shadow::check(size_t offset, const Access& access, const Moment& now
 
 void Memory::add(const void* data, size_t bytes, bool writable) {
   if (bytes == 0) return;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  // The halves of one tensor lie between each other: one buffer of both.
+  for (const auto& [other, buffer] : buffers_) {
+    const bool overlap = other != begin && other < begin + bytes && begin < other + buffer.bytes;
+    if (!overlap || buffer.bytes != bytes || buffer.writable != writable) continue;
+    const uintptr_t end = (other < begin ? begin : other) + bytes;
+    begin = other < begin ? other : begin;
+    data = reinterpret_cast<const void*>(begin);
+    bytes = end - begin;
+    break;
+  }
   auto same = buffers_.find(begin);
   if (same != buffers_.end() && same->second.bytes == bytes) {
     if (!writable && !same->second.readable) {

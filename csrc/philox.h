@@ -1,0 +1,40 @@
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): random
+// words as a function of a seed and a position.
+//
+// Word i of the stream of a seed (two 64-bit numbers) is word i % 4 of the block whose key is the
+// first number and whose counter is i / 4 (low half) and the second number (high half).
+#pragma once
+
+#include <stdint.h>
+
+#include "host_device.h"
+
+FT_BEGIN_NAMESPACE
+
+struct Philox {
+  static constexpr uint64_t kFirst = 0xD2511F53u, kSecond = 0xCD9E8D57u;
+  static constexpr uint32_t kStep0 = 0x9E3779B9u, kStep1 = 0xBB67AE85u;
+
+  uint32_t word[4];
+
+  FT_METHOD Philox(uint64_t key, uint64_t block, uint64_t high)
+      : word{uint32_t(block), uint32_t(block >> 32), uint32_t(high), uint32_t(high >> 32)} {
+    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
+    // Ten times, spelt out: a formula knows no loop, and compilers vectorise it so.
+    turn(k0, k1), turn(k0, k1), turn(k0, k1), turn(k0, k1), turn(k0, k1);
+    turn(k0, k1), turn(k0, k1), turn(k0, k1), turn(k0, k1), turn(k0, k1);
+  }
+
+  FT_METHOD void turn(uint32_t& k0, uint32_t& k1) {
+    const uint64_t a = kFirst * word[0], b = kSecond * word[2];
+    const uint32_t w1 = word[1], w3 = word[3];
+    word[0] = uint32_t(b >> 32) ^ w1 ^ k0;
+    word[1] = uint32_t(b);
+    word[2] = uint32_t(a >> 32) ^ w3 ^ k1;
+    word[3] = uint32_t(a);
+    k0 += kStep0;
+    k1 += kStep1;
+  }
+};
+
+FT_END_NAMESPACE

@@ -1,0 +1,77 @@
+"""Which products have a gate for a factor: gated linear units and squeeze-and-excitation blocks.
+
+A product is a multiplication of two values in one forward, one of which comes straight from a call
+of an activation module and goes nowhere else.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from ._dataflow import Flow, Trace
+from ._norm_sites import is_activation
+from .nn.norm import _HOOKS, activation_of
+from .reference.batch_norm import POINTWISE
+
+_PRODUCTS = (operator.mul, torch.mul, "mul")
+
+
+@dataclass
+class Product:
+    """`node` multiplies `other` by the value of `gate`, a call of the activation `module`."""
+
+    trace: Trace
+    name: str  # of the module whose forward it is in
+    node: fx.Node
+    gate: fx.Node
+    other: fx.Node
+    module: nn.Module
+
+    @property
+    def activation(self) -> tuple[str, dict[str, float]]:
+        """Name of the function in fusedtrain.functional, and its parameters."""
+        found = activation_of(self.module)
+        assert found is not None
+        row = POINTWISE[found.op]
+        values = dict(zip(row.parameters, (found.a, found.b)))
+        return ("gelu", {"approximate": "tanh"}) if row.name == "gelu_tanh" else (row.name, values)  # type: ignore[dict-item]
+
+
+def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
+    """All products of a model, in the order of its forwards."""
+    found = []
+    for trace in flow.traces:
+        if trace.inexact or id(trace.module) in excluded:
+            continue
+        for node in trace.graphs[0].nodes:
+            product = _product(flow, trace, node, excluded)
+            if product is not None:
+                found.append(product)
+    return found
+
+
+def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | None:
+    if node.target not in _PRODUCTS or len(node.args) != 2 or node.kwargs:
+        return None
+    # x * gate(s) is the usual order where both are activations.
+    for gate, other in (node.args[::-1], node.args):
+        module = trace.callee(gate)
+        if module is None or not isinstance(gate, fx.Node) or not isinstance(other, fx.Node):
+            continue
+        plain = gate is not other and len(gate.users) == 1 and len(gate.args) == 1
+        if plain and not gate.kwargs and _replaceable(module) and id(module) not in excluded:
+            return Product(trace, flow.names[id(trace.module)], node, gate, other, module)
+    return None
+
+
+def _replaceable(module: nn.Module) -> bool:
+    if not is_activation(module) or "forward" in vars(module):
+        return False
+    hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
+    found = None if hooked else activation_of(module)
+    # In place, it would overwrite what others read.
+    return found is not None and found.op >= 0 and not getattr(module, "inplace", False)
