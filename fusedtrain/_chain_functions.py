@@ -43,7 +43,9 @@ def _glu(
     if value is None:
         size = input.size(dim)
         if size % 2:
-            raise RuntimeError(f"Halving dimension must be even, but dimension {dim} is size {size}")
+            raise RuntimeError(
+                f"Halving dimension must be even, but dimension {dim} is size {size}"
+            )
         if _chains.fits(input):
             return _chains.run_halves(input, dim % input.dim(), gate_last, activation)
         gate, value = _chains.halves(input, dim, gate_last)
@@ -79,7 +81,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     if _scripting():
         return torch_functional.glu(input, dim)
     if _has_any((input,)):
-        return _handle(glu, (input,), input, dim=dim)  # type: ignore[no-any-return]
+        return _handle(glu, (input,), input, dim=dim)
     if not isinstance(input, Tensor) or input.dim() == 0:
         return torch_functional.glu(input, dim)
     return _glu(_SIGMOID, input, None, dim, True)
@@ -111,7 +113,7 @@ def swiglu(
             return torch_functional.silu(first) * second
         return torch_functional.silu(input) * value
     if _has_any((input, value)):
-        return _handle(swiglu, (input, value), input, value, dim=dim, gate_last=gate_last)  # type: ignore[no-any-return]
+        return _handle(swiglu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_SILU, input, value, dim, gate_last)
 
 
@@ -139,7 +141,7 @@ def geglu(
             return torch_functional.gelu(first, approximate=approximate) * second
         return torch_functional.gelu(input, approximate=approximate) * value
     if _has_any((input, value)):
-        return _handle(  # type: ignore[no-any-return]
+        return _handle(
             geglu, (input, value), input, value, dim=dim, gate_last=gate_last,
             approximate=approximate,
         )  # fmt: skip
@@ -163,7 +165,7 @@ def reglu(
             return torch.relu(second) * first if gate_last else torch.relu(first) * second
         return torch.relu(input) * value
     if _has_any((input, value)):
-        return _handle(reglu, (input, value), input, value, dim=dim, gate_last=gate_last)  # type: ignore[no-any-return]
+        return _handle(reglu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_RELU, input, value, dim, gate_last)
 
 
@@ -182,7 +184,7 @@ def bilinear_glu(
             return first * second
         return input * value
     if _has_any((input, value)):
-        return _handle(bilinear_glu, (input, value), input, value, dim=dim, gate_last=gate_last)  # type: ignore[no-any-return]
+        return _handle(bilinear_glu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_IDENTITY, input, value, dim, gate_last)
 
 
@@ -210,7 +212,7 @@ def gated(
         tensor([0.5000, 0.5000, 0.5000, 1.0000, 1.0000, 1.0000])
     """
     if _has_any((input, gate)):
-        return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)  # type: ignore[no-any-return]
+        return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     found, function = _chosen(activation, parameters)
     if not _chains.fits(input, gate):
         return input * function(gate)
@@ -271,9 +273,7 @@ def residual_add(
     """
     tensors = (residual, input, scale, branch_scale)
     if _has_any(tensors):
-        return _handle(  # type: ignore[no-any-return]
-            residual_add, tensors, residual, input, scale, branch_scale, dim=dim
-        )
+        return _handle(residual_add, tensors, residual, input, scale, branch_scale, dim=dim)
     channel = dim % input.dim() if scale is not None else -1
     if scale is not None and scale.numel() != input.size(channel):
         raise ValueError(
@@ -330,9 +330,7 @@ def _check_bias(bias: Tensor, input: Tensor, dim: int) -> None:
         )
 
 
-def dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Zeroes each element with probability `p`, and multiplies the others by ``1 / (1 - p)``.
 
     Saves 16 bytes: the mask is computed again in backward, from two random numbers that are drawn
@@ -351,7 +349,7 @@ def dropout(
     if _scripting():
         return torch_functional.dropout(input, p, training, inplace)
     if _has_any((input,)):
-        return _handle(dropout, (input,), input, p=p, training=training, inplace=inplace)  # type: ignore[no-any-return]
+        return _handle(dropout, (input,), input, p=p, training=training, inplace=inplace)
     _check_probability(p)
     if not training or p == 0.0:
         return input
@@ -391,7 +389,7 @@ def bias_act_dropout(
         tensor([[2., 0.]])
     """
     if _has_any((input, bias)):
-        return _handle(  # type: ignore[no-any-return]
+        return _handle(
             bias_act_dropout, (input, bias), input, bias, activation=activation, p=p,
             training=training, dim=dim, **parameters,
         )  # fmt: skip
@@ -452,7 +450,7 @@ def bias_act(
         tensor([[ 2., -1.]])
     """
     if _has_any((input, bias)):
-        return _handle(  # type: ignore[no-any-return]
+        return _handle(
             bias_act, (input, bias), input, bias, dim=dim, act=act, alpha=alpha, gain=gain,
             clamp=clamp,
         )  # fmt: skip

@@ -23,7 +23,9 @@ _bias_act = _ops._callable("bias_act")
 _bias_act_backward = _ops._callable("bias_act_backward")
 
 # Their output tells by a comparison with a bound where the slope is 0: not after a multiplication.
-_BOUNDED = {i for i, row in enumerate(POINTWISE) if row.name in ("relu6", "hardtanh", "hardsigmoid")}
+_BOUNDED = {
+    i for i, row in enumerate(POINTWISE) if row.name in ("relu6", "hardtanh", "hardsigmoid")
+}
 
 
 def _plain_backward(grad: Tensor) -> bool:

@@ -134,7 +134,9 @@ class ConversionReport:
         if self.products:
             counted = "1 product" if len(self.products) == 1 else f"{len(self.products)} products"
             lines.append(f"fused {counted} with a gate")
-            lines += self._table([(e.name, f"{e.type} * {e.activation}", "") for e in self.products])
+            lines += self._table(
+                [(e.name, f"{e.type} * {e.activation}", "") for e in self.products]
+            )
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")
         if self.proof is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -32,13 +33,14 @@ class Product:
     module: nn.Module
 
     @property
-    def activation(self) -> tuple[str, dict[str, float]]:
+    def activation(self) -> tuple[str, dict[str, Any]]:
         """Name of the function in fusedtrain.functional, and its parameters."""
         found = activation_of(self.module)
         assert found is not None
         row = POINTWISE[found.op]
         values = dict(zip(row.parameters, (found.a, found.b)))
-        return ("gelu", {"approximate": "tanh"}) if row.name == "gelu_tanh" else (row.name, values)  # type: ignore[dict-item]
+        tanh = row.name == "gelu_tanh"
+        return ("gelu", {"approximate": "tanh"}) if tanh else (row.name, values)
 
 
 def find_products(flow: Flow, excluded: set[int]) -> list[Product]:

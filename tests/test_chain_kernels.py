@@ -195,7 +195,7 @@ def test_every_scale(ops: Kernels, kind: str) -> None:
         residual = torch.randn(x.shape).to(dtype)
         grad = torch.randn(x.shape).to(dtype)
         want, want_x, want_scale = autograd(
-            lambda x, s: x * chains.spread(s, x, dim) + residual, x, scale, grad=grad
+            lambda x, s, r=residual, d=dim: x * chains.spread(s, x, d) + r, x, scale, grad=grad
         )
         close(ops("scale_add", x, scale, residual, dim), want, dtype)
         plain = ops("scale_add", x, scale, None, dim)
@@ -265,7 +265,7 @@ def check_bias(
     if p:
         assert torch.equal(found.cpu() == 0, (want == 0)) or name == "relu"
     saved = found if activation.saves_output else x
-    if clamp >= 0 and dtype in (F16, BF16) or not smooth(name):
+    if (clamp >= 0 and dtype in (F16, BF16)) or not smooth(name):
         return  # a rounded number may be on the other side of the bound
     gx, sums = ops("bias_act_backward", grad, saved, bias, seed, *rest, True)
     close(gx, want_x, dtype, 16)
@@ -299,7 +299,7 @@ def test_every_bias(ops: Kernels, kind: str) -> None:
 
 
 def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
-    """The same for every backend and dtype; each word serves one element, in the order of memory."""
+    """The same for every backend and dtype; a word for each element, in the order of memory."""
     words = chains.philox(SEED, 5003)
     for dtype in DTYPES:
         for p in (0.1, 0.5, 0.9):

@@ -30,6 +30,9 @@ WIDE = {
     "normalise_kernel.*Mish.*bfloat16, true": "batch_norm",
     "reduce_kernel.*OneFormula.*Silu.*half, true": "batch_norm",
     "grad_input_kernel.*OneFormula.*Relu.*float, true": "batch_norm",
+    "gated_backward_kernel.*Silu.*bfloat16, true": "chains",
+    "planes_kernel<.*ScaleBackwardJob<float, true>, true>": "chains",
+    "columns_kernel<.*BiasActBackwardJob<.*Gelu, .*half, true>, true>": "chains",
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }

@@ -60,8 +60,8 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     ops = (
-        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2
-    )  # of optimizers, norms, folding
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6
+    )  # of optimizers, norms, folding, chains
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"

@@ -32,52 +32,56 @@ Chosen<T> formula_of(const Call& call) {
 // --- gated products ---
 
 template <class F, class S, bool kWide>
-struct GatedForwardPass {
-  using Call = GatedForward;
-  static __global__ void __launch_bounds__(kThreads)
-      kernel(const GatedForward call, const Chosen<typename F::T> chosen) {
-    using V = Vec<S, kWide>;
-    const F formula(chosen);
-    const int64_t each = call.n / V::kLanes;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < call.rows * each;
-         k += int64_t(gridDim.x) * kThreads) {
-      const int64_t row = k / each, i = (k - row * each) * V::kLanes;
-      V gate, value;
-      gate.load(static_cast<const S*>(call.gate) + row * call.gate_stride + i);
-      value.load(static_cast<const S*>(call.value) + row * call.value_stride + i);
+__global__ void __launch_bounds__(kThreads)
+    gated_kernel(const GatedForward call, const Chosen<typename F::T> chosen) {
+  using V = Vec<S, kWide>;
+  const F formula(chosen);
+  const int64_t each = call.n / V::kLanes;
+  for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < call.rows * each;
+       k += int64_t(gridDim.x) * kThreads) {
+    const int64_t row = k / each, i = (k - row * each) * V::kLanes;
+    V gate, value;
+    gate.load(static_cast<const S*>(call.gate) + row * call.gate_stride + i);
+    value.load(static_cast<const S*>(call.value) + row * call.value_stride + i);
 #pragma unroll
-      for (int l = 0; l < V::kLanes; ++l) value.lane[l] *= formula.forward(gate.lane[l]);
-      value.store(static_cast<S*>(call.y) + row * call.n + i);
-    }
+    for (int l = 0; l < V::kLanes; ++l) value.lane[l] *= formula.forward(gate.lane[l]);
+    value.store(static_cast<S*>(call.y) + row * call.n + i);
   }
+}
+
+template <class F, class S, bool kWide>
+struct GatedForwardPass {
+  static constexpr auto* kernel = gated_kernel<F, S, kWide>;
 };
 
 template <class F, class S, bool kWide>
-struct GatedBackwardPass {
-  using Call = GatedBackward;
-  static __global__ void __launch_bounds__(kThreads)
-      kernel(const GatedBackward call, const Chosen<typename F::T> chosen) {
-    using V = Vec<S, kWide>;
-    const F formula(chosen);
-    const int64_t each = call.n / V::kLanes;
-    for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < call.rows * each;
-         k += int64_t(gridDim.x) * kThreads) {
-      const int64_t row = k / each, i = (k - row * each) * V::kLanes;
-      V grad, gate, value;
-      grad.load(static_cast<const S*>(call.grad) + row * call.n + i);
-      gate.load(static_cast<const S*>(call.gate) + row * call.gate_stride + i);
-      value.load(static_cast<const S*>(call.value) + row * call.value_stride + i);
+__global__ void __launch_bounds__(kThreads)
+    gated_backward_kernel(const GatedBackward call, const Chosen<typename F::T> chosen) {
+  using V = Vec<S, kWide>;
+  const F formula(chosen);
+  const int64_t each = call.n / V::kLanes;
+  for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < call.rows * each;
+       k += int64_t(gridDim.x) * kThreads) {
+    const int64_t row = k / each, i = (k - row * each) * V::kLanes;
+    V grad, gate, value;
+    grad.load(static_cast<const S*>(call.grad) + row * call.n + i);
+    gate.load(static_cast<const S*>(call.gate) + row * call.gate_stride + i);
+    value.load(static_cast<const S*>(call.value) + row * call.value_stride + i);
 #pragma unroll
-      for (int l = 0; l < V::kLanes; ++l) {
-        const auto open = formula.forward(gate.lane[l]);
-        const auto saved = formula.saves_output() ? open : gate.lane[l];
-        gate.lane[l] = formula.backward(grad.lane[l] * value.lane[l], saved);
-        grad.lane[l] *= open;
-      }
-      gate.store(static_cast<S*>(call.grad_gate) + row * call.grad_gate_stride + i);
-      grad.store(static_cast<S*>(call.grad_value) + row * call.grad_value_stride + i);
+    for (int l = 0; l < V::kLanes; ++l) {
+      const auto open = formula.forward(gate.lane[l]);
+      const auto saved = formula.saves_output() ? open : gate.lane[l];
+      gate.lane[l] = formula.backward(grad.lane[l] * value.lane[l], saved);
+      grad.lane[l] *= open;
     }
+    gate.store(static_cast<S*>(call.grad_gate) + row * call.grad_gate_stride + i);
+    grad.store(static_cast<S*>(call.grad_value) + row * call.grad_value_stride + i);
   }
+}
+
+template <class F, class S, bool kWide>
+struct GatedBackwardPass {
+  static constexpr auto* kernel = gated_backward_kernel<F, S, kWide>;
 };
 
 bool strides_fit(const GatedForward& call, int lanes) {
@@ -147,7 +151,7 @@ Plan plan_for(const Channels& c, bool aligned) {
 
 // First walk. Job: what is done with a vector of elements; see below.
 template <class Job, bool kWide>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims at 80 registers
     planes_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
@@ -182,7 +186,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Second walk.
 template <class Job, bool kWide>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     columns_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
@@ -246,9 +250,9 @@ void run_job(const Job& job, const Channels& c, double* shares, void* sums, void
              const P*... pointers) {
   using S = typename Job::S;
   using T = typename Compute<S>::T;
-  const Plan plan = plan_for<S>(c, aligned(pointers...));
+  const Plan plan = plan_for<S>(c, Job::kWide && aligned(pointers...));
   auto* kernel = plan.columns ? &columns_kernel<Job, false> : &planes_kernel<Job, false>;
-  if constexpr (sizeof(S) < 8)
+  if constexpr (Job::kWide)
     if (plan.wide) kernel = plan.columns ? &columns_kernel<Job, true> : &planes_kernel<Job, true>;
   launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
   if (!Job::kSums) return;
@@ -262,7 +266,7 @@ template <class S_>
 struct ScaleForwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = false, kWide = sizeof(S) < 8;
   const S *x, *scale, *residual;
   S* y;
   __device__ __forceinline__ T coefficient(int64_t i) const { return load_one(scale[i]); }
@@ -285,7 +289,7 @@ template <class S_, bool kSums_>
 struct ScaleBackwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = kSums_;
+  static constexpr bool kSums = kSums_, kWide = sizeof(S) < 8;
   const S *grad, *x, *scale;
   S* grad_input;
   __device__ __forceinline__ T coefficient(int64_t i) const { return load_one(scale[i]); }
@@ -329,11 +333,16 @@ __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kep
   }
 }
 
+// Any formula in vectors of eight would spill two registers.
+template <class F, class S>
+constexpr bool may_be_wide =
+    sizeof(S) == 4 || (sizeof(S) == 2 && !std::is_same_v<F, AnyFormula<float>>);
+
 template <class F, class S_, bool kDrops>
 struct BiasActForwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = false;
+  static constexpr bool kSums = false, kWide = may_be_wide<F, S>;
   BiasActForward call;
   Chosen<T> chosen;
   __device__ __forceinline__ T coefficient(int64_t i) const {
@@ -363,7 +372,7 @@ template <class F, class S_, bool kDrops>
 struct BiasActBackwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = true;
+  static constexpr bool kSums = true, kWide = may_be_wide<F, S>;
   BiasActBackward call;
   Chosen<T> chosen;
   __device__ __forceinline__ T coefficient(int64_t i) const {

@@ -30,20 +30,27 @@ from .activation import (
     Threshold,
 )
 from .conv import ConvBnAct
+from .dropout import BiasActDropout, Dropout
+from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
 __all__ = [
     "CELU",
     "ELU",
+    "GEGLU",
     "GELU",
+    "GLU",
     "SELU",
     "BatchNormAct1d",
     "BatchNormAct2d",
     "BatchNormAct3d",
     "BatchNormAddAct",
+    "BiasActDropout",
+    "BilinearGLU",
     "ConvBnAct",
     "DropPath",
+    "Dropout",
     "HardMish",
     "Hardshrink",
     "Hardsigmoid",
@@ -54,6 +61,7 @@ __all__ = [
     "Mish",
     "PReLU",
     "QuickGELU",
+    "ReGLU",
     "ReLU",
     "ReLU6",
     "ReLUSquared",
@@ -64,6 +72,7 @@ __all__ = [
     "Softsign",
     "SquarePlus",
     "StarReLU",
+    "SwiGLU",
     "SyncBatchNormAct",
     "Tanh",
     "Tanhshrink",

@@ -1,9 +1,9 @@
 """Pointwise chains in plain torch: the truth of the ops in `_chain_ops.py`.
 
-    gated       y = f(gate) value                       GLU family, arXiv:1612.08083, arXiv:2002.05202
-    scale_add   y = x scale + residual                  squeeze-excite gate, arXiv:1709.01507; layer
-                                                        scale, arXiv:2103.17239; stochastic depth
-    bias_act    y = drop(clamp(gain f(x + bias)))       StyleGAN's op, arXiv:2106.12423; dropout
+    gated       y = f(gate) value                   GLU family, arXiv:1612.08083, arXiv:2002.05202
+    scale_add   y = x scale + residual              squeeze-excite gate, arXiv:1709.01507; layer
+                                                    scale, arXiv:2103.17239; stochastic depth
+    bias_act    y = drop(clamp(gain f(x + bias)))   StyleGAN's op, arXiv:2106.12423; dropout
 
 Math of 16-bit tensors is in float32, rounded once. What is dropped is told by Philox 4x32-10
 (Salmon et al., SC 2011): element i in memory by word i of the stream of two 64-bit numbers.
@@ -140,7 +140,7 @@ def bias_act_gradient(
     grad: Tensor, saved: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
     activation: int, a: float, b: float, gain: float, clamp: float, p: float,
 ) -> Tensor:  # fmt: skip
-    """Of the input; `saved` is the output where `saves_output` of the activation, else the input."""
+    """Of the input; `saved` is the output where the activation `saves_output`, else the input."""
     f, drops = Pointwise(activation, a, b), seed is not None and p > 0
     keep = 1 / (1 - p) if drops else 1.0
     g = _wide(grad) * (gain * keep)
@@ -164,9 +164,7 @@ def bias_act_backward(
     activation: int, a: float, b: float, gain: float, clamp: float, p: float, needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of input and bias, the second in the dtype that is computed in."""
-    g = bias_act_gradient(
-        grad, saved, bias, seed, dim, activation, a, b, gain, clamp, p
-    )
+    g = bias_act_gradient(grad, saved, bias, seed, dim, activation, a, b, gain, clamp, p)
     sums = g.new_empty(0)
     if needs_bias:
         sums = _sums(g.double(), 1, dim).to(g.dtype)
