@@ -32,6 +32,7 @@ SHORT = {
     torch.float64: "fp64",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
+    torch.int64: "i64",
 }
 FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
 # rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
@@ -188,6 +189,7 @@ def check_target(target: str) -> None:
     from fusedtrain.triton import fold, formulas, pointwise
 
     for dtype in DTYPES:
+        check_chains(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
             flags = sum(p.is_constexpr for p in kernel.params) - 1
             compiled = compile_for(target, kernel, dtype, *[True] * flags, fold._BLOCK)
@@ -216,6 +218,40 @@ def check_target(target: str) -> None:
                 tiles, finish, _ = c._backward_plan("star_relu", dtype.itemsize, False, view, 2)
                 check_code(compile_for(target, c.tile_backward_kernel, dtype, *tiles.constants), 4)
                 compile_for(target, c.finish_kernel, dtype, *finish.constants)
+
+
+def check_chains(target: str, dtype: torch.dtype) -> None:
+    """Rows and planes that are a multiple of 16 elements long: 16-byte accesses."""
+    from fusedtrain.reference.batch_norm import POINTWISE as ROWS
+    from fusedtrain.triton import _chain_kernels as k
+    from fusedtrain.triton import chains as c
+
+    silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
+    forward, backward, by_output, stored = c._formula(silu, dtype)
+    block = c._BLOCK[dtype.itemsize]
+    kernels = [
+        (k.gated_kernel, (forward, stored, 1, block)),
+        (k.gated_backward_kernel, (forward, backward, by_output, stored, 1, block)),
+    ]
+    for planes in (True, False):
+        tile, small = (planes, 4, block // 4), (planes, 4, c._BIAS_BLOCK[dtype.itemsize] // 4)
+        kernels += [
+            (k.scale_kernel, (True, *tile)),
+            (k.scale_backward_kernel, (True, True, *tile)),
+            (k.bias_act_kernel, (forward, stored, True, True, True, True, *small)),
+            (
+                k.bias_act_backward_kernel,
+                (forward, backward, by_output, stored, True, True, True, True, True, *small),
+            ),
+        ]
+    for kernel, constants in kernels:
+        compiled = compile_for(target, kernel, dtype, *constants, seed_ptr=torch.int64)
+        code = compiled.asm.get("ptx")
+        if code is None:
+            assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}
+        else:
+            assert ".local" not in code
+            assert spilled_bytes(code) == 0, (kernel, constants)
 
 
 def fake_driver() -> Any:

@@ -15,7 +15,9 @@ from ._layout import cdiv, check_same, dense_like, is_dense, power_of_two
 from .launch import STORED, WIDE, Launcher, check_dtype
 from .pointwise import _ROUNDED
 
-_BLOCK = {8: 512, 4: 1024, 2: 2048}  # elements of a tile
+# Elements of a tile; twice as many of 16 bits would spill.
+_BLOCK = {8: 512, 4: 1024, 2: 1024}
+_BIAS_BLOCK = {8: 256, 4: 512, 2: 512}  # of bias_act, which draws words besides
 
 _launch_gated = Launcher(kernels.gated_kernel)
 _launch_gated_backward = Launcher(kernels.gated_backward_kernel)
@@ -41,9 +43,8 @@ def _formula(op: int, dtype: torch.dtype) -> tuple[Any, Any, bool, Any]:
     return forward, backward, row.saves == "output", stored[dtype]
 
 
-def _sides(columns: int, rows: int, itemsize: int) -> tuple[int, int]:
+def _sides(columns: int, rows: int, block: int) -> tuple[int, int]:
     """Height and width of a tile."""
-    block = _BLOCK[itemsize]
     width = min(block, max(4, power_of_two(columns)))
     return min(block // width, power_of_two(max(rows, 1))), width
 
@@ -103,7 +104,7 @@ def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> T
         assert cut is not None
     n, strides = cut
     rows = y.numel() // n
-    height, width = _sides(n, rows, y.itemsize)
+    height, width = _sides(n, rows, _BLOCK[y.itemsize])
     constants = (forward, stored, height, width)
     _launch_gated(
         (activation, height, width), cdiv(rows, height) * cdiv(n, width), (gate, value, y),
@@ -133,7 +134,7 @@ def gated_backward(
         assert cut is not None
     n, strides = cut
     rows = value.numel() // n
-    height, width = _sides(n, rows, value.itemsize)
+    height, width = _sides(n, rows, _BLOCK[value.itemsize])
     _launch_gated_backward(
         (activation, height, width), cdiv(rows, height) * cdiv(n, width),
         (grad, gate, value, *outs), (rows, n, *strides, a, b),
@@ -201,7 +202,9 @@ class _Shape(NamedTuple):
         return parts.double().sum((1, 3)).to(shares.dtype)
 
 
-def _shape_of(name: str, t: Tensor, dim: int, samples: int) -> tuple[Tensor, _Shape]:
+def _shape_of(
+    name: str, t: Tensor, dim: int, samples: int, blocks: dict[int, int] = _BLOCK
+) -> tuple[Tensor, _Shape]:
     """The tensor in a layout whose channels can be walked, and that."""
     if not -1 <= dim < max(t.dim(), 0):
         raise RuntimeError(f"fusedtrain::{name}: dim is not a dimension of input")
@@ -221,7 +224,9 @@ def _shape_of(name: str, t: Tensor, dim: int, samples: int) -> tuple[Tensor, _Sh
     rows = numel // (samples * channels * inner)
     planes = inner >= 64 or channels == 1
     columns = inner if planes else channels * inner
-    height, width = _sides(columns, samples * rows * (channels if planes else 1), t.itemsize)
+    height, width = _sides(
+        columns, samples * rows * (channels if planes else 1), blocks[t.itemsize]
+    )
     if not planes:
         height = min(height, power_of_two(rows))
     return t, _Shape(samples, rows, channels, inner, planes, height, width)
@@ -308,7 +313,7 @@ class _BiasCall:
         if seed is not None and (seed.dtype is not torch.int64 or seed.numel() != 2):
             raise RuntimeError(f"fusedtrain::{name}: seed must be two int64 numbers")
         channel = dim if bias is not None or sums else -1
-        self.x, self.shape = _shape_of(name, input, channel, 1)
+        self.x, self.shape = _shape_of(name, input, channel, 1, _BIAS_BLOCK)
         self.bias = self.x if bias is None else bias.contiguous()
         self.seed = self.x if seed is None else seed.contiguous()
         keep = 1 / (1 - p) if self.drops else 1.0
