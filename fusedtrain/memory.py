@@ -1,0 +1,241 @@
+"""What a model keeps for backward: which layer's tensors, for whom, and how much in each mode."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+
+from ._conversion_report import shown, title
+from ._proof import _address, _arguments, check_type
+from ._recompute import Recipe, observed
+from .convert import convert, revert
+
+__all__ = ["LayerMemory", "MemoryReport", "memory_report"]
+
+_MODES = ("eager", "store", "recompute")
+_ROWS = 12  # of the table, and of the chart
+# Of the chart: blue, orange, green that differ in lightness, too.
+_COLOURS = {"eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e"}
+
+
+class LayerMemory(NamedTuple):
+    """What is kept of the tensors that one module has made, in bytes by mode. `savers`: the modules
+    whose ops keep them in eager PyTorch."""
+
+    name: str
+    type: str
+    bytes: dict[str, int]
+    savers: tuple[str, ...]
+
+
+@dataclass(repr=False)
+class MemoryReport:
+    """Print it for a table, or read `layers` (in the order of the forward) and `totals` (bytes by
+    mode). Storages count once; parameters, buffers and the model's inputs do not count."""
+
+    layers: list[LayerMemory] = field(default_factory=list)
+    totals: dict[str, int] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        totals = ", ".join(f"{mode}={size}" for mode, size in self.totals.items())
+        return f"MemoryReport({totals})"
+
+    def __str__(self) -> str:
+        modes = list(self.totals)
+        rows = [("", *modes), self._row("kept for backward", self.totals)]
+        first = self.totals[modes[0]]
+        shares = [f"{size / first:.2f}x" if first else "" for size in self.totals.values()]
+        rows.append(("", *shares))
+        kinds: dict[str, Counter[str]] = {}
+        for layer in self.layers:
+            kinds.setdefault(layer.type, Counter()).update(layer.bytes)
+        for kind, sizes in sorted(kinds.items(), key=lambda item: -item[1][modes[0]]):
+            rows.append(self._row(f"  of {kind}", sizes))
+        largest = self._largest()
+        if largest:
+            rows.append(("largest layers", *[""] * len(modes)))
+        for layer in largest:
+            savers = ", ".join(map(shown, layer.savers[:3]))
+            rows.append(self._row(f"  {shown(layer.name)} (for {savers})", layer.bytes))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(modes) + 1)]
+        return "\n".join(
+            "  ".join(
+                [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
+            ).rstrip()
+            for row in rows
+        )
+
+    def _row(self, label: str, sizes: Any) -> tuple[str, ...]:
+        return (label, *(f"{sizes[mode] / 1e6:.1f} MB" for mode in self.totals))
+
+    def _largest(self) -> list[LayerMemory]:
+        first = next(iter(self.totals))
+        ordered = sorted(self.layers, key=lambda layer: -layer.bytes[first])
+        return [layer for layer in ordered if layer.bytes[first]][:_ROWS]
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a bar chart (PNG, or what the suffix says) with matplotlib.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "MemoryReport.plot needs matplotlib: pip install matplotlib"
+            ) from error
+        largest = self._largest()
+        figure = Figure(figsize=(10, 3 + 0.32 * len(largest)), layout="constrained")
+        top, bottom = figure.subplots(2, 1, height_ratios=[1, max(len(largest) / 3.5, 1)])
+        for i, (mode, size) in enumerate(self.totals.items()):
+            top.barh(i, size / 1e6, color=_COLOURS[mode], label=mode)
+            top.text(size / 1e6, i, f" {mode} {size / 1e6:.1f} MB", va="center", fontsize=9)
+        top.set_yticks([])
+        top.invert_yaxis()
+        top.margins(x=0.2)
+        top.set_title("kept for backward", loc="left")
+        height = 0.8 / len(self.totals)
+        for k, mode in enumerate(self.totals):
+            places = [i + (k - (len(self.totals) - 1) / 2) * height for i in range(len(largest))]
+            sizes = [layer.bytes[mode] / 1e6 for layer in largest]
+            bottom.barh(places, sizes, height, color=_COLOURS[mode], label=mode)
+        bottom.set_yticks(range(len(largest)), [shown(layer.name) for layer in largest], fontsize=8)
+        bottom.invert_yaxis()
+        bottom.set_xlabel("MB")
+        bottom.set_title("the layers whose tensors are largest", loc="left")
+        bottom.legend(frameon=False)
+        for axes in (top, bottom):
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=120)
+
+
+def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
+    """What a forward pass of the model keeps for backward, layer by layer: in eager PyTorch, and
+    after :func:`fusedtrain.convert` with memory="store" and memory="recompute".
+
+    Runs copies of the model, in its mode of training, on the example; the model itself, converted
+    or not, and the random number generators stay as they are.
+
+    Args:
+        model: any module.
+        example_inputs: a tensor, a tuple of arguments, or a dict of named ones.
+
+    Raises:
+        TypeError: `example_inputs` is of another type; and what the model raises for the example.
+
+    Example:
+        >>> import fusedtrain, torch
+        >>> norm, act = torch.nn.BatchNorm2d(8), torch.nn.SiLU()
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), norm, act, torch.nn.Conv2d(8, 1, 1))
+        >>> fusedtrain.memory_report(model, torch.randn(1, 3, 10, 10)).totals
+        {'eager': 9664, 'store': 6464, 'recompute': 3264}
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_type(example_inputs)
+    found: dict[str, _Kept] = {}
+    for mode in _MODES:
+        twin = copy.deepcopy(model)
+        revert(twin)
+        if mode != "eager":
+            convert(twin, memory=mode)
+        with torch.random.fork_rng():
+            found[mode] = _run(twin, example_inputs)
+        del twin
+    return _report(found)
+
+
+@dataclass
+class _Kept:
+    """Of one run: bytes by the name of the layer that made them, and who saved them."""
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    types: dict[str, str] = field(default_factory=dict)
+    savers: dict[str, dict[str, None]] = field(default_factory=dict)
+
+
+def _report(found: dict[str, _Kept]) -> MemoryReport:
+    report = MemoryReport(totals={mode: kept.bytes.total() for mode, kept in found.items()})
+    names: dict[str, str] = {}
+    for kept in found.values():
+        for name, kind in kept.types.items():
+            names.setdefault(name, kind)
+    for name, kind in names.items():
+        sizes = {mode: kept.bytes[name] for mode, kept in found.items()}
+        savers = next((kept.savers[name] for kept in found.values() if name in kept.savers), {})
+        report.layers.append(LayerMemory(name, kind, sizes, tuple(savers)))
+    return report
+
+
+def _run(model: nn.Module, example: Any) -> _Kept:
+    arguments, named = _arguments(example)
+    kept = _Kept()
+    ours = {_address(t) for t in (*model.parameters(), *model.buffers())}
+    ours |= {_address(t) for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)}
+    sizes: dict[int, tuple[str, int]] = {}  # address: who made it, bytes
+    with _following(model) as (makers, here), torch.enable_grad():
+
+        def observe(tensor: Tensor, recipe: Recipe | None) -> None:
+            for one in (tensor,) if recipe is None else recipe.kept():
+                address = _address(one)
+                if address in ours or address == 0:
+                    continue
+                # What an op keeps of its own before its module is through: that module made it.
+                maker, kind = makers.get(address, here())
+                kept.types.setdefault(maker, kind)
+                kept.savers.setdefault(maker, {})[here()[0]] = None
+                sizes[address] = (maker, one.untyped_storage().nbytes())
+
+        with observed(observe):
+            model(*arguments, **named)
+    for maker, size in sizes.values():
+        kept.bytes[maker] += size
+    return kept
+
+
+@contextmanager
+def _following(model: nn.Module) -> Iterator[Any]:
+    """Who made a tensor (by address), and which module runs."""
+    names = {id(module): name for name, module in model.named_modules()}
+    makers: dict[int, tuple[str, str]] = {}
+    running: list[nn.Module] = [model]
+    alive: list[Tensor] = []  # so that no address is used twice
+
+    def label(module: nn.Module) -> tuple[str, str]:
+        return names.get(id(module), ""), title(type(module))
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(module)
+
+    def leave(module: nn.Module, given: Any, output: Any) -> None:
+        if running[-1] is module:
+            running.pop()
+        before = {_address(t) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)}
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                # Of those that hand it on, or work on it in place, the first; made by no module,
+                # it is of the forward around.
+                handed_on = _address(leaf) in before
+                makers.setdefault(_address(leaf), label(running[-1] if handed_on else module))
+                alive.append(leaf.detach())
+
+    handles = [
+        hooks.register_module_forward_pre_hook(enter),
+        hooks.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield makers, lambda: label(running[-1])
+    finally:
+        for handle in handles:
+            handle.remove()
