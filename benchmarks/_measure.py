@@ -214,7 +214,7 @@ def row(
     numel: int,
     device: str,
     samples: Mapping[str, Sequence[float]],
-    tensors: int = 0,
+    tensors: float = 0,
 ) -> dict[str, Any]:
     """One row of the results, from the samples of ``interleave``.
 

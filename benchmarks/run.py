@@ -30,6 +30,7 @@ FAMILIES = {
     "amp_step": "bounded",
     "batch_norm": "kept",
     "conv_bn": "kept",
+    "chains": "kept",
 }
 RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes
 

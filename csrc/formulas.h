@@ -140,6 +140,14 @@ struct Silu : NoParameters {
     const SigmoidAndSlope<T> s(x);
     return g * (s.value + x * s.slope);
   }
+  // Value and slope together; as the two others of this name for one exponential instead of two.
+  FT_METHOD void both(T x, T& value, T& slope) const {
+    x = math::at_least(x, -Constants<T>::kFar);
+    const T near = math::at_most(x, Constants<T>::kFar);
+    const SigmoidAndSlope<T> s(near);
+    value = x * s.value;
+    slope = s.value + near * s.slope;
+  }
 };
 
 // tanh(softplus(x)) = n / (n + 2) with n = e (e + 2), e = exp(x): one exp and one division.
@@ -170,6 +178,14 @@ struct Gelu : NoParameters {
     const T cumulative = math::normal_cdf(x, density);
     return g * (cumulative + x * density);
   }
+  FT_METHOD void both(T x, T& value, T& slope) const {
+    T density;
+    x = math::at_least(x, T(-40));
+    const T near = math::at_most(x, T(40));
+    const T cumulative = math::normal_cdf(near, density);
+    value = x * cumulative;
+    slope = cumulative + near * density;
+  }
 };
 
 // 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
@@ -187,6 +203,13 @@ struct GeluTanh : NoParameters {
     x = math::clamp(x, T(-30), T(30));
     const SigmoidAndSlope<T> s(x * (T(kLinear) + T(kCubic) * x * x));
     return g * (s.value + x * s.slope * (T(kLinear) + T(3 * kCubic) * x * x));
+  }
+  FT_METHOD void both(T x, T& value, T& slope) const {
+    x = math::at_least(x, T(-30));
+    const T z = math::at_most(x, T(30));
+    const SigmoidAndSlope<T> s(z * (T(kLinear) + T(kCubic) * z * z));
+    value = x * s.value;
+    slope = s.value + z * s.slope * (T(kLinear) + T(3 * kCubic) * z * z);
   }
 };
 

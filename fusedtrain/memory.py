@@ -136,8 +136,8 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
 
     Example:
         >>> import fusedtrain, torch
-        >>> norm, act = torch.nn.BatchNorm2d(8), torch.nn.SiLU()
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), norm, act, torch.nn.Conv2d(8, 1, 1))
+        >>> norm, act, last = torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Conv2d(8, 1, 1)
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), norm, act, last)
         >>> fusedtrain.memory_report(model, torch.randn(1, 3, 10, 10)).totals
         {'eager': 9664, 'store': 6464, 'recompute': 3264}
     """

@@ -106,7 +106,7 @@ def test_models_without_gradients_or_layers() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(TypeError, match="model: expected a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
         fusedtrain.memory_report(torch.relu, torch.randn(1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="example_inputs: expected a tensor"):
         fusedtrain.memory_report(small(), 3)

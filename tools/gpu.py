@@ -154,7 +154,7 @@ def bench(part: Part, gpu: str) -> None:
 
 
 def bench_norms(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "batch_norm", "conv_bn")
+    benchmark(part, gpu, "batch_norm", "conv_bn", "chains")
 
 
 PARTS = {"test": test, "sanitize": sanitize, "bench": bench, "bench-norms": bench_norms}

@@ -11,6 +11,8 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kTile = 1024;  // elements
+// So many rows, and their sums in float are added to those in double.
+constexpr int64_t kRowsOfSums = 64;
 
 bool takes_output(int op) {
 #define FT_TAKES(name, Formula, n, rounds, saved) saved == kOutput,
@@ -61,16 +63,60 @@ void by_dtype(Dtype dtype, const Run& run) {
 int64_t rows_a_task(const Gated& call) { return call.n >= kTask ? 1 : kTask / call.n; }
 int64_t pieces_of(const Gated& call) { return (call.n + kTask - 1) / kTask; }
 
-// Calls f(row, start, n) for the tiles of a range of tasks.
+// Calls f(row, start, n) for the pieces of rows in a range of tasks, and for the tiles of these.
 template <class F>
-void each_tile(const Gated& call, int64_t first, int64_t last, const F& f) {
+void each_piece(const Gated& call, int64_t first, int64_t last, const F& f) {
   const int64_t pieces = pieces_of(call), each = rows_a_task(call);
   last = smaller(last * each, call.rows * pieces);
   for (int64_t piece = first * each; piece < last; ++piece) {
     const int64_t row = piece / pieces, start = piece % pieces * kTask;
-    const int64_t stop = smaller(call.n, start + kTask);
-    for (int64_t i = start; i < stop; i += kTile) f(row, i, smaller(kTile, stop - i));
+    f(row, start, smaller(call.n - start, kTask));
   }
+}
+template <class F>
+void each_tile(const Gated& call, int64_t first, int64_t last, const F& f) {
+  each_piece(call, first, last, [&](int64_t row, int64_t start, int64_t length) {
+    for (int64_t i = 0; i < length; i += kTile) f(row, start + i, smaller(kTile, length - i));
+  });
+}
+
+// Where formula and product are one loop.
+template <class S>
+bool run_whole(const GatedForward& call, int64_t first, int64_t last, const GatedKernels<S>& k) {
+  if (call.op < 0 || k.forward[call.op] == nullptr) return false;
+  each_piece(call, first, last, [&](int64_t row, int64_t i, int64_t n) {
+    k.forward[call.op](static_cast<const S*>(call.gate) + row * call.gate_stride + i,
+                       static_cast<const S*>(call.value) + row * call.value_stride + i,
+                       static_cast<S*>(call.y) + row * call.n + i, n);
+  });
+  return true;
+}
+template <class S>
+bool run_whole(const GatedBackward& call, int64_t first, int64_t last, const GatedKernels<S>& k) {
+  if (call.op < 0 || k.backward[call.op] == nullptr) return false;
+  each_piece(call, first, last, [&](int64_t row, int64_t i, int64_t n) {
+    k.backward[call.op](static_cast<const S*>(call.grad) + row * call.n + i,
+                        static_cast<const S*>(call.gate) + row * call.gate_stride + i,
+                        static_cast<const S*>(call.value) + row * call.value_stride + i,
+                        static_cast<S*>(call.grad_gate) + row * call.grad_gate_stride + i,
+                        static_cast<S*>(call.grad_value) + row * call.grad_value_stride + i, n);
+  });
+  return true;
+}
+template <class Call>
+bool run_whole(const Call& call, int64_t first, int64_t last) {
+  const Kernels& k = kernels();
+  switch (call.dtype) {
+    case Dtype::kFloat32:
+      return run_whole(call, first, last, k.gated_f32);
+    case Dtype::kFloat64:
+      return run_whole(call, first, last, k.gated_f64);
+    case Dtype::kFloat16:
+      return run_whole(call, first, last, k.gated_f16);
+    case Dtype::kBFloat16:
+      return run_whole(call, first, last, k.gated_bf16);
+  }
+  return false;
 }
 
 template <class Data>
@@ -129,12 +175,13 @@ void run(const GatedBackward& call, int64_t first, int64_t last, const Data& dat
 
 // Calls visit(i, n, coefficient, step, share) for the runs of a range of tasks.
 template <class Visit>
-void each_run(const Channels& shape, int64_t first, int64_t last, const Visit& visit) {
+void each_run(const Channels& shape, int64_t first, int64_t last, const Visit& visit,
+              int64_t longest = kTile) {
   const Cut cut{shape.rows, shape.channels, shape.inner};
   const int64_t tasks = cut.tasks(), size = shape.rows * shape.channels * shape.inner;
   for (int64_t task = first; task < last; ++task) {
     const int64_t sample = task / tasks;
-    cut.visit(task % tasks, kTile, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
+    cut.visit(task % tasks, longest, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
       visit(sample * size + i, n, sample * shape.channels + c, step, sample * cut.shares() + s);
     });
   }
@@ -158,10 +205,13 @@ struct Scaled {
     alignas(64) T scales[kTile + kNormStep] = {};
     const S* given = static_cast<const S*>(scale);
     if (!whole_rows(shape)) {
-      each_run(shape, first, last, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
+      const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
         widen(given + c, scales, step ? n : 1);
         run(i, n, scales, step, s, step ? n : 1);
-      });
+      };
+      // One coefficient: nothing to hold in a buffer.
+      const bool by_channel = shape.inner == 1 && shape.channels > 1;
+      each_run(shape, first, last, visit, by_channel ? kTile : kTask);
       return;
     }
     const Cut cut{shape.rows, shape.channels, 1};
@@ -241,28 +291,80 @@ ChainFinish<T> finish_of(const BiasAct& call) {
   return {T(call.gain), T(call.clamp), T(call.seed == nullptr ? 1.0 : call.keep), call.threshold};
 }
 
+// Calls visit(i, n, first channel or coefficient, step, share) for the runs of a range of tasks, as
+// each_run; but where channels are last, goes through all rows of a piece of the channels before
+// the next, and calls done(n, share) after each: sums of the piece stay in the cache.
+template <class Visit, class Done>
+void each_column(const Channels& shape, int64_t first, int64_t last, const Visit& visit,
+                 const Done& done) {
+  const Cut cut{shape.rows, shape.channels, shape.inner};
+  if (!cut.by_channel()) {
+    each_run(shape, first, last, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t share) {
+      visit(i, n, c, step);
+      done(1, share);
+    });
+    return;
+  }
+  for (int64_t task = first; task < last; ++task) {
+    const int64_t stop = smaller(shape.rows, (task + 1) * cut.rows_a_task());
+    for (int64_t c = 0; c < shape.channels; c += kTile) {
+      const int64_t n = smaller(kTile, shape.channels - c);
+      for (int64_t row = task * cut.rows_a_task(); row < stop; row += kRowsOfSums) {
+        for (int64_t r = row; r < smaller(stop, row + kRowsOfSums); ++r)
+          visit(r * shape.channels + c, n, c, 1);
+        done(n, task * shape.channels + c);
+      }
+    }
+  }
+}
+
+// A bias of the dtype as numbers; read again only where other channels follow.
+template <class Data>
+class Bias {
+ public:
+  using T = typename Data::T;
+  Bias(const BiasAct& call, const Data& data) : call_(call), data_(data) {}
+  const T* read(int64_t c, int64_t n) {
+    if (c != first_ || n > count_) found_ = data_.read(call_.bias, c, n, buffer_);
+    first_ = c;
+    count_ = n;
+    return found_;
+  }
+
+ private:
+  const BiasAct& call_;
+  const Data& data_;
+  int64_t first_ = -1, count_ = 0;
+  const T* found_ = nullptr;
+  alignas(64) T buffer_[kTile];
+};
+
 template <class Data>
 void run(const BiasActForward& call, int64_t first, int64_t last, const Data& data) {
   using T = typename Data::T;
   double parameters[kMaxParameters];
   if (call.op >= 0) round_parameters(call.op, call.dtype, call.parameters, parameters);
   const ChainFinish<T> finish = finish_of<T>(call);
-  alignas(64) T xs[kTile], biases[kTile], zs[kTile], ys[kTile];
+  // The formula is the last step.
+  const bool plain = call.op >= 0 && call.gain == 1 && call.clamp < 0 && call.seed == nullptr;
+  alignas(64) T xs[kTile], zs[kTile], ys[kTile];
   alignas(64) uint32_t words[kTile + 8];
-  each_run(call.shape, first, last, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t) {
+  Bias<Data> bias(call, data);
+  const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     const T* z = data.read(call.x, i, n, xs);
+    T* y = data.room(call.y, i, ys);
     if (call.bias != nullptr) {
-      loops_of(T()).bias_add(z, data.read(call.bias, c, step ? n : 1, biases), step, zs, n);
+      loops_of(T()).bias_add(z, bias.read(c, step ? n : 1), step, zs, n);
       z = zs;
     }
     if (call.op >= 0) {
-      formulas_of(T()).forward[call.op](z, zs, n, parameters);
+      formulas_of(T()).forward[call.op](z, plain ? y : zs, n, parameters);
       z = zs;
     }
-    T* y = data.room(call.y, i, ys);
-    loops_of(T()).finish(z, y, n, finish, words_for(call, i, n, words));
+    if (!plain) loops_of(T()).finish(z, y, n, finish, words_for(call, i, n, words));
     data.write(y, call.y, i, n);
-  });
+  };
+  each_column(call.shape, first, last, visit, [](int64_t, int64_t) {});
 }
 
 template <class Data>
@@ -277,11 +379,14 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
                   : by_output    ? finish.clamp * finish.keep
                                  : T(call.clamp / (call.gain < 0 ? -call.gain : call.gain));
   const ChainFinish<T> undo = {T(1) / (finish.gain * finish.keep), T(-1), T(1), 0};
-  alignas(64) T grads[kTile], saveds[kTile], biases[kTile], zs[kTile], edges[kTile], outs[kTile];
+  const bool plain = call.op >= 0 && call.gain == 1 && call.clamp < 0 && call.seed == nullptr;
+  alignas(64) T grads[kTile], saveds[kTile], zs[kTile], edges[kTile], outs[kTile];
+  alignas(64) T sums[kTile] = {};
   alignas(64) uint32_t words[kTile + 8];
-  each_run(call.shape, first, last, [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
+  Bias<Data> bias(call, data);
+  const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     const T* saved = data.read(call.saved, i, n, saveds);
-    const T *z = saved, *edge = saved;
+    const T *z = saved, *edge = saved, *g = data.read(call.grad, i, n, grads);
     if (by_output) {
       if (undo.gain != T(1)) {  // f(z), where y is not 0 for having been dropped
         loops_of(T()).finish(saved, zs, n, undo, nullptr);
@@ -289,7 +394,7 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
       }
     } else {
       if (call.bias != nullptr) {
-        loops_of(T()).bias_add(saved, data.read(call.bias, c, step ? n : 1, biases), step, zs, n);
+        loops_of(T()).bias_add(saved, bias.read(c, step ? n : 1), step, zs, n);
         z = edge = zs;
       }
       if (limit >= T(0) && call.op >= 0) {
@@ -298,11 +403,18 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
       }
     }
     T* gx = data.room(call.grad_input, i, outs);
-    loops_of(T()).finish_backward(data.read(call.grad, i, n, grads), edge, limit, gx, n, finish,
-                                  words_for(call, i, n, words));
-    if (call.op >= 0) formulas_of(T()).backward[call.op](gx, z, gx, n, parameters);
-    if (call.grad_bias != nullptr) loops_of(T()).bias_sum(gx, step, call.shares + s, n);
+    if (!plain) {
+      loops_of(T()).finish_backward(g, edge, limit, gx, n, finish, words_for(call, i, n, words));
+      g = gx;
+    }
+    if (call.op >= 0) formulas_of(T()).backward[call.op](g, z, gx, n, parameters);
+    if (call.grad_bias != nullptr) loops_of(T()).bias_sum(gx, step, sums, n);
     data.write(gx, call.grad_input, i, n);
+  };
+  each_column(call.shape, first, last, visit, [&](int64_t n, int64_t share) {
+    if (call.grad_bias == nullptr) return;
+    for (int64_t k = 0; k < n; ++k) call.shares[share + k] += double(sums[k]);
+    std::fill_n(sums, n, T(0));
   });
 }
 
@@ -342,8 +454,14 @@ void add_chain_shares(const Channels& shape, Dtype dtype, const double* shares, 
   void name(const Call& call, int64_t first_task, int64_t last_task) {                       \
     by_dtype(call.dtype, [&](const auto& data) { run(call, first_task, last_task, data); }); \
   }
-FT_CHAIN(gated, GatedForward)
-FT_CHAIN(gated, GatedBackward)
+#define FT_GATED(Call)                                                                       \
+  void gated(const Call& call, int64_t first_task, int64_t last_task) {                      \
+    if (run_whole(call, first_task, last_task)) return;                                      \
+    by_dtype(call.dtype, [&](const auto& data) { run(call, first_task, last_task, data); }); \
+  }
+FT_GATED(GatedForward)
+FT_GATED(GatedBackward)
+#undef FT_GATED
 FT_CHAIN(bias_act, BiasActForward)
 FT_CHAIN(bias_act, BiasActBackward)
 #undef FT_CHAIN

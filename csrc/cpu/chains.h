@@ -28,6 +28,51 @@ FT_METHOD double sum_of(int64_t n, const Term& term) {
   return total;
 }
 
+// The gates that are compiled together with the product; the others take turns with it. SwiGLU of
+// 4096 x 4096 in float32, forward and backward: 17.3 ms in turns, 13.4 so.
+template <template <class> class Formula>
+constexpr bool kWithGate = false;
+template <>
+constexpr bool kWithGate<Silu> = true;
+template <>
+constexpr bool kWithGate<Gelu> = true;
+template <>
+constexpr bool kWithGate<GeluTanh> = true;
+
+template <template <class> class Formula, class Format, class S>
+void gated_forward(const S* gate, const S* value, S* y, int64_t n) {
+  const Formula<typename Format::Number> formula(nullptr);
+  each_step(n, [&](int64_t i, auto part) __attribute__((always_inline)) {
+    const In<Format> g(gate + i, part), v(value + i, part);
+    Out<Format> out(y + i, part);
+#pragma GCC ivdep
+    for (int lane = 0; lane < kStep; ++lane)
+      out.lane[lane] = formula.forward(g.lane[lane]) * v.lane[lane];
+    out.finish(y + i, part);
+  });
+}
+
+template <template <class> class Formula, class Format, class S>
+void gated_backward(const S* grad, const S* gate, const S* value, S* grad_gate, S* grad_value,
+                    int64_t n) {
+  using T = typename Format::Number;
+  const Formula<T> formula(nullptr);
+  each_step(n, [&](int64_t i, auto part) __attribute__((always_inline)) {
+    const In<Format> d(grad + i, part), g(gate + i, part), v(value + i, part);
+    Out<Format> to_gate(grad_gate + i, part), to_value(grad_value + i, part);
+#pragma GCC ivdep
+    for (int lane = 0; lane < kStep; ++lane) {
+      T opened, slope;
+      formula.both(g.lane[lane], opened, slope);
+      const T product = d.lane[lane] * v.lane[lane];
+      to_value.lane[lane] = d.lane[lane] * opened;
+      to_gate.lane[lane] = product * slope;
+    }
+    to_gate.finish(grad_gate + i, part);
+    to_value.finish(grad_value + i, part);
+  });
+}
+
 // y = x scale + residual (or null). step 0: one coefficient; 1: one for each element, and room for
 // a step more.
 template <class Format, class S, class T>
@@ -103,13 +148,14 @@ void bias_add(const T* x, const T* bias, int64_t step, T* z, int64_t n) {
   }
 }
 
+// step 0: the sum of a run to sums[0]; 1: each element to its own.
 template <class T>
-void bias_sum(const T* gx, int64_t step, double* sums, int64_t n) {
+void bias_sum(const T* gx, int64_t step, T* sums, int64_t n) {
   if (step == 0) {
     sums[0] += sum_of<T>(n, [&](int64_t i) { return gx[i]; });
   } else {
 #pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) sums[i] += double(gx[i]);
+    for (int64_t i = 0; i < n; ++i) sums[i] += gx[i];
   }
 }
 

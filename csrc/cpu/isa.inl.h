@@ -129,6 +129,33 @@ static constexpr ScaleKernels<typename Format::Stored, typename Format::Number> 
           FT_ISA::scale_backward<Format, typename Format::Stored, typename Format::Number>};
 }
 
+template <template <class> class Formula, class Format>
+struct WithGate {
+  using S = typename Format::Stored;
+  static constexpr auto forward() -> void (*)(const S*, const S*, S*, int64_t) {
+    if constexpr (FT_ISA::kWithGate<Formula>)
+      return FT_ISA::gated_forward<Formula, Format, S>;
+    else
+      return nullptr;
+  }
+  static constexpr auto backward() -> void (*)(const S*, const S*, const S*, S*, S*, int64_t) {
+    if constexpr (FT_ISA::kWithGate<Formula>)
+      return FT_ISA::gated_backward<Formula, Format, S>;
+    else
+      return nullptr;
+  }
+};
+
+template <class Format>
+static constexpr GatedKernels<typename Format::Stored> gated_kernels() {
+  return {
+#define FT_GATED_FORWARD(name, Formula, ...) WithGate<FT_ISA::Formula, Format>::forward(),
+#define FT_GATED_BACKWARD(name, Formula, ...) WithGate<FT_ISA::Formula, Format>::backward(),
+      {FT_POINTWISE(FT_GATED_FORWARD)},
+      {FT_POINTWISE(FT_GATED_BACKWARD)},
+  };
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -156,6 +183,10 @@ static constexpr Kernels make_kernels(const char* name) {
                  scale_kernels<FT_ISA::Plain<double>>(),
                  scale_kernels<FT_ISA::Half>(),
                  scale_kernels<FT_ISA::BFloat16>(),
+                 gated_kernels<FT_ISA::Plain<float>>(),
+                 gated_kernels<FT_ISA::Plain<double>>(),
+                 gated_kernels<FT_ISA::Half>(),
+                 gated_kernels<FT_ISA::BFloat16>(),
                  FT_ISA::philox_words};
 }
 

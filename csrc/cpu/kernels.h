@@ -114,10 +114,18 @@ struct ChainKernels {
   void (*multiply)(const T* a, const T* b, T* out, int64_t n);
   // step 0: one bias; 1: one for each element.
   void (*bias_add)(const T* x, const T* bias, int64_t step, T* z, int64_t n);
-  void (*bias_sum)(const T* gx, int64_t step, double* sums, int64_t n);
+  void (*bias_sum)(const T* gx, int64_t step, T* sums, int64_t n);
   void (*finish)(const T* x, T* y, int64_t n, const ChainFinish<T>& f, const uint32_t* words);
   void (*finish_backward)(const T* g, const T* edge, T limit, T* out, int64_t n,
                           const ChainFinish<T>& f, const uint32_t* words);
+};
+
+// Null where the formula and the product take turns.
+template <class S>
+struct GatedKernels {
+  void (*forward[kPointwiseOps])(const S* gate, const S* value, S* y, int64_t n);
+  void (*backward[kPointwiseOps])(const S* grad, const S* gate, const S* value, S* grad_gate,
+                                  S* grad_value, int64_t n);
 };
 
 // x scale + residual, of numbers T stored as S; see chains.h.
@@ -152,6 +160,9 @@ struct Kernels {
   ScaleKernels<float, float> scale_f32;
   ScaleKernels<double, double> scale_f64;
   ScaleKernels<uint16_t, float> scale_f16, scale_bf16;
+  GatedKernels<float> gated_f32;
+  GatedKernels<double> gated_f64;
+  GatedKernels<uint16_t> gated_f16, gated_bf16;
   // Words [4 first, 4 (first + blocks)) of the stream of a seed.
   void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
 };
