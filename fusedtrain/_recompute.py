@@ -57,34 +57,36 @@ class Recipe:
     """How an output is computed again: `function(*tensors, *constants)`."""
 
     __slots__ = (
-        "__weakref__", "_constants", "_function", "_ingredients", "_left", "_task", "_value",
-        "depth", "saved",
+        "__weakref__", "_constants", "_function", "_ingredients", "_left", "_stream", "_task",
+        "_value", "depth", "saved",
     )  # fmt: skip
 
     def __init__(
         self,
         function: Callable[..., Tensor],
-        ingredients: list[_Kept | Recipe | None],
+        ingredients: list[_Kept | Recipe | _View | None],
         constants: tuple[Any, ...],
     ) -> None:
         self._function, self._ingredients, self._constants = function, ingredients, constants
         self.depth: int = 1 + max(
-            (i.depth for i in ingredients if isinstance(i, Recipe)), default=0
+            (i.depth for i in ingredients if isinstance(i, Recipe | _View)), default=0
         )
         self.saved = 0  # by so many consumers
         self._task, self._left = -1, 0  # of which backward, and who has not asked in it
         self._value: Tensor | None = None
+        self._stream: Any = None  # on which it was computed
 
     def value(self) -> Tensor:
         """Computed at most once in a backward, while there are consumers who have not asked."""
         task = _backward_number()
         if task != self._task:
             self._task, self._left, self._value = task, self.saved, None
-        if self._value is not None:
+        if self._value is not None and self._stream == _stream_of(self._value):
             return self._value
         found = self._compute()
-        if task != -1 and self._left > 0:
-            self._value = found
+        # Another stream would have to wait for this one: it computes the output for itself.
+        if task != -1 and self._left > 0 and self._value is None:
+            self._value, self._stream = found, _stream_of(found)
             _forget_after(task, self)
         return found
 
@@ -112,11 +114,33 @@ class Recipe:
         """The tensors that it keeps alive."""
         found = []
         for ingredient in self._ingredients:
-            if isinstance(ingredient, Recipe):
+            if isinstance(ingredient, Recipe | _View):
                 found += ingredient.kept()
             elif ingredient is not None:
                 found.append(ingredient.tensor)
         return found
+
+
+class _View:
+    """A view of an output that has a recipe, where another output is made of it."""
+
+    __slots__ = ("_geometry", "_recipe", "depth")
+
+    def __init__(self, recipe: Recipe, view: Tensor) -> None:
+        self._recipe, self.depth = recipe, recipe.depth
+        self._geometry = (view.shape, view.stride(), view.storage_offset())
+
+    def value(self) -> Tensor:
+        return self._recipe.value().as_strided(*self._geometry)
+
+    def kept(self) -> list[Tensor]:
+        return self._recipe.kept()
+
+
+def _stream_of(tensor: Tensor) -> Any:
+    """The current stream of a tensor's device; None on the CPU."""
+    index = tensor.get_device()
+    return None if index < 0 else torch.accelerator.current_stream(index)
 
 
 # Those with a value, by the number of the backward that is to drop it if consumers never ask.
@@ -205,15 +229,10 @@ class _Scope:
         self._observer = observer
 
     def pack(self, tensor: Tensor) -> _Kept | _Use:
-        output = tensor
-        tag = getattr(tensor, _TAG, None)
-        if tag is None:
-            base = tensor._base
-            if base is not None and base.dtype == tensor.dtype:
-                tag, output = getattr(base, _TAG, None), base
+        tag, output = _tagged(tensor)
         if tag is not None:
             recipe = _valid(tag, output)
-            if recipe is not None and not (tensor.is_neg() or tensor.is_conj()):
+            if recipe is not None:
                 if self._observer is not None:
                     self._observer(tensor, recipe)
                 return _Use(recipe, tag, output, tensor)
@@ -238,15 +257,16 @@ class _Scope:
         Of these the op saves `kept` itself, `small` are vectors. `others` must be recipes or have
         been saved already: else nothing would be gained.
         """
-        ingredients: list[_Kept | Recipe | None] = []
+        ingredients: list[_Kept | Recipe | _View | None] = []
         for known, tensors in ((True, kept), (False, others), (True, small)):
             for tensor in tensors:
                 if tensor is None:
                     ingredients.append(None)
                     continue
-                recipe = recipe_of(tensor)
+                tag, of = _tagged(tensor)
+                recipe = None if tag is None else _valid(tag, of)
                 if recipe is not None:
-                    ingredients.append(recipe)
+                    ingredients.append(recipe if of is tensor else _View(recipe, tensor))
                 elif known or tensor.data_ptr() in self._plain:
                     ingredients.append(_Kept(tensor.detach(), tensor._version))
                 else:
@@ -254,9 +274,9 @@ class _Scope:
         made = Recipe(function, ingredients, constants)
         if made.depth > LONGEST:
             return
-        tag = _Tag(made, output._version)
-        setattr(output, _TAG, tag)
-        self._tags.append(weakref.ref(tag))
+        new = _Tag(made, output._version)
+        setattr(output, _TAG, new)
+        self._tags.append(weakref.ref(new))
 
     def close(self) -> None:
         """Nothing is packed from here on: outputs that live on need not keep their recipes."""
@@ -264,6 +284,17 @@ class _Scope:
             tag = ref()
             if tag is not None:
                 tag.recipe = None
+
+
+def _tagged(tensor: Tensor) -> tuple[_Tag | None, Tensor]:
+    """The tag of a tensor, or of the output that it is a view of; and that output."""
+    tag = getattr(tensor, _TAG, None)
+    if tag is not None:
+        return tag, tensor
+    base = tensor._base
+    if base is None or base.dtype != tensor.dtype or tensor.is_neg() or tensor.is_conj():
+        return None, tensor
+    return getattr(base, _TAG, None), base
 
 
 def _valid(tag: _Tag, output: Tensor) -> Recipe | None:

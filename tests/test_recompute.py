@@ -228,6 +228,25 @@ def test_views_of_views_and_offsets() -> None:
         assert_same_bits(run_both(Views(), torch.randn(3, 8, 4, 4).to(memory_format=layout)))
 
 
+def test_an_output_made_of_a_view_of_another(computed: Computed) -> None:
+    """Else the view would keep what its recipe is to replace."""
+    norm, linear = BatchNormAct2d(8, act_layer="silu"), nn.Linear(24, 24)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = copy.deepcopy(norm), copy.deepcopy(linear)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.norm(x).flatten(2)
+            return self.linear(F.swiglu(tokens)) + self.linear(F.gelu(tokens[..., 24:]))
+
+    x = torch.randn(4, 8, 6, 8, requires_grad=True)
+    assert kept_by(lambda: recomputed(Model(), x), x.nbytes) == 1
+    assert_same_bits(run_both(Model(), x))
+    assert computed.count == 3
+
+
 def test_retained_graph_and_partial_gradients(computed: Computed) -> None:
     model, x = Consumers(), torch.randn(2, 8, 6, 8, requires_grad=True)
     want = model(x).square().sum()
