@@ -4,12 +4,14 @@
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
     python examples/train.py --optimizer adamw --clip 1 --ema 0.99
     python examples/train.py --tune-mode
+    python examples/train.py --memory store recompute
     torchrun --nproc-per-node 2 examples/train.py
 
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler. They take
 turns, one step each on the same batch, so that a slow moment of the machine hits all of them.
 --tune-mode then takes the weights that fp32 eager has reached and fine-tunes them with frozen batch
-norms, in eager torch and with fusedtrain.tune_mode.
+norms, in eager torch and with fusedtrain.tune_mode. --memory then trains in float32 from the first
+weights: eager, with each way to keep what backward needs, and with torch.utils.checkpoint.
 Exit status: 0 if the fused run follows the eager one, 1 if it does not, 2 for unusable arguments
 or data.
 """
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from _train.checks import (
     Check,
+    compare_bits,
     compare_gradients,
     compare_rounded_gradients,
     compare_runs,
@@ -36,6 +39,7 @@ from _train.modes import (
     Batch,
     Mode,
     World,
+    build_memory_modes,
     build_modes,
     build_tuning_modes,
     correct_answers,
@@ -121,6 +125,18 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
             lr = args.lr * TUNING_LR
             report.checks += _train(args, tuned, steps, lr, loader, data, world, progress)
             modes += tuned  # the report's, too
+        if args.memory:
+            kept = build_memory_modes(
+                base,
+                args.memory,
+                world,
+                compiled=args.compile,
+                channels_last=args.channels_last,
+                settings=Settings(args.optimizer, args.clip, args.ema),
+            )
+            report.checks += _train(args, kept, steps, args.lr, loader, data, world, progress)
+            report.checks += compare_bits(kept)
+            modes += kept
     return report
 
 

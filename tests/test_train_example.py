@@ -102,6 +102,26 @@ def test_fine_tuning_with_frozen_batch_norms(
     assert tuned["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
 
 
+def test_memory_against_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, results = run(tmp_path, "--memory", "store", "recompute", "--amp", "off")
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "outputs are computed again in backward" in printed
+    names = [f"memory: {kind}" for kind in ("eager", "store", "recompute", "checkpoint")]
+    modes = results["modes"][2:]
+    assert [mode["name"] for mode in modes] == names
+    assert [mode["compared_with"] for mode in modes] == [None, *[names[0]] * 2, None]
+    eager, stored, again, checkpointed = modes
+    assert again["losses"] == stored["losses"]
+    assert checkpointed["losses"][0] == eager["losses"][0]
+    kept = [mode["saved_for_backward_mb"] for mode in modes]
+    assert kept[2] < 0.75 * kept[1] <= 0.76 * kept[0]
+    assert kept[3] < 0.75 * kept[0]
+    bits = [c for c in results["checks"] if c["name"].startswith("losses of recompute")]
+    assert [c["passed"] for c in bits] == [True]
+    assert (tmp_path / "train.png").stat().st_size > 10_000
+
+
 def test_frozen_batch_norms_stay_frozen() -> None:
     net = build_model("resnet18", 10, 8)
     modes = train_modes.build_tuning_modes(

@@ -144,6 +144,16 @@ def compare_runs(modes: Sequence[Mode], test_images: int, tolerance: float | Non
     return checks
 
 
+def compare_bits(modes: Sequence[Mode]) -> list[Check]:
+    """Recomputing what backward needs must not change a bit of any loss."""
+    by_name = {mode.name: mode.losses for mode in modes}
+    stored, again = by_name.get("memory: store"), by_name.get("memory: recompute")
+    if stored is None or again is None:
+        return []
+    different = sum(a != b for a, b in zip(stored, again, strict=True))
+    return [Check("losses of recompute that differ from those of store", different, 0)]
+
+
 Distance = Callable[[Mode, Mode], float]
 
 

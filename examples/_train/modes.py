@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from _train.data import Images
@@ -125,6 +126,73 @@ def build_tuning_modes(
     return modes
 
 
+MEMORY = ("store", "recompute")  # of fusedtrain.convert
+
+
+class Checkpointed(nn.Module):
+    """A block whose forward runs again in backward, whole (torch.utils.checkpoint)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return output
+
+
+def checkpointed(net: nn.Module) -> nn.Module:
+    """Every residual block of one of the networks here is checkpointed, in place."""
+    for module in list(net.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ in ("BasicBlock", "Bottleneck", "MBConv", "InvertedResidual"):
+                setattr(module, name, Checkpointed(child))
+    return net
+
+
+def build_memory_modes(
+    base: nn.Module,
+    kinds: Sequence[str],
+    world: World,
+    *,
+    compiled: bool,
+    channels_last: bool,
+    settings: Settings = STOCK_SETTINGS,
+) -> list[Mode]:
+    """Training in float32 from the weights of ``base``: eager, with fusedtrain's ways to keep what
+    backward needs, and with torch.utils.checkpoint around each block."""
+    modes = []
+    for kind in ("eager", *kinds, "checkpoint"):
+        net = copy.deepcopy(base)
+        conversion = ""
+        if kind in MEMORY:
+            # The same norms for all, also those that only recompute has a use for: so that the
+            # losses of the two can be compared bit for bit.
+            conversion = str(fusedtrain.convert(net, memory="recompute"))
+            fusedtrain.convert(net, memory=kind)
+        if kind == "checkpoint":
+            net = checkpointed(net)
+        net.to(world.device)
+        if channels_last:
+            net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        fused = kind in MEMORY
+        reference = "memory: eager" if fused else None
+        modes.append(
+            _mode(
+                f"memory: {kind}",
+                net,
+                None,
+                reference,
+                fused,
+                conversion,
+                world,
+                compiled,
+                settings,
+            )
+        )
+    return modes
+
+
 def _mode(
     name: str,
     net: nn.Module,
@@ -228,22 +296,20 @@ def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, 
 
 
 def measure_saved_bytes(mode: Mode, batch: Batch) -> int:
-    """Bytes that one forward pass keeps for backward, without parameters and buffers."""
-    owned = {t.untyped_storage().data_ptr() for t in (*mode.net.parameters(), *mode.net.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
+    """Bytes that one forward pass leaves allocated, which is what it keeps for backward."""
     buffers = [b.clone() for b in mode.net.buffers()]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    device = batch[0].device
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
         loss = loss_of(mode.forward, batch, mode.dtype)
+        kept = torch.cuda.memory_allocated(device) - before
+    else:
+        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
+            loss = loss_of(mode.forward, batch, mode.dtype)
+        kept = sum(event.self_cpu_memory_usage for event in profile.function_events or ())
     del loss
     _restore(mode.net, buffers)
-    return sum(kept.values())
+    return kept
 
 
 @torch.no_grad()

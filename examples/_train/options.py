@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from _train.models import MODELS
+from _train.modes import MEMORY
 from _train.optimizers import RECIPES
 
 DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -109,6 +110,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--tune-mode",
         action="store_true",
         help="then fine-tune the fp32 eager checkpoint with frozen batch norms, stock and folded",
+    )
+    add(
+        "--memory",
+        nargs="+",
+        choices=MEMORY,
+        default=(),
+        help="then train in float32 with what backward needs kept in these ways, beside eager "
+        "torch and torch.utils.checkpoint",
     )
     add("--test-images", type=positive, help="use only this many images of the test split")
     add(

@@ -55,7 +55,7 @@ class Report:
 
     def memory(self, mode: Mode) -> float:
         """Megabytes: the allocator's peak on CUDA; on the CPU, where nothing keeps count of
-        allocations, what one forward pass of one micro-batch keeps for its backward pass."""
+        allocations all the time, what one forward pass of one micro-batch leaves allocated."""
         return (mode.saved_bytes if mode.peak_bytes is None else mode.peak_bytes) / 1e6
 
     def seconds(self, mode: Mode) -> float:
@@ -192,9 +192,14 @@ class Report:
 
         # The fused curve lies on the eager one, so it is dashed.
         looks: tuple[tuple[str, Any], ...] = (("#8c8c8c", "-"), ("#3b75af", "-"))
-        trained = sum(not mode.frozen for mode in self.modes)
+        kept = [mode for mode in self.modes if mode.name.startswith("memory: ")]
+        trained = sum(not mode.frozen for mode in self.modes) - len(kept)
         looks = (*looks[: trained - 1], ("#e1812c", (0, (4, 2))))
-        looks += (("#6a9f58", "-"), ("#b04f6f", (0, (4, 2))))[: len(self.modes) - trained]
+        tuned = len(self.modes) - trained - len(kept)
+        looks += (("#6a9f58", "-"), ("#b04f6f", (0, (4, 2))))[:tuned]
+        looks += (
+            ("#4d4d4d", "-"), ("#1f9e89", "-"), ("#d1495b", (0, (4, 2))), ("#a58fc4", (0, (1, 1)))
+        )[: len(kept)]  # fmt: skip
         figure = plt.figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(f"{self.title}\n", fontsize=14, fontweight="bold")
         figure.text(0.5, 0.945, self.setting, ha="center", va="top", fontsize=9, color="#555555")
