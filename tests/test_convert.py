@@ -40,6 +40,7 @@ TORCH_ARGUMENTS: dict[str, dict[str, Any]] = {
     "CELU": {"alpha": 0.7},
     "ELU": {"alpha": 0.7},
     "GELU": {"approximate": "tanh"},
+    "GLU": {"dim": 0},
     "Hardshrink": {"lambd": 0.2},
     "Hardsigmoid": {},
     "Hardswish": {},
@@ -193,7 +194,9 @@ def test_model_float32_and_revert(name: str) -> None:
 
 
 def test_table_of_torch_is_complete() -> None:
-    assert {name for name in fused_nn.__all__ if hasattr(nn, name)} == set(TORCH_ARGUMENTS)
+    ours = {name for name in fused_nn.__all__ if hasattr(nn, name)}
+    # Dropout is not converted: it would draw other masks.
+    assert ours - {"Dropout"} == set(TORCH_ARGUMENTS)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["out_of_place", "inplace"])
@@ -261,7 +264,7 @@ def test_timm_activation(path: str, inplace: bool) -> None:
 def check_same(stock: nn.Module, module: nn.Module, tolerance: float) -> None:
     """The same output, gradients, and contents of the input after the call."""
     torch.manual_seed(0)
-    x = 2 * torch.randn(7, 5, dtype=torch.float64)
+    x = 2 * torch.randn(8, 5, dtype=torch.float64)
     stock, module = copy.deepcopy(stock).double(), module.double()
     x_stock, x_fused = x.clone(), x.clone()
     with torch.no_grad():
@@ -473,7 +476,7 @@ def test_left_with_a_reason() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [nn.Softmax(0), nn.GLU(), nn.MultiheadAttention(4, 2), nn.LogSoftmax(0), nn.BatchNorm1d(3)],
+    [nn.Softmax(0), nn.Dropout(), nn.MultiheadAttention(4, 2), nn.LogSoftmax(0), nn.BatchNorm1d(3)],
     ids=lambda module: type(module).__name__,
 )
 def test_no_word_about_what_is_not_pointwise(module: nn.Module) -> None:
