@@ -194,7 +194,7 @@ struct Scaled {
   void (*widen)(const S* in, T* out, int64_t n);
 
   // Where channels are last and few, rows make runs of up to kTile elements, whose coefficients are
-  // repeated: of 96 channels a run of one row took 1.6 times as long.
+  // repeated: a loop over one short row is mostly its beginning and its end.
   static bool whole_rows(const Channels& shape) {
     return shape.inner == 1 && shape.channels > 1 && shape.channels <= kTile / 2;
   }
@@ -291,9 +291,9 @@ ChainFinish<T> finish_of(const BiasAct& call) {
   return {T(call.gain), T(call.clamp), T(call.seed == nullptr ? 1.0 : call.keep), call.threshold};
 }
 
-// Calls visit(i, n, first channel or coefficient, step, share) for the runs of a range of tasks, as
-// each_run; but where channels are last, goes through all rows of a piece of the channels before
-// the next, and calls done(n, share) after each: sums of the piece stay in the cache.
+// Calls visit(i, n, coefficient, step) for the runs of a range of tasks, as each_run, and
+// done(n, share) where the sums of n channels are to go to the shares. Where channels are last, it
+// goes through all rows of a piece of the channels before the next: its sums stay in the cache.
 template <class Visit, class Done>
 void each_column(const Channels& shape, int64_t first, int64_t last, const Visit& visit,
                  const Done& done) {

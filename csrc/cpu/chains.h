@@ -28,8 +28,8 @@ FT_METHOD double sum_of(int64_t n, const Term& term) {
   return total;
 }
 
-// The gates that are compiled together with the product; the others take turns with it. SwiGLU of
-// 4096 x 4096 in float32, forward and backward: 17.3 ms in turns, 13.4 so.
+// The gates that are compiled together with the product; the others take turns with it. SwiGLU
+// of 2048 x 4096 in float32: forward 2.3 ms in turns and 1.6 so, backward 4.6 and 2.9.
 template <template <class> class Formula>
 constexpr bool kWithGate = false;
 template <>

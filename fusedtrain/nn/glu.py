@@ -21,10 +21,8 @@ class GLU(nn.GLU):
 
 
 class _Halves(nn.Module):
-    """Args:
-    dim: which dimension of the input is halved.
-    gate_last: whether the second half is the gate.
-    """
+    """A gated linear unit of the halves of its input along `dim`; `gate_last`: the second is the
+    gate."""
 
     def __init__(self, dim: int = -1, gate_last: bool = False) -> None:
         super().__init__()
