@@ -50,11 +50,11 @@ class BatchNormAct(torch.autograd.Function):
         )  # fmt: skip
         scope = _recompute.scope()
         if scope is not None:
-            big = (input, residual)
-            keeps = keeps_input + (not activation.saves_output and activation.op >= 0)
+            keeps_residual = not activation.saves_output and activation.op >= 0
             scope.tag(
-                output, _given_statistics, big[:keeps], big[keeps:], tuple(activation),
-                small=(branch_scale, weight, bias, mean, invstd),
+                output, _given_statistics,
+                (input, residual, branch_scale, weight, bias, mean, invstd), tuple(activation),
+                (None if keeps_input else input, None if keeps_residual else residual),
             )  # fmt: skip
         ctx.training, ctx.eps, ctx.activation = training, eps, activation
         return output

@@ -404,7 +404,7 @@ def bias_act_dropout(
     axis = dim % input.dim() if bias is not None else -1
     if found is not None and p < 1 and _chains.fits(input, bias):
         return _chains.run_bias_act(input, bias, axis, found, p=p)
-    y = function(_chains.eager_bias_act(input, bias, axis, _IDENTITY))
+    y = function(_chains.biased(input, bias, axis))
     return dropout(y, p, True) if p > 0 else y
 
 
@@ -471,5 +471,5 @@ def bias_act(
     axis = dim % input.dim() if bias is not None else -1
     if found is not None and _chains.usable(factor) and _chains.fits(input, bias):
         return _chains.run_bias_act(input, bias, axis, found, factor, bound)
-    y = function(_chains.eager_bias_act(input, bias, axis, _IDENTITY))
-    return _chains.eager_bias_act(y, None, -1, _IDENTITY, factor, bound)
+    y = function(_chains.biased(input, bias, axis)) * factor
+    return y if clamp is None else y.clamp(-bound, bound)

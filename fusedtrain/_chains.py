@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as torch_functional
 from torch import Tensor
 
 from . import _ops, _recompute
@@ -70,7 +69,7 @@ class Gated(torch.autograd.Function):
         ctx.activation = activation
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, _gated, (gate, value), (), tuple(activation))
+            scope.tag(output, _gated, (gate, value), tuple(activation))
         return output
 
     @staticmethod
@@ -108,7 +107,7 @@ class GatedHalves(torch.autograd.Function):
         ctx.layout, ctx.activation = (dim, gate_last), activation
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, _gated_halves, (input,), (), (dim, gate_last, *activation))
+            scope.tag(output, _gated_halves, (input,), (dim, gate_last, *activation))
         return output
 
     @staticmethod
@@ -157,10 +156,8 @@ class ScaleAdd(torch.autograd.Function):
         ctx.dim = dim
         scope = _recompute.scope()
         if scope is not None:
-            order = _input_first if keeps else _scale_first
-            big = (input, residual) if keeps else (residual, input)
-            kept, others = (big[:1], big[1:]) if keeps else ((), big)
-            scope.tag(output, order, kept, others, (dim,), small=(scale,))
+            dropped = (residual, None if keeps else input)
+            scope.tag(output, _scale_add, (input, scale, residual), (dim,), dropped)
         return output
 
     @staticmethod
@@ -183,15 +180,6 @@ class ScaleAdd(torch.autograd.Function):
             grad if needs_residual else None,
             None,
         )
-
-
-def _input_first(input: Tensor, residual: Tensor | None, scale: Tensor, dim: int) -> Tensor:
-    output: Tensor = _scale_add(input, scale, residual, dim)
-    return output
-
-
-def _scale_first(residual: Tensor | None, input: Tensor, scale: Tensor, dim: int) -> Tensor:
-    return _input_first(input, residual, scale, dim)
 
 
 _apply_scale = _ops._apply_of(ScaleAdd)
@@ -235,8 +223,8 @@ class BiasAct(torch.autograd.Function):
         ctx.rest = rest
         scope = _recompute.scope()
         if scope is not None:
-            kept, others = ((input,), ()) if needs and not by_output else ((), (input,))
-            scope.tag(output, _bias_act, kept, others, rest, small=(bias, seed))
+            dropped = () if needs and not by_output else (input,)
+            scope.tag(output, _bias_act, (input, bias, seed), rest, dropped)
         return output
 
     @staticmethod
@@ -281,21 +269,13 @@ def run_bias_act(
     return output
 
 
-def eager_bias_act(
-    input: Tensor, bias: Tensor | None, dim: int, activation: Pointwise,
-    gain: float = 1.0, clamp: float = -1.0, p: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The same in torch's operators, with torch's random numbers."""
-    if bias is not None:
-        shape = [1] * input.dim()
-        shape[dim] = -1
-        input = input + bias.reshape(shape)
-    y = activation.forward(input)
-    if gain != 1:
-        y = y * gain
-    if clamp >= 0:
-        y = y.clamp(-clamp, clamp)
-    return torch_functional.dropout(y, p) if p > 0 else y
+def biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+    """The sum in torch's operators."""
+    if bias is None:
+        return input
+    shape = [1] * input.dim()
+    shape[dim] = -1
+    return input + bias.reshape(shape)
 
 
 def usable(gain: float) -> bool:

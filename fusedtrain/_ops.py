@@ -260,8 +260,7 @@ def _functions(
             ctx.parameters = parameters
         scope = _recompute.scope()
         if scope is not None:
-            kept, other = ((), (input,)) if saves_output else ((input,), ())
-            scope.tag(output, forward_op, kept, other, parameters)
+            scope.tag(output, forward_op, (input,), parameters, (input,) if saves_output else ())
         return output
 
     def forward_inplace(
@@ -343,7 +342,7 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
         output: Tensor = forward_op(input, *tensors)
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, forward_op, (input,), (), (), small=tensors)
+            scope.tag(output, forward_op, (input, *tensors))
         return output
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -229,13 +229,13 @@ class _Scope:
         self._observer = observer
 
     def pack(self, tensor: Tensor) -> _Kept | _Use:
-        tag, output = _tagged(tensor)
-        if tag is not None:
-            recipe = _valid(tag, output)
-            if recipe is not None:
-                if self._observer is not None:
-                    self._observer(tensor, recipe)
-                return _Use(recipe, tag, output, tensor)
+        found = tagged(tensor)
+        if found is not None:
+            tag, output = found
+            assert tag.recipe is not None
+            if self._observer is not None:
+                self._observer(tensor, tag.recipe)
+            return _Use(tag.recipe, tag, output, tensor)
         if type(tensor) is Tensor:
             self._plain.add(tensor.data_ptr())
         if self._observer is not None:
@@ -247,30 +247,30 @@ class _Scope:
         self,
         output: Tensor,
         function: Callable[..., Tensor],
-        kept: Sequence[Tensor | None],
-        others: Sequence[Tensor | None],
-        constants: tuple[Any, ...],
-        small: Sequence[Tensor | None] = (),
+        tensors: Sequence[Tensor | None],
+        constants: tuple[Any, ...] = (),
+        dropped: Sequence[Tensor | None] = (),
     ) -> None:
-        """Notes that `output` is `function(*kept, *others, *small, *constants)`.
+        """Notes that `output` is `function(*tensors, *constants)`.
 
-        Of these the op saves `kept` itself, `small` are vectors. `others` must be recipes or have
-        been saved already: else nothing would be gained.
+        `dropped` are those among the tensors that are large and that the op does not save itself:
+        these must be recipes or have been saved already, else nothing would be gained.
         """
+        lost = {id(tensor) for tensor in dropped}
         ingredients: list[_Kept | Recipe | _View | None] = []
-        for known, tensors in ((True, kept), (False, others), (True, small)):
-            for tensor in tensors:
-                if tensor is None:
-                    ingredients.append(None)
-                    continue
-                tag, of = _tagged(tensor)
-                recipe = None if tag is None else _valid(tag, of)
-                if recipe is not None:
-                    ingredients.append(recipe if of is tensor else _View(recipe, tensor))
-                elif known or tensor.data_ptr() in self._plain:
-                    ingredients.append(_Kept(tensor.detach(), tensor._version))
-                else:
-                    return
+        for tensor in tensors:
+            if tensor is None:
+                ingredients.append(None)
+                continue
+            found = tagged(tensor)
+            if found is not None:
+                recipe, of = found[0].recipe, found[1]
+                assert recipe is not None
+                ingredients.append(recipe if of is tensor else _View(recipe, tensor))
+            elif id(tensor) not in lost or tensor.data_ptr() in self._plain:
+                ingredients.append(_Kept(tensor.detach(), tensor._version))
+            else:
+                return
         made = Recipe(function, ingredients, constants)
         if made.depth > LONGEST:
             return
@@ -286,25 +286,18 @@ class _Scope:
                 tag.recipe = None
 
 
-def _tagged(tensor: Tensor) -> tuple[_Tag | None, Tensor]:
-    """The tag of a tensor, or of the output that it is a view of; and that output."""
-    tag = getattr(tensor, _TAG, None)
-    if tag is not None:
-        return tag, tensor
-    base = tensor._base
-    if base is None or base.dtype != tensor.dtype or tensor.is_neg() or tensor.is_conj():
-        return None, tensor
-    return getattr(base, _TAG, None), base
-
-
-def _valid(tag: _Tag, output: Tensor) -> Recipe | None:
-    return tag.recipe if output._version == tag.version else None
-
-
-def recipe_of(tensor: Tensor) -> Recipe | None:
-    """That of an op's output which has not been modified since."""
-    tag = getattr(tensor, _TAG, None)
-    return None if tag is None else _valid(tag, tensor)
+def tagged(tensor: Tensor) -> tuple[_Tag, Tensor] | None:
+    """The tag of a tensor, or of the output that it is a view of, and that output; None where there
+    is no recipe, or where the output has been modified since."""
+    output, tag = tensor, getattr(tensor, _TAG, None)
+    if tag is None:
+        base = tensor._base
+        if base is None or base.dtype != tensor.dtype or tensor.is_neg() or tensor.is_conj():
+            return None
+        output, tag = base, getattr(base, _TAG, None)
+    if tag is None or tag.recipe is None or output._version != tag.version:
+        return None
+    return tag, output
 
 
 def scope() -> _Scope | None:

@@ -77,12 +77,12 @@ def convert(
     all that is done with its output is stochastic depth, the addition of another tensor, and an
     activation (a module or a call such as `F.relu(x)`), each of which may be missing: these become
     part of it. A product of which one factor comes straight from an activation (a gated linear
-    unit, the gate of squeeze-and-excitation) becomes one op, too. That is read off the dataflow (torch.fx) of each module's forward. Where only a
-    forward can drop a sum or a call, that one module gets another `forward`; no module, name,
-    parameter, hook or key of the state_dict changes. What stays as it is, is in the report with the
-    reason. A module from `torch.compile` compiles anew at its next call. Converting again changes
-    nothing; :func:`revert` undoes it, and is due before the structure of a converted model is
-    changed.
+    unit, the gate of squeeze-and-excitation) becomes one op, too. That is read off the dataflow
+    (torch.fx) of each module's forward. Where only a forward can drop a sum or a call, that one
+    module gets another `forward`; no module, name, parameter, hook or key of the state_dict
+    changes. What stays as it is, is in the report with the reason. A module from `torch.compile`
+    compiles anew at its next call. Converting again changes nothing; :func:`revert` undoes it, and
+    is due before the structure of a converted model is changed.
 
     With `example_inputs` (a tensor, a tuple of arguments, or a dict of named ones) the model runs
     forward and backward on it before and after, in its mode of training and with the same random

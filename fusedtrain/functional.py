@@ -1,11 +1,12 @@
 """Activations as functions: the names, arguments and numerics of ``torch.nn.functional``; and
 batch norm and pointwise chains, whose docstrings say what differs from what follows.
 
-Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16 (others run in
-eager torch, with its results and its errors); the result has the shape, dtype and layout of the
-input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the input. Backward
-saves one tensor: the output where the derivative is an exact function of it, else the input; the
-docstrings say which. Raised: what torch raises for the same mistake, with nothing modified.
+Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16
+(others run in eager torch, with its results and its errors); the result has the shape, dtype and
+layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the
+input. Backward saves one tensor: the output where the derivative is an exact function of it, else
+the input; the docstrings say which. Raised: what torch raises for the same mistake, with nothing
+modified.
 """
 
 from __future__ import annotations

@@ -437,9 +437,9 @@ def test_threads_do_not_share_it() -> None:
 def test_without_gradients_nothing_is_noted() -> None:
     norm, x = BatchNormAct2d(4), torch.randn(2, 4, 3, 3)
     with torch.no_grad(), fusedtrain.recompute():
-        assert _recompute.recipe_of(norm(x)) is None
+        assert _recompute.tagged(norm(x)) is None
     with torch.inference_mode(), fusedtrain.recompute():
-        assert _recompute.recipe_of(norm(x)) is None
+        assert _recompute.tagged(norm(x)) is None
 
 
 # --- mistakes ---
@@ -549,10 +549,10 @@ def test_outputs_that_live_on_let_go_of_recipes() -> None:
     norm, x = BatchNormAct2d(4), torch.randn(2, 4, 3, 3)
     with fusedtrain.recompute():
         y = norm(x)
-        assert _recompute.recipe_of(y) is not None
+        assert _recompute.tagged(y) is not None
         assert pickle.loads(pickle.dumps(y.detach())).shape == y.shape
         buffer = io.BytesIO()
         torch.save(y, buffer)
-    assert _recompute.recipe_of(y) is None
+    assert _recompute.tagged(y) is None
     assert buffer.tell() < 8000
     assert not [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
