@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _ops, _recompute
+from ._definitions import wide_of
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
 
 _INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
@@ -131,7 +132,7 @@ def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.training, ctx.activation = training, Pointwise(*activation)
     save_for_backward(
         ctx, input, residual, output[0], branch_scale, weight, bias,
-        output[1].to(wide_dtype(input)), output[3], training, ctx.activation,
+        output[1].to(wide_of(input)), output[3], training, ctx.activation,
         affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
     )  # fmt: skip
     ctx.mark_non_differentiable(*output[1:])
@@ -237,7 +238,7 @@ def _fits(
         return False  # torch's error
     if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
-    size, dtype, device = input.shape[1:2], wide_dtype(input), input.device
+    size, dtype, device = input.shape[1:2], wide_of(input), input.device
     if training and input.numel() == size[0]:
         return False  # torch's error
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
@@ -254,11 +255,6 @@ def _fits(
         if vector is not None and (vector.requires_grad or not vector.is_contiguous()):
             return False
     return True
-
-
-def wide_dtype(input: Tensor) -> torch.dtype:
-    """What statistics and parameters have: float64 for float64, else float32."""
-    return torch.float64 if input.dtype is torch.float64 else torch.float32
 
 
 def _is_narrow(input: Tensor, *vectors: Tensor | None) -> bool:
@@ -335,7 +331,7 @@ def run(
             momentum, eps, activation,
         )  # fmt: skip
     if branch_scale is not None:
-        branch_scale = branch_scale.detach().to(input.device, wide_dtype(input)).contiguous()
+        branch_scale = branch_scale.detach().to(input.device, wide_of(input)).contiguous()
     here = Pointwise() if apart else activation
     grad = torch.is_grad_enabled()
     first = None if apart else residual

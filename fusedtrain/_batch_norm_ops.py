@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._definitions import fallback, wide_of
 from .reference import batch_norm
 
 _AFFINE = "Tensor? branch_scale, Tensor? weight, Tensor? bias"
@@ -67,23 +68,19 @@ SCHEMAS = {
 KERNELS = tuple(name for name in SCHEMAS if hasattr(batch_norm, name))
 
 
-def _wide_of(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype is torch.float64 else torch.float32
-
-
 def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:
     mean = input.new_empty(input.shape[1], dtype=torch.float64)
     return mean, torch.empty_like(mean)
 
 
 def _fake_forward(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    mean = input.new_empty(input.shape[1], dtype=_wide_of(input))
+    mean = input.new_empty(input.shape[1], dtype=wide_of(input))
     return torch.empty_like(input), mean, torch.empty_like(mean)
 
 
 def _fake_functional(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean = input.new_empty(input.shape[1], dtype=torch.float64)
-    invstd = torch.empty_like(mean, dtype=_wide_of(input))
+    invstd = torch.empty_like(mean, dtype=wide_of(input))
     return torch.empty_like(input), mean, torch.empty_like(mean), invstd
 
 
@@ -108,7 +105,7 @@ def _functional(
         assert running_var is not None
         mean = running_mean.to(torch.float64, copy=True)
         variance = running_var.to(torch.float64, copy=True)
-    wide = _wide_of(input)
+    wide = wide_of(input)
     invstd = (variance + eps).rsqrt().to(wide)
     output = ops.batch_norm_act_apply(
         input, residual, branch_scale, weight, bias, mean.to(wide), invstd, *activation
@@ -124,7 +121,7 @@ def _fake_backward(grad: Tensor, input: Tensor | None, *rest: Any) -> tuple[Tens
     needs_input, needs_residual, needs_affine = rest[-3:]
     training = rest[6]
     model = grad if input is None else input
-    vector = grad.new_empty(grad.shape[1] if training or needs_affine else 0, dtype=_wide_of(grad))
+    vector = grad.new_empty(grad.shape[1] if training or needs_affine else 0, dtype=wide_of(grad))
     return (
         torch.empty_like(model) if needs_input else grad.new_empty(0),
         torch.empty_like(model) if needs_residual else grad.new_empty(0),
@@ -154,19 +151,11 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _fallback(function: Callable[..., Any], warn: Callable[[torch.device], None]) -> Any:
-    def run(first: Tensor, *rest: Any) -> Any:
-        warn(first.device)
-        return function(first, *rest)
-
-    return run
-
-
 def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
     """Defines the ops in the library, with the plain-torch reference behind each."""
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _FAKES[name], "Meta")
         function = getattr(batch_norm, name, None)
-        run = _functional if function is None else _fallback(function, warn)
+        run = _functional if function is None else fallback(function, warn)
         library.impl(name, run, "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._definitions import fallback, wide_of
 from .reference import chains
 
 _ACTIVATION = "int activation, float a, float b"
@@ -41,10 +42,6 @@ SCHEMAS = {
 KERNELS = tuple(SCHEMAS)
 
 
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.float64 if t.dtype is torch.float64 else torch.float32
-
-
 def _fake_first(first: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(first)
 
@@ -59,14 +56,14 @@ def _fake_scale_backward(
     model = grad if input is None else input
     grad_input = torch.empty_like(model) if needs_input else grad.new_empty(0)
     shape = (0,) if input is None else scale.shape
-    return grad_input, grad.new_empty(shape, dtype=_wide(grad))
+    return grad_input, grad.new_empty(shape, dtype=wide_of(grad))
 
 
 def _fake_bias_backward(
     grad: Tensor, saved: Tensor, bias: Any, seed: Any, dim: int, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     shape = (1, saved.shape[dim] if dim >= 0 else 1) if rest[-1] else (0,)
-    return torch.empty_like(saved), grad.new_empty(shape, dtype=_wide(grad))
+    return torch.empty_like(saved), grad.new_empty(shape, dtype=wide_of(grad))
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
@@ -79,18 +76,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _fallback(function: Callable[..., Any], warn: Callable[[torch.device], None]) -> Any:
-    def run(first: Tensor, *rest: Any) -> Any:
-        warn(first.device)
-        return function(first, *rest)
-
-    return run
-
-
 def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
     """Defines the ops in the library, with the plain-torch reference behind each."""
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _FAKES[name], "Meta")
-        run = _fallback(getattr(chains, name), warn)
+        run = fallback(getattr(chains, name), warn)
         library.impl(name, run, "CompositeExplicitAutograd")

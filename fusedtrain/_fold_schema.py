@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._definitions import fallback
 from .reference import fold
 
 _REST = "Tensor running_mean, Tensor running_var, float eps, bool transposed, int groups"
@@ -34,18 +35,10 @@ def _fake_backward(
     return (*ours, torch.empty_like(mean), torch.empty_like(mean))
 
 
-def _fallback(function: Callable[..., Any], warn: Callable[[torch.device], None]) -> Any:
-    def run(tensor: Tensor, *arguments: Any) -> Any:
-        warn(tensor.device)
-        return function(tensor, *arguments)
-
-    return run
-
-
 def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
     """Defines the ops in the library; `warn` is told where the plain-torch formula is used."""
     for name, fake in (("fold_weight", _fake), ("fold_weight_backward", _fake_backward)):
         library.define(name + SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag,))
-        function = _fallback(getattr(fold, name), warn)
+        function = fallback(getattr(fold, name), warn)
         library.impl(name, function, "CompositeExplicitAutograd")
         library.impl(name, fake, "Meta")

@@ -26,6 +26,7 @@ from . import (
     _optimizer_ops,
     _recompute,
 )
+from ._definitions import fallback
 from .reference import ACTIVATIONS, Activation
 
 _library = torch.library.Library("fusedtrain", "DEF")
@@ -42,14 +43,6 @@ def _warn_once(device: torch.device) -> None:
             warnings.warn(
                 f"fusedtrain: plain-torch reference used on {device.type}: {reason}", stacklevel=4
             )
-
-
-def _fallback(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tensor: Tensor, *args: Any) -> Any:
-        _warn_once(tensor.device)
-        return function(tensor, *args)
-
-    return run
 
 
 def _fallback_inplace(forward: Callable[..., Tensor]) -> Callable[..., None]:
@@ -89,14 +82,14 @@ def _define(row: Activation) -> None:
     _library.define(
         f"{row.name}_backward(Tensor grad, Tensor {saved}{parameters}) -> {gradients}", tags=tags
     )
-    fallback = "CompositeExplicitAutograd"
-    _library.impl(row.name, _fallback(row.forward), fallback)
-    _library.impl(f"{row.name}_backward", _fallback(row.backward), fallback)
+    key = "CompositeExplicitAutograd"
+    _library.impl(row.name, fallback(row.forward, _warn_once), key)
+    _library.impl(f"{row.name}_backward", fallback(row.backward, _warn_once), key)
     _library.impl(row.name, fake_forward, "Meta")
     _library.impl(f"{row.name}_backward", fake_backward, "Meta")
     if not row.tensors:
         _library.define(f"{row.name}_(Tensor(a!) input{parameters}) -> ()", tags=tags)
-        _library.impl(f"{row.name}_", _fallback_inplace(row.forward), fallback)
+        _library.impl(f"{row.name}_", _fallback_inplace(row.forward), key)
         _library.impl(f"{row.name}_", lambda input, *_: None, "Meta")
 
 

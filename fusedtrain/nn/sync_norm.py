@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import _batch_norm, _ops
+from .._definitions import wide_of
 from ..reference.batch_norm import Pointwise
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
 
@@ -66,7 +67,7 @@ class SyncBatchNormActFunction(torch.autograd.Function):
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             unbiased = variance * (total / (total - 1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        wide = _batch_norm.wide_dtype(input)
+        wide = wide_of(input)
         invstd = (variance + eps).rsqrt().to(wide)
         mean = mean.to(wide)
         output: Tensor = _apply(
@@ -163,7 +164,7 @@ class SyncBatchNormAct(_BatchNormAct):
     ) -> Tensor:
         factor, updates = self._updates()
         statistics = (self.running_mean, self.running_var) if updates else (None, None)
-        wide = _batch_norm.wide_dtype(input)
+        wide = wide_of(input)
         if not _ops.takes(input) or input.shape[1] != self.num_features:
             raise RuntimeError(
                 f"SyncBatchNormAct: expected a dense floating point tensor with "
