@@ -264,6 +264,7 @@ def residual_add(
 
     Raises:
         ValueError: `scale` has not one value a channel, or `branch_scale` not one a sample.
+        IndexError: the input has no dimension `dim`.
         RuntimeError: shapes that cannot be added.
 
     Example:
@@ -274,6 +275,8 @@ def residual_add(
     tensors = (residual, input, scale, branch_scale)
     if _has_any(tensors):
         return _handle(residual_add, tensors, residual, input, scale, branch_scale, dim=dim)
+    if scale is not None and not -input.dim() <= dim < input.dim():
+        raise IndexError(f"dim: {dim} is not a dimension of an input of {input.dim()}")
     channel = dim % input.dim() if scale is not None else -1
     if scale is not None and scale.numel() != input.size(channel):
         raise ValueError(
@@ -339,8 +342,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     Saves 16 bytes: the mask is computed again in backward, from two random numbers that are drawn
     from the generator of the input's device (so it follows torch.manual_seed, but is not the mask
     that torch would draw). For the same numbers it is the same on every device and with every
-    backend. Dropped elements are 0 also where the input is infinite or NaN. See
-    :func:`torch.nn.functional.dropout`.
+    backend. Dropped elements are 0 also where the input is infinite or NaN. ``p=1`` and `inplace`
+    are torch's own. See :func:`torch.nn.functional.dropout`.
 
     Raises:
         ValueError: `p` is not from 0 to 1.
@@ -469,7 +472,7 @@ def bias_act(
     factor = standard if gain is None else gain
     bound = -1.0 if clamp is None else float(clamp)
     axis = dim % input.dim() if bias is not None else -1
-    if found is not None and _chains.usable(factor) and _chains.fits(input, bias):
+    if found is not None and _chains.usable(factor, input.dtype) and _chains.fits(input, bias):
         return _chains.run_bias_act(input, bias, axis, found, factor, bound)
     y = function(_chains.biased(input, bias, axis)) * factor
     return y if clamp is None else y.clamp(-bound, bound)

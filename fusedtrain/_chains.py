@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _ops, _recompute
+from ._definitions import laid_out
 from .reference import chains as reference
 from .reference.batch_norm import POINTWISE, Pointwise
 
@@ -220,7 +221,7 @@ class BiasAct(torch.autograd.Function):
         # Without an activation the derivative is that of a clamp, or constant.
         needs = by_output or activation.op >= 0 or clamp >= 0
         ctx.save_for_backward((output if by_output else input) if needs else None, bias, seed)
-        ctx.rest = rest
+        ctx.rest, ctx.strides = rest, output.stride()
         scope = _recompute.scope()
         if scope is not None:
             dropped = () if needs and not by_output else (input,)
@@ -231,6 +232,9 @@ class BiasAct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         saved, bias, seed = ctx.saved_tensors
         needs_bias = bias is not None and ctx.needs_input_grad[1]
+        if seed is not None:  # the mask goes by the order of the output's memory
+            grad = laid_out(grad, ctx.strides)
+            saved = None if saved is None else laid_out(saved, ctx.strides)
         op = _differentiable_bias_act if _plain_backward(grad) else _bias_act_backward
         found = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
         grad_bias = found[1].view(-1).to(bias.dtype) if needs_bias else None
@@ -278,6 +282,7 @@ def biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
     return input + bias.reshape(shape)
 
 
-def usable(gain: float) -> bool:
-    """Whether backward can undo the gain."""
-    return math.isfinite(gain) and abs(gain) > 1e-30
+def usable(gain: float, dtype: torch.dtype) -> bool:
+    """Whether backward can undo the gain of an output: in float16, small ones cost digits."""
+    smallest = 2.0**-7 if dtype is torch.float16 else 1e-30
+    return math.isfinite(gain) and abs(gain) >= smallest

@@ -294,6 +294,16 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
     return Trace(module, list(graphs.values()), inexact)
 
 
+def works_in_place(trace: Trace, node: fx.Node) -> bool:
+    """Whether a call may overwrite what it is given."""
+    module = trace.callee(node)
+    if module is not None:
+        return any(getattr(part, "inplace", False) for part in module.modules())
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    named = name.endswith("_") or name in ("setitem", *IN_PLACE)
+    return named or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+
+
 def _is_container(module: nn.Module) -> bool:
     """Whether it is made of other modules, and has no forward."""
     if isinstance(module, _SCRIPTED):

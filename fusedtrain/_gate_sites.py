@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._dataflow import Flow, Trace
+from ._dataflow import Flow, Trace, works_in_place
 from ._norm_sites import is_activation
 from .nn.norm import _HOOKS, activation_of
 from .reference.batch_norm import POINTWISE
@@ -57,7 +57,8 @@ def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
 
 
 def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | None:
-    if node.target not in _PRODUCTS or len(node.args) != 2 or node.kwargs:
+    multiplies = node.op in ("call_function", "call_method") and node.target in _PRODUCTS
+    if not multiplies or len(node.args) != 2 or node.kwargs:
         return None
     # x * gate(s) is the usual order where both are activations.
     for gate, other in (node.args[::-1], node.args):
@@ -65,9 +66,17 @@ def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Pro
         if module is None or not isinstance(gate, fx.Node) or not isinstance(other, fx.Node):
             continue
         plain = gate is not other and len(gate.users) == 1 and len(gate.args) == 1
-        if plain and not gate.kwargs and _replaceable(module) and id(module) not in excluded:
+        plain = plain and not gate.kwargs and not _overwritten(trace, gate, node)
+        if plain and _replaceable(module) and id(module) not in excluded:
             return Product(trace, flow.names[id(trace.module)], node, gate, other, module)
     return None
+
+
+def _overwritten(trace: Trace, gate: fx.Node, product: fx.Node) -> bool:
+    """Whether anything may be overwritten between the two: the gate would read it afterwards."""
+    nodes = list(trace.graphs[0].nodes)
+    between = nodes[nodes.index(gate) + 1 : nodes.index(product)]
+    return any(works_in_place(trace, node) for node in between)
 
 
 def _replaceable(module: nn.Module) -> bool:

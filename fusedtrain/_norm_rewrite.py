@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from ._chain_functions import gated
-from ._dataflow import IN_PLACE, Flow, Trace
+from ._dataflow import Flow, Trace, works_in_place
 from ._gate_sites import Product
 from ._norm_sites import Site, Step, fused_class
 from ._records import assign, record_of, restore
@@ -264,18 +264,9 @@ def _order_obstacle(step: Step, callee: fx.Node) -> str:
     assert module is not None
     if len(read.users) == 1 and read.op == "call_module":
         return ""
-    if any(_works_in_place(step.trace, node) for node in [callee, *between]):
+    if any(works_in_place(step.trace, node) for node in [callee, *between]):
         return "something is overwritten between it and its sum"
     return ""
-
-
-def _works_in_place(trace: Trace, node: fx.Node) -> bool:
-    module = trace.callee(node)
-    if module is not None:
-        return any(getattr(part, "inplace", False) for part in module.modules())
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    named = name.endswith("_") or name in ("setitem", *IN_PLACE)
-    return named or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
 
 
 def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], str]:

@@ -150,7 +150,7 @@ class Finder:
                     return f"torch.fx cannot trace {where} ({self.flow.failed[id(owner)]})"
             return ""
         trace = calls[0][0]
-        walks = [self._walk(trace, node, []) for _, _, node in calls]
+        walks = [self._walk(owner, node, []) for owner, _, node in calls]
         walk = self._agreed(trace, walks)
         if isinstance(walk, str):
             return walk

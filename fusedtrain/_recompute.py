@@ -143,22 +143,32 @@ def _stream_of(tensor: Tensor) -> Any:
     return None if index < 0 else torch.accelerator.current_stream(index)
 
 
-# Those with a value, by the number of the backward that is to drop it if consumers never ask.
-_pending: dict[int, list[weakref.ref[Recipe]]] = {}
+class _Pending:
+    """Recipes with a value that a backward is to drop if consumers never ask for it. Only that
+    backward holds it: it goes with it, also where that raises and calls nobody back."""
+
+    def __init__(self) -> None:
+        self.recipes: list[weakref.ref[Recipe]] = []
+
+    def forget(self) -> None:
+        for ref in self.recipes:
+            one = ref()
+            if one is not None:
+                one.forget()
+        self.recipes.clear()
+
+    __del__ = forget
+
+
+_pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
 
 
 def _forget_after(task: int, recipe: Recipe) -> None:
-    if task not in _pending:
-        _pending[task] = []
-
-        def forget() -> None:
-            for ref in _pending.pop(task, ()):
-                one = ref()
-                if one is not None:
-                    one.forget()
-
-        torch.autograd.Variable._execution_engine.queue_callback(forget)
-    _pending[task].append(weakref.ref(recipe))
+    pending = _pending.get(task)
+    if pending is None:
+        pending = _pending[task] = _Pending()
+        torch.autograd.Variable._execution_engine.queue_callback(pending.forget)
+    pending.recipes.append(weakref.ref(recipe))
 
 
 class _Tag:
@@ -236,7 +246,7 @@ class _Scope:
             if self._observer is not None:
                 self._observer(tensor, tag.recipe)
             return _Use(tag.recipe, tag, output, tensor)
-        if type(tensor) is Tensor:
+        if type(tensor) is Tensor and tensor.layout is torch.strided:
             self._plain.add(tensor.data_ptr())
         if self._observer is not None:
             self._observer(tensor, None)
@@ -328,7 +338,8 @@ class recompute:
     enters it in the model's forward.
 
     Backward raises RuntimeError, as without it, if a tensor that it needs has been modified in
-    place; tensors that an output is computed from count among these.
+    place; tensors that an output is computed from count among these. Changes by way of `.data` go
+    unnoticed, as anywhere. torch refuses torch.func transforms that begin within it.
 
     >>> import fusedtrain, torch
     >>> norm, conv = fusedtrain.nn.BatchNormAct2d(4), torch.nn.Conv2d(4, 4, 3)

@@ -111,6 +111,13 @@ def rewritten_of(module: nn.Module) -> Rewritten | None:
     return found if isinstance(found, Rewritten) else None
 
 
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether something else has replaced the forward of its class."""
+    scripted: Any = getattr(torch.jit, "ScriptModule", ())
+    patched = "forward" in vars(module) and rewritten_of(module) is None
+    return patched or isinstance(module, scripted)
+
+
 def passes_on(module: nn.Module) -> bool:
     return isinstance(rewritten_of(module), PassesOn)
 

@@ -1061,3 +1061,30 @@ def test_torch_fx_of_a_rewritten_module_itself_is_refused() -> None:
     found = torch.fx.symbolic_trace(outer).eval()(x)
     assert fusedtrain.revert(outer)
     torch.testing.assert_close(found, outer.eval()(x))
+
+
+def test_a_norm_that_two_forwards_call() -> None:
+    """As in timm's hrnet, which calls the forward of a part."""
+
+    class Inner(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.act = norm, nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.relu = nn.BatchNorm2d(3), nn.ReLU()
+            self.inner = Inner(self.norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.norm(self.inner(x)))
+
+    model, x = Outer(), torch.randn(2, 3, 4, 4)
+    want = copy.deepcopy(model)(x)
+    report = fusedtrain.convert(model)
+    assert [left.reason for left in report.left] == ["registered 2 times"]
+    torch.testing.assert_close(model(x), want)

@@ -144,6 +144,54 @@ def test_products_that_stay(why: str) -> None:
         torch.testing.assert_close(model(x), want)
 
 
+class Overwriting(nn.Module):
+    """What the gate is made of is overwritten before the product."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.act, self.relu = nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        gate = self.act(h)
+        if self.how == "operator":
+            h += 1
+        elif self.how == "method":
+            x = x + h.add_(1)
+        else:
+            x = x + self.relu(h)
+        return x * gate
+
+
+@pytest.mark.parametrize("how", ["operator", "method", "module"])
+def test_a_gate_is_not_moved_past_what_overwrites_its_input(how: str) -> None:
+    model, x = Overwriting(how), torch.randn(3, 4)
+    want = model(x)
+    assert fusedtrain.convert(model).products == []
+    torch.testing.assert_close(model(x), want)
+
+
+def test_a_module_named_mul_is_no_product() -> None:
+    class Other(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a - b
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mul, self.act = Other(), nn.Sigmoid()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.mul(x, self.act(x))
+            return y
+
+    model, x = Model(), torch.randn(3, 4)
+    want = model(x)
+    assert fusedtrain.convert(model).products == []
+    torch.testing.assert_close(model(x), want)
+
+
 def test_an_activation_with_another_use_is_called_there() -> None:
     class Shared(Mlp):
         def forward(self, x: Tensor) -> Tensor:

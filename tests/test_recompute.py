@@ -556,3 +556,29 @@ def test_outputs_that_live_on_let_go_of_recipes() -> None:
     assert _recompute.tagged(y) is None
     assert buffer.tell() < 8000
     assert not [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
+
+
+def test_tensors_without_storage() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    with fusedtrain.recompute():
+        torch.sparse.mm(torch.eye(4).to_sparse(), F.silu(w)).sum().backward()
+    assert w.grad is not None
+
+
+def test_a_backward_that_raises_leaves_nothing() -> None:
+    def fail(grad: Tensor) -> Tensor:
+        raise ValueError("in a hook")
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with fusedtrain.recompute():
+        y = F.silu(x)
+        middle = y * 1.0
+        middle.register_hook(fail)
+        loss = y.cos().sum() + middle.sum() + y.sin().sum()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="in a hook"):
+            loss.backward(retain_graph=True)
+        gc.collect()
+        assert not _recompute._pending
+        recipes = [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
+        assert [r._value for r in recipes if r._value is not None] == []
