@@ -2,6 +2,7 @@
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
 #include "binding_chains.h"
+#include "binding_few_bit.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
 
@@ -35,6 +36,14 @@ struct Cpu {
     }
     torch::stable::parallel_for(
         0, n, kGrain, [&](int64_t begin, int64_t end) { cpu::pointwise(call, begin, end); });
+  }
+
+  template <class Call>
+  void few_bit(const Call& call, int64_t n) const {
+    torch::stable::parallel_for(
+        0, bit_blocks(n), kGrain / kBitBlock, [&](int64_t first, int64_t last) {
+          cpu::few_bit(call, first * kBitBlock, std::min(last * kBitBlock, n));
+        });
   }
 
   template <class Call>
@@ -274,4 +283,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_IMPLEMENT_BATCH_NORM(Cpu)
   FT_IMPLEMENT_FOLD(Cpu)
   FT_IMPLEMENT_CHAINS(Cpu)
+  FT_IMPLEMENT_FEW_BIT(Cpu)
 }

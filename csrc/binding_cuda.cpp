@@ -3,6 +3,7 @@
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
 #include "binding_chains.h"
+#include "binding_few_bit.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
 
@@ -49,6 +50,10 @@ struct Cuda {
   template <class Call>
   void pointwise(const Call& call, int64_t n) const {
     cuda::pointwise(call, n, place.stream);
+  }
+  template <class Call>
+  void few_bit(const Call& call, int64_t n) const {
+    cuda::few_bit(call, n, place.stream);
   }
 
   void channelwise(const ChannelwiseForward& call) const { cuda::channelwise(call, place.stream); }
@@ -156,4 +161,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_IMPLEMENT_OPTIMIZERS(Cuda)
   FT_IMPLEMENT_FOLD(Cuda)
   FT_IMPLEMENT_CHAINS(Cuda)
+  FT_IMPLEMENT_FEW_BIT(Cuda)
 }

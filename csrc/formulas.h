@@ -140,7 +140,7 @@ struct Silu : NoParameters {
     const SigmoidAndSlope<T> s(x);
     return g * (s.value + x * s.slope);
   }
-  // Value and slope together; as the two others of this name for one exponential instead of two.
+  // Value and slope together; as the others of this name for one exponential instead of two.
   FT_METHOD void both(T x, T& value, T& slope) const {
     x = math::at_least(x, -Constants<T>::kFar);
     const T near = math::at_most(x, Constants<T>::kFar);
@@ -165,6 +165,15 @@ struct Mish : NoParameters {
     const T n = e * (e + T(2));
     const T r = T(1) / (n + T(2));
     return g * (n * r + x * (T(4) * e * (e + T(1)) * r) * r);
+  }
+  FT_METHOD void both(T x, T& value, T& slope) const {
+    x = math::at_least(x, -Constants<T>::kFar);
+    const T near = math::at_most(x, T(20));
+    const T e = math::exp(near);
+    const T n = e * (e + T(2));
+    const T r = T(1) / (n + T(2));
+    value = x * (n * r);
+    slope = n * r + near * (T(4) * e * (e + T(1)) * r) * r;
   }
 };
 
@@ -224,6 +233,13 @@ struct QuickGelu : NoParameters {
     x = math::clamp(x, -Constants<T>::kFar, Constants<T>::kFar);
     const SigmoidAndSlope<T> s(T(1.702) * x);
     return g * (s.value + T(1.702) * x * s.slope);
+  }
+  FT_METHOD void both(T x, T& value, T& slope) const {
+    x = math::at_least(x, -Constants<T>::kFar);
+    const T near = math::at_most(x, Constants<T>::kFar);
+    const SigmoidAndSlope<T> s(T(1.702) * near);
+    value = x * s.value;
+    slope = s.value + T(1.702) * near * s.slope;
   }
 };
 

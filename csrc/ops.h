@@ -30,6 +30,24 @@ struct PointwiseBackward {
   double parameters[kMaxParameters];
 };
 
+// y[i] = f(x[i]), and the nearest level to f'(x[i]) as a code of so many bits, packed as bits.h
+// says. op is one of FT_FEW_BIT, and has codes of that size.
+struct FewBitForward {
+  int op, bits;
+  Dtype dtype;
+  const void* x;
+  void* y;
+  uint8_t* codes;
+};
+// grad_input[i] = grad[i] times the level of code i.
+struct FewBitBackward {
+  int op, bits;
+  Dtype dtype;
+  const void* grad;
+  const uint8_t* codes;
+  void* grad_input;
+};
+
 // A tensor as rows x channels x inner, in memory order. parameters[k] points at one value a
 // channel, of the tensor's dtype.
 struct ChannelwiseForward {
@@ -335,6 +353,9 @@ void bias_act(const BiasActBackward& call, int64_t first_task, int64_t last_task
 // Elements [begin, end) on the calling thread.
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
 void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end);
+// begin is the first element of a block of codes.
+void few_bit(const FewBitForward& call, int64_t begin, int64_t end);
+void few_bit(const FewBitBackward& call, int64_t begin, int64_t end);
 
 // The work is cut into tasks that do not depend on the number of threads, so the sums do not
 // either.
@@ -425,6 +446,8 @@ void set_device(int device);
 
 void pointwise(const PointwiseForward& call, int64_t n, void* stream);
 void pointwise(const PointwiseBackward& call, int64_t n, void* stream);
+void few_bit(const FewBitForward& call, int64_t n, void* stream);
+void few_bit(const FewBitBackward& call, int64_t n, void* stream);
 
 void channelwise(const ChannelwiseForward& call, void* stream);
 void channelwise(const ChannelwiseBackward& call, void* stream);

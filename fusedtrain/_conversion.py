@@ -27,7 +27,8 @@ from ._norm_rewrite import Plan, apply, undo
 from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore
-from ._rewritten import rewritten_of, set_recomputing
+from ._rewritten import passes_on, rewritten_of, set_recomputing
+from .nn.activation import _Saving
 
 
 class Conversion:
@@ -40,8 +41,10 @@ class Conversion:
         before = rewritten_of(model)
         self.recomputed = before is not None and before.recomputes
         set_recomputing(model, False)  # else the forward could not be traced
-        self.flow = Flow(model, is_activation)
-        set_recomputing(model, self.recomputed)
+        try:
+            self.flow = Flow(model, is_activation)
+        finally:
+            set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self.norms = [norm for norm in norms if not _is_done(norm)]
@@ -76,7 +79,7 @@ class Conversion:
         products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
         self.plan = Plan(self.flow, sites, products)
         for site in sites:
-            if not site.steps and not has_own_steps(site.norm) and self.memory == "store":
+            if not site.steps and not has_own_steps(site.norm) and self.memory != "recompute":
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
         self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
         self.rewritten = apply(self.plan)
@@ -88,7 +91,7 @@ class Conversion:
     ) -> Site | None:
         name = self.flow.names[id(norm)]
         found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
-        if isinstance(found, str) and self.memory != "store":
+        if isinstance(found, str) and self.memory == "recompute":
             found = Site(norm, name)  # alone: so that its output need not be kept
         if found == "" or not chosen(norm):
             return None
@@ -98,6 +101,18 @@ class Conversion:
             self.left[id(norm)] = reason
             return None
         return found
+
+    def keep_few_bits(self) -> None:
+        """Activations that `convert` gave their class save what `memory` says. Last of all: the
+        comparison with the stock model is of exact derivatives."""
+        save = "q8" if self.memory == "q8" else None
+        for module in self.model.modules():
+            cls = type(module)
+            if record_of(module) is None or not issubclass(cls, _Saving) or not cls.takes("q8"):
+                continue
+            runs = id(module) not in self.excluded and not passes_on(module)
+            if runs and vars(module).get("save") != save:
+                vars(module)["save"] = save
 
     def uninstall(self) -> None:
         set_recomputing(self.model, self.recomputed)

@@ -139,6 +139,8 @@ class ConversionReport:
             )
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")
+        if self.memory == "q8":
+            lines.append("derivatives of activations on their own are kept in 8 bits")
         if self.proof is not None:
             lines.append(str(self.proof))
         if self.already:

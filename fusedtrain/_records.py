@@ -12,6 +12,7 @@ from torch import nn
 from ._rewritten import remove, rewritten_of
 
 _KEY = "_fusedtrain_convert"
+_LATER = ("save",)  # attributes of fused classes that `convert` sets after all else
 
 
 @dataclass
@@ -54,7 +55,7 @@ def restore(module: nn.Module) -> bool:
         return rewritten
     attributes = vars(module)
     del attributes[_KEY]
-    for key in record.added:
+    for key in (*record.added, *_LATER):
         attributes.pop(key, None)
     attributes.update(record.replaced)
     module.__class__ = record.original

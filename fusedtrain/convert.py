@@ -19,6 +19,7 @@ from ._fold_bias import restore_bias
 from ._fold_tune import TunedConv, TunedNorm
 from ._fold_tune import restore as restore_tuned
 from ._records import Found, is_changed, record_of, restore
+from ._rewritten import has_foreign_forward
 
 __all__ = ["ConversionReport", "convert", "revert"]
 
@@ -100,12 +101,16 @@ def convert(
 
     `memory` says what becomes of outputs that backward needs: "store" keeps them; "recompute" lets
     the forward of `model` run within :class:`fusedtrain.recompute`, so that they are computed again
-    in backward, bit for bit the same (then norms that nothing follows are converted, too).
-    Converting again with the other one changes that.
+    in backward, bit for bit the same (then norms that nothing follows are converted, too); "q8"
+    keeps the derivatives of GELU, SiLU, Mish, QuickGELU and Hardswish in 8 bits, not their inputs
+    (those that are part of a norm or a product excepted, which need these anyway). That is an
+    approximation, which fusedtrain.functional states and the comparison with `example_inputs`
+    leaves out. Converting again with another one changes that.
 
     Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module,
     `example_inputs` of another type or `exclude` lists something else than names and types,
-    ValueError if no module has such a name or `memory` is neither, RuntimeError if swaps that are
+    ValueError if no module has such a name, `memory` is none of these, or "recompute" meets a model
+    whose own forward is patched, compiled or scripted, RuntimeError if swaps that are
     right one by one are wrong together, and what the model raises for the example; nothing is
     changed then.
 
@@ -122,13 +127,22 @@ def convert(
     from ._conversion import Conversion, prove
 
     _check_module(model)
-    if memory not in ("store", "recompute"):
-        raise ValueError(f"memory: must be 'store' or 'recompute', not {memory!r}")
+    if memory not in ("store", "recompute", "q8"):
+        raise ValueError(f"memory: must be 'store', 'recompute' or 'q8', not {memory!r}")
+    if memory == "recompute" and has_foreign_forward(model):
+        raise ValueError(
+            f"memory: the forward of this {type(model).__name__} is not that of its class (it is "
+            "patched, compiled or scripted), and cannot be replaced; convert the model before that "
+            "is done to it, or run it within fusedtrain.recompute()"
+        )
     conversion = Conversion(model, *_find(model, *_split(exclude)), memory)
     if example_inputs is None:
         conversion.install()
-        return conversion.report()
-    return prove(conversion, example_inputs)
+        report = conversion.report()
+    else:
+        report = prove(conversion, example_inputs)
+    conversion.keep_few_bits()
+    return report
 
 
 def revert(model: torch.nn.Module) -> int:

@@ -7,6 +7,13 @@ layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites
 input. Backward saves one tensor: the output where the derivative is an exact function of it, else
 the input; the docstrings say which. Raised: what torch raises for the same mistake, with nothing
 modified.
+
+Those with an argument ``save`` can keep the derivative instead, in ``"q8"``, ``"q4"``, ``"q3"`` or
+``"q2"``: as many bits of each element, of a tensor of uint8. What is rounded is the value of the
+derivative, to the nearest level of a table (reference/few_bit.py has it and its source); backward
+multiplies by that level. The output is the exact one, to the last bit but one. Another ``save``
+raises ValueError, and a second derivative (create_graph=True) RuntimeError. Where torch
+must see plain operators (torch.compile, TorchScript, functorch), nothing is rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
 
-from . import _ops
+from . import _few_bit, _ops
 from ._batch_norm import batch_norm_act as batch_norm_act
 from ._chain_functions import bias_act as bias_act
 from ._chain_functions import bias_act_dropout as bias_act_dropout
@@ -45,8 +52,11 @@ _squareplus = _K["squareplus"]
 _prelu, _star_relu = _ops.CHANNEL_KERNELS["prelu"], _ops.CHANNEL_KERNELS["star_relu"]
 
 
-def relu(input: Tensor, inplace: bool = False) -> Tensor:
+def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``max(x, 0)``; saves the output. See :func:`torch.nn.functional.relu`.
+
+    ``save="q1"`` keeps 1 bit of each element instead, and nothing approximate: for an output that
+    nobody else needs (before a pooling, a sum, a layer that is not trained).
 
     Example:
         >>> relu(torch.tensor([-1.0, 2.0]))
@@ -55,7 +65,9 @@ def relu(input: Tensor, inplace: bool = False) -> Tensor:
     if _scripting():
         return input.copy_(_reference.relu(input.clone())) if inplace else _reference.relu(input)
     if _has(input):
-        return _handle(relu, (input,), input, inplace=inplace)
+        return _handle(relu, (input,), input, inplace=inplace, save=save)
+    if save is not None:
+        return _few_bit.run(_relu, input, inplace, save)
     return _relu(input, inplace)
 
 
@@ -139,9 +151,12 @@ def selu(input: Tensor, inplace: bool = False) -> Tensor:
     return _selu(input, inplace)
 
 
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
+def silu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``x * sigmoid(x)`` (arXiv:1702.03118); saves the input. 0 at -inf, where torch has nan.
     See :func:`torch.nn.functional.silu`.
+
+    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    q8 0.0024, 0.0014; q4 0.041, 0.022; q3 0.080, 0.045; q2 0.158, 0.089.
 
     Example:
         >>> silu(torch.tensor([-1.0, 2.0]))
@@ -150,13 +165,18 @@ def silu(input: Tensor, inplace: bool = False) -> Tensor:
     if _scripting():
         return input.copy_(_reference.silu(input.clone())) if inplace else _reference.silu(input)
     if _has(input):
-        return _handle(silu, (input,), input, inplace=inplace)
+        return _handle(silu, (input,), input, inplace=inplace, save=save)
+    if save is not None:
+        return _few_bit.run(_silu, input, inplace, save)
     return _silu(input, inplace)
 
 
-def mish(input: Tensor, inplace: bool = False) -> Tensor:
+def mish(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``x * tanh(softplus(x))`` (arXiv:1908.08681); saves the input. 0 at -inf, where torch
     has nan. See :func:`torch.nn.functional.mish`.
+
+    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    q8 0.0024, 0.0014; q4 0.044, 0.022; q3 0.085, 0.043; q2 0.172, 0.088.
 
     Example:
         >>> mish(torch.tensor([-1.0, 2.0]))
@@ -165,12 +185,17 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
     if _scripting():
         return input.copy_(_reference.mish(input.clone())) if inplace else _reference.mish(input)
     if _has(input):
-        return _handle(mish, (input,), input, inplace=inplace)
+        return _handle(mish, (input,), input, inplace=inplace, save=save)
+    if save is not None:
+        return _few_bit.run(_mish, input, inplace, save)
     return _mish(input, inplace)
 
 
-def quick_gelu(input: Tensor, inplace: bool = False) -> Tensor:
+def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``x * sigmoid(1.702 * x)`` (arXiv:1606.08415, section 2); saves the input.
+
+    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    q8 0.0024, 0.0014; q4 0.046, 0.021; q3 0.090, 0.041; q2 0.187, 0.085.
 
     Example:
         >>> quick_gelu(torch.tensor([-1.0, 2.0]))
@@ -181,7 +206,9 @@ def quick_gelu(input: Tensor, inplace: bool = False) -> Tensor:
             return input.copy_(_reference.quick_gelu(input.clone()))
         return _reference.quick_gelu(input)
     if _has(input):
-        return _handle(quick_gelu, (input,), input, inplace=inplace)
+        return _handle(quick_gelu, (input,), input, inplace=inplace, save=save)
+    if save is not None:
+        return _few_bit.run(_quick_gelu, input, inplace, save)
     return _quick_gelu(input, inplace)
 
 
@@ -256,9 +283,12 @@ def softsign(input: Tensor) -> Tensor:
     return _softsign(input, False)
 
 
-def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
+def hardswish(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``x * min(max(x + 3, 0), 6) / 6`` (arXiv:1905.02244); saves the input. 0 at -inf, where
     torch has nan. See :func:`torch.nn.functional.hardswish`.
+
+    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    q8 0.0040, 0.0023; q4 0.177, 0.030; q3 0.313, 0.059; q2 0.507, 0.110.
 
     Example:
         >>> hardswish(torch.tensor([-1.0, 2.0]))
@@ -269,7 +299,9 @@ def hardswish(input: Tensor, inplace: bool = False) -> Tensor:
             return input.copy_(_reference.hardswish(input.clone()))
         return _reference.hardswish(input)
     if _has(input):
-        return _handle(hardswish, (input,), input, inplace=inplace)
+        return _handle(hardswish, (input,), input, inplace=inplace, save=save)
+    if save is not None:
+        return _few_bit.run(_hardswish, input, inplace, save)
     return _hardswish(input, inplace)
 
 
@@ -400,13 +432,17 @@ def hard_mish(input: Tensor, inplace: bool = False) -> Tensor:
     return _hard_mish(input, inplace)
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: str = "none", save: str | None = None) -> Tensor:
     """``x * Phi(x)`` (arXiv:1606.08415); saves the input. See :func:`torch.nn.functional.gelu`.
 
     Args:
         input: any shape.
         approximate: ``"none"`` for the exact form, ``"tanh"`` for
             ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``.
+        save: ``None``, ``"q8"``, ``"q4"``, ``"q3"`` or ``"q2"``.
+
+    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    q8 0.0025, 0.0015; q4 0.047, 0.022; q3 0.092, 0.044; q2 0.190, 0.090.
 
     Example:
         >>> gelu(torch.tensor([-1.0, 2.0]))
@@ -415,12 +451,13 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if _scripting():
         return torch.nn.functional.gelu(input, approximate=approximate)
     if _has(input):
-        return _handle(gelu, (input,), input, approximate=approximate)
-    if approximate == "none":
-        return _gelu(input, False)
-    if approximate == "tanh":
-        return _gelu_tanh(input, False)
-    raise RuntimeError("approximate argument must be either none or tanh.")
+        return _handle(gelu, (input,), input, approximate=approximate, save=save)
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError("approximate argument must be either none or tanh.")
+    kernel = _gelu if approximate == "none" else _gelu_tanh
+    if save is not None:
+        return _few_bit.run(kernel, input, False, save)
+    return kernel(input, False)
 
 
 def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:

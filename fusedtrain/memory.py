@@ -22,10 +22,10 @@ from .convert import convert, revert
 
 __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
-_MODES = ("eager", "store", "recompute")
+_MODES = ("eager", "store", "recompute", "q8")
 _ROWS = 12  # of the table, and of the chart
 # Of the chart: blue, orange, green that differ in lightness, too.
-_COLOURS = {"eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e"}
+_COLOURS = {"eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e", "q8": "#2f7d5b"}
 
 
 class LayerMemory(NamedTuple):
@@ -122,7 +122,7 @@ class MemoryReport:
 
 def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     """What a forward pass of the model keeps for backward, layer by layer: in eager PyTorch, and
-    after :func:`fusedtrain.convert` with memory="store" and memory="recompute".
+    after :func:`fusedtrain.convert` with each `memory` that it knows.
 
     Runs copies of the model, in its mode of training, on the example; the model itself, converted
     or not, and the random number generators stay as they are.
@@ -139,7 +139,7 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
         >>> norm, act, last = torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Conv2d(8, 1, 1)
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), norm, act, last)
         >>> fusedtrain.memory_report(model, torch.randn(1, 3, 10, 10)).totals
-        {'eager': 9664, 'store': 6464, 'recompute': 3264}
+        {'eager': 9664, 'store': 6464, 'recompute': 3264, 'q8': 6464}
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

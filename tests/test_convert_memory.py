@@ -186,3 +186,23 @@ def test_bad_memory(memory: Any) -> None:
     with pytest.raises(ValueError, match=r"memory: must be .* not "):
         fusedtrain.convert(model, memory=memory)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("how", ["patched", "compiled", "scripted", "traced"])
+def test_a_forward_of_somebody_else_is_not_replaced(how: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    x = torch.randn(2, 4)
+    want = model(x)
+    if how == "patched":
+        before = model.forward
+        model.forward = lambda x: 2 * before(x)
+        want = 2 * want
+    elif how == "compiled":
+        model = torch.compile(model, backend="aot_eager")
+    else:
+        model = torch.jit.script(model) if how == "scripted" else torch.jit.trace(model, x)
+    with pytest.raises(ValueError, match=r"memory: the forward of this \w+ is not that of its cl"):
+        fusedtrain.convert(model, memory="recompute")
+    torch.testing.assert_close(model(x), want)
+    with fusedtrain.recompute():
+        torch.testing.assert_close(model(x), want)

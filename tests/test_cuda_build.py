@@ -33,6 +33,8 @@ WIDE = {
     "gated_backward_kernel.*Silu.*bfloat16, true": "chains",
     "planes_kernel<.*ScaleBackwardJob<float, true>, true>": "chains",
     "columns_kernel<.*BiasActBackwardJob<.*Gelu, .*half, true>, true>": "chains",
+    "forward_kernel.*bfloat16, .*Gelu<float>": "few_bit",
+    "backward_kernel<float>": "few_bit",
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }

@@ -33,6 +33,7 @@ SHORT = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
 # rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
@@ -61,8 +62,8 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     ops = (
-        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6
-    )  # of optimizers, norms, folding, chains
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6 + 3
+    )  # of optimizers, norms, folding, chains, few bits
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -225,6 +226,7 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
     from fusedtrain.reference.batch_norm import POINTWISE as ROWS
     from fusedtrain.triton import _chain_kernels as k
     from fusedtrain.triton import chains as c
+    from fusedtrain.triton import few_bit
 
     silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
     forward, backward, by_output, stored = c._formula(silu, dtype)
@@ -244,8 +246,15 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
                 (forward, backward, by_output, stored, True, True, True, True, True, *small),
             ),
         ]
+    for activation, bits in ((silu, 3), (silu, 8)):
+        forward_constants, backward_constants = few_bit._constants(activation, bits, dtype.itemsize)
+        kernels += [
+            (few_bit.forward_kernel, forward_constants),
+            (few_bit.backward_kernel, backward_constants),
+        ]
     for kernel, constants in kernels:
-        compiled = compile_for(target, kernel, dtype, *constants, seed_ptr=torch.int64)
+        pointers = {"seed_ptr": torch.int64, "codes_ptr": torch.uint8}
+        compiled = compile_for(target, kernel, dtype, *constants, **pointers)
         code = compiled.asm.get("ptx")
         if code is None:
             assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}

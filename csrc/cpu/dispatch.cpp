@@ -6,6 +6,7 @@
 #endif
 
 #include "cut.h"
+#include "../bits.h"
 #include "kernels.h"
 
 namespace fusedtrain {
@@ -156,6 +157,45 @@ void pointwise(const PointwiseForward& call, int64_t begin, int64_t end) {
 }
 void pointwise(const PointwiseBackward& call, int64_t begin, int64_t end) {
   run_pointwise(call, begin, end);
+}
+
+namespace {
+
+template <class S, class T>
+void run(const FewBitForward& call, int64_t i, int64_t n, const FewBitKernels<S, T>& k) {
+  k.forward[call.op](at<S>(call.x, i), at<S>(call.y, i), call.codes + packed_bytes(i, call.bits), n,
+                     call.bits, Slopes<T>(*slope_table(call.op), call.bits));
+}
+
+template <class S, class T>
+void run(const FewBitBackward& call, int64_t i, int64_t n, const FewBitKernels<S, T>& k) {
+  k.backward(at<S>(call.grad, i), call.codes + packed_bytes(i, call.bits),
+             at<S>(call.grad_input, i), n, call.bits, Slopes<T>(*slope_table(call.op), call.bits));
+}
+
+template <class Call>
+void run_few_bit(const Call& call, int64_t begin, int64_t end) {
+  const Kernels& k = kernels();
+  const int64_t n = end - begin;
+  switch (call.dtype) {
+    case Dtype::kFloat32:
+      return run(call, begin, n, k.few_bit_f32);
+    case Dtype::kFloat64:
+      return run(call, begin, n, k.few_bit_f64);
+    case Dtype::kFloat16:
+      return run(call, begin, n, k.few_bit_f16);
+    case Dtype::kBFloat16:
+      return run(call, begin, n, k.few_bit_bf16);
+  }
+}
+
+}  // namespace
+
+void few_bit(const FewBitForward& call, int64_t begin, int64_t end) {
+  run_few_bit(call, begin, end);
+}
+void few_bit(const FewBitBackward& call, int64_t begin, int64_t end) {
+  run_few_bit(call, begin, end);
 }
 
 namespace {

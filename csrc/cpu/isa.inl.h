@@ -3,6 +3,7 @@
 #include "chains.h"
 #include "channelwise.h"
 #include "convert.h"
+#include "few_bit.h"
 #include "kernels.h"
 #include "multi_tensor.h"
 #include "pointwise.h"
@@ -156,6 +157,33 @@ static constexpr GatedKernels<typename Format::Stored> gated_kernels() {
   };
 }
 
+// Only formulas with levels have kernels.
+template <template <class> class Formula>
+constexpr bool kHasSlopes = false;
+#define FT_HAS_SLOPES(name, Formula, table)          \
+  template <>                                        \
+  constexpr bool kHasSlopes<FT_ISA::Formula> = true;
+FT_FEW_BIT(FT_HAS_SLOPES)
+
+template <class Format, template <class> class Formula, bool kByOutput>
+static constexpr auto few_bit_forward() ->
+    typename FewBitKernels<typename Format::Stored, typename Format::Number>::Forward {
+  if constexpr (kHasSlopes<Formula>)
+    return FT_ISA::few_bit_forward<Formula, kByOutput, Format>;
+  else
+    return nullptr;
+}
+
+template <class Format>
+static constexpr FewBitKernels<typename Format::Stored, typename Format::Number> few_bit_kernels() {
+  return {
+#define FT_FEW_BIT_FORWARD(name, Formula, n, rounds, saved)     \
+  few_bit_forward<Format, FT_ISA::Formula, saved == kOutput>(),
+      {FT_POINTWISE(FT_FEW_BIT_FORWARD)},
+      FT_ISA::few_bit_backward<Format>,
+  };
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -187,7 +215,11 @@ static constexpr Kernels make_kernels(const char* name) {
                  gated_kernels<FT_ISA::Plain<double>>(),
                  gated_kernels<FT_ISA::Half>(),
                  gated_kernels<FT_ISA::BFloat16>(),
-                 FT_ISA::philox_words};
+                 FT_ISA::philox_words,
+                 few_bit_kernels<FT_ISA::Plain<float>>(),
+                 few_bit_kernels<FT_ISA::Plain<double>>(),
+                 few_bit_kernels<FT_ISA::Half>(),
+                 few_bit_kernels<FT_ISA::BFloat16>()};
 }
 
 }  // namespace cpu

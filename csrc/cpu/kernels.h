@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "../few_bit.h"
 #include "../formulas.h"
 #include "../optimizers.h"
 #include "../ops.h"
@@ -135,6 +136,16 @@ struct ScaleKernels {
   void (*backward)(const S* g, const S* x, const T* scale, int64_t step, S* gx, T* sums, int64_t n);
 };
 
+// n elements from the first of a block of codes on. Null where there are no levels.
+template <class S, class T>
+struct FewBitKernels {
+  using Forward = void (*)(const S* x, S* y, uint8_t* codes, int64_t n, int bits,
+                           const Slopes<T>& slopes);
+  Forward forward[kPointwiseOps];
+  void (*backward)(const S* g, const uint8_t* codes, S* gx, int64_t n, int bits,
+                   const Slopes<T>& slopes);
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -165,6 +176,9 @@ struct Kernels {
   GatedKernels<uint16_t> gated_f16, gated_bf16;
   // Words [4 first, 4 (first + blocks)) of the stream of a seed.
   void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
+  FewBitKernels<float, float> few_bit_f32;
+  FewBitKernels<double, double> few_bit_f64;
+  FewBitKernels<uint16_t, float> few_bit_f16, few_bit_bf16;
 };
 
 // Those of this process (dispatch.cpp).

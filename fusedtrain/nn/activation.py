@@ -4,13 +4,38 @@ A subclass keeps everything of its torch module: arguments, defaults, attributes
 ``isinstance``. Shapes, dtypes and what backward saves: see :mod:`fusedtrain.functional`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from .. import functional as F
+from .._few_bit import SAVES, check_save
 
 
-class ReLU(nn.ReLU):
+class _Saving(nn.Module):
+    """An activation that can keep its derivative in few bits: see fusedtrain.functional."""
+
+    _op: str
+    save: str | None = None  # of the class too: `convert` gives modules their class
+
+    def _keep(self, save: str | None) -> None:
+        check_save(self._op, save)
+        if save is not None:
+            self.save = save
+
+    @classmethod
+    def takes(cls, save: str) -> bool:
+        return save in SAVES[cls._op]
+
+    def extra_repr(self) -> str:
+        told: Any = super().extra_repr()
+        if self.save is None:
+            return str(told)
+        return f"{told}, save='{self.save}'" if told else f"save='{self.save}'"
+
+
+class ReLU(_Saving, nn.ReLU):
     """Fused :class:`torch.nn.ReLU`; see :func:`fusedtrain.functional.relu`.
 
     Example:
@@ -18,8 +43,15 @@ class ReLU(nn.ReLU):
         tensor([0., 2.])
     """
 
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "relu"
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
+        super().__init__(inplace)
+        self._keep(save)
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.relu(input, self.inplace)
+        return F.relu(input, self.inplace, save=self.save)
 
 
 class ReLU6(nn.ReLU6):
@@ -94,7 +126,7 @@ class SELU(nn.SELU):
         return F.selu(input, self.inplace)
 
 
-class SiLU(nn.SiLU):
+class SiLU(_Saving, nn.SiLU):
     """Fused :class:`torch.nn.SiLU`; see :func:`fusedtrain.functional.silu`.
 
     Example:
@@ -102,11 +134,18 @@ class SiLU(nn.SiLU):
         tensor([-0.2689,  1.7616])
     """
 
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "silu"
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
+        super().__init__(inplace)
+        self._keep(save)
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.silu(input, self.inplace)
+        return F.silu(input, self.inplace, save=self.save)
 
 
-class Mish(nn.Mish):
+class Mish(_Saving, nn.Mish):
     """Fused :class:`torch.nn.Mish`; see :func:`fusedtrain.functional.mish`.
 
     Example:
@@ -114,11 +153,18 @@ class Mish(nn.Mish):
         tensor([-0.3034,  1.9440])
     """
 
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "mish"
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
+        super().__init__(inplace)
+        self._keep(save)
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.mish(input, self.inplace)
+        return F.mish(input, self.inplace, save=self.save)
 
 
-class GELU(nn.GELU):
+class GELU(_Saving, nn.GELU):
     """Fused :class:`torch.nn.GELU`; see :func:`fusedtrain.functional.gelu`.
 
     Example:
@@ -126,8 +172,15 @@ class GELU(nn.GELU):
         tensor([-0.1588,  1.9546])
     """
 
+    __constants__ = ["approximate", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "gelu"
+
+    def __init__(self, approximate: str = "none", save: str | None = None) -> None:
+        super().__init__(approximate)
+        self._keep(save)
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.gelu(input, self.approximate)
+        return F.gelu(input, self.approximate, save=self.save)
 
 
 class Sigmoid(nn.Sigmoid):
@@ -202,7 +255,7 @@ class Softsign(nn.Softsign):
         return F.softsign(input)
 
 
-class Hardswish(nn.Hardswish):
+class Hardswish(_Saving, nn.Hardswish):
     """Fused :class:`torch.nn.Hardswish`; see :func:`fusedtrain.functional.hardswish`.
 
     Example:
@@ -210,8 +263,15 @@ class Hardswish(nn.Hardswish):
         tensor([-0.3333,  1.6667])
     """
 
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "hardswish"
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
+        super().__init__(inplace)
+        self._keep(save)
+
     def forward(self, input: Tensor) -> Tensor:
-        return F.hardswish(input, self.inplace)
+        return F.hardswish(input, self.inplace, save=self.save)
 
 
 class Hardsigmoid(nn.Hardsigmoid):
@@ -274,7 +334,7 @@ class Threshold(nn.Threshold):
         return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
-class QuickGELU(nn.Module):
+class QuickGELU(_Saving):
     """``x * sigmoid(1.702 * x)``; see :func:`fusedtrain.functional.quick_gelu`.
 
     Example:
@@ -282,12 +342,16 @@ class QuickGELU(nn.Module):
         tensor([-0.1542,  1.9357])
     """
 
-    def __init__(self, inplace: bool = False) -> None:
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
+    _op = "quick_gelu"
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
         super().__init__()
         self.inplace = inplace
+        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.quick_gelu(input, self.inplace)
+        return F.quick_gelu(input, self.inplace, save=self.save)
 
 
 class ReLUSquared(nn.Module):

@@ -1,0 +1,273 @@
+// Activations whose derivative is kept in few bits: y = f(x) and packed codes of f'(x), and
+// grad_input = grad times the levels.
+//
+// A thread has a column of a block of codes (../bits.h): as many neighbouring elements as 16 bytes
+// hold, of each of its 8 steps. So it makes whole bytes of every run, and both data and codes are
+// read and written as neighbours (a warp writes 32 bytes of each run together). The last block, and
+// buffers that are not aligned, go element by element.
+#include "../bits.h"
+#include "../few_bit.h"
+#include "launch.cuh"
+#include "vec.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kBlocksPerMultiprocessor = 32;
+
+// Lanes of a thread's column, threads of a block of codes, and blocks of codes of a thread block.
+template <class S>
+constexpr int kColumn = 16 / sizeof(S);
+template <class S>
+constexpr int kColumns = kBitStep / kColumn<S>;
+template <class S>
+constexpr int kBitBlocks = kThreads / kColumns<S>;
+
+// The codes of a column, of one run: a byte for each lane.
+template <int kLanes>
+struct BytesOf {
+  using Word = uint64_t;
+};
+template <>
+struct BytesOf<4> {
+  using Word = uint32_t;
+};
+template <>
+struct BytesOf<2> {
+  using Word = uint16_t;
+};
+template <class S>
+using Bytes = typename BytesOf<kColumn<S>>::Word;
+
+template <class S, bool kWhole>
+__device__ __forceinline__ void load_step(const S* from, int64_t first, int64_t n, Vec<S>& to) {
+  if constexpr (kWhole) {
+    to.load(from + first);
+  } else {
+#pragma unroll
+    for (int k = 0; k < Vec<S>::kLanes; ++k)
+      to.lane[k] = first + k < n ? load_one(from[first + k]) : typename Compute<S>::T(0);
+  }
+}
+template <class S, bool kWhole>
+__device__ __forceinline__ void store_step(const Vec<S>& from, S* to, int64_t first, int64_t n) {
+  if constexpr (kWhole) {
+    from.store(to + first);
+  } else {
+#pragma unroll
+    for (int k = 0; k < Vec<S>::kLanes; ++k)
+      if (first + k < n) to[first + k] = store_one<S>(from.lane[k]);
+  }
+}
+
+// The codes of a column's 8 steps to the words of its runs, and back.
+template <int kBits, class Word>
+__device__ __forceinline__ void pack(const Word* codes, uint8_t* to) {
+  constexpr int kLow = low_bits(kBits);
+  constexpr Word kMask = Word(~Word(0)) / 255 * ((1 << kLow) - 1);
+#pragma unroll
+  for (int run = 0; run < kLow; ++run) {
+    Word word = 0;
+#pragma unroll
+    for (int step = run; step < kBitSteps; step += kLow)
+      word |= Word((codes[step] & kMask) << shift_of(step, kBits));
+    *reinterpret_cast<Word*>(to + run * kBitStep) = word;
+  }
+  if constexpr (kBits == 3) {
+    Word word = 0;
+#pragma unroll
+    for (int step = 0; step < kBitSteps; ++step) word |= Word((codes[step] & ~kMask) >> 2 << step);
+    *reinterpret_cast<Word*>(to + 2 * kBitStep) = word;
+  }
+}
+
+template <int kBits, class Word>
+__device__ __forceinline__ void unpack(const uint8_t* from, Word* codes) {
+  constexpr int kLow = low_bits(kBits);
+  constexpr Word kOnes = Word(~Word(0)) / 255, kMask = kOnes * ((1 << kLow) - 1);
+#pragma unroll
+  for (int run = 0; run < kLow; ++run) {
+    const Word word = *reinterpret_cast<const Word*>(from + run * kBitStep);
+#pragma unroll
+    for (int step = run; step < kBitSteps; step += kLow)
+      codes[step] = word >> shift_of(step, kBits) & kMask;
+  }
+  if constexpr (kBits == 3) {
+    const Word word = *reinterpret_cast<const Word*>(from + 2 * kBitStep);
+#pragma unroll
+    for (int step = 0; step < kBitSteps; ++step) codes[step] |= Word((word >> step & kOnes) << 2);
+  }
+}
+
+template <bool kWhole, bool kByOutput, class S, class Formula, class T>
+__device__ __forceinline__ void forward_column(const Formula& formula, const Slopes<T>& slopes,
+                                               const uint8_t* thresholds, int bits, const S* x,
+                                               S* y, uint8_t* codes, int64_t first, int64_t n) {
+  using Word = Bytes<S>;
+  const int count = bits == 8 ? 0 : (1 << bits) - 1;
+  Word step_codes[kBitSteps];
+#pragma unroll
+  for (int step = 0; step < kBitSteps; ++step) {
+    const int64_t at = first + step * kBitStep;
+    Vec<S> v;
+    load_step<S, kWhole>(x, at, n, v);
+    int code[kColumn<S>], units[kColumn<S>];
+#pragma unroll
+    for (int k = 0; k < kColumn<S>; ++k) {
+      const T in = v.lane[k];
+      T slope;
+      formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
+      units[k] = int(formulas::units_of(slope, slopes));
+      code[k] = bits == 8 ? units[k] : 0;
+    }
+    for (int j = 0; j < count; ++j) {
+      const int threshold = thresholds[j];
+#pragma unroll
+      for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
+    }
+    Word word = 0;
+#pragma unroll
+    for (int k = 0; k < kColumn<S>; ++k)
+      if (kWhole || at + k < n) word |= Word(Word(code[k]) << 8 * k);
+    step_codes[step] = word;
+    store_step<S, kWhole>(v, y, at, n);
+  }
+  if (bits == 1) pack<1>(step_codes, codes);
+  if (bits == 2) pack<2>(step_codes, codes);
+  if (bits == 3) pack<3>(step_codes, codes);
+  if (bits == 4) pack<4>(step_codes, codes);
+  if (bits == 8) pack<8>(step_codes, codes);
+}
+
+// Blocks of codes are walked by thread blocks, columns by threads.
+template <class S, class F>
+__device__ __forceinline__ void each_column(int64_t n, int bits, const F& f) {
+  const int64_t blocks = bit_blocks(n), stride = int64_t(gridDim.x) * kBitBlocks<S>;
+  const int column = threadIdx.x % kColumns<S> * kColumn<S>;
+  for (int64_t block = int64_t(blockIdx.x) * kBitBlocks<S> + threadIdx.x / kColumns<S>;
+       block < blocks; block += stride)
+    f(block * kBitBlock + column, block * kBitStep * bits + column);
+}
+
+// Tables are read from shared memory: arguments that are indexed by variables are copied to local
+// memory.
+template <class S, bool kByOutput, class Formula>
+__global__ void __launch_bounds__(kThreads, 4)
+    forward_kernel(Formula formula, Slopes<typename Compute<S>::T> slopes, int bits, const S* x,
+                   S* y, uint8_t* codes, int64_t n, bool wide) {
+  __shared__ uint8_t thresholds[kMostLevels];
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int k = 0; k + 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];
+  }
+  __syncthreads();
+  each_column<S>(n, bits, [&](int64_t first, int64_t at) {
+    if (wide && n - first > kBitBlock - kBitStep + kColumn<S> - 1)
+      forward_column<true, kByOutput>(formula, slopes, thresholds, bits, x, y, codes + at, first,
+                                      n);
+    else
+      forward_column<false, kByOutput>(formula, slopes, thresholds, bits, x, y, codes + at, first,
+                                       n);
+  });
+}
+
+template <bool kWhole, class S, class T>
+__device__ __forceinline__ void backward_column(const T* levels, const Slopes<T>& slopes, int bits,
+                                                const S* grad, const uint8_t* codes, S* grad_input,
+                                                int64_t first, int64_t n) {
+  using Word = Bytes<S>;
+  Word step_codes[kBitSteps];
+  if (bits == 1) unpack<1>(codes, step_codes);
+  if (bits == 2) unpack<2>(codes, step_codes);
+  if (bits == 3) unpack<3>(codes, step_codes);
+  if (bits == 4) unpack<4>(codes, step_codes);
+  if (bits == 8) unpack<8>(codes, step_codes);
+#pragma unroll
+  for (int step = 0; step < kBitSteps; ++step) {
+    const int64_t at = first + step * kBitStep;
+    Vec<S> g;
+    load_step<S, kWhole>(grad, at, n, g);
+#pragma unroll
+    for (int k = 0; k < kColumn<S>; ++k) {
+      const int code = int(step_codes[step] >> 8 * k) & 255;
+      g.lane[k] *= bits == 8 ? formulas::level_of<8>(code, slopes) : levels[code & 15];
+    }
+    store_step<S, kWhole>(g, grad_input, at, n);
+  }
+}
+
+template <class S>
+__global__ void __launch_bounds__(kThreads, 4)
+    backward_kernel(Slopes<typename Compute<S>::T> slopes, int bits, const S* grad,
+                    const uint8_t* codes, S* grad_input, int64_t n, bool wide) {
+  __shared__ typename Compute<S>::T levels[kMostLevels];
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int k = 0; k < kMostLevels; ++k) levels[k] = slopes.level[k];
+  }
+  __syncthreads();
+  each_column<S>(n, bits, [&](int64_t first, int64_t at) {
+    if (wide && n - first > kBitBlock - kBitStep + kColumn<S> - 1)
+      backward_column<true>(levels, slopes, bits, grad, codes + at, grad_input, first, n);
+    else
+      backward_column<false>(levels, slopes, bits, grad, codes + at, grad_input, first, n);
+  });
+}
+
+template <class S>
+int64_t blocks_for(int64_t n) {
+  const int64_t blocks = ceil_div(bit_blocks(n), kBitBlocks<S>);
+  const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
+  return blocks < most ? blocks : most;
+}
+
+template <template <class> class Formula, bool kByOutput>
+void run(const FewBitForward& call, int64_t n, void* stream) {
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    using T = typename Compute<S>::T;
+    const S* x = static_cast<const S*>(call.x);
+    S* y = static_cast<S*>(call.y);
+    const double none[kMaxParameters] = {};
+    launch(forward_kernel<S, kByOutput, Formula<T>>, blocks_for<S>(n), kThreads, stream, 0,
+           Formula<T>(none), Slopes<T>(*slope_table(call.op), call.bits), call.bits, x, y,
+           call.codes, n, aligned(x, y, call.codes));
+  });
+}
+
+constexpr bool kTakesOutput[] = {
+#define FT_TAKES_OUTPUT(name, Formula, n, rounds, saved) saved == kOutput,
+    FT_POINTWISE(FT_TAKES_OUTPUT)
+#undef FT_TAKES_OUTPUT
+};
+
+}  // namespace
+
+void few_bit(const FewBitForward& call, int64_t n, void* stream) {
+#define FT_INDEX(name, ...) index_##name,
+  enum Index { FT_POINTWISE(FT_INDEX) };
+#undef FT_INDEX
+  switch (call.op) {
+#define FT_CASE(name, Formula, table)                                           \
+  case index_##name:                                                            \
+    return run<formulas::Formula, kTakesOutput[index_##name]>(call, n, stream);
+    FT_FEW_BIT(FT_CASE)
+#undef FT_CASE
+  }
+}
+
+void few_bit(const FewBitBackward& call, int64_t n, void* stream) {
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    const S* grad = static_cast<const S*>(call.grad);
+    S* grad_input = static_cast<S*>(call.grad_input);
+    launch(backward_kernel<S>, blocks_for<S>(n), kThreads, stream, 0,
+           Slopes<typename Compute<S>::T>(*slope_table(call.op), call.bits), call.bits, grad,
+           call.codes, grad_input, n, aligned(grad, grad_input, call.codes));
+  });
+}
+
+}  // namespace cuda
+}  // namespace fusedtrain

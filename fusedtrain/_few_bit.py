@@ -1,0 +1,102 @@
+"""Activations that keep their derivative in few bits: autograd around the ops of
+`_few_bit_ops.py`, for the functions with an argument ``save``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _ops
+from ._definitions import laid_out
+from .reference.batch_norm import POINTWISE
+from .reference.few_bit import TABLES
+
+_forward = _ops._callable("few_bit")
+_inplace = _ops._callable("few_bit_")
+_backward = _ops._callable("few_bit_backward")
+
+_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
+# What `save` may be beside None, by activation: the number of bits.
+SAVES = {
+    name: {f"q{bits}": bits for bits in sorted(table.bits())} for name, table in TABLES.items()
+}
+
+
+def check_save(name: str, save: str | None) -> None:
+    """Raises ValueError where the activation `name` has no such ``save``."""
+    if save is not None and save not in SAVES[name]:
+        known = ", ".join(map(repr, SAVES[name]))
+        raise ValueError(f"{name}: save must be None or one of {known}, not {save!r}")
+
+
+def _gradient(ctx: Any, grad: Tensor) -> Tensor:
+    (codes,) = ctx.saved_tensors
+    if torch.is_grad_enabled() and ctx.bits == 1:  # the derivative of that is 0
+        ones = laid_out(torch.ones_like(grad), ctx.strides)
+        return grad * _backward(ones, codes, ctx.activation, ctx.bits)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{POINTWISE[ctx.activation].name} with save='q{ctx.bits}' kept no input to "
+            "differentiate its derivative by: create_graph=True needs save=None"
+        )
+    gradient: Tensor = _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
+    return gradient
+
+
+class FewBit(torch.autograd.Function):
+    """Saves the codes alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, activation: int, bits: int) -> Tensor:
+        output: Tensor
+        output, codes = _forward(input, activation, bits)
+        ctx.save_for_backward(codes)
+        ctx.activation, ctx.bits, ctx.strides = activation, bits, output.stride()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gradient(ctx, grad), None, None
+
+
+class FewBitInplace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, activation: int, bits: int) -> Tensor:
+        codes = _inplace(input, activation, bits)
+        ctx.mark_dirty(input)
+        ctx.save_for_backward(codes)
+        strides = torch.empty_like(input, device="meta").stride()
+        ctx.activation, ctx.bits, ctx.strides = activation, bits, strides
+        return input
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gradient(ctx, grad), None, None
+
+
+_apply, _apply_inplace = _ops._apply_of(FewBit), _ops._apply_of(FewBitInplace)
+
+
+def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
+    """The activation, with its derivative in few bits where backward will ask for it.
+
+    Under torch.compile and the like it is the exact one. Raises ValueError for an unknown ``save``.
+    """
+    name = kernel.row.name
+    check_save(name, save)
+    if (
+        not _ops.takes(input)
+        or not (input.requires_grad and torch.is_grad_enabled())
+        or torch.is_inference_mode_enabled()
+        or input.is_inference()
+        or (inplace and input.is_leaf)  # torch's error
+    ):
+        return kernel(input, inplace)
+    activation, bits = _INDEX[name], SAVES[name][save]
+    if not inplace:
+        return _apply(input, activation, bits)
+    if input._is_view() or input.is_neg():
+        return input.copy_(_apply(input.clone(), activation, bits))
+    return _apply_inplace(input, activation, bits)
