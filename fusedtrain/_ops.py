@@ -23,6 +23,7 @@ from . import (
     _batch_norm_ops,
     _chain_ops,
     _fold_schema,
+    _image_ops,
     _optimizer_ops,
     _recompute,
 )
@@ -361,6 +362,7 @@ _optimizer_ops.define(_library, _warn_once)
 _batch_norm_ops.define(_library, _warn_once)
 _fold_schema.define(_library, _warn_once)
 _chain_ops.define(_library, _warn_once)
+_image_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

@@ -3,6 +3,7 @@
 #include "chains.h"
 #include "channelwise.h"
 #include "convert.h"
+#include "images.h"
 #include "kernels.h"
 #include "multi_tensor.h"
 #include "pointwise.h"
@@ -187,7 +188,12 @@ static constexpr Kernels make_kernels(const char* name) {
                  gated_kernels<FT_ISA::Plain<double>>(),
                  gated_kernels<FT_ISA::Half>(),
                  gated_kernels<FT_ISA::BFloat16>(),
-                 FT_ISA::philox_words};
+                 FT_ISA::philox_words,
+                 FT_ISA::normalize_run<FT_ISA::Plain<float>, float>,
+                 FT_ISA::normalize_run<FT_ISA::Half, uint16_t>,
+                 FT_ISA::normalize_run<FT_ISA::BFloat16, uint16_t>,
+                 FT_ISA::join_channels,
+                 FT_ISA::split_channels};
 }
 
 }  // namespace cpu

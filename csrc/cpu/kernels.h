@@ -135,6 +135,12 @@ struct ScaleKernels {
   void (*backward)(const S* g, const S* x, const T* scale, int64_t step, S* gx, T* sums, int64_t n);
 };
 
+// Bytes x upper + (x lower + shift), numbers float stored as S. step 0: one channel; 1: one value
+// for each element, and room for a step more.
+template <class S>
+using ImageKernel = void (*)(const uint8_t* x, S* y, int64_t n, const float* upper,
+                             const float* lower, const float* shift, int64_t step);
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -165,6 +171,13 @@ struct Kernels {
   GatedKernels<uint16_t> gated_f16, gated_bf16;
   // Words [4 first, 4 (first + blocks)) of the stream of a seed.
   void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
+  ImageKernel<float> image_f32;
+  ImageKernel<uint16_t> image_f16, image_bf16;
+  // n pixels of so many bytes from planes that are `stride` apart to one another, and back.
+  void (*join_channels)(const uint8_t* planes, int64_t stride, int64_t channels, uint8_t* pixels,
+                        int64_t n);
+  void (*split_channels)(const uint8_t* pixels, int64_t channels, uint8_t* planes, int64_t stride,
+                         int64_t n);
 };
 
 // Those of this process (dispatch.cpp).
