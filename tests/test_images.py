@@ -127,15 +127,14 @@ def test_layouts(ops: Kernels, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 3, 70, 100), (2, 3, 96, 96), (1, 1100, 2, 3), (1, 33, 40, 40)], ids=str
+    "shape", [(1, 3, 70, 100), (2, 3, 180, 200), (1, 1100, 2, 3), (1, 33, 40, 40)], ids=str
 )
 def test_several_blocks(ops: Kernels, shape: tuple[int, ...]) -> None:
+    """Also more than the threads of an emulated grid take in one step."""
     x = random_bytes(*shape)
-    if ops.device == "cpu" and ops.slow and x.numel() > 30_000:
-        x = x[..., :40]
     for given in (x.contiguous(), last(x)):
         for memory_format in FORMATS[1:]:
-            run(ops, given, torch.bfloat16, memory_format)
+            run(ops, given, torch.float32, memory_format)
 
 
 STRIDED: dict[str, Callable[[], Tensor]] = {

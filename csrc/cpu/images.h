@@ -6,14 +6,27 @@
 
 FT_BEGIN_NAMESPACE
 
-// The bytes of a step, in place where they are all there.
-struct Bytes {
-  alignas(64) uint8_t buffer[kStep];
-  const uint8_t* lane;
+// Widened by hand: GCC makes vectors of half the width of it, and the converters of 16-bit numbers
+// then wait for two stores at each load (bfloat16: 0.40 ns an element so, 0.15 by hand).
+struct Byte {
+  using Number = float;
+  using Stored = uint8_t;
 
-  FT_METHOD Bytes(const uint8_t* from, Whole) : lane(from) {}
-  FT_METHOD Bytes(const uint8_t* from, Rest rest) : lane(buffer) {
-    load_rest(from, rest.n, buffer);
+  template <int kCount>
+  static FT_METHOD void load(const uint8_t* in, float* out) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < kCount; i += 16) {
+      const __m128i bytes = _mm_loadu_si128((const __m128i*)(in + i));
+      _mm512_storeu_ps(out + i, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)));
+    }
+#elif defined(__AVX2__)
+    for (int i = 0; i < kCount; i += 8) {
+      const __m128i bytes = _mm_loadl_epi64((const __m128i*)(in + i));
+      _mm256_storeu_ps(out + i, _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)));
+    }
+#else
+    for (int i = 0; i < kCount; ++i) out[i] = in[i];
+#endif
   }
 };
 
@@ -22,7 +35,7 @@ void normalize_run(const uint8_t* x, S* y, int64_t n, const float* upper, const 
                    const float* shift, int64_t step) {
   const auto run = [&](auto upper_of, auto lower_of, auto shift_of) __attribute__((always_inline)) {
     each_step(n, [&](int64_t i, auto part) __attribute__((always_inline)) {
-      const Bytes from(x + i, part);
+      const In<Byte> from(x + i, part);
       Out<Format> out(y + i, part);
       const auto a = upper_of(i), b = lower_of(i), c = shift_of(i);
 #pragma GCC ivdep
