@@ -18,7 +18,7 @@ BUSY = 2.0
 
 
 # The families whose rows are of the kind below.
-FAMILIES = ("activations", "batch_norm", "chains")
+FAMILIES = ("activations", "batch_norm", "chains", "images")
 # What a table says of the memory (_measure.ALLOCATORS).
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
 

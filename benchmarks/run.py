@@ -31,6 +31,7 @@ FAMILIES = {
     "batch_norm": "kept",
     "conv_bn": "kept",
     "chains": "kept",
+    "images": "kept",
 }
 RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes
 

@@ -4,6 +4,7 @@
 #include "binding_chains.h"
 #include "binding_few_bit.h"
 #include "binding_fold.h"
+#include "binding_images.h"
 #include "binding_optimizers.h"
 
 #include <string.h>
@@ -23,7 +24,9 @@ struct Cpu {
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
 
   static Tensor new_output(const Tensor& model) {
-    Tensor output = torch::stable::empty_like(model);
+    return prepared(torch::stable::empty_like(model));
+  }
+  static Tensor prepared(Tensor output) {
     cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
     return output;
   }
@@ -111,6 +114,14 @@ struct Cpu {
     call.shares = shares.data();
     run_chain(cpu::chain_tasks(call.shape), cpu::bias_act, call);
     if (call.grad_bias) cpu::add_chain_shares(call.shape, call.dtype, call.shares, call.grad_bias);
+  }
+
+  void images(const NormalizeImages& call) const {
+    const int64_t blocks = cpu::image_blocks(call);
+    const int64_t each = call.samples * call.channels * call.pixels / blocks + 1;
+    torch::stable::parallel_for(
+        0, blocks, (kGrain + each - 1) / each,
+        [&](int64_t first, int64_t last) { cpu::normalize_images(call, first, last); });
   }
 
   void measure(const OptimizerCall& call) const;
@@ -284,4 +295,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_IMPLEMENT_FOLD(Cpu)
   FT_IMPLEMENT_CHAINS(Cpu)
   FT_IMPLEMENT_FEW_BIT(Cpu)
+  FT_IMPLEMENT_IMAGES(Cpu)
 }

@@ -5,6 +5,7 @@
 #include "binding_chains.h"
 #include "binding_few_bit.h"
 #include "binding_fold.h"
+#include "binding_images.h"
 #include "binding_optimizers.h"
 
 #ifndef FT_EMULATED
@@ -46,6 +47,7 @@ struct Cuda {
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
   static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
+  static Tensor prepared(Tensor output) { return output; }
 
   template <class Call>
   void pointwise(const Call& call, int64_t n) const {
@@ -117,6 +119,8 @@ struct Cuda {
     cuda::bias_act(call, place.stream);
   }
 
+  void images(const NormalizeImages& call) const { cuda::normalize_images(call, place.stream); }
+
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
@@ -162,4 +166,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_IMPLEMENT_FOLD(Cuda)
   FT_IMPLEMENT_CHAINS(Cuda)
   FT_IMPLEMENT_FEW_BIT(Cuda)
+  FT_IMPLEMENT_IMAGES(Cuda)
 }

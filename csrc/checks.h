@@ -115,6 +115,19 @@ inline Tensor dense_like(const Tensor& t, const Tensor& model) {
   return copy;
 }
 
+// On the device of `model`, with its sizes.
+inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
+                            torch::headeronly::ScalarType dtype) {
+  int32_t device_type,
+      kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(model.dim(), model.sizes().data(), strides,
+                                                         kind, device_type,
+                                                         model.get_device_index(), &made));
+  return Tensor(made);
+}
+
 // A dense tensor as rows x channels x inner in memory order, channels being dimension 1.
 struct ChannelView {
   int64_t rows, channels, inner;

@@ -330,6 +330,21 @@ struct BiasActBackward : BiasAct {
   double* shares;   // chain_shares() of them
 };
 
+// y = x upper + (x lower + shift) of bytes, one value of each a channel: 1 / (255 std) in two parts
+// of 16 bits, and -mean / std. Products of such a part and a byte are exact, so the result has the
+// same bits where a compiler fuses them with the additions and where it does not. Channels are the
+// innermost dimension of x or y (`last`), or each sample has a plane of `pixels` for each of them.
+struct NormalizeImages {
+  Dtype dtype;  // of y; not kFloat64
+  int64_t samples, channels, pixels;
+  bool x_last, y_last;
+  const uint8_t* x;
+  const float* coefficients;  // [3, channels]: upper, lower, shift
+  void* y;
+};
+// Where x_last != y_last.
+constexpr int64_t kMostChannelsMoved = 16;
+
 namespace cpu {
 
 // Output channels [first, last). None depends on another.
@@ -349,6 +364,10 @@ void scale_add(const ScaleForward& call, int64_t first_task, int64_t last_task);
 void scale_add(const ScaleBackward& call, int64_t first_task, int64_t last_task);
 void bias_act(const BiasActForward& call, int64_t first_task, int64_t last_task);
 void bias_act(const BiasActBackward& call, int64_t first_task, int64_t last_task);
+
+// In blocks of pixels that may run on any thread in any order.
+int64_t image_blocks(const NormalizeImages& call);
+void normalize_images(const NormalizeImages& call, int64_t first_block, int64_t last_block);
 
 // Elements [begin, end) on the calling thread.
 void pointwise(const PointwiseForward& call, int64_t begin, int64_t end);
@@ -491,6 +510,8 @@ void scale_add(const ScaleForward& call, void* stream);
 void scale_add(const ScaleBackward& call, void* stream);
 void bias_act(const BiasActForward& call, void* stream);
 void bias_act(const BiasActBackward& call, void* stream);
+
+void normalize_images(const NormalizeImages& call, void* stream);
 
 void update_scale(const ScaleUpdate& update, void* stream);
 void zero(const ZeroRange* ranges, int64_t count, void* stream);

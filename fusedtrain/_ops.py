@@ -24,6 +24,7 @@ from . import (
     _chain_ops,
     _few_bit_ops,
     _fold_schema,
+    _image_ops,
     _optimizer_ops,
     _recompute,
 )
@@ -363,6 +364,7 @@ _batch_norm_ops.define(_library, _warn_once)
 _fold_schema.define(_library, _warn_once)
 _chain_ops.define(_library, _warn_once)
 _few_bit_ops.define(_library, _warn_once)
+_image_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

@@ -20,7 +20,8 @@ from fusedtrain import backend_info
 from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
 from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
 from fusedtrain._few_bit_ops import KERNELS as FEW_BIT_OPS
-from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, few_bit, fold
+from fusedtrain._image_ops import KERNELS as IMAGE_OPS
+from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, few_bit, fold, images
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -56,6 +57,8 @@ class Reference(Kernels):
             return getattr(chains, name)(*arguments)
         if name in FEW_BIT_OPS:
             return getattr(few_bit, name)(*arguments)
+        if name in IMAGE_OPS:
+            return getattr(images, name)(*arguments)
         if name.endswith("_backward"):
             return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
         if name.endswith("_"):

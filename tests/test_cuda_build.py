@@ -38,6 +38,13 @@ WIDE = {
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }
+# Of bytes a quarter or a half of that is loaded; the last takes bytes from where they are.
+STORES = (
+    "to_planes_kernel<float, true, false, 0>",
+    "to_planes_kernel<__half, true, true, 3>",
+    "to_last_kernel<__nv_bfloat16, true, true>",
+    "to_last_kernel<float, true, false>",
+)
 
 
 def built() -> dict[str, list[str]]:
@@ -96,6 +103,15 @@ def test_kernels_load_and_store_16_bytes(sass: dict[str, str], pattern: str) -> 
         assert not re.search(r"\b(LDL|STL)\b", body), "local memory"
 
 
+@pytest.mark.parametrize("name", STORES)
+def test_kernels_store_16_bytes(sass: dict[str, str], name: str) -> None:
+    (body,) = (body for kernel, body in sass.items() if name in kernel)
+    assert re.search(r"STG\.E(\.\w+)*\.128", body)
+    assert not re.search(r"\b(LDL|STL)\b", body), "local memory"
+    if name != STORES[-1]:
+        assert re.search(r"LDG\.E \w" if "float" in name else r"LDG\.E\.64", body)
+
+
 def test_it_loads_under_a_torch_without_cuda() -> None:
     """So the symbols it needs are those of libtorch_cpu; every op is registered for CUDA."""
     code = f"""
@@ -106,7 +122,7 @@ if torch.version.cuda is None:
 for name, row in ACTIVATIONS.items():
     for op in (name, name + "_backward", *([] if row.tensors else [name + "_"])):
         assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
-for op in fusedtrain._batch_norm_ops.KERNELS:
+for op in (*fusedtrain._batch_norm_ops.KERNELS, *fusedtrain._image_ops.KERNELS):
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

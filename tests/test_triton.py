@@ -62,8 +62,8 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     ops = (
-        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6 + 3
-    )  # of optimizers, norms, folding, chains, few bits
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6 + 3 + 1
+    )  # of optimizers, norms, folding, chains, few bits, images
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -191,6 +191,8 @@ def check_target(target: str) -> None:
 
     for dtype in DTYPES:
         check_chains(target, dtype)
+        if dtype is not torch.float64:
+            check_images(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
             flags = sum(p.is_constexpr for p in kernel.params) - 1
             compiled = compile_for(target, kernel, dtype, *[True] * flags, fold._BLOCK)
@@ -261,6 +263,26 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
         else:
             assert ".local" not in code
             assert spilled_bytes(code) == 0, (kernel, constants)
+
+
+def check_images(target: str, dtype: torch.dtype) -> None:
+    """16-byte stores, and loads of as many bytes where those are neighbours."""
+    from fusedtrain.triton import images as m
+
+    block = m._BLOCK[dtype.itemsize]
+    for kernel, rest in ((m.to_planes_kernel, (16, block)), (m.to_last_kernel, (block,))):
+        for last in (True, False):
+            others = {"x_ptr": torch.uint8, "coefficients_ptr": torch.float32}
+            compiled = compile_for(target, kernel, dtype, last, *rest, **others)
+            code = compiled.asm.get("ptx")
+            if code is None:
+                assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}
+                continue
+            assert ".local" not in code
+            assert spilled_bytes(code) == 0
+            assert re.search(r"st\.global\.(?:v4\.b32|v2\.b64)", code)
+            neighbours = (kernel is m.to_last_kernel) == last
+            assert bool(re.search(r"ld\.global\.v[24]\.b32", code)) == neighbours
 
 
 def fake_driver() -> Any:

@@ -4,6 +4,7 @@
 #include "channelwise.h"
 #include "convert.h"
 #include "few_bit.h"
+#include "images.h"
 #include "kernels.h"
 #include "multi_tensor.h"
 #include "pointwise.h"
@@ -219,7 +220,12 @@ static constexpr Kernels make_kernels(const char* name) {
                  few_bit_kernels<FT_ISA::Plain<float>>(),
                  few_bit_kernels<FT_ISA::Plain<double>>(),
                  few_bit_kernels<FT_ISA::Half>(),
-                 few_bit_kernels<FT_ISA::BFloat16>()};
+                 few_bit_kernels<FT_ISA::BFloat16>(),
+                 FT_ISA::normalize_run<FT_ISA::Plain<float>, float>,
+                 FT_ISA::normalize_run<FT_ISA::Half, uint16_t>,
+                 FT_ISA::normalize_run<FT_ISA::BFloat16, uint16_t>,
+                 FT_ISA::join_channels,
+                 FT_ISA::split_channels};
 }
 
 }  // namespace cpu

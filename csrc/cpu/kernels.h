@@ -146,6 +146,12 @@ struct FewBitKernels {
                    const Slopes<T>& slopes);
 };
 
+// Bytes x upper + (x lower + shift), numbers float stored as S. step 0: one channel; 1: one value
+// for each element, and room for a step more.
+template <class S>
+using ImageKernel = void (*)(const uint8_t* x, S* y, int64_t n, const float* upper,
+                             const float* lower, const float* shift, int64_t step);
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -179,6 +185,13 @@ struct Kernels {
   FewBitKernels<float, float> few_bit_f32;
   FewBitKernels<double, double> few_bit_f64;
   FewBitKernels<uint16_t, float> few_bit_f16, few_bit_bf16;
+  ImageKernel<float> image_f32;
+  ImageKernel<uint16_t> image_f16, image_bf16;
+  // n pixels of so many bytes from planes that are `stride` apart to one another, and back.
+  void (*join_channels)(const uint8_t* planes, int64_t stride, int64_t channels, uint8_t* pixels,
+                        int64_t n);
+  void (*split_channels)(const uint8_t* pixels, int64_t channels, uint8_t* planes, int64_t stride,
+                         int64_t n);
 };
 
 // Those of this process (dispatch.cpp).

@@ -32,6 +32,7 @@ from .activation import (
 from .conv import ConvBnAct
 from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
+from .images import NormalizeImages
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
@@ -59,6 +60,7 @@ __all__ = [
     "LeakyReLU",
     "LogSigmoid",
     "Mish",
+    "NormalizeImages",
     "PReLU",
     "QuickGELU",
     "ReGLU",

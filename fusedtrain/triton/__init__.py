@@ -15,6 +15,7 @@ import torch
 from .._batch_norm_ops import KERNELS as _BATCH_NORM_OPS
 from .._chain_ops import KERNELS as _CHAIN_OPS
 from .._few_bit_ops import KERNELS as _FEW_BIT_OPS
+from .._image_ops import KERNELS as _IMAGE_OPS
 from ..reference import ACTIVATIONS
 
 if importlib.util.find_spec("triton") is None:
@@ -44,7 +45,9 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import batch_norm, chains, channelwise, few_bit, fold, multi_tensor, pointwise, scaling
+    from . import (
+        batch_norm, chains, channelwise, few_bit, fold, images, multi_tensor, pointwise, scaling,
+    )  # fmt: skip
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -63,6 +66,8 @@ def _load() -> dict[str, Callable[..., Any]]:
         ops[name] = getattr(chains, name)
     for name in _FEW_BIT_OPS:
         ops[name] = getattr(few_bit, name)
+    for name in _IMAGE_OPS:
+        ops[name] = getattr(images, name)
     return ops
 
 
@@ -96,5 +101,7 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS, *_CHAIN_OPS, *_FEW_BIT_OPS):
+    for name in (
+        *_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS, *_CHAIN_OPS, *_FEW_BIT_OPS, *_IMAGE_OPS,
+    ):  # fmt: skip
         library.impl(name, late(name), dispatch_key)
