@@ -4,6 +4,7 @@
 #include "binding_chains.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
+#include "binding_pool.h"
 
 #include <string.h>
 
@@ -22,7 +23,9 @@ struct Cpu {
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
 
   static Tensor new_output(const Tensor& model) {
-    Tensor output = torch::stable::empty_like(model);
+    return prepared(torch::stable::empty_like(model));
+  }
+  static Tensor prepared(Tensor output) {
     cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
     return output;
   }
@@ -102,6 +105,13 @@ struct Cpu {
     call.shares = shares.data();
     run_chain(cpu::chain_tasks(call.shape), cpu::bias_act, call);
     if (call.grad_bias) cpu::add_chain_shares(call.shape, call.dtype, call.shares, call.grad_bias);
+  }
+
+  template <class Call>
+  void max_pool2d(const Call& call) const {
+    torch::stable::parallel_for(
+        0, cpu::max_pool2d_tasks(call), 2,
+        [&](int64_t first, int64_t last) { cpu::max_pool2d(call, first, last); });
   }
 
   void measure(const OptimizerCall& call) const;
@@ -274,4 +284,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_IMPLEMENT_BATCH_NORM(Cpu)
   FT_IMPLEMENT_FOLD(Cpu)
   FT_IMPLEMENT_CHAINS(Cpu)
+  FT_IMPLEMENT_POOL(Cpu)
 }

@@ -5,6 +5,7 @@
 #include "binding_chains.h"
 #include "binding_fold.h"
 #include "binding_optimizers.h"
+#include "binding_pool.h"
 
 #ifndef FT_EMULATED
 #include <torch/csrc/stable/accelerator.h>
@@ -45,6 +46,7 @@ struct Cuda {
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
   static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
+  static Tensor prepared(Tensor output) { return output; }
 
   template <class Call>
   void pointwise(const Call& call, int64_t n) const {
@@ -112,6 +114,11 @@ struct Cuda {
     cuda::bias_act(call, place.stream);
   }
 
+  template <class Call>
+  void max_pool2d(const Call& call) const {
+    cuda::max_pool2d(call, place.stream);
+  }
+
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
@@ -156,4 +163,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_IMPLEMENT_OPTIMIZERS(Cuda)
   FT_IMPLEMENT_FOLD(Cuda)
   FT_IMPLEMENT_CHAINS(Cuda)
+  FT_IMPLEMENT_POOL(Cuda)
 }

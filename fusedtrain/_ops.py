@@ -24,6 +24,7 @@ from . import (
     _chain_ops,
     _fold_schema,
     _optimizer_ops,
+    _pool_ops,
     _recompute,
 )
 from ._definitions import fallback
@@ -361,6 +362,7 @@ _optimizer_ops.define(_library, _warn_once)
 _batch_norm_ops.define(_library, _warn_once)
 _fold_schema.define(_library, _warn_once)
 _chain_ops.define(_library, _warn_once)
+_pool_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

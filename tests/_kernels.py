@@ -19,7 +19,8 @@ from torch import Tensor
 from fusedtrain import backend_info
 from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
 from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
-from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, fold
+from fusedtrain._pool_ops import KERNELS as POOL_OPS
+from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, fold, pool
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -53,6 +54,8 @@ class Reference(Kernels):
             return getattr(batch_norm, name)(*arguments)
         if name in CHAIN_OPS:
             return getattr(chains, name)(*arguments)
+        if name in POOL_OPS:
+            return getattr(pool, name)(*arguments)
         if name.endswith("_backward"):
             return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
         if name.endswith("_"):

@@ -33,6 +33,7 @@ SHORT = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
 # rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
@@ -61,8 +62,8 @@ def test_launches(tmp_path: Path) -> None:
 
 def test_import_leaves_triton_alone() -> None:
     ops = (
-        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6
-    )  # of optimizers, norms, folding, chains
+        sum(2 if row.tensors else 3 for row in ACTIVATIONS.values()) + 5 + 6 + 2 + 6 + 2
+    )  # of optimizers, norms, folding, chains, pooling
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -190,6 +191,7 @@ def check_target(target: str) -> None:
 
     for dtype in DTYPES:
         check_chains(target, dtype)
+        check_pool(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
             flags = sum(p.is_constexpr for p in kernel.params) - 1
             compiled = compile_for(target, kernel, dtype, *[True] * flags, fold._BLOCK)
@@ -252,6 +254,24 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
         else:
             assert ".local" not in code
             assert spilled_bytes(code) == 0, (kernel, constants)
+
+
+def check_pool(target: str, dtype: torch.dtype) -> None:
+    """Windows are not 16 bytes apart; but nothing leaves the registers."""
+    from fusedtrain.triton import pool
+
+    for bits, small in ((1, True), (2, True), (2, False), (4, True), (8, True)):
+        for kernel, constants in (
+            (pool.max_pool2d_kernel, (bits, True, small, pool._BLOCK)),
+            (pool.max_pool2d_backward_kernel, (bits, small, pool._BLOCK)),
+        ):
+            compiled = compile_for(target, kernel, dtype, *constants, codes_ptr=torch.uint8)
+            if "ptx" in compiled.asm:
+                assert ".local" not in compiled.asm["ptx"]
+                # Calls that divide 64 bits put registers by.
+                assert not small or spilled_bytes(compiled.asm["ptx"]) == 0, (bits, dtype)
+            else:
+                assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}
 
 
 def fake_driver() -> Any:

@@ -33,6 +33,7 @@ from .conv import ConvBnAct
 from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
+from .pool import MaxPool2d
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "Hardtanh",
     "LeakyReLU",
     "LogSigmoid",
+    "MaxPool2d",
     "Mish",
     "PReLU",
     "QuickGELU",

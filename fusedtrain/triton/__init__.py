@@ -14,6 +14,7 @@ import torch
 
 from .._batch_norm_ops import KERNELS as _BATCH_NORM_OPS
 from .._chain_ops import KERNELS as _CHAIN_OPS
+from .._pool_ops import KERNELS as _POOL_OPS
 from ..reference import ACTIVATIONS
 
 if importlib.util.find_spec("triton") is None:
@@ -43,7 +44,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import batch_norm, chains, channelwise, fold, multi_tensor, pointwise, scaling
+    from . import batch_norm, chains, channelwise, fold, multi_tensor, pointwise, pool, scaling
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -60,6 +61,8 @@ def _load() -> dict[str, Callable[..., Any]]:
         ops[name] = getattr(fold, name)
     for name in _CHAIN_OPS:
         ops[name] = getattr(chains, name)
+    for name in _POOL_OPS:
+        ops[name] = getattr(pool, name)
     return ops
 
 
@@ -93,5 +96,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS, *_CHAIN_OPS):
+    for name in (*_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS, *_CHAIN_OPS, *_POOL_OPS):
         library.impl(name, late(name), dispatch_key)
