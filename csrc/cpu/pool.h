@@ -108,21 +108,46 @@ struct MaxPooling {
           last(smaller(kernel, size - start)) {}
   };
 
+  // An output, from run to run.
+  struct Walk {
+    int64_t plane, row, column, channel;
+    FT_METHOD Walk(const MaxPool& call, int64_t at) {
+      const int64_t pixel = at / call.channels, line = pixel / call.out_width;
+      channel = at % call.channels;
+      column = pixel % call.out_width;
+      row = line % call.out_height;
+      plane = line / call.out_height;
+    }
+    FT_METHOD void advance(const MaxPool& call, int64_t n) {
+      if (call.channels > 1) {
+        if ((channel += n) < call.channels) return;
+        channel = 0;
+        n = 1;
+      }
+      if ((column += n) < call.out_width) return;
+      column = 0;
+      if (++row < call.out_height) return;
+      row = 0;
+      ++plane;
+    }
+  };
+
   // Outputs [start, start + n) of a row.
   static FT_METHOD void run_row(const MaxPoolForward& call, const S* plane, const Window& rows,
                                 int64_t start, int64_t n, T* best, P* place) {
     const int64_t stride = call.stride_w, width = call.width, pad = call.pad_w;
-    const int64_t begin = larger<int64_t>(start * stride - pad, 0);
-    const int64_t end = smaller(width, (start + n - 1) * stride - pad + call.kernel_w);
+    // Where the first and the last window begin. A division takes as long as a pass over 7 outputs:
+    // only windows that reach over an edge need one.
+    const int64_t left = start * stride - pad, right = left + (n - 1) * stride;
+    const int64_t begin = larger<int64_t>(left, 0), end = smaller(width, right + call.kernel_w);
     for (int64_t k = 0; k < n; ++k)
       place[k] = P(rows.first * call.kernel_w + larger<int64_t>(pad - (start + k) * stride, 0));
     alignas(64) T buffer[kWide ? 1 : kSpan];
     for (int64_t i = rows.first; i < rows.last; ++i) {
       const T* x = numbers<Format>(plane + (rows.start + i) * width + begin, end - begin, buffer);
       for (int64_t j = 0; j < call.kernel_w; ++j) {
-        const int64_t first = larger(start, pad > j ? ceil_div(pad - j, stride) : 0);
-        const int64_t last =
-            width + pad > j ? smaller(start + n, ceil_div(width + pad - j, stride)) : 0;
+        const int64_t first = left + j >= 0 ? start : ceil_div(pad - j, stride);
+        const int64_t last = right + j < width ? start + n : ceil_div(width + pad - j, stride);
         const T* from = x + first * stride - pad + j - begin;
         const P code = P(i * call.kernel_w + j);
         T* b = best + (first - start);
@@ -167,22 +192,21 @@ struct MaxPooling {
       T* best = buffer;
       if constexpr (kWide) best = y;
       for (int64_t k = 0; k < end - begin; ++k) best[k] = kLowest;
-      for (int64_t at = begin, n; at < end; at += n) {
-        const int64_t pixel = at / channels, channel = at % channels;
-        const int64_t row = pixel / call.out_width, column = pixel % call.out_width;
-        const S* plane = static_cast<const S*>(call.x) + row / call.out_height * plane_size;
-        const Window rows(row % call.out_height, call.stride_h, call.pad_h, call.kernel_h,
-                          call.height);
-        T* b = best + (at - begin);
-        P* p = places + (at - begin);
+      Walk at(call, begin);
+      for (int64_t done = 0, n; done < end - begin; done += n) {
+        const S* plane = static_cast<const S*>(call.x) + at.plane * plane_size;
+        const Window rows(at.row, call.stride_h, call.pad_h, call.kernel_h, call.height);
+        T* b = best + done;
+        P* p = places + done;
         if (channels == 1) {
-          n = smaller(smaller(call.out_width - column, end - at), longest);
-          run_row(call, plane, rows, column, n, b, p);
+          n = smaller(smaller(call.out_width - at.column, end - begin - done), longest);
+          run_row(call, plane, rows, at.column, n, b, p);
         } else {
-          n = smaller(channels - channel, end - at);
-          const Window columns(column, call.stride_w, call.pad_w, call.kernel_w, call.width);
-          run_pixel(call, plane + channel, rows, columns, n, b, p);
+          n = smaller(channels - at.channel, end - begin - done);
+          const Window columns(at.column, call.stride_w, call.pad_w, call.kernel_w, call.width);
+          run_pixel(call, plane + at.channel, rows, columns, n, b, p);
         }
+        at.advance(call, n);
       }
       if constexpr (!kWide) to_16bit<Format>(best, y, end - begin);
       if (call.bits == 0) continue;
@@ -205,9 +229,11 @@ struct MaxPooling {
   static FT_METHOD void add_row(const MaxPoolBackward& call, const cpu::MaxPoolRows& r, int64_t i,
                                 const P* place, const T* grad, T* sums) {
     // From the last column of the window: sums are in the order of the outputs.
-    for (int64_t j = call.kernel_w - 1; j >= 0; --j)
-      add(place, grad, P(i * call.kernel_w + j), sums + j % r.stride * r.steps + j / r.stride,
-          call.out_width);
+    int64_t j = call.kernel_w - 1, phase = j % r.stride, step = j / r.stride;
+    for (; j >= 0; --j, --phase) {
+      if (phase < 0) phase = r.stride - 1, --step;
+      add(place, grad, P(i * call.kernel_w + j), sums + phase * r.steps + step, call.out_width);
+    }
   }
   static FT_METHOD void add_pixels(const MaxPoolBackward& call, int64_t i, const P* place,
                                    const T* grad, T* sums) {
