@@ -166,6 +166,7 @@ def build_cpu(out: Path, work: Path) -> dict[str, object]:
         n.compile(CSRC / "cpu/fold.cpp", compiler, CXX_FLAGS),
         n.compile(CSRC / "cpu/chains.cpp", compiler, CXX_FLAGS),
         n.compile(CSRC / "cpu/images.cpp", compiler, CXX_FLAGS),
+        n.compile(CSRC / "cpu/pool.cpp", compiler, CXX_FLAGS),
         n.compile(CSRC / "cpu/isa_default.cpp", compiler, CXX_FLAGS),
     ]
     if platform.machine() in ("x86_64", "AMD64"):

@@ -6,6 +6,7 @@
 #include "binding_fold.h"
 #include "binding_images.h"
 #include "binding_optimizers.h"
+#include "binding_pool.h"
 
 #include <string.h>
 
@@ -122,6 +123,13 @@ struct Cpu {
     torch::stable::parallel_for(
         0, blocks, (kGrain + each - 1) / each,
         [&](int64_t first, int64_t last) { cpu::normalize_images(call, first, last); });
+  }
+
+  template <class Call>
+  void max_pool2d(const Call& call) const {
+    torch::stable::parallel_for(
+        0, cpu::max_pool2d_tasks(call), 2,
+        [&](int64_t first, int64_t last) { cpu::max_pool2d(call, first, last); });
   }
 
   void measure(const OptimizerCall& call) const;
@@ -296,4 +304,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
   FT_IMPLEMENT_CHAINS(Cpu)
   FT_IMPLEMENT_FEW_BIT(Cpu)
   FT_IMPLEMENT_IMAGES(Cpu)
+  FT_IMPLEMENT_POOL(Cpu)
 }

@@ -7,6 +7,7 @@
 #include "binding_fold.h"
 #include "binding_images.h"
 #include "binding_optimizers.h"
+#include "binding_pool.h"
 
 #ifndef FT_EMULATED
 #include <torch/csrc/stable/accelerator.h>
@@ -120,6 +121,10 @@ struct Cuda {
   }
 
   void images(const NormalizeImages& call) const { cuda::normalize_images(call, place.stream); }
+  template <class Call>
+  void max_pool2d(const Call& call) const {
+    cuda::max_pool2d(call, place.stream);
+  }
 
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
@@ -167,4 +172,5 @@ STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
   FT_IMPLEMENT_CHAINS(Cuda)
   FT_IMPLEMENT_FEW_BIT(Cuda)
   FT_IMPLEMENT_IMAGES(Cuda)
+  FT_IMPLEMENT_POOL(Cuda)
 }

@@ -16,8 +16,9 @@ namespace fusedtrain {
 constexpr int kBitBlock = 256, kBitStep = 32, kBitSteps = kBitBlock / kBitStep;
 
 FT_METHOD constexpr int64_t bit_blocks(int64_t n) { return (n + kBitBlock - 1) / kBitBlock; }
+FT_METHOD constexpr int block_bytes(int bits) { return kBitStep * bits; }
 FT_METHOD constexpr int64_t packed_bytes(int64_t n, int bits) {
-  return bit_blocks(n) * kBitStep * bits;
+  return bit_blocks(n) * block_bytes(bits);
 }
 
 // The bits that are packed together: all but the third of 3.
@@ -26,6 +27,16 @@ FT_METHOD constexpr int low_bits(int bits) { return bits == 3 ? 2 : bits; }
 FT_METHOD constexpr int run_of(int step, int bits) { return step % low_bits(bits); }
 FT_METHOD constexpr int shift_of(int step, int bits) {
   return step / low_bits(bits) * low_bits(bits);
+}
+
+// Where code i is, of 1, 2, 4 or 8 bits.
+struct Spot {
+  int64_t byte;
+  int shift;
+};
+FT_METHOD constexpr Spot spot_of(int64_t i, int bits) {
+  const int part = block_bytes(bits), rest = int(i % kBitBlock);
+  return {i / kBitBlock * part + rest % part, rest / part * bits};
 }
 
 }  // namespace fusedtrain

@@ -344,12 +344,41 @@ struct NormalizeImages {
 };
 // Where x_last != y_last.
 constexpr int64_t kMostChannelsMoved = 16;
+// The maximum of every window. In memory order a tensor is planes x height x width x channels: one
+// channel where it is contiguous, the samples as planes where it is channels_last. Windows are so
+// placed that each has an element of the input. The code of an output is the place of its maximum
+// in the window, row by row, with so many `bits` of 1, 2, 4 or 8 (csrc/bits.h).
+struct MaxPool {
+  Dtype dtype;
+  int64_t planes, channels, height, width, out_height, out_width;
+  int64_t kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
+  int bits;
+  int64_t inputs() const { return planes * channels * height * width; }
+  int64_t outputs() const { return planes * channels * out_height * out_width; }
+};
+struct MaxPoolForward : MaxPool {
+  const void* x;
+  void* y;
+  uint8_t* codes;  // null and 0 bits: nobody asks for them
+};
+// An input of several windows gets its sum in the order of the outputs, in the type computed in.
+struct MaxPoolBackward : MaxPool {
+  const void* grad;
+  const uint8_t* codes;
+  void* grad_input;
+};
 
 namespace cpu {
 
 // Output channels [first, last). None depends on another.
 void fold(const FoldForward& call, int64_t first, int64_t last);
 void fold(const FoldBackward& call, int64_t first, int64_t last);
+
+// In tasks that may run on any thread in any order.
+int64_t max_pool2d_tasks(const MaxPoolForward& call);
+int64_t max_pool2d_tasks(const MaxPoolBackward& call);
+void max_pool2d(const MaxPoolForward& call, int64_t first_task, int64_t last_task);
+void max_pool2d(const MaxPoolBackward& call, int64_t first_task, int64_t last_task);
 
 // In tasks that may run on any thread in any order; sums do not depend on the number of threads.
 int64_t gated_tasks(const Gated& call);
@@ -512,6 +541,8 @@ void bias_act(const BiasActForward& call, void* stream);
 void bias_act(const BiasActBackward& call, void* stream);
 
 void normalize_images(const NormalizeImages& call, void* stream);
+void max_pool2d(const MaxPoolForward& call, void* stream);
+void max_pool2d(const MaxPoolBackward& call, void* stream);
 
 void update_scale(const ScaleUpdate& update, void* stream);
 void zero(const ZeroRange* ranges, int64_t count, void* stream);

@@ -26,6 +26,7 @@ from . import (
     _fold_schema,
     _image_ops,
     _optimizer_ops,
+    _pool_ops,
     _recompute,
 )
 from ._definitions import fallback
@@ -365,6 +366,7 @@ _fold_schema.define(_library, _warn_once)
 _chain_ops.define(_library, _warn_once)
 _few_bit_ops.define(_library, _warn_once)
 _image_ops.define(_library, _warn_once)
+_pool_ops.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

@@ -1,4 +1,4 @@
-"""Swap the activations of a model for the fused ones, in place, and swap them back.
+"""Swap the activations and max pooling of a model for the fused ones, in place, and swap them back.
 
 A module is converted by giving the very same object another class. So its hooks, parameters, flags
 and names, and whoever else refers to it, need no copying: they are never touched.
@@ -24,6 +24,7 @@ from ._rewritten import has_foreign_forward
 __all__ = ["ConversionReport", "convert", "revert"]
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
+_TORCH_FILES = (_TORCH_ACTIVATIONS, "torch.nn.modules.pooling")
 _TIMM_ACTIVATIONS = "timm.layers.activations"
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 
@@ -59,7 +60,7 @@ _TORCH: dict[type, type] = {
     for fused in vars(fused_nn).values()
     if isinstance(fused, type) and issubclass(fused, torch.nn.Module)
     for base in fused.__mro__[1:]
-    if base.__module__ == _TORCH_ACTIVATIONS and base.__name__ == fused.__name__
+    if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
 _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.values()))
 
@@ -71,9 +72,11 @@ def convert(
     exclude: Iterable[type | str] = (),
     memory: str = "store",
 ) -> ConversionReport:
-    """Give the activations and batch norms of `model` their fused classes, in place, and report it.
+    """Give the activations, batch norms and max pooling of `model` their fused classes, in place,
+    and report it.
 
-    An activation is converted if its type is exactly an activation class of torch.nn or timm. A
+    An activation is converted if its type is exactly an activation class of torch.nn or timm, max
+    pooling if it is exactly torch.nn.MaxPool2d. A
     batch norm is converted if its type is exactly that of torch.nn or timm's BatchNormAct2d, and
     all that is done with its output is stochastic depth, the addition of another tensor, and an
     activation (a module or a call such as `F.relu(x)`), each of which may be missing: these become
@@ -182,8 +185,8 @@ def revert(model: torch.nn.Module) -> int:
 def _find(
     model: torch.nn.Module, names: set[str], types: tuple[type, ...]
 ) -> tuple[list[Found], set[int]]:
-    """Every activation of the model once, in the order of named_modules, and the ids of excluded
-    modules; changes nothing."""
+    """Every activation and max pooling of the model once, in the order of named_modules, and the
+    ids of excluded modules; changes nothing."""
     found: dict[int, Found] = {}
     kept: set[int] = set()
     unmatched = set(names)
@@ -213,7 +216,7 @@ def _find(
 
 
 def _decide(module: torch.nn.Module) -> Found | None:
-    """What to do with one module; None if it is no activation."""
+    """What to do with one module; None if it is neither activation nor max pooling."""
     cls = type(module)
     if isinstance(module, _SCRIPTED):
         known = {base.__name__ for base in _TORCH}

@@ -1,5 +1,5 @@
 """Activations as functions: the names, arguments and numerics of ``torch.nn.functional``; and
-batch norm, pointwise chains and images, whose docstrings say what differs from what follows.
+batch norm, chains, pooling and images, whose docstrings say what differs from what follows.
 
 Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16
 (others run in eager torch, with its results and its errors); the result has the shape, dtype and
@@ -38,6 +38,7 @@ from ._chain_functions import reglu as reglu
 from ._chain_functions import residual_add as residual_add
 from ._chain_functions import swiglu as swiglu
 from ._images import normalize_images as normalize_images
+from ._pool import max_pool2d as max_pool2d
 from .reference import activations as _reference
 
 _K = _ops.KERNELS

@@ -21,8 +21,18 @@ from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
 from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
 from fusedtrain._few_bit_ops import KERNELS as FEW_BIT_OPS
 from fusedtrain._image_ops import KERNELS as IMAGE_OPS
-from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, few_bit, fold, images
+from fusedtrain._pool_ops import KERNELS as POOL_OPS
+from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, few_bit, fold, images, pool
 
+# The references of ops that are not activations, by their names.
+REFERENCES = {
+    name: module
+    for names, module in (
+        (("fold_weight", "fold_weight_backward"), fold), (BATCH_NORM_OPS, batch_norm),
+        (CHAIN_OPS, chains), (FEW_BIT_OPS, few_bit), (IMAGE_OPS, images), (POOL_OPS, pool),
+    )
+    for name in names
+}  # fmt: skip
 HAS_GPU = torch.cuda.is_available()
 
 
@@ -49,16 +59,8 @@ class Reference(Kernels):
     slow = True
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        if name.startswith("fold_weight"):
-            return getattr(fold, name)(*arguments)
-        if name in BATCH_NORM_OPS:
-            return getattr(batch_norm, name)(*arguments)
-        if name in CHAIN_OPS:
-            return getattr(chains, name)(*arguments)
-        if name in FEW_BIT_OPS:
-            return getattr(few_bit, name)(*arguments)
-        if name in IMAGE_OPS:
-            return getattr(images, name)(*arguments)
+        if name in REFERENCES:
+            return getattr(REFERENCES[name], name)(*arguments)
         if name.endswith("_backward"):
             return ACTIVATIONS[name.removesuffix("_backward")].backward(*arguments)
         if name.endswith("_"):

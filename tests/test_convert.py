@@ -26,7 +26,7 @@ from fusedtrain import nn as fused_nn
 # largest difference measured (EfficientNet, AVX512). MobileNetV3 differs by 3.3e-8, all of it from
 # Hardsigmoid: torch's backward multiplies by 1/6 rounded to float32, in float64 as well.
 MODELS = {
-    "torchvision:resnet50": ({"ReLU": 17}, 1e-10),
+    "torchvision:resnet50": ({"ReLU": 17, "MaxPool2d": 1}, 1e-10),
     "torchvision:mobilenet_v3_large": ({"Hardswish": 21, "ReLU": 19, "Hardsigmoid": 8}, 1e-7),
     "torchvision:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
     "timm:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
@@ -47,6 +47,7 @@ TORCH_ARGUMENTS: dict[str, dict[str, Any]] = {
     "Hardtanh": {"min_val": -0.3, "max_val": 0.4},
     "LeakyReLU": {"negative_slope": 0.3},
     "LogSigmoid": {},
+    "MaxPool2d": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
     "Mish": {},
     "PReLU": {"num_parameters": 5, "init": 0.1},
     "ReLU": {},
@@ -265,6 +266,8 @@ def check_same(stock: nn.Module, module: nn.Module, tolerance: float) -> None:
     """The same output, gradients, and contents of the input after the call."""
     torch.manual_seed(0)
     x = 2 * torch.randn(8, 5, dtype=torch.float64)
+    if isinstance(stock, nn.MaxPool2d):
+        x = x[None]
     stock, module = copy.deepcopy(stock).double(), module.double()
     x_stock, x_fused = x.clone(), x.clone()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Activations that keep their derivative in few bits: packing, tables and their errors, kernels of
+"""Activations that keep their derivative in few bits: tables and their errors, kernels of
 every backend, the functions and modules with ``save``, and training with them."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedtrain._few_bit import SAVES
 from fusedtrain._few_bit_ops import KERNELS
 from fusedtrain.reference import ACTIVATIONS, few_bit
 from fusedtrain.reference.batch_norm import POINTWISE
-from fusedtrain.reference.bits import BLOCK, STEP, pack, packed_bytes, unpack
+from fusedtrain.reference.bits import BLOCK, packed_bytes, unpack
 
 INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 CASES = [(name, bits) for name, table in few_bit.TABLES.items() for bits in table.bits()]
@@ -50,30 +50,6 @@ def slope_of(name: str, x: Tensor) -> Tensor:
     x = x.double().requires_grad_()
     (slope,) = torch.autograd.grad(ACTIVATIONS[name].forward(x).sum(), x)
     return slope
-
-
-# --- packing ---
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("count", [0, 1, 31, 256, 257, 1000])
-def test_what_is_packed_is_unpacked(bits: int, count: int) -> None:
-    codes = torch.randint(0, 2**bits, (count,))
-    packed = pack(codes, bits)
-    assert packed.dtype is torch.uint8
-    assert packed.numel() == packed_bytes(count, bits) == -(-count // BLOCK) * STEP * bits
-    assert torch.equal(unpack(packed, bits, count), codes)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_where_a_code_is(bits: int) -> None:
-    """Element by element, as csrc/bits.h describes it."""
-    codes = torch.randint(0, 2**bits, (2 * BLOCK,))
-    packed, runs = pack(codes, bits).tolist(), BLOCK * bits // 8
-    for i, code in enumerate(codes.tolist()):
-        block, within = divmod(i, BLOCK)
-        byte = packed[block * runs + within % runs]
-        assert byte >> within // runs * bits & (2**bits - 1) == code
 
 
 # --- tables ---

@@ -55,6 +55,7 @@ def main() -> int:
     )
     compiled_once = (
         "batch_norm.cpp", "batch_norm_tiles.h", "chains.cpp", "dispatch.cpp", "multi_tensor.cpp",
+        "pool.cpp",
     )  # fmt: skip
     isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name not in compiled_once] + [
         CSRC / "formulas.h",

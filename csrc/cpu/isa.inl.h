@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "multi_tensor.h"
 #include "pointwise.h"
+#include "pool.h"
 
 namespace fusedtrain {
 namespace cpu {
@@ -185,6 +186,11 @@ static constexpr FewBitKernels<typename Format::Stored, typename Format::Number>
   };
 }
 
+template <class Format>
+static constexpr MaxPoolKernels max_pool_kernels() {
+  return {FT_ISA::MaxPooling<Format>::forward, FT_ISA::MaxPooling<Format>::backward};
+}
+
 static constexpr Kernels make_kernels(const char* name) {
   return Kernels{name,
                  pointwise_kernels<float>(),
@@ -216,6 +222,10 @@ static constexpr Kernels make_kernels(const char* name) {
                  gated_kernels<FT_ISA::Plain<double>>(),
                  gated_kernels<FT_ISA::Half>(),
                  gated_kernels<FT_ISA::BFloat16>(),
+                 max_pool_kernels<FT_ISA::Plain<float>>(),
+                 max_pool_kernels<FT_ISA::Plain<double>>(),
+                 max_pool_kernels<FT_ISA::Half>(),
+                 max_pool_kernels<FT_ISA::BFloat16>(),
                  FT_ISA::philox_words,
                  few_bit_kernels<FT_ISA::Plain<float>>(),
                  few_bit_kernels<FT_ISA::Plain<double>>(),

@@ -152,6 +152,18 @@ template <class S>
 using ImageKernel = void (*)(const uint8_t* x, S* y, int64_t n, const float* upper,
                              const float* lower, const float* shift, int64_t step);
 
+// How the backward of max pooling works through a row of inputs (pool.h).
+struct MaxPoolRows {
+  int64_t stride, steps, sums;  // sums[stride][steps] of a contiguous row
+  int64_t kept;                 // rows of outputs whose windows reach a row of inputs
+  int64_t scratch;              // numbers in all
+};
+struct MaxPoolKernels {
+  void (*forward)(const MaxPoolForward& call, int64_t first_block, int64_t last_block);
+  void (*backward)(const MaxPoolBackward& call, const MaxPoolRows& rows, int64_t first_row,
+                   int64_t last_row, void* scratch);
+};
+
 struct Kernels {
   const char* name;
   PointwiseKernels<float> f32;
@@ -180,6 +192,7 @@ struct Kernels {
   GatedKernels<float> gated_f32;
   GatedKernels<double> gated_f64;
   GatedKernels<uint16_t> gated_f16, gated_bf16;
+  MaxPoolKernels max_pool_f32, max_pool_f64, max_pool_f16, max_pool_bf16;
   // Words [4 first, 4 (first + blocks)) of the stream of a seed.
   void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
   FewBitKernels<float, float> few_bit_f32;

@@ -34,6 +34,7 @@ from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
 from .images import NormalizeImages
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
+from .pool import MaxPool2d
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Hardtanh",
     "LeakyReLU",
     "LogSigmoid",
+    "MaxPool2d",
     "Mish",
     "NormalizeImages",
     "PReLU",

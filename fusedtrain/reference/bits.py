@@ -21,10 +21,10 @@ def _packed(steps: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes below ``2**bits``, any integers [n] -> uint8 [packed_bytes(n, bits)]."""
+    """Codes below ``2**bits``, any n integers in their order -> uint8 [packed_bytes(n, bits)]."""
     count = codes.numel()
     padded = codes.new_zeros(-(-count // BLOCK) * BLOCK, dtype=torch.int64)
-    padded[:count] = codes
+    padded[:count] = codes.reshape(-1)
     steps = padded.view(-1, BLOCK // STEP, STEP)
     if bits == 3:
         runs = torch.cat((_packed(steps & 3, 2), _packed(steps >> 2, 1)), 1)

@@ -6,6 +6,7 @@ Importing this needs an installed triton, but does not import it: the first op d
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from .._batch_norm_ops import KERNELS as _BATCH_NORM_OPS
 from .._chain_ops import KERNELS as _CHAIN_OPS
 from .._few_bit_ops import KERNELS as _FEW_BIT_OPS
 from .._image_ops import KERNELS as _IMAGE_OPS
+from .._pool_ops import KERNELS as _POOL_OPS
 from ..reference import ACTIVATIONS
 
 if importlib.util.find_spec("triton") is None:
@@ -24,7 +26,15 @@ if importlib.util.find_spec("triton") is None:
 _OPTIMIZER_OPS = (
     "measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors",
 )  # fmt: skip
-_FOLD_OPS = ("fold_weight", "fold_weight_backward")
+# By the module here that has them.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "batch_norm": _BATCH_NORM_OPS,
+    "fold": ("fold_weight", "fold_weight_backward"),
+    "chains": _CHAIN_OPS,
+    "few_bit": _FEW_BIT_OPS,
+    "images": _IMAGE_OPS,
+    "pool": _POOL_OPS,
+}
 _OLDEST = (3, 6)  # of torch 2.10; older ones were not tried
 
 
@@ -45,9 +55,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import (
-        batch_norm, chains, channelwise, few_bit, fold, images, multi_tensor, pointwise, scaling,
-    )  # fmt: skip
+    from . import channelwise, multi_tensor, pointwise, scaling
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -58,16 +66,9 @@ def _load() -> dict[str, Callable[..., Any]]:
             ops[f"{name}_"] = functools.partial(loop.inplace, name)
     for name in _OPTIMIZER_OPS:
         ops[name] = getattr(multi_tensor, name, None) or getattr(scaling, name)
-    for name in _BATCH_NORM_OPS:
-        ops[name] = getattr(batch_norm, name)
-    for name in _FOLD_OPS:
-        ops[name] = getattr(fold, name)
-    for name in _CHAIN_OPS:
-        ops[name] = getattr(chains, name)
-    for name in _FEW_BIT_OPS:
-        ops[name] = getattr(few_bit, name)
-    for name in _IMAGE_OPS:
-        ops[name] = getattr(images, name)
+    for family, names in _FAMILIES.items():
+        module = importlib.import_module(f".{family}", __name__)
+        ops.update((name, getattr(module, name)) for name in names)
     return ops
 
 
@@ -101,7 +102,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
         companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
         for companion in companions:
             library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in (
-        *_OPTIMIZER_OPS, *_BATCH_NORM_OPS, *_FOLD_OPS, *_CHAIN_OPS, *_FEW_BIT_OPS, *_IMAGE_OPS,
-    ):  # fmt: skip
+    for name in (*_OPTIMIZER_OPS, *(name for family in _FAMILIES.values() for name in family)):
         library.impl(name, late(name), dispatch_key)

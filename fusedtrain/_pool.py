@@ -1,0 +1,156 @@
+"""Max pooling: autograd around the ops of `_pool_ops.py`, and the public function."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch._jit_internal import BroadcastingList2  # type: ignore[attr-defined]
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.nn import functional as torch_functional
+from torch.overrides import handle_torch_function as _handle
+from torch.overrides import has_torch_function_unary as _has
+
+from . import _ops, _recompute
+from ._chains import fits, needs_grad
+from ._pool_ops import out_size
+from .reference import pool as reference
+
+_max_pool2d = _ops._callable("max_pool2d")
+_max_pool2d_backward = _ops._callable("max_pool2d_backward")
+
+_Pair = tuple[int, int]
+
+
+def _maxima(input: Tensor, *window: Any) -> Tensor:
+    """Without codes: for those who need no gradient, or have the codes."""
+    *sizes, channels_last = window
+    output: Tensor = _max_pool2d(input, *sizes, 0, channels_last)[0]
+    return output
+
+
+class MaxPool2d(torch.autograd.Function):
+    """Saves the places of the maxima."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, kernel_size: _Pair, stride: _Pair, padding: _Pair,
+        ceil_mode: bool, channels_last: bool,
+    ) -> Tensor:  # fmt: skip
+        window = (kernel_size, stride, padding)
+        bits = _bits_of(kernel_size)
+        output: Tensor
+        output, codes = _max_pool2d(input, *window, ceil_mode, bits, channels_last)
+        ctx.save_for_backward(codes)
+        ctx.rest = (*input.shape[-2:], *window, bits, channels_last)
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, _maxima, (input,), (*window, ceil_mode, channels_last), (input,))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (codes,) = ctx.saved_tensors
+        plain = torch.is_grad_enabled() or not _ops.takes(grad)
+        op = reference.max_pool2d_backward if plain else _max_pool2d_backward
+        return (op(grad, codes, *ctx.rest), None, None, None, None, None)
+
+
+_apply = _ops._apply_of(MaxPool2d)
+
+
+def _bits_of(kernel_size: _Pair) -> int:
+    """What the place in such a window takes."""
+    count = kernel_size[0] * kernel_size[1]
+    return 1 if count <= 2 else 2 if count <= 4 else 4 if count <= 16 else 8
+
+
+def _pair(value: Any) -> _Pair | None:
+    """Two integers, of one or two; None of anything else, about which torch is asked."""
+    if type(value) is int:
+        return value, value
+    if type(value) in (tuple, list) and len(value) == 2:
+        first, second = value
+        if type(first) is int and type(second) is int:
+            return first, second
+    return None
+
+
+def _window(
+    input: Tensor, kernel_size: Any, stride: Any, padding: Any, ceil_mode: Any
+) -> tuple[_Pair, _Pair, _Pair] | None:
+    """Kernel size, stride and padding, where the kernels take them."""
+    kernel, pad = _pair(kernel_size), _pair(padding)
+    step = kernel if stride is None else _pair(stride)
+    if kernel is None or step is None or pad is None or type(ceil_mode) is not bool:
+        return None
+    if not 0 < kernel[0] * kernel[1] <= 256 or input.dim() not in (3, 4):
+        return None
+    for size, k, s, p in zip(input.shape[-2:], kernel, step, pad, strict=True):
+        if k < 1 or s < 1 or not 0 <= p <= k // 2 or size < 1:
+            return None
+        if out_size(size, k, s, p, ceil_mode) < 1:
+            return None
+    # Dimensions without elements: torch has an opinion on all but the batch.
+    return (kernel, step, pad) if all(input.shape[1:]) and input.size(-3) else None
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: BroadcastingList2[int],
+    stride: Optional[BroadcastingList2[int]] = None,  # noqa: UP045
+    padding: BroadcastingList2[int] = 0,
+    dilation: BroadcastingList2[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Tensor:
+    """The maximum of every window, as :func:`torch.nn.functional.max_pool2d`, bit for bit.
+
+    Saves the place of each maximum in its window, in 2 bits an output where windows have up to 4
+    elements, 4 bits up to 16, 8 bits up to 256: eager torch saves the input, and 64 bits an output.
+    Gradients are eager torch's, bit for bit; but sums of several windows are rounded to 16 bits
+    once, where eager torch on the CPU rounds after every addition.
+
+    Eager torch runs, as it is, under torch.compile and functorch, with `dilation` other than 1,
+    with `return_indices`, and for larger windows.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W], of dtype float32, float64, float16 or bfloat16 (others run
+            in eager torch). The output has its layout, contiguous or channels_last.
+        kernel_size: an int, or a pair for height and width, as are stride, padding and dilation.
+        stride: `kernel_size` where it is None.
+        padding: with -inf, at most half of `kernel_size`.
+        dilation: the distance of the elements of a window.
+        ceil_mode: whether windows that begin inside the input may reach beyond its padding.
+        return_indices: also return the flat indices of the maxima: a pair (not in TorchScript).
+
+    Raises:
+        RuntimeError, TypeError: what torch raises for the same mistake.
+
+    Example:
+        >>> max_pool2d(torch.tensor([[[1.0, 3.0, 2.0, 0.0], [4.0, 2.0, 1.0, 5.0]]]), 2)
+        tensor([[[4., 5.]]])
+    """
+    if _scripting():
+        assert not return_indices, "TorchScript needs torch.nn.functional for the indices"
+        return torch.max_pool2d(
+            input, kernel_size, kernel_size if stride is None else stride, padding, dilation,
+            ceil_mode,
+        )  # fmt: skip
+    if _has(input):
+        return _handle(
+            max_pool2d, (input,), input, kernel_size, stride, padding, dilation, ceil_mode,
+            return_indices,
+        )  # fmt: skip
+    plain = return_indices is not False or _pair(dilation) != (1, 1) or not fits(input)
+    window = None if plain else _window(input, kernel_size, stride, padding, ceil_mode)
+    if window is None:
+        return torch_functional.max_pool2d(  # type: ignore[call-overload]
+            input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
+        )
+    # Channels that lie side by side, be they dense or not.
+    channels_last = input.dim() == 4 and input.stride(1) == 1 and not input.is_contiguous()
+    if needs_grad(input):
+        return _apply(input, *window, ceil_mode, channels_last)
+    return _maxima(input, *window, ceil_mode, channels_last)

@@ -1,0 +1,100 @@
+"""Max pooling whose backward needs the place of the maximum in its window, not its index.
+
+A place is counted row by row in the window, padding included; ties go to the first one, NaN to the
+last one, as in torch. Places are packed (`bits.py`) in the order in which the output lies in
+memory: [N, H, W, C] where `channels_last`, else [N, C, H, W].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .bits import pack, unpack
+
+
+def _corners(size: int, stride: int, padding: int, like: Tensor) -> Tensor:
+    """Where the windows begin, along one dimension."""
+    return torch.arange(size, device=like.device) * stride - padding
+
+
+def _in_memory_order(t: Tensor, channels_last: bool) -> Tensor:
+    return t.permute(0, 2, 3, 1) if channels_last else t
+
+
+def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    if channels_last:
+        return t.contiguous(memory_format=torch.channels_last)
+    return t.contiguous()
+
+
+def max_pool2d(
+    input: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    bits: int,
+    channels_last: bool,
+) -> tuple[Tensor, Tensor]:
+    """The maxima, and their places in so many bits each (0: none)."""
+    output, index = torch.nn.functional.max_pool2d_with_indices(
+        _laid_out(input, channels_last), kernel_size, stride, padding, [1, 1], ceil_mode
+    )
+    output = _laid_out(output, channels_last)
+    if bits == 0:
+        return output, torch.empty(0, dtype=torch.uint8, device=input.device)
+    width = input.size(-1)
+    rows = index // width - _corners(index.size(-2), stride[0], padding[0], input).unsqueeze(-1)
+    columns = index % width - _corners(index.size(-1), stride[1], padding[1], input)
+    places = rows * kernel_size[1] + columns
+    return output, pack(_in_memory_order(places, channels_last), bits)
+
+
+def max_pool2d_indices(
+    codes: Tensor,
+    shape: list[int],
+    width: int,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    bits: int,
+    channels_last: bool,
+) -> Tensor:
+    """Of outputs of that shape: what torch returns as indices, of an input of that width."""
+    count = 1
+    for size in shape:
+        count *= size
+    places = unpack(codes, bits, count).to(torch.int64)
+    if channels_last:
+        places = places.view(shape[0], shape[2], shape[3], shape[1]).permute(0, 3, 1, 2)
+    else:
+        places = places.view(shape)
+    rows = places // kernel_size[1]
+    rows = rows + _corners(shape[-2], stride[0], padding[0], codes).unsqueeze(-1)
+    columns = places % kernel_size[1] + _corners(shape[-1], stride[1], padding[1], codes)
+    return rows * width + columns
+
+
+def max_pool2d_backward(
+    grad: Tensor,
+    codes: Tensor,
+    height: int,
+    width: int,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    bits: int,
+    channels_last: bool,
+) -> Tensor:
+    """The gradient of the input: sums in the order of the outputs, rounded once. Differentiable."""
+    shape = list(grad.shape)
+    index = max_pool2d_indices(
+        codes, shape, width, kernel_size, stride, padding, bits, channels_last
+    )
+    wide = grad if grad.dtype is torch.float64 else grad.float()
+    found = torch.zeros(
+        shape[:-2] + [height * width], dtype=wide.dtype, device=grad.device
+    ).scatter_add(-1, index.flatten(-2), wide.flatten(-2))
+    found = found.to(grad.dtype).view(shape[:-2] + [height, width])
+    return _laid_out(found, channels_last)
