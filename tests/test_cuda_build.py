@@ -34,7 +34,7 @@ WIDE = {
     "planes_kernel<.*ScaleBackwardJob<float, true>, true>": "chains",
     "columns_kernel<.*BiasActBackwardJob<.*Gelu, .*half, true>, true>": "chains",
     "forward_kernel.*bfloat16, .*Gelu<float>": "few_bit",
-    "backward_kernel<float>": "few_bit",
+    "backward_kernel<float>.*Slopes": "few_bit",
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }

@@ -122,6 +122,18 @@ def test_memory_against_time(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "train.png").stat().st_size > 10_000
 
 
+def test_derivatives_in_few_bits(tmp_path: Path) -> None:
+    status, results = run(
+        tmp_path, "--memory", "q8", "--amp", "off", "--model", "convnext", "--optimizer", "adamw"
+    )
+    assert status == 0
+    eager, q8, _ = results["modes"][2:]
+    assert q8["compared_with"] is None
+    assert q8["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
+    assert q8["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-5)
+    assert q8["losses"] != eager["losses"]
+
+
 def test_frozen_batch_norms_stay_frozen() -> None:
     net = build_model("resnet18", 10, 8)
     modes = train_modes.build_tuning_modes(
@@ -360,7 +372,7 @@ def test_models_take_small_images(name: str, size: int) -> None:
     model = build_model(name, classes=7, width=8)
     assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
     strides = [m.stride for m in model.modules() if isinstance(m, nn.Conv2d)]
-    assert strides[0] == (1, 1)
+    assert strides[0] == ((2, 2) if name == "convnext" else (1, 1))
 
 
 def test_accumulated_gradients_equal_those_of_a_bigger_batch() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MODELS = ("resnet18", "resnet50", "efficientnet_b0", "mobilenetv3")
+MODELS = ("resnet18", "resnet50", "efficientnet_b0", "mobilenetv3", "convnext")
 
 # Names that torchvision registers fake kernels for while it is imported.
 _TORCHVISION_OPS = (
@@ -43,6 +43,8 @@ def build_model(name: str, classes: int, width: int = 64) -> nn.Module:
     if name in ("resnet18", "resnet50"):
         return _resnet(name, classes, width)
     models = import_torchvision().models
+    if name == "convnext":
+        return _convnext(models.convnext, classes, width)
     # The published momentum of 0.01 takes hundreds of steps to give running statistics that
     # evaluation can use; dropout would be noise in the comparison of loss curves.
     options: dict[str, Any] = {"norm_layer": nn.BatchNorm2d, "dropout": 0.0, "num_classes": classes}
@@ -76,6 +78,23 @@ def _resnet(name: str, classes: int, width: int) -> nn.Module:
     model.bn1 = nn.BatchNorm2d(width)
     model.maxpool = nn.Identity()
     model.fc = nn.Linear(model.inplanes, classes)
+    return model
+
+
+def _convnext(convnext: Any, classes: int, width: int) -> nn.Module:
+    """Of the size that timm calls atto: 40 to 320 channels, patches of 2 x 2 pixels."""
+    sizes = [width * factor // 64 for factor in (40, 80, 160, 320)]
+    depths = (2, 2, 6, 2)
+    blocks = [
+        convnext.CNBlockConfig(size, following, depth)
+        for size, following, depth in zip(sizes, [*sizes[1:], None], depths)
+    ]
+    # A layer scale of 1e-6 is for deep networks and long training.
+    model: nn.Module = convnext.ConvNeXt(
+        blocks, stochastic_depth_prob=0.0, layer_scale=0.1, num_classes=classes
+    )
+    stem: Any = model.features[0]  # type: ignore[index]
+    stem[0] = nn.Conv2d(3, sizes[0], 2, stride=2)
     return model
 
 

@@ -126,7 +126,7 @@ def build_tuning_modes(
     return modes
 
 
-MEMORY = ("store", "recompute")  # of fusedtrain.convert
+MEMORY = ("store", "recompute", "q8")  # of fusedtrain.convert
 
 
 class Checkpointed(nn.Module):
@@ -141,11 +141,14 @@ class Checkpointed(nn.Module):
         return output
 
 
+_BLOCKS = ("BasicBlock", "Bottleneck", "MBConv", "InvertedResidual", "CNBlock")
+
+
 def checkpointed(net: nn.Module) -> nn.Module:
     """Every residual block of one of the networks here is checkpointed, in place."""
     for module in list(net.modules()):
         for name, child in module.named_children():
-            if type(child).__name__ in ("BasicBlock", "Bottleneck", "MBConv", "InvertedResidual"):
+            if type(child).__name__ in _BLOCKS:
                 setattr(module, name, Checkpointed(child))
     return net
 
@@ -168,7 +171,8 @@ def build_memory_modes(
         if kind in MEMORY:
             # The same norms for all, also those that only recompute has a use for: so that the
             # losses of the two can be compared bit for bit.
-            conversion = str(fusedtrain.convert(net, memory="recompute"))
+            first = "q8" if kind == "q8" else "recompute"
+            conversion = str(fusedtrain.convert(net, memory=first))
             fusedtrain.convert(net, memory=kind)
         if kind == "checkpoint":
             net = checkpointed(net)
@@ -176,7 +180,8 @@ def build_memory_modes(
         if channels_last:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         fused = kind in MEMORY
-        reference = "memory: eager" if fused else None
+        # Derivatives in 8 bits are another training, which the accuracy judges.
+        reference = "memory: eager" if fused and kind != "q8" else None
         modes.append(
             _mode(
                 f"memory: {kind}",

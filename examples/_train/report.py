@@ -198,7 +198,8 @@ class Report:
         tuned = len(self.modes) - trained - len(kept)
         looks += (("#6a9f58", "-"), ("#b04f6f", (0, (4, 2))))[:tuned]
         looks += (
-            ("#4d4d4d", "-"), ("#1f9e89", "-"), ("#d1495b", (0, (4, 2))), ("#a58fc4", (0, (1, 1)))
+            ("#4d4d4d", "-"), ("#1f9e89", "-"), ("#d1495b", (0, (4, 2))), ("#a58fc4", (0, (1, 1))),
+            ("#8a6d3b", (0, (6, 3))),
         )[: len(kept)]  # fmt: skip
         figure = plt.figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(f"{self.title}\n", fontsize=14, fontweight="bold")
