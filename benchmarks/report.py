@@ -17,7 +17,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _net_report, _net_rows, _step_report, _step_rows
+from benchmarks import (
+    _memory_report,
+    _memory_rows,
+    _net_report,
+    _net_rows,
+    _step_report,
+    _step_rows,
+)
 from benchmarks._chart import draw
 from benchmarks._rows import BUSY, FAMILIES, LARGE, RIVALS, Row, load, section_key, size_text
 
@@ -278,6 +285,7 @@ def _parts(results: Sequence[Path]) -> list[_Part]:
         *parts,
         _OwnPart(_step_rows.FAMILY, _step_rows.load(results), _step_report),
         _OwnPart(_net_rows.FAMILY, _net_rows.load(results), _net_report),
+        _OwnPart(_memory_rows.FAMILY, _memory_rows.load(results), _memory_report),
     ]
 
 

@@ -155,7 +155,7 @@ def bench(part: Part, gpu: str) -> None:
 
 
 def bench_norms(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "batch_norm", "conv_bn", "chains")
+    benchmark(part, gpu, "batch_norm", "conv_bn", "chains", "images", "memory")
 
 
 PARTS = {"test": test, "sanitize": sanitize, "bench": bench, "bench-norms": bench_norms}
