@@ -141,8 +141,11 @@ def load(paths: Iterable[Path]) -> list[Row]:
         infos = [entry["extra_info"] for entry in entries]
         infos = [i for i in infos if "gb_per_s" in i and i.get("family", FAMILIES[0]) in FAMILIES]
         found = [Row.parse(info) for info in infos]
-        # One date for one run, also across midnight.
-        rows += [replace(row, date=min(r.date for r in found)) for row in found]
+        # One date for one run of a family, also across midnight.
+        dates: dict[str, str] = {}
+        for row in found:
+            dates[row.family] = min(row.date, dates.get(row.family, row.date))
+        rows += [replace(row, date=dates[row.family]) for row in found]
     rows.sort(key=lambda r: (*section_key(r), -r.numel, *r.shape[1:], r.op, r.layout, r.pass_name))
     return _mark_noisy(rows)
 

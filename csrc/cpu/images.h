@@ -58,8 +58,7 @@ void normalize_run(const uint8_t* x, S* y, int64_t n, const float* upper, const 
     run(each(upper), each(lower), each(shift));
 }
 
-// With the number of channels known GCC makes shuffles of it: 0.04 ns a byte of 3 channels where
-// a loop over any number takes 0.3 (AVX2).
+// With the number of channels known GCC makes shuffles of it (0.04 ns a byte of 3 channels, AVX2).
 template <int kChannels>
 FT_METHOD void join_known(const uint8_t* __restrict__ planes, int64_t stride,
                           uint8_t* __restrict__ pixels, int64_t n) {
