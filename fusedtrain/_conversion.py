@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from ._branch_sites import find_branches, may_have_branches
 from ._conversion_report import (
+    Branched,
     ConversionReport,
     Converted,
     FusedNorm,
@@ -42,7 +44,7 @@ class Conversion:
         self.recomputed = before is not None and before.recomputes
         set_recomputing(model, False)  # else the forward could not be traced
         try:
-            self.flow = Flow(model, is_activation)
+            self.flow = Flow(model, is_activation, may_have_branches)
         finally:
             set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
@@ -77,7 +79,8 @@ class Conversion:
         sites = [site for norm in self.norms if (site := self._site(finder, norm, chosen))]
         # Now that timm's activations have classes which are known.
         products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
-        self.plan = Plan(self.flow, sites, products)
+        branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
+        self.plan = Plan(self.flow, sites, products, branches)
         for site in sites:
             if not site.steps and not has_own_steps(site.norm) and self.memory != "recompute":
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
@@ -131,7 +134,7 @@ class Conversion:
         gone |= {id(p.module) for p in self.plan.products}
         after = [_place(site, self.plan) for site in self.plan.sites]
         acts = [entry.module for entry in self.swapped if id(entry.module) not in gone]
-        owners = [p.trace.module for p in self.plan.products]
+        owners = self.plan.owners()
         return [*after, *acts, *owners, self.model]
 
     def report(self) -> ConversionReport:
@@ -154,6 +157,9 @@ class Conversion:
         for product in self.plan.products:
             act = type(product.module).__name__
             report.products.append(Gated(product.name, title(type(product.trace.module)), act))
+        for branch in self.plan.branches:
+            kind = title(type(branch.trace.module))
+            report.branches.append(Branched(branch.name, kind, branch.parts))
         for norm in self.norms:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
@@ -224,7 +230,7 @@ def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
 
 def _units(conversion: Conversion) -> list[nn.Module]:
     acts = [entry.module for entry in conversion.swapped]
-    owners = [product.trace.module for product in conversion.plan.products]
+    owners = conversion.plan.owners()
     return acts + [site.norm for site in conversion.plan.sites] + owners
 
 

@@ -42,6 +42,15 @@ class Gated(NamedTuple):
     activation: str
 
 
+class Branched(NamedTuple):
+    """A residual branch that is added by one op, in the forward of the module `name`; `parts` are
+    what becomes part of the sum: layer scale, a module of stochastic depth."""
+
+    name: str
+    type: str
+    parts: tuple[str, ...]
+
+
 class Layer(NamedTuple):
     """What running the example told about one converted module, with all that it took over.
 
@@ -82,7 +91,8 @@ class ConversionReport:
     """What `convert` changed and what it left: print it, or read its fields.
 
     `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
-    multiplication by a gate that is one op now, `shared` maps the first
+    multiplication by a gate that is one op now, `branches` one for each sum of a residual branch
+    that is one op with its layer scale and stochastic depth, `shared` maps the first
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     added or called what is part of a norm now, and activation and drop modules that hand on their
@@ -103,6 +113,7 @@ class ConversionReport:
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
     products: list[Gated] = field(default_factory=list)
+    branches: list[Branched] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
     proof: Proof | None = None
@@ -136,6 +147,12 @@ class ConversionReport:
             lines.append(f"fused {counted} with a gate")
             lines += self._table(
                 [(e.name, f"{e.type} * {e.activation}", "") for e in self.products]
+            )
+        if self.branches:
+            many = len(self.branches) > 1
+            lines.append(f"fused {len(self.branches)} residual branch{'es' * many} with the sum")
+            lines += self._table(
+                [(e.name, " + ".join((e.type, *e.parts)), "") for e in self.branches]
             )
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")

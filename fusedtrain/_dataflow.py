@@ -325,7 +325,8 @@ class Flow:
     """The traces of all forwards of a model that may call a batch norm, or one of `others`."""
 
     model: nn.Module
-    others: Callable[[nn.Module], bool] = lambda _: False
+    others: Callable[[nn.Module], bool] = lambda _: False  # of what a forward calls
+    worth: Callable[[nn.Module], bool] = lambda _: False  # of the module itself
     failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
     names: dict[int, str] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # how often a module is registered
@@ -367,7 +368,9 @@ class Flow:
             return False
         if any(isinstance(part, _BatchNorm) for part in module.modules()):
             return True
-        return forward is not nn.Sequential.forward and any(map(self.others, _near(module)))
+        if forward is nn.Sequential.forward:
+            return False
+        return any(map(self.others, _near(module))) or self.worth(module)
 
     def calls(self, module: nn.Module) -> list[tuple[Trace, fx.Graph, fx.Node]]:
         """Every call of a module, on every way through every forward."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from ._branch_sites import Branch, add_branch
 from ._chain_functions import gated
 from ._dataflow import Flow, Trace, works_in_place
 from ._gate_sites import Product
@@ -31,6 +32,7 @@ class Plan:
     flow: Flow
     sites: list[Site]
     products: list[Product] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
     passing: dict[int, nn.Module] = field(default_factory=dict)
 
@@ -40,6 +42,18 @@ class Plan:
         while self._truncate():
             pass
         self.products = [p for p in self.products if id(p.module) in self.passing]
+        taken = {n for site in self.sites for step in site.steps for n in step.nodes}
+        taken |= {p.node for p in self.products}
+        self.branches = [
+            b
+            for b in self.branches
+            if not taken & {b.node, *b.gone} and not self._unfitness(b.trace)
+        ]
+
+    def owners(self) -> list[nn.Module]:
+        """Modules whose forward computes a product or a sum otherwise."""
+        traces = [p.trace for p in self.products] + [b.trace for b in self.branches]
+        return [trace.module for trace in traces]
 
     def _arbitrate(self) -> None:
         """One norm for each sum: one that can, the one called nearest to it, the later one."""
@@ -143,6 +157,8 @@ def apply(plan: Plan) -> list[nn.Module]:
                 edit(step.trace).removed.append(step.nodes[0])
     for product in plan.products:
         edit(product.trace).products.append(product)
+    for branch in plan.branches:
+        edit(branch.trace).branches.append(branch)
     for one in edits.values():
         source, imports, _ = one.rewritten()
         install(Rewritten(one.trace.module, source, imports))
@@ -162,6 +178,8 @@ def undo(plan: Plan) -> None:
             remove(trace.module)
     for product in plan.products:
         remove(product.trace.module)
+    for branch in plan.branches:
+        remove(branch.trace.module)
     for module in plan.passing.values():
         remove(module)
 
@@ -195,6 +213,7 @@ class _Edit:
     removed: list[fx.Node] = field(default_factory=list)
     adds: list[tuple[fx.Node, Step]] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     routed: fx.Node | None = None  # is handed a residual from outside
 
     def rewritten(self) -> tuple[str, dict[str, str], str]:
@@ -215,15 +234,31 @@ class _Edit:
                     total.prepend(node)
             call.kwargs = {"residual": other}
             _replace(graph, total, branch)
+        # Operands are read off the calls as they are by now: one may be another sum or product.
         for product in self.products:
-            node = new[product.node]
+            node, gate = new[product.node], new[product.gate]
             name, parameters = product.activation
             with graph.inserting_before(node):
                 # The activation hands on its input: its call stays for the sake of hooks.
-                arguments = (new[product.other], new[product.gate], name)
+                arguments = (_other(node, gate), gate, name)
                 call = graph.call_function(gated, arguments, parameters)
             _replace(graph, node, call)
+        for one in self.branches:
+            node, gone = new[one.node], [new[n] for n in one.gone]  # from the sum backwards
+            scale = None if one.scale is None else new[one.scale]
+            branch, shortcut = _other(gone[-1], scale), _other(node, gone[0])
+            with graph.inserting_before(node):
+                drop = None if one.drop is None else graph.get_attr(str(one.drop.target))
+                call = graph.call_function(add_branch, (shortcut, branch, scale, drop))
+            _replace(graph, node, call)
+            for call in gone:
+                graph.erase_node(call)
         return _source(self.trace.module, graph)
+
+
+def _other(call: fx.Node, than: fx.Node | None) -> Any:
+    """The operand of a call that is not this one."""
+    return next(operand for operand in call.args if operand is not than)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, value: Any) -> None:

@@ -76,17 +76,18 @@ def convert(
     and report it.
 
     An activation is converted if its type is exactly an activation class of torch.nn or timm, max
-    pooling if it is exactly torch.nn.MaxPool2d. A
-    batch norm is converted if its type is exactly that of torch.nn or timm's BatchNormAct2d, and
-    all that is done with its output is stochastic depth, the addition of another tensor, and an
-    activation (a module or a call such as `F.relu(x)`), each of which may be missing: these become
-    part of it. A product of which one factor comes straight from an activation (a gated linear
-    unit, the gate of squeeze-and-excitation) becomes one op, too. That is read off the dataflow
-    (torch.fx) of each module's forward. Where only a forward can drop a sum or a call, that one
-    module gets another `forward`; no module, name, parameter, hook or key of the state_dict
-    changes. What stays as it is, is in the report with the reason. A module from `torch.compile`
-    compiles anew at its next call. Converting again changes nothing; :func:`revert` undoes it, and
-    is due before the structure of a converted model is changed.
+    pooling if it is exactly torch.nn.MaxPool2d. A batch norm is converted if its type is exactly
+    that of torch.nn or timm's BatchNormAct2d, and all that is done with its output is stochastic
+    depth, the addition of another tensor, and an activation (a module or a call such as
+    `F.relu(x)`), each of which may be missing: these become part of it. A product of which one
+    factor comes straight from an activation (a gated linear unit, the gate of
+    squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its layer
+    scale and stochastic depth. That is read off the dataflow (torch.fx) of each module's forward.
+    Where only a forward can drop a sum or a call, that one module gets another `forward`; no
+    module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in the
+    report with the reason. A module from `torch.compile` compiles anew at its next call. Converting
+    again changes nothing; :func:`revert` undoes it, and is due before the structure of a converted
+    model is changed.
 
     With `example_inputs` (a tensor, a tuple of arguments, or a dict of named ones) the model runs
     forward and backward on it before and after, in its mode of training and with the same random
@@ -98,6 +99,11 @@ def convert(
     One thing a converted model may not do: modify the output of an activation in place,
     `y = act(x); y += z`, where backward needs that output (see fusedtrain.functional): torch raises
     RuntimeError then, naming the function. Exclude that module, or write `y = y + z`.
+
+    And one that calls its modules where torch.fx does not see it: an activation that has become
+    part of a norm or a product hands on its input, to whoever calls it. Callers in the forwards of
+    its parents are seen; one further up that cannot be traced, or in another method than forward,
+    is not. `example_inputs` shows the difference; exclude that module then.
 
     `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
     these stay as they are, with all that is in them.
