@@ -345,9 +345,9 @@ def test_modules_have_the_arguments_of_torch() -> None:
             assert own.pop().default is None
         torchs = inspect.signature(native).parameters.values()
         assert [(p.name, p.default) for p in own] == [(p.name, p.default) for p in torchs]
-        arguments = {"Threshold": (0.5, 2.0)}.get(name, ())
+        arguments = {"Threshold": (0.5, 2.0), "MaxPool2d": (2,)}.get(name, ())
         assert repr(fused(*arguments)) == repr(native(*arguments))
-        x = torch.randn(3, 4)
+        x = torch.randn(3, 4, 4)
         assert error(fused(*arguments)(x).detach(), native(*arguments)(x).detach()) < 8
 
 
