@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +124,7 @@ def test_contestants_share_nothing() -> None:
 def test_what_is_not_there_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, job: str, name: str
 ) -> None:
-    monkeypatch.delattr(_networks.fusedtrain, name, raising=False)
+    monkeypatch.setattr(_networks, "fusedtrain", SimpleNamespace())
     setup = replace(TRAIN, job=job)
     with pytest.raises(_networks.Missing, match=f"has no {name}"):
         _networks.contestant("fusedtrain", setup, _network(setup))
