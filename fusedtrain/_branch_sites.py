@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._chain_functions import residual_add
-from ._dataflow import Flow, Trace, works_in_place
-from .nn.norm import _HOOKS, _STOCHASTIC_DEPTH, _package_and_name, branch_scale_of
-from .nn.norm import is_stochastic_depth as is_stochastic_depth
+from ._dataflow import Flow, Trace, is_product, overwrites_between
+from .nn.norm import (
+    _HOOKS,
+    _STOCHASTIC_DEPTH,
+    _package_and_name,
+    branch_scale_of,
+    is_stochastic_depth,
+)
 
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_PRODUCTS = (operator.mul, torch.mul, "mul")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
 
 
@@ -122,7 +126,7 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
             if scale is None:
                 continue
             drop = None
-        if _overwritten(trace, gone[-1], node):
+        if overwrites_between(trace, gone[-1], node):
             continue
         name = flow.names[id(trace.module)]
         return Branch(trace, name, node, other, value, drop, scale, tuple(gone))
@@ -139,8 +143,7 @@ def _drops(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Of a product with a tensor of the module: that tensor, and what it is multiplied with."""
-    multiplies = node.op in ("call_function", "call_method") and node.target in _PRODUCTS
-    if not multiplies or len(node.args) != 2 or node.kwargs:
+    if not is_product(node):
         return None
     for scale, other in (node.args, node.args[::-1]):
         if isinstance(scale, fx.Node) and isinstance(other, fx.Node) and _is_own(scale):
@@ -160,10 +163,3 @@ def _upwards(node: fx.Node) -> Iterator[fx.Node]:
         if not shapes or len(node.all_input_nodes) != 1:
             return
         node = node.all_input_nodes[0]
-
-
-def _overwritten(trace: Trace, first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything may be overwritten between the two: the sum would read it afterwards."""
-    nodes = list(trace.graphs[0].nodes)
-    between = nodes[nodes.index(first) + 1 : nodes.index(last)]
-    return any(works_in_place(trace, node) for node in between)

@@ -28,6 +28,7 @@ _MOST_WAYS, _MOST_CHOICES = 16, 64
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 # Made of other modules and without a forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_PRODUCTS = (operator.mul, torch.mul, "mul")
 # own training flag, that of all children, gradients
 _MODES = ((True, True, True), (False, False, False), (True, False, False), (False, True, True))
 
@@ -302,6 +303,20 @@ def works_in_place(trace: Trace, node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = name.endswith("_") or name in ("setitem", *IN_PLACE)
     return named or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a call multiplies two operands; a module may be called "mul", too."""
+    multiplies = node.op in ("call_function", "call_method") and node.target in _PRODUCTS
+    return multiplies and len(node.args) == 2 and not node.kwargs
+
+
+def overwrites_between(trace: Trace, first: fx.Node, last: fx.Node) -> bool:
+    """Whether anything may be overwritten between two calls: what the first one read would be
+    something else by the time of the last."""
+    nodes = list(trace.graphs[0].nodes)
+    between = nodes[nodes.index(first) + 1 : nodes.index(last)]
+    return any(works_in_place(trace, node) for node in between)
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -6,19 +6,15 @@ of an activation module and goes nowhere else.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from ._dataflow import Flow, Trace, works_in_place
+from ._dataflow import Flow, Trace, is_product, overwrites_between
 from ._norm_sites import is_activation
 from .nn.norm import _HOOKS, activation_of
 from .reference.batch_norm import POINTWISE
-
-_PRODUCTS = (operator.mul, torch.mul, "mul")
 
 
 @dataclass
@@ -57,8 +53,7 @@ def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
 
 
 def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | None:
-    multiplies = node.op in ("call_function", "call_method") and node.target in _PRODUCTS
-    if not multiplies or len(node.args) != 2 or node.kwargs:
+    if not is_product(node):
         return None
     # x * gate(s) is the usual order where both are activations.
     for gate, other in (node.args[::-1], node.args):
@@ -66,17 +61,10 @@ def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Pro
         if module is None or not isinstance(gate, fx.Node) or not isinstance(other, fx.Node):
             continue
         plain = gate is not other and len(gate.users) == 1 and len(gate.args) == 1
-        plain = plain and not gate.kwargs and not _overwritten(trace, gate, node)
+        plain = plain and not gate.kwargs and not overwrites_between(trace, gate, node)
         if plain and _replaceable(module) and id(module) not in excluded:
             return Product(trace, flow.names[id(trace.module)], node, gate, other, module)
     return None
-
-
-def _overwritten(trace: Trace, gate: fx.Node, product: fx.Node) -> bool:
-    """Whether anything may be overwritten between the two: the gate would read it afterwards."""
-    nodes = list(trace.graphs[0].nodes)
-    between = nodes[nodes.index(gate) + 1 : nodes.index(product)]
-    return any(works_in_place(trace, node) for node in between)
 
 
 def _replaceable(module: nn.Module) -> bool:
