@@ -58,6 +58,9 @@ class World:
     def stop(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+            # A thread of Gloo (DDP's reducer keeps the group alive) that lets go of the last
+            # tensor while Python is already ending aborts the process: pytorch pull 179291.
+            time.sleep(0.5)
 
 
 @dataclass
