@@ -9,6 +9,7 @@
 //   void invert(const BatchNorm&, const BatchNormStatistics&) const;          mean and invstd from
 //                                                        running_mean and running_var
 //   void normalise(const BatchNorm&, const BatchNormForward&) const;          y
+//   void restore(const BatchNorm&, const BatchNormRestore&) const;            x, from y
 //   void reduce(const BatchNorm&, const BatchNormBackward&) const;            sums, grad_weight,
 //                                                        grad_bias, grad_residual where not null
 //   void grad_input(const BatchNorm&, const BatchNormBackward&) const;        grad_input,
@@ -150,12 +151,49 @@ struct BatchNormOps {
                                                     double a, double b) {
     Call call(input, branch_scale, weight, bias, activation, a, b);
     call.check_device(input, "input");
+    call.n.x = read_data(call.x);
+    const void* added = call.companion(residual, "residual");
+    Tensor output = Backend::new_output(call.x);
+    const auto [mean, invstd] =
+        run(call, running_mean, running_var, training, momentum, eps, {added, write_data(output)});
+    return {call.result(output), mean, invstd};
+  }
+
+  // The output takes the place of the input.
+  static std::tuple<Tensor, Tensor> forward_in_place(const Tensor& input, MaybeTensor weight,
+                                                     MaybeTensor bias, MaybeTensor running_mean,
+                                                     MaybeTensor running_var, bool training,
+                                                     double momentum, double eps,
+                                                     int64_t activation, double a, double b) {
+    Call call(input, {}, weight, bias, activation, a, b);
+    call.check_device(input, "input");
+    STD_TORCH_CHECK(call.x.const_data_ptr() == input.const_data_ptr(),
+                    "fusedtrain::batch_norm_act_: input must be dense");
+    void* data = update_data(call.x);
+    call.n.x = data;
+    return run(call, running_mean, running_var, training, momentum, eps, {nullptr, data});
+  }
+
+  // The input that an output in its place was made of.
+  static Tensor restore(const Tensor& output, MaybeTensor weight, MaybeTensor bias,
+                        const Tensor& mean, const Tensor& invstd, double slope) {
+    Call call(output, {}, weight, bias, -1, 0, 0);
+    call.check_device(output, "output");
+    call.use(mean, invstd);
+    call.n.x = read_data(call.x);
+    Tensor input = Backend::new_output(call.x);
+    if (output.numel() > 0) Backend(output).restore(call.n, {slope, write_data(input)});
+    return call.result(input);
+  }
+
+  // Writes f.y; returns mean and invstd.
+  static std::tuple<Tensor, Tensor> run(Call& call, const MaybeTensor& running_mean,
+                                        const MaybeTensor& running_var, bool training,
+                                        double momentum, double eps, const BatchNormForward& f) {
     STD_TORCH_CHECK(running_mean.has_value() == running_var.has_value() &&
                         (training || running_mean.has_value()),
                     "fusedtrain::batch_norm_act: running_mean and running_var");
     const int64_t channels = call.n.channels;
-    call.n.x = read_data(call.x);
-    const void* added = call.companion(residual, "residual");
     BatchNormStatistics s = {};
     s.momentum = momentum;
     s.eps = eps;
@@ -166,18 +204,14 @@ struct BatchNormOps {
       s.running_mean = const_cast<void*>(call.vector(running_mean, channels, "running_mean"));
       s.running_var = const_cast<void*>(call.vector(running_var, channels, "running_var"));
     }
-    const Backend backend(input);
-    Tensor output = Backend::new_output(call.x);
+    const Backend backend(call.x);
     Tensor mean = call.new_vector(channels), invstd = call.new_vector(channels);
     call.n.mean = write_data(mean);
     call.n.invstd = write_data(invstd);
-    if (input.numel() == 0) {
+    if (call.x.numel() == 0) {
       torch::stable::zero_(mean);
       torch::stable::zero_(invstd);
-      return {call.result(output), mean, invstd};
-    }
-    const BatchNormForward f{added, write_data(output)};
-    if (training) {
+    } else if (training) {
       Tensor sums = call.new_sums();
       s.average = static_cast<double*>(write_data(sums));
       s.variance = s.average + channels;
@@ -186,7 +220,7 @@ struct BatchNormOps {
       backend.invert(call.n, s);
       backend.normalise(call.n, f);
     }
-    return {call.result(output), mean, invstd};
+    return {mean, invstd};
   }
 
   static Tensor apply(const Tensor& input, MaybeTensor residual, MaybeTensor branch_scale,
@@ -317,6 +351,8 @@ struct BatchNormOps {
 #define FT_IMPLEMENT_BATCH_NORM(Backend)                                                      \
   m.impl("batch_norm_stats", TORCH_BOX(&BatchNormOps<Backend>::stats));                       \
   m.impl("batch_norm_act", TORCH_BOX(&BatchNormOps<Backend>::forward));                       \
+  m.impl("batch_norm_act_", TORCH_BOX(&BatchNormOps<Backend>::forward_in_place));             \
+  m.impl("batch_norm_act_restore", TORCH_BOX(&BatchNormOps<Backend>::restore));               \
   m.impl("batch_norm_act_apply", TORCH_BOX(&BatchNormOps<Backend>::apply));                   \
   m.impl("batch_norm_act_backward", TORCH_BOX(&BatchNormOps<Backend>::backward));             \
   m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&BatchNormOps<Backend>::reduce));        \

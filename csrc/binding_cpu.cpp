@@ -74,6 +74,7 @@ struct Cpu {
   void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const;
   void invert(const BatchNorm& n, const BatchNormStatistics& s) const { cpu::invert(n, s); }
   void normalise(const BatchNorm& n, const BatchNormForward& f) const;
+  void restore(const BatchNorm& n, const BatchNormRestore& r) const;
   void reduce(const BatchNorm& n, const BatchNormBackward& b) const;
   void grad_input(const BatchNorm& n, const BatchNormBackward& b) const;
   void backward(const BatchNorm& n, const BatchNormBackward& b) const;
@@ -173,6 +174,11 @@ void Cpu::train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNor
 void Cpu::normalise(const BatchNorm& n, const BatchNormForward& f) const {
   const NormWork work(n, false);
   work.parallel([&](int64_t first, int64_t last) { cpu::normalise(n, f, first, last); });
+}
+
+void Cpu::restore(const BatchNorm& n, const BatchNormRestore& r) const {
+  const NormWork work(n, false);
+  work.parallel([&](int64_t first, int64_t last) { cpu::restore(n, r, first, last); });
 }
 
 void Cpu::reduce(const BatchNorm& n, const BatchNormBackward& b) const {

@@ -84,6 +84,9 @@ struct Cuda {
   void normalise(const BatchNorm& n, const BatchNormForward& f) const {
     cuda::normalise(n, f, place.stream);
   }
+  void restore(const BatchNorm& n, const BatchNormRestore& r) const {
+    cuda::restore(n, r, place.stream);
+  }
   void reduce(const BatchNorm& n, const BatchNormBackward& b) const {
     const Tensor workspace = new_workspace(cuda::batch_norm_workspace(n));
     cuda::reduce(n, b, doubles_of(workspace), place.stream);

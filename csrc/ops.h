@@ -105,7 +105,14 @@ struct BatchNormStatistics {
 
 struct BatchNormForward {
   const void* residual;  // or null
-  void* y;
+  void* y;               // may be x
+};
+
+// What n.x was before an output without residual and branch_scale took its place: f(s) = s from 0
+// on, slope s below.
+struct BatchNormRestore {
+  double slope;
+  void* x;
 };
 
 // g = grad f'(s), which is the gradient of the residual; d = g times branch_scale.
@@ -437,6 +444,7 @@ void settle(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormWor
 // n.mean and n.invstd from the running statistics
 void invert(const BatchNorm& n, const BatchNormStatistics& s);
 void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int64_t last);
+void restore(const BatchNorm& n, const BatchNormRestore& r, int64_t first, int64_t last);
 // with averages null (fixed statistics) also grad_input, unless grad_residual is asked for
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last);
@@ -512,6 +520,7 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
 // mean and invstd of s.running_mean and s.running_var
 void invert(const BatchNorm& n, const BatchNormStatistics& s, void* stream);
 void normalise(const BatchNorm& n, const BatchNormForward& f, void* stream);
+void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream);
 // b.sums and what depends on them, b.grad_residual
 void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, void* stream);
 // b.grad_input, b.grad_residual

@@ -4,7 +4,8 @@
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
     python examples/train.py --optimizer adamw --clip 1 --ema 0.99
     python examples/train.py --tune-mode
-    python examples/train.py --memory store recompute q8
+    python examples/train.py --memory store recompute
+    python examples/train.py --memory inplace --model darknet19
     torchrun --nproc-per-node 2 examples/train.py
 
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler. They take

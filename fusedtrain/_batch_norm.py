@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _ops, _recompute
+from . import _batch_norm_in_place as in_place
 from ._definitions import wide_of
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
 
@@ -300,6 +301,7 @@ def run(
     momentum: float,
     eps: float,
     activation: Pointwise,
+    overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
     if activation.op == _INDEX["softplus"] and _ops.autocasts(input, "cuda"):
@@ -344,7 +346,12 @@ def run(
                 input, residual, branch_scale, weight, bias, running_mean, running_var, training,
                 momentum, eps, activation,
             )  # fmt: skip
-        output = _apply(*arguments, here)
+        keeps_input = training or any(t is not None and t.requires_grad for t in affine)
+        plain = residual is None and branch_scale is None and keeps_input
+        if overwrite_input and plain and in_place.applies(input, here):
+            output = in_place.apply(input, *affine, *statistics, training, momentum, eps, here)
+        else:
+            output = _apply(*arguments, here)
     else:
         output = _forward(*arguments, *here)[0]
     if narrow and training:
@@ -374,6 +381,7 @@ def batch_norm_act(
     activation: str | None = "relu",
     residual: Tensor | None = None,
     branch_scale: Tensor | None = None,
+    overwrite_input: bool = False,
     **parameters: float,
 ) -> Tensor:
     """``activation(batch_norm(input) * branch_scale + residual)`` as one op, forward and backward.
@@ -394,13 +402,22 @@ def batch_norm_act(
         residual: of the input's shape; is added before the activation.
         branch_scale: [N], what the normalised input of each sample is multiplied by (stochastic
             depth, arXiv:1603.09382: 0 or 1 / keep_prob). It gets no gradient.
+        overwrite_input: the output takes the place of the input, which must not be used again, and
+            backward computes the input from it (In-Place ABN, arXiv:1712.02616): one tensor is kept
+            where there are two. Holds for no activation and leaky_relu with a positive
+            `negative_slope`, without residual and branch_scale, where autograd records, for a dense
+            input that some op made; else it is without effect. The normalised input comes back with
+            an error of up to u (abs(itself) + abs(bias / weight)), u being half of the dtype's eps.
+            Channels with abs(weight) below 1/64 or abs(bias) / 4 keep their input, apart. There is
+            no second derivative.
         parameters: of the activation, as the function names them.
 
     Raises:
         ValueError: an unknown activation, one value a channel in training, or a `branch_scale` that
             is not [N].
         TypeError: a parameter that the activation does not have.
-        RuntimeError: what torch raises for the same mistake. Nothing is modified then.
+        RuntimeError: what torch raises for the same mistake. Nothing is modified then. Backward
+            raises it where another op needs the input that was overwritten.
 
     Example:
         >>> x = torch.tensor([[1.0], [3.0]])
@@ -413,7 +430,7 @@ def batch_norm_act(
         result: Tensor = _handle(
             batch_norm_act, tensors, input, running_mean, running_var, weight, bias, training,
             momentum, eps, activation=activation, residual=residual, branch_scale=branch_scale,
-            **parameters,
+            overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
     found = activation_of(activation, parameters)
@@ -431,10 +448,10 @@ def batch_norm_act(
         function(input.new_zeros(1), *values)  # raises before running statistics have moved
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, Pointwise(),
+            momentum, eps, Pointwise(), overwrite_input,
         )  # fmt: skip
         return function(z, *values)
     return run(
         input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-        momentum, eps, found,
+        momentum, eps, found, overwrite_input,
     )  # fmt: skip

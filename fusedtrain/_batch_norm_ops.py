@@ -34,6 +34,16 @@ SCHEMAS = {
         f"Tensor(b!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
         "-> (Tensor, Tensor, Tensor)"
     ),
+    # The same in the place of the input -> mean, invstd
+    "batch_norm_act_": (
+        "(Tensor(a!) input, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, "
+        f"Tensor(c!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
+        "-> (Tensor, Tensor)"
+    ),
+    # The input that was there; the activation is `s` from 0 on and `slope * s` below -> input
+    "batch_norm_act_restore": (
+        f"(Tensor output, Tensor? weight, Tensor? bias, {_STATISTICS}, float slope) -> Tensor"
+    ),
     # The same for torch.compile, which wants no mutation: -> output, mean, variance (both float64),
     # invstd
     "batch_norm_act_functional": (
@@ -76,6 +86,11 @@ def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:
 def _fake_forward(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean = input.new_empty(input.shape[1], dtype=wide_of(input))
     return torch.empty_like(input), mean, torch.empty_like(mean)
+
+
+def _fake_in_place(input: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    mean = input.new_empty(input.shape[1], dtype=wide_of(input))
+    return mean, torch.empty_like(mean)
 
 
 def _fake_functional(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,6 +158,8 @@ def _fake_backward_apply(grad: Tensor, input: Tensor | None, *rest: Any) -> tupl
 _FAKES: dict[str, Callable[..., Any]] = {
     "batch_norm_stats": _fake_stats,
     "batch_norm_act": _fake_forward,
+    "batch_norm_act_": _fake_in_place,
+    "batch_norm_act_restore": _fake_apply,
     "batch_norm_act_functional": _fake_functional,
     "batch_norm_act_apply": _fake_apply,
     "batch_norm_act_backward": _fake_backward,

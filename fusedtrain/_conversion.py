@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,21 @@ from ._conversion_report import (
 from ._dataflow import Flow
 from ._gate_sites import find_products
 from ._norm_rewrite import Plan, apply, undo
-from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
+from ._norm_sites import (
+    Finder,
+    Site,
+    Step,
+    can_overwrite,
+    fused_class,
+    has_own_steps,
+    is_activation,
+    obstacle,
+)
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore
 from ._rewritten import passes_on, rewritten_of, set_recomputing
 from .nn.activation import _Saving
+from .nn.norm import _BatchNormAct
 
 
 class Conversion:
@@ -51,6 +61,8 @@ class Conversion:
         norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
+        # Converted before: only what `memory` says of them may change, from this.
+        self.before = {n: n.overwrite_input for n in norms if isinstance(n, _BatchNormAct)}
         self.sources = {id(module): title(type(module)) for module in model.modules()}
         self.undone: dict[int, str] = {}  # id of a module: why
         self.swapped: list[Found] = []
@@ -82,10 +94,15 @@ class Conversion:
         branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
         self.plan = Plan(self.flow, sites, products, branches)
         for site in sites:
-            if not site.steps and not has_own_steps(site.norm) and self.memory != "recompute":
+            site.overwrites = self._overwrites(site.norm, site.steps)
+            of_use = site.steps or has_own_steps(site.norm) or self.memory == "recompute"
+            if not of_use and not site.overwrites:
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
         self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
         self.rewritten = apply(self.plan)
+        for norm in self.before:
+            if record_of(norm) is not None and norm not in self.norms:
+                norm.overwrite_input = not norm._adds and self._overwrites(norm, ())
         set_recomputing(self.model, self.memory == "recompute")
         return self.plan
 
@@ -94,8 +111,9 @@ class Conversion:
     ) -> Site | None:
         name = self.flow.names[id(norm)]
         found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
-        if isinstance(found, str) and self.memory == "recompute":
-            found = Site(norm, name)  # alone: so that its output need not be kept
+        alone = self.memory == "recompute" or self._overwrites(norm, ())
+        if isinstance(found, str) and alone:
+            found = Site(norm, name)  # so that its output, or its input, need not be kept
         if found == "" or not chosen(norm):
             return None
         reason = found if isinstance(found, str) else obstacle(norm)
@@ -104,6 +122,17 @@ class Conversion:
             self.left[id(norm)] = reason
             return None
         return found
+
+    def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
+        """Whether a norm that is followed by these steps is to write over its input."""
+        if self.memory != "inplace" or id(norm) in self.excluded:
+            return False
+        acts = [step.module for step in steps if step.kind == "act"]
+        own = [part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None]
+        acts += [part for part in own if type(part) is not nn.Identity]
+        if len(acts) > 1 or len(acts) < len(steps):
+            return False
+        return can_overwrite(self.flow, norm, acts[0] if acts else None)
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
@@ -119,6 +148,8 @@ class Conversion:
 
     def uninstall(self) -> None:
         set_recomputing(self.model, self.recomputed)
+        for norm, overwrites in self.before.items():
+            norm.overwrite_input = overwrites
         undo(self.plan)
         for entry in self.swapped:
             restore(entry.module)
@@ -164,6 +195,11 @@ class Conversion:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
                 report.left.append(Left(self.flow.names[id(norm)], self.sources[id(norm)], why))
+        report.overwriting = [
+            self.flow.names[id(module)]
+            for module in self.model.modules()
+            if isinstance(module, _BatchNormAct) and module.overwrite_input
+        ]
         report.rewritten = [self.flow.names[id(module)] for module in self.rewritten]
         return report
 

@@ -96,8 +96,9 @@ class ConversionReport:
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     added or called what is part of a norm now, and activation and drop modules that hand on their
-    input, since a norm does their work. `memory` is what was asked for. `proof` is None where no
-    example was given. The length is the number of changed modules.
+    input, since a norm does their work. `overwriting` names the batch norms whose output takes the
+    place of their input. `memory` is what was asked for. `proof` is None where no example was
+    given. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
@@ -114,6 +115,7 @@ class ConversionReport:
     norms: list[FusedNorm] = field(default_factory=list)
     products: list[Gated] = field(default_factory=list)
     branches: list[Branched] = field(default_factory=list)
+    overwriting: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
     proof: Proof | None = None
@@ -135,7 +137,7 @@ class ConversionReport:
         for names in self.shared.values():
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
         if self.norms:
-            counted = "1 batch norm" if len(self.norms) == 1 else f"{len(self.norms)} batch norms"
+            counted = _counted(len(self.norms), "batch norm")
             lines.append(f"fused {counted} with what follows")
             lines += self._table(
                 [(e.name, " + ".join((e.source, *e.parts)), "") for e in self.norms]
@@ -143,8 +145,7 @@ class ConversionReport:
             if self.proof is None:
                 lines.append("  not run on an example (example_inputs=None)")
         if self.products:
-            counted = "1 product" if len(self.products) == 1 else f"{len(self.products)} products"
-            lines.append(f"fused {counted} with a gate")
+            lines.append(f"fused {_counted(len(self.products), 'product')} with a gate")
             lines += self._table(
                 [(e.name, f"{e.type} * {e.activation}", "") for e in self.products]
             )
@@ -156,6 +157,9 @@ class ConversionReport:
             )
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")
+        if self.memory == "inplace":
+            counted = _counted(len(self.overwriting), "batch norm")
+            lines.append(f"the output takes the place of the input in {counted}")
         if self.memory == "q8":
             lines.append("derivatives of activations on their own are kept in 8 bits")
         if self.proof is not None:
@@ -209,8 +213,12 @@ def _megabytes(before: int, after: int) -> str:
     return f"{before / 1e6:.3g} -> {after / 1e6:.3g} MB"
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def _modules(count: int) -> str:
-    return f"{count} module" if count == 1 else f"{count} modules"
+    return _counted(count, "module")
 
 
 def title(cls: type) -> str:

@@ -202,6 +202,7 @@ def _attributes(site: Site) -> dict[str, Any]:
     add = site.step("add")
     if add is not None:
         wanted["_adds"] = "in place" if add.in_place else "out of place"
+    wanted["overwrite_input"] = site.overwrites or getattr(site.norm, "overwrite_input", False)
     return wanted
 
 

@@ -62,6 +62,7 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
+MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.values()))
 
 
@@ -110,11 +111,15 @@ def convert(
 
     `memory` says what becomes of outputs that backward needs: "store" keeps them; "recompute" lets
     the forward of `model` run within :class:`fusedtrain.recompute`, so that they are computed again
-    in backward, bit for bit the same (then norms that nothing follows are converted, too); "q8"
-    keeps the derivatives of GELU, SiLU, Mish, QuickGELU and Hardswish in 8 bits, not their inputs
-    (those that are part of a norm or a product excepted, which need these anyway). That is an
-    approximation, which fusedtrain.functional states and the comparison with `example_inputs`
-    leaves out. Converting again with another one changes that.
+    in backward, bit for bit the same (then norms that nothing follows are converted, too);
+    "inplace" lets the output of norms that LeakyReLU or nothing follows take the place of their
+    input, where a convolution or a linear layer made that for them alone, and backward computes it
+    from the output (how exactly, `overwrite_input` of fusedtrain.functional.batch_norm_act tells; a
+    hook that is put on such a layer later sees its output overwritten); "q8" keeps the derivatives
+    of GELU, SiLU, Mish, QuickGELU and Hardswish in 8 bits, not their inputs (those that are part of
+    a norm or a product excepted, which need these anyway). That is an approximation, which
+    fusedtrain.functional states and the comparison with `example_inputs` leaves out. Converting
+    again with another one changes that.
 
     Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module,
     `example_inputs` of another type or `exclude` lists something else than names and types,
@@ -136,8 +141,8 @@ def convert(
     from ._conversion import Conversion, prove
 
     _check_module(model)
-    if memory not in ("store", "recompute", "q8"):
-        raise ValueError(f"memory: must be 'store', 'recompute' or 'q8', not {memory!r}")
+    if memory not in MEMORY:
+        raise ValueError(f"memory: must be one of {', '.join(map(repr, MEMORY))}, not {memory!r}")
     if memory == "recompute" and has_foreign_forward(model):
         raise ValueError(
             f"memory: the forward of this {type(model).__name__} is not that of its class (it is "

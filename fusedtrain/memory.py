@@ -18,14 +18,17 @@ from torch.utils import _pytree as pytree
 from ._conversion_report import shown, title
 from ._proof import _address, _arguments, check_type
 from ._recompute import Recipe, observed
-from .convert import convert, revert
+from .convert import MEMORY, convert, revert
 
 __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
-_MODES = ("eager", "store", "recompute", "q8")
+_MODES = ("eager", *MEMORY)
 _ROWS = 12  # of the table, and of the chart
-# Of the chart: blue, orange, green that differ in lightness, too.
-_COLOURS = {"eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e", "q8": "#2f7d5b"}
+# Of the chart: colours that differ in lightness, too.
+_COLOURS = {
+    "eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e", "inplace": "#8c3b63",
+    "q8": "#2f7d5b",
+}  # fmt: skip
 
 
 class LayerMemory(NamedTuple):
@@ -139,7 +142,7 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
         >>> norm, act, last = torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Conv2d(8, 1, 1)
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), norm, act, last)
         >>> fusedtrain.memory_report(model, torch.randn(1, 3, 10, 10)).totals
-        {'eager': 9664, 'store': 6464, 'recompute': 3264, 'q8': 6464}
+        {'eager': 9664, 'store': 6464, 'recompute': 3264, 'inplace': 6464, 'q8': 6464}
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -28,6 +28,7 @@ WIDE = {
     "segments_kernel.*Prelu.*(true|false), true, ": "channelwise",
     "columns_kernel.*StarRelu.*(true|false), true, ": "channelwise",
     "normalise_kernel.*Mish.*bfloat16, true": "batch_norm",
+    "restore_kernel.*half, true": "batch_norm",
     "reduce_kernel.*OneFormula.*Silu.*half, true": "batch_norm",
     "grad_input_kernel.*OneFormula.*Relu.*float, true": "batch_norm",
     "gated_backward_kernel.*Silu.*bfloat16, true": "chains",

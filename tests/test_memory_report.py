@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 
+MODES = ["eager", "store", "recompute", "inplace", "q8"]
+
 
 def small() -> nn.Module:
     return nn.Sequential(
@@ -26,7 +28,7 @@ def test_every_layer_of_a_small_model() -> None:
     report = fusedtrain.memory_report(small(), torch.randn(2, 3, 10, 10))
     one = 2 * 8 * 100 * 4
     found = {layer.name: layer for layer in report.layers}
-    assert found["0"].bytes == {"eager": one, "store": one, "recompute": one, "q8": one}
+    assert found["0"].bytes == dict.fromkeys(MODES, one)
     assert found["0"].savers == ("1",)
     assert found["1"].bytes["eager"] >= one  # SiLU's input, and the statistics
     assert found["2"].bytes["eager"] == one
@@ -46,7 +48,7 @@ def test_totals_are_those_of_a_run(name: str) -> None:
     model, x = build(name), torch.randn(2, 3, 64, 64)
     report = fusedtrain.memory_report(model, x)
     own = {"eager": kept_by(model, x)}
-    for mode in ("store", "recompute", "q8"):
+    for mode in MODES[1:]:
         fusedtrain.convert(model, memory=mode)
         own[mode] = kept_by(model, x)
     for mode, total in report.totals.items():
@@ -71,7 +73,7 @@ def test_the_model_stays() -> None:
 def test_table_and_chart(tmp_path: Path) -> None:
     report = fusedtrain.memory_report(build("timm:resnet18"), torch.randn(1, 3, 64, 64))
     text = str(report)
-    assert text.splitlines()[0].split() == ["eager", "store", "recompute", "q8"]
+    assert text.splitlines()[0].split() == MODES
     assert "kept for backward" in text
     assert "layer1.0.conv1 (for layer1.0.bn1)" in text
     assert repr(report).startswith("MemoryReport(eager=")
@@ -96,9 +98,8 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_models_without_gradients_or_layers() -> None:
-    assert fusedtrain.memory_report(nn.Identity(), torch.randn(2)).totals == {
-        "eager": 0, "store": 0, "recompute": 0, "q8": 0,
-    }  # fmt: skip
+    totals = fusedtrain.memory_report(nn.Identity(), torch.randn(2)).totals
+    assert totals == dict.fromkeys(MODES, 0)
     frozen = small().requires_grad_(False)
     report = fusedtrain.memory_report(frozen, torch.randn(2, 3, 4, 4))
     assert set(report.totals.values()) == {0}

@@ -122,6 +122,15 @@ def test_memory_against_time(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "train.png").stat().st_size > 10_000
 
 
+def test_norms_in_the_place_of_their_input(tmp_path: Path) -> None:
+    status, results = run(tmp_path, "--memory", "inplace", "--amp", "off", "--model", "darknet19")
+    assert status == 0
+    eager, overwriting, checkpointed = results["modes"][2:]
+    assert overwriting["compared_with"] == eager["name"]
+    assert overwriting["saved_for_backward_mb"] < 0.6 * eager["saved_for_backward_mb"]
+    assert checkpointed["saved_for_backward_mb"] < 0.6 * eager["saved_for_backward_mb"]
+
+
 def test_derivatives_in_few_bits(tmp_path: Path) -> None:
     status, results = run(
         tmp_path, "--memory", "q8", "--amp", "off", "--model", "convnext", "--optimizer", "adamw"

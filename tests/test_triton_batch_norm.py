@@ -585,6 +585,7 @@ def check_target(target: str) -> None:
 
         normalise = compiled(k.normalise_kernel, forward, stored, residual, *flags, *whole.tile)
         check_code(normalise, 2)
+        check_code(compiled(k.restore_kernel, True, True, *whole.tile), 1)
         formula = (again, backward, stored, saved.value, *flags)
         reduce = (*formula, True, summed.steps, *summed.tile)
         check_code(compiled(k.reduce_kernel, *reduce), 4)
@@ -610,7 +611,8 @@ def check_reads(compiled: Any) -> None:
 
 
 def check_launches() -> None:
-    """Three launches forward, three backward, two in eval; one compilation for all sizes."""
+    """Three launches forward, three backward, two in eval, one to restore; one compilation for all
+    sizes."""
     driver = fake_driver()
     from fusedtrain.triton import OPS
     from fusedtrain.triton import _batch_norm_calls as c
@@ -634,6 +636,10 @@ def check_launches() -> None:
     OPS["batch_norm_act"](x, x, None, *vectors, False, 0.1, 1e-5, *RELU)
     assert len(driver.launched) == before + 8
     OPS["batch_norm_stats"](x)
+    assert len(driver.launched) == before + 10
+    OPS["batch_norm_act_"](x, *vectors, True, 0.1, 1e-5, *RELU)
+    OPS["batch_norm_act_restore"](x, *vectors, 1.0)
+    before += 4
     assert len(driver.launched) == before + 10
     empty = torch.empty(0, 64, 2)
     OPS["batch_norm_act"](empty, None, None, *vectors, True, 0.1, 1e-5, *RELU)

@@ -213,6 +213,20 @@ struct Worker {
     });
   }
 
+  void fill_restore() {
+    fill_forward();
+    for (int64_t i = 0; i < task.columns; ++i) scale[i] = T(1) / scale[i];
+  }
+  void restore(const BatchNormRestore& r) {
+    task.visit(false, false, [&](const Tile& t) {
+      NormTile<S, T> o = operands<S>(t);
+      o.x = place(call.x, t);
+      o.out = place(r.x, t);
+      o.factor = T(1) / T(r.slope);
+      stored.restore(o);
+    });
+  }
+
   // grad f'(s) of a tile, in turns; also stored to b.grad_residual, where that is not null.
   Run<const T> gradient(const BatchNormBackward& b, Run<const T> x, const Tile& t) {
     const bool by_output = kByOutput[call.op];
@@ -479,6 +493,11 @@ void normalise(const BatchNorm& n, const BatchNormForward& f, int64_t first, int
   each(
       n, first, last, true, [](auto& worker) { worker.fill_forward(); },
       [&](auto& worker, int64_t) { worker.normalise(f); });
+}
+void restore(const BatchNorm& n, const BatchNormRestore& r, int64_t first, int64_t last) {
+  each(
+      n, first, last, false, [](auto& worker) { worker.fill_restore(); },
+      [&](auto& worker, int64_t) { worker.restore(r); });
 }
 void reduce(const BatchNorm& n, const BatchNormBackward& b, const BatchNormWork& work,
             int64_t first, int64_t last) {

@@ -147,6 +147,26 @@ void norm_forward(const Tile& t) {
     norm_forward_runs<By, Format, Formula, false>(t);
 }
 
+// out = (s - bias) scale + mean, s being x where that is positive, else x factor
+template <class By, class Format, class Tile>
+void norm_restore(const Tile& t) {
+  using T = typename Format::Number;
+  for (int64_t row = 0; row < t.rows; ++row)
+    each_step(t.n, [&](int64_t i, auto part) __attribute__((always_inline)) {
+      const In<Format> in(at(t.x, row, i), part);
+      Out<Format> out(at(t.out, row, i), part);
+      const auto mean = By::of(t.mean, row, i), scale = By::of(t.scale, row, i);
+      const auto bias = By::of(t.bias, row, i);
+      const T factor = t.factor;
+#pragma GCC ivdep
+      for (int lane = 0; lane < kStep; ++lane) {
+        const T y = in.lane[lane], s = y > T(0) ? y : y * factor;
+        out.lane[lane] = (s - bias[lane]) * scale[lane] + mean[lane];
+      }
+      out.finish(at(t.out, row, i), part);
+    });
+}
+
 // out = grad f'(s) out_scale, sums += grad f'(s) factor, slopes += grad f'(s) factor (x - mean).
 // With a residual or the output in `saved`, or nothing.
 template <class By, class Format, template <class> class Formula, bool kByOutput, bool kSaved,

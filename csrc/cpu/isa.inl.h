@@ -78,6 +78,7 @@ static constexpr auto batch_norm_kernels() {
 #define FT_NORM_BACKWARD(name, Formula, n, rounds, saved)              \
   WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>::backward(),
       {FT_POINTWISE(FT_NORM_FORWARD)},
+      FT_ISA::norm_restore<By, Format, Tile>,
       FT_ISA::norm_reduce<By, Format, Tile>,
       {FT_POINTWISE(FT_NORM_BACKWARD)},
       FT_ISA::norm_grad_input<By, Format, Tile, T>,

@@ -92,6 +92,7 @@ struct BatchNormKernels {
 
   Kernel collect, normalise;
   Kernel forward[kPointwiseOps];  // null where norm and formula take turns
+  Kernel restore;
   Kernel reduce;
   Kernel backward[kPointwiseOps];
   void (*grad_input)(const NormTile<S, T>& tile, const T* average, const T* slope);

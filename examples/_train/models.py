@@ -1,15 +1,16 @@
-"""Stock torchvision networks with their stems adapted to images of 28 or 32 pixels."""
+"""Stock networks, most of them torchvision's, with stems adapted to images of 28 or 32 pixels."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-MODELS = ("resnet18", "resnet50", "efficientnet_b0", "mobilenetv3", "convnext")
+MODELS = ("resnet18", "resnet50", "efficientnet_b0", "mobilenetv3", "convnext", "darknet19")
 
 # Names that torchvision registers fake kernels for while it is imported.
 _TORCHVISION_OPS = (
@@ -42,6 +43,8 @@ def build_model(name: str, classes: int, width: int = 64) -> nn.Module:
     """One of ``MODELS``, randomly initialised; ``width`` 64 is the published size."""
     if name in ("resnet18", "resnet50"):
         return _resnet(name, classes, width)
+    if name == "darknet19":
+        return _darknet19(classes, width)
     models = import_torchvision().models
     if name == "convnext":
         return _convnext(models.convnext, classes, width)
@@ -79,6 +82,31 @@ def _resnet(name: str, classes: int, width: int) -> nn.Module:
     model.maxpool = nn.Identity()
     model.fc = nn.Linear(model.inplanes, classes)
     return model
+
+
+class DarknetStage(nn.Sequential):
+    """Convolutions of 3 x 3 and, between them, of 1 x 1, each with batch norm and LeakyReLU."""
+
+    def __init__(self, inputs: int, sizes: Sequence[int], pooled: bool) -> None:
+        layers: list[nn.Module] = [nn.MaxPool2d(2)] if pooled else []
+        for i, outputs in enumerate(sizes):
+            kernel = 1 if i % 2 else 3
+            layers.append(nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False))
+            layers += [nn.BatchNorm2d(outputs), nn.LeakyReLU(0.1, inplace=True)]
+            inputs = outputs
+        super().__init__(*layers)
+
+
+def _darknet19(classes: int, width: int) -> nn.Module:
+    """Of YOLOv2 (arXiv:1612.08242, table 6), without its first two poolings."""
+    stages, inputs = [], 3
+    for base, count in ((32, 1), (64, 1), (128, 3), (256, 3), (512, 5), (1024, 5)):
+        outputs = max(base * width // 64, 2)
+        sizes = [outputs // 2 if i % 2 else outputs for i in range(count)]
+        stages.append(DarknetStage(inputs, sizes, pooled=base >= 256))
+        inputs = outputs
+    head = (nn.Conv2d(inputs, classes, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*stages, *head)
 
 
 def _convnext(convnext: Any, classes: int, width: int) -> nn.Module:

@@ -129,7 +129,7 @@ def build_tuning_modes(
     return modes
 
 
-MEMORY = ("store", "recompute", "q8")  # of fusedtrain.convert
+MEMORY = ("store", "recompute", "inplace", "q8")  # of fusedtrain.convert
 
 
 class Checkpointed(nn.Module):
@@ -144,11 +144,11 @@ class Checkpointed(nn.Module):
         return output
 
 
-_BLOCKS = ("BasicBlock", "Bottleneck", "MBConv", "InvertedResidual", "CNBlock")
+_BLOCKS = ("BasicBlock", "Bottleneck", "MBConv", "InvertedResidual", "CNBlock", "DarknetStage")
 
 
 def checkpointed(net: nn.Module) -> nn.Module:
-    """Every residual block of one of the networks here is checkpointed, in place."""
+    """Every block of one of the networks here is checkpointed, in place."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if type(child).__name__ in _BLOCKS:

@@ -158,6 +158,7 @@ class _BatchNormAct(_BatchNorm):
     # By convert: the residual that must be given, since the forward around adds it no more, is
     # added "in place" of the norm's output or "out of place".
     _adds = ""
+    overwrite_input = False
 
     def __init__(
         self,
@@ -173,10 +174,13 @@ class _BatchNormAct(_BatchNorm):
         drop_layer: Callable[[], nn.Module] | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        overwrite_input: bool = False,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
+        self.overwrite_input = overwrite_input
         self.drop = nn.Identity() if drop_layer is None else drop_layer()
         self.act = (
             _create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
@@ -293,6 +297,7 @@ class _BatchNormAct(_BatchNorm):
             factor,
             self.eps,
             activation,
+            self.overwrite_input,
         )
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -328,6 +333,7 @@ class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
         inplace: as `act_layer` takes it; without effect where the activation is part of the op.
         drop_layer: makes a module that is called between norm and activation. Stochastic depth
             (timm's DropPath, torchvision's StochasticDepth in mode "row") is part of the op.
+        overwrite_input: as :func:`fusedtrain.functional.batch_norm_act` has it.
 
     Raises:
         ValueError: an input of another rank, one value a channel in training, or an unknown name.

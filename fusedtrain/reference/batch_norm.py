@@ -133,6 +133,46 @@ def batch_norm_act(
     return output, mean, invstd
 
 
+def batch_norm_act_(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: int,
+    a: float,
+    b: float,
+) -> tuple[Tensor, Tensor]:
+    output, mean, invstd = batch_norm_act(
+        input, None, None, weight, bias, running_mean, running_var, training, momentum, eps,
+        activation, a, b,
+    )  # fmt: skip
+    input.copy_(output)
+    return mean, invstd
+
+
+def batch_norm_act_restore(
+    output: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    slope: float,
+) -> Tensor:
+    """The input that an output was made of, with an activation that is `s` from 0 on and
+    `slope * s` below. arXiv:1712.02616, section 3."""
+    y = _wide(output)
+    s = torch.where(y > 0, y, y / slope)
+    if bias is not None:
+        s = s - per_channel(bias, output)
+    scale = invstd if weight is None else invstd * weight
+    x = s / per_channel(scale, output) + per_channel(mean, output)
+    return torch.empty_like(output).copy_(x)
+
+
 def _branch(
     input: Tensor,
     branch_scale: Tensor | None,

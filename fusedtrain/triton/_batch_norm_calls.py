@@ -23,6 +23,7 @@ _launch_stats = Launcher(kernels.stats_kernel)
 _launch_merge = Launcher(kernels.merge_kernel)
 _launch_invert = Launcher(kernels.invert_kernel)
 _launch_normalise = Launcher(kernels.normalise_kernel)
+_launch_restore = Launcher(kernels.restore_kernel)
 _launch_reduce = Launcher(kernels.reduce_kernel)
 _launch_finish = Launcher(kernels.finish_kernel)
 _launch_apply = Launcher(kernels.apply_kernel)
@@ -185,6 +186,36 @@ class Call:
 
     # --- forward
 
+    def look(
+        self,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Finds mean and invstd, and moves the running statistics."""
+        running = None
+        if running_mean is not None and running_var is not None:
+            if training and not (running_mean.is_contiguous() and running_var.is_contiguous()):
+                raise RuntimeError(f"fusedtrain::{NAME}: running statistics must be contiguous")
+            running = (
+                self.given(running_mean, "running_mean"), self.given(running_var, "running_var")
+            )  # fmt: skip
+        elif not training or running_mean is not running_var:
+            raise RuntimeError(f"fusedtrain::{NAME}: running_mean and running_var")
+        mean, invstd = self.mean, self.invstd = self.new_vectors()
+        if self.empty:
+            return mean.zero_(), invstd.zero_()
+        if training:
+            if running is not None and self.count < 2:
+                raise RuntimeError(f"fusedtrain::{NAME}: one value a channel has no variance")
+            self.statistics(mean, invstd, running, momentum, eps, invert=True)
+        else:
+            assert running is not None
+            self.invert(running, eps)
+        return mean, invstd
+
     def statistics(
         self,
         mean: Tensor,
@@ -214,9 +245,9 @@ class Call:
         programs = cdiv(self.channels, block)
         _launch_invert(block, programs, tensors, (self.channels, eps), (block,))
 
-    def normalise(self, residual: Tensor | None) -> Tensor:
+    def normalise(self, residual: Tensor | None, y: Tensor) -> Tensor:
+        """Into y, which may be x."""
         x = self.x
-        y = torch.empty_like(x)
         if self.empty:
             return y
         cut = _cut(self.view, _FORWARD_BLOCK[x.itemsize], False)
@@ -230,6 +261,23 @@ class Call:
             (formula, stored, *rest),
         )
         return y
+
+    def restore(self, slope: float) -> Tensor:
+        """What x was before this output took its place."""
+        x = torch.empty_like(self.x)
+        if self.empty:
+            return x
+        cut = _cut(self.view, _FORWARD_BLOCK[x.itemsize], False)
+        rest = (*self.flags[1:], *cut.tile)
+        rows, units, channels, inner, _ = cut.numbers
+        _launch_restore(
+            rest,
+            cut.programs,
+            (self.x, x, *self.vectors()[1:]),
+            (rows, units, channels, inner, 1.0 / slope),
+            rest,
+        )
+        return x
 
 
 class BackwardCall(Call):

@@ -182,6 +182,29 @@ def normalise_kernel(
     tl.store(y_ptr + at, s.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "units", "channels", "inner"])
+def restore_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, below: tl.float64,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What x was before the output y took its place."""
+    columns = units * UNIT
+    row, column, _ = first_tile(columns, 1, PLANES, INDEX, HEIGHT, WIDTH)
+    at, inside = places(row, column, rows, columns)
+    channel, there = channel_places(
+        row, column, rows, columns, channels, inner, PLANES, LAST, INDEX
+    )
+    mean, _, scale, offset = of_channels(
+        mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there, WEIGHT, BIAS, PLANES
+    )
+    y = widen(tl.load(y_ptr + at, mask=inside, other=0.0))
+    s = tl.where(y > 0, y, y * tl.full((), below, y.dtype))
+    x = (s - offset) * (1.0 / scale) + mean
+    tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=inside)
+
+
 # --- backward
 
 

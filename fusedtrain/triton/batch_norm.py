@@ -41,24 +41,42 @@ def batch_norm_act(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(input, branch_scale, weight, bias, activation, a, b)
     added = call.companion(residual, "residual")
-    running = None
-    if running_mean is not None and running_var is not None:
-        if training and not (running_mean.is_contiguous() and running_var.is_contiguous()):
-            raise RuntimeError(f"fusedtrain::{NAME}: running statistics must be contiguous")
-        running = call.given(running_mean, "running_mean"), call.given(running_var, "running_var")
-    elif not training or running_mean is not running_var:
-        raise RuntimeError(f"fusedtrain::{NAME}: running_mean and running_var")
-    mean, invstd = call.mean, call.invstd = call.new_vectors()
-    if call.empty:
-        return call.laid_out(call.normalise(added)), mean.zero_(), invstd.zero_()
-    if training:
-        if running is not None and call.count < 2:
-            raise RuntimeError(f"fusedtrain::{NAME}: one value a channel has no variance")
-        call.statistics(mean, invstd, running, momentum, eps, invert=True)
-    else:
-        assert running is not None
-        call.invert(running, eps)
-    return call.laid_out(call.normalise(added)), mean, invstd
+    mean, invstd = call.look(running_mean, running_var, training, momentum, eps)
+    return call.laid_out(call.normalise(added, torch.empty_like(call.x))), mean, invstd
+
+
+def batch_norm_act_(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: int,
+    a: float,
+    b: float,
+) -> tuple[Tensor, Tensor]:
+    call = Call(input, None, weight, bias, activation, a, b)
+    if call.x is not input:
+        raise RuntimeError(f"fusedtrain::{NAME}_: input must be dense")
+    mean, invstd = call.look(running_mean, running_var, training, momentum, eps)
+    call.normalise(None, input)
+    return mean, invstd
+
+
+def batch_norm_act_restore(
+    output: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    slope: float,
+) -> Tensor:
+    call = Call(output, None, weight, bias, IDENTITY, 0.0, 0.0)
+    call.use(mean, invstd)
+    return call.laid_out(call.restore(slope))
 
 
 def batch_norm_act_apply(
@@ -75,7 +93,8 @@ def batch_norm_act_apply(
 ) -> Tensor:
     call = Call(input, branch_scale, weight, bias, activation, a, b)
     call.use(mean, invstd)
-    return call.laid_out(call.normalise(call.companion(residual, "residual")))
+    added = call.companion(residual, "residual")
+    return call.laid_out(call.normalise(added, torch.empty_like(call.x)))
 
 
 def batch_norm_act_backward(

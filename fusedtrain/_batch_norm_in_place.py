@@ -1,0 +1,194 @@
+"""Batch norm with activation in the place of its input, for backward to compute that again.
+
+The activation must be exactly invertible: `s` from 0 on, `slope * s` below, which is none at all or
+LeakyReLU. ELU and softplus are invertible in real numbers only: they round to a constant.
+
+    x = (f^-1(y) - bias) / (invstd weight) + mean          In-Place ABN, arXiv:1712.02616
+
+y is rounded, by up to u |y| (u is half of the dtype's eps). So the normalised x is off by up to
+u (|normalised x| + |bias / weight|): as when it is stored, as long as the bias is not much larger
+than the weight. In other channels the input is kept, apart (`lost`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import _ops, _recompute
+from .reference.batch_norm import IDENTITY, POINTWISE, Pointwise, differentiable_backward
+
+# |weight| must be at least these, the second one times |bias|.
+LEAST_WEIGHT, LEAST_SHARE = 2.0**-6, 0.25
+
+_forward = _ops._callable("batch_norm_act_")
+_restore = _ops._callable("batch_norm_act_restore")
+_backward = _ops._callable("batch_norm_act_backward")
+
+
+def slope_of(activation: Pointwise, dtype: torch.dtype) -> float | None:
+    """By what an activation multiplies negative numbers; None where it cannot be inverted exactly,
+    which in float16 is also so for slopes that leave outputs too small to have all their digits."""
+    if activation.op == IDENTITY:
+        return 1.0
+    if POINTWISE[activation.op].name != "leaky_relu":
+        return None
+    slope = activation.a
+    return slope if slope * LEAST_WEIGHT >= torch.finfo(dtype).tiny else None
+
+
+def applies(input: Tensor, activation: Pointwise) -> bool:
+    """Whether an output may take the place of this input, and backward compute it again."""
+    return (
+        slope_of(activation, input.dtype) is not None
+        # An input that needs no gradient is the user's data; views and leaves autograd refuses.
+        and input.requires_grad
+        and not input.is_leaf
+        and not input._is_view()
+        and _is_dense(input)
+        and _recompute.scope() is None  # where the output is what can be computed again
+        and not _is_capturing()  # a CUDA graph, in which `lost` cannot wait for an answer
+    )
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_dense(t: Tensor) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    return t.is_contiguous() or (last is not None and t.is_contiguous(memory_format=last))
+
+
+class BatchNormActInPlace(torch.autograd.Function):
+    """Saves the output, the inputs of the channels that would be lost, and the statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        activation: Pointwise,
+    ) -> Tensor:
+        index = kept = None
+        channels = lost(weight, bias)
+        if channels:
+            index = torch.tensor(channels, device=input.device)
+            kept = input.index_select(1, index)
+        mean, invstd = _forward(
+            input, weight, bias, running_mean, running_var, training, momentum, eps, *activation
+        )
+        ctx.mark_dirty(input)
+        ctx.save_for_backward(input, kept, index, weight, bias, mean, invstd)
+        ctx.training, ctx.eps, ctx.activation = training, eps, activation
+        return input
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "batch_norm_act: with overwrite_input=True there is no second derivative, since "
+                "the input that it is of is gone. Leave overwrite_input out"
+            )
+        output, kept, index, weight, bias, mean, invstd = ctx.saved_tensors
+        activation: Pointwise = ctx.activation
+        slope = slope_of(activation, output.dtype)
+        input = _restore(output, weight, bias, mean, invstd, slope)
+        if index is not None:
+            input.index_copy_(1, index, kept)
+        saved = output if activation.saves_output else None
+        shared = (input, saved, None, weight, bias, mean, invstd, ctx.training)
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if _ops.takes(grad):
+            flags = (ctx.needs_input_grad[0], False, needs_weight or needs_bias)
+            found = _backward(grad, *shared, *activation, *flags)
+        else:
+            found = differentiable_backward(grad, *shared, ctx.eps, activation)
+        return (
+            found[0] if ctx.needs_input_grad[0] else None,
+            found[2] if needs_weight else None,
+            found[3] if needs_bias else None,
+            *(None,) * 6,
+        )
+
+
+apply = _ops._apply_of(BatchNormActInPlace)
+
+
+class _Looked:
+    """At a weight and its bias: the channels in which an input would be lost."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = None if bias is None else weakref.ref(bias)
+        self.key: tuple[int, ...] = ()
+        self.channels: list[int] = []
+
+    def is_of(self, weight: Tensor, bias: Tensor | None) -> bool:
+        same = bias is (None if self.bias is None else self.bias())
+        return same and self.key == _key(weight, bias)
+
+
+def _key(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Changes with the values, as far as torch is told of it."""
+    key = weight._version, weight.data_ptr()
+    return key if bias is None else (*key, bias._version, bias.data_ptr())
+
+
+_looked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight
+
+
+def lost(weight: Tensor | None, bias: Tensor | None) -> list[int]:
+    """The channels whose input cannot be computed again.
+
+    To know, the device has to be waited for. So all weights are looked at together when the first
+    of them is asked for: once a forward for a model. An answer serves once, since there are
+    optimizers that change weights behind torch's back.
+    """
+    if weight is None:
+        return []
+    found: _Looked | None = _looked.get(weight)
+    if found is None:
+        found = _looked[weight] = _Looked(weight, bias)
+        _look([(found, weight, bias)])
+    elif not found.is_of(weight, bias):
+        found.bias = None if bias is None else weakref.ref(bias)
+        _look([(found, weight, bias)] + _others(weight))
+    found.key = ()
+    return found.channels
+
+
+def _others(weight: Tensor) -> list[tuple[_Looked, Tensor, Tensor | None]]:
+    """Weights of the same device and dtype that may be asked for next."""
+    rows = []
+    for other, found in list(_looked.items()):
+        bias = None if found.bias is None else found.bias()
+        gone = found.bias is not None and bias is None
+        alike = other.device == weight.device and other.dtype is weight.dtype
+        if other is not weight and alike and not gone:
+            rows.append((found, other, bias))
+    return rows
+
+
+@torch.no_grad()
+def _look(rows: list[tuple[_Looked, Tensor, Tensor | None]]) -> None:
+    weights = torch.cat([weight for _, weight, _ in rows]).abs()
+    biases = torch.cat([torch.zeros_like(w) if bias is None else bias for _, w, bias in rows])
+    enough = (weights >= LEAST_WEIGHT) & (weights >= LEAST_SHARE * biases.abs())  # not NaN
+    found = enough.logical_not().nonzero().flatten().tolist()
+    first, at = 0, 0
+    for looked, weight, bias in rows:
+        last, looked.channels = first + weight.numel(), []
+        while at < len(found) and found[at] < last:
+            looked.channels.append(found[at] - first)
+            at += 1
+        first, looked.key = last, _key(weight, bias)

@@ -1,0 +1,556 @@
+"""Batch norm in the place of its input: the kernels of every backend, gradients against those with
+the input kept, what is kept, when nothing is overwritten, and `convert(memory="inplace")`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from _batch_norm_cases import LAYOUTS, Case, last, wide_dtype
+from _cases import DTYPES
+from _kernels import BACKENDS, BATCH_NORM_OPS, Kernels, same_bits
+from torch import Tensor, nn
+
+import fusedtrain
+import fusedtrain.functional as F
+from fusedtrain import _batch_norm_in_place as in_place
+
+F32, F64, F16, BF16 = DTYPES
+SLOPES = {"identity": 1.0, "leaky_relu": 0.01}
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    kernels = BACKENDS[request.param]()
+    if not all(map(kernels.has, BATCH_NORM_OPS)):
+        pytest.skip(f"{request.param} has no batch norm")
+    return kernels
+
+
+def dense(x: Tensor) -> bool:
+    return x.numel() == x.untyped_storage().nbytes() // x.itemsize
+
+
+# The kernels
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_kernels(ops: Kernels, kind: str) -> None:
+    """In place there are the bits that there are out of place; the input comes back."""
+    for i, dtype in enumerate(DTYPES):
+        x = LAYOUTS[kind]()
+        if not dense(x) or (x.size(1) == 1 and x.size(0) > 1 and not x.is_contiguous()):
+            pytest.skip("is copied first")
+        if ops.slow and (x.numel() > 20_000 or (i + len(kind)) % 2):
+            continue
+        name = ("identity", "leaky_relu")[i // 2]
+        case = Case(x, dtype, name, ops=ops, bias=i != 1, training=i != 2)
+        assert case.weight is not None
+        case.weight = case.weight.abs() + 0.25
+        found = ops("batch_norm_act", *case.forward())
+        _, _, _, weight, bias, *statistics = case.forward()
+        given = case.x.clone()
+        in_its_place = ops("batch_norm_act_", case.x, weight, bias, *statistics)
+        assert same_bits((case.x, *in_its_place), tuple(found))
+
+        mean, invstd = in_its_place
+        back = ops("batch_norm_act_restore", case.x, weight, bias, mean, invstd, SLOPES[name])
+        assert back.dtype is dtype
+        assert back.stride() == torch.empty_like(given).stride()
+        unit = torch.finfo(dtype).eps
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        shift = 0 if bias is None else (bias / weight).abs().double().view(shape)
+        mean, invstd = mean.double().view(shape), invstd.double().view(shape)
+        normal = (given.double() - mean) * invstd
+        error = (back.double() - given.double()).abs() * invstd
+        # Both the output and what comes back are rounded to half a unit; float32 math adds to it.
+        most = unit * (0.5 * (normal.abs() + shift) + 0.5 * given.double().abs() * invstd)
+        wide = torch.finfo(wide_dtype(dtype)).eps
+        assert (error <= 1.01 * most + 4 * wide * (normal.abs() + shift + 1)).all()
+
+
+def test_kernels_refuse_what_has_gaps(ops: Kernels) -> None:
+    x = torch.randn(2, 3, 8, device=ops.device)[..., ::2]
+    if not ops.kernel:
+        pytest.skip("plain torch can")
+    with pytest.raises(RuntimeError, match="input must be dense"):
+        ops("batch_norm_act_", x, None, None, None, None, True, 0.1, 1e-5, -1, 0.0, 0.0)
+
+
+def test_no_elements(ops: Kernels) -> None:
+    x = torch.empty(0, 3, 4, device=ops.device)
+    mean, invstd = ops("batch_norm_act_", x, None, None, None, None, True, 0.1, 1e-5, -1, 0.0, 0.0)
+    assert mean.tolist() == invstd.tolist() or not ops.kernel
+    assert ops("batch_norm_act_restore", x, None, None, mean, invstd, 1.0).shape == x.shape
+
+
+# The function
+
+
+def leaves(dtype: torch.dtype, x: Tensor, *, small: tuple[int, ...] = ()) -> list[Tensor]:
+    channels, wide = x.size(1), wide_dtype(dtype)
+    weight = torch.rand(channels) + 0.5
+    weight[1::2] *= -1
+    weight[list(small)] = 0.0
+    bias = torch.randn(channels)
+    empty = torch.empty_like(x, dtype=dtype)
+    return [empty.copy_(x).requires_grad_()] + [t.to(wide).requires_grad_() for t in (weight, bias)]
+
+
+def step(
+    tensors: list[Tensor], name: str, grad: Tensor, *, overwrite: bool, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, weight, bias = [t.detach().clone().requires_grad_() for t in tensors]
+    made = x * 1
+    y = F.batch_norm_act(
+        made, None, None, weight, bias, True, activation=name, overwrite_input=overwrite, **options
+    )
+    assert (y.data_ptr() == made.data_ptr()) == overwrite
+    y.backward(grad)
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert bias.grad is not None
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+@pytest.mark.parametrize("small", [(), (0, 3)], ids=["", "lost channels"])
+@pytest.mark.parametrize("name", SLOPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients(dtype: torch.dtype, name: str, small: tuple[int, ...]) -> None:
+    """As near to float64's as those of a norm that keeps its input, rounded as the input is."""
+    for x in (torch.randn(6, 5, 9, 7) * 2 + 1, last(6, 5, 9, 7) * 2 + 1, torch.randn(90, 5)):
+        tensors = leaves(dtype, x, small=small)
+        grad = torch.randn(x.shape).to(dtype)
+        found = step(tensors, name, grad, overwrite=True)
+        kept = step(tensors, name, grad, overwrite=False)
+        truth = step([t.double() for t in tensors], name, grad.double(), overwrite=False)
+        assert torch.equal(found[0], kept[0])
+        assert torch.equal(found[3], kept[3])  # of the bias: no input in it
+        unit = torch.finfo(dtype).eps
+        for got, want in zip(found[1:3], truth[1:3], strict=True):
+            size = want.abs().amax() + 1e-30
+            assert ((got.double() - want).abs() / size).max() <= 4 * unit
+        for channel in small:  # their input was kept, as it was
+            assert torch.equal(found[1][:, channel], kept[1][:, channel])
+            assert torch.equal(found[2][channel], kept[2][channel])
+
+
+def test_gradcheck() -> None:
+    x, weight, bias = leaves(F64, torch.randn(4, 3, 2, 2), small=(1,))
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.batch_norm_act(
+            x * 1, None, None, weight, bias, True, activation="leaky_relu", overwrite_input=True
+        )
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+def test_fixed_statistics() -> None:
+    running = torch.randn(3), torch.rand(3) + 0.5
+    results = []
+    for overwrite in (False, True):
+        torch.manual_seed(0)
+        x, weight, bias = leaves(F32, torch.arange(24.0).view(2, 3, 4))
+        made = x * 1
+        y = F.batch_norm_act(
+            made, *running, weight, bias, False, activation="identity", overwrite_input=overwrite
+        )
+        assert (y.data_ptr() == made.data_ptr()) == overwrite
+        y.square().sum().backward()
+        results.append((x.grad, weight.grad, bias.grad))
+    for kept, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, kept)
+
+
+def test_running_statistics_move_alike() -> None:
+    moved = []
+    for overwrite in (False, True):
+        torch.manual_seed(1)
+        norm = fusedtrain.nn.BatchNormAct2d(4, apply_act=False, overwrite_input=overwrite)
+        norm(nn.Conv2d(2, 4, 1)(torch.randn(3, 2, 5, 5)))
+        moved.append((norm.running_mean, norm.running_var, norm.num_batches_tracked))
+    assert same_bits(*moved)
+
+
+# What is kept
+
+
+def kept_bytes(run: Any) -> int:
+    sizes: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        alive = run()
+    del alive
+    return sum(sizes.values())
+
+
+def test_one_tensor_is_kept() -> None:
+    first, last_conv = nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, 1, 1, bias=False)
+    x = torch.randn(2, 3, 16, 16)
+    sizes = {}
+    for overwrite in (False, True):
+        norm = fusedtrain.nn.BatchNormAct2d(
+            8, act_layer=nn.LeakyReLU, overwrite_input=overwrite, affine=False
+        )
+        sizes[overwrite] = kept_bytes(lambda norm=norm: last_conv(norm(first(x))))
+    activation = 2 * 8 * 16 * 16 * 4
+    assert sizes[False] - sizes[True] == activation
+
+
+def test_only_lost_channels_are_kept_apart() -> None:
+    sizes = []
+    for small in ((), (0, 2, 5)):
+        tensors = leaves(F32, torch.randn(2, 6, 8, 8), small=small)
+        x, weight, bias = tensors
+        with torch.no_grad():
+            bias.zero_()
+        made = x * 1
+        sizes.append(
+            kept_bytes(
+                lambda made=made, weight=weight, bias=bias: F.batch_norm_act(
+                    made, None, None, weight, bias, True, activation="identity",
+                    overwrite_input=True,
+                )
+            )
+        )  # fmt: skip
+    assert sizes[1] - sizes[0] == 3 * 2 * 8 * 8 * 4 + 3 * 8  # and their places
+
+
+# In which channels the input would be lost
+
+
+def test_bound() -> None:
+    weight = torch.tensor([0.0, 1 / 64, 0.0156, -1.0, 1.0, -1.0, float("nan"), float("inf")])
+    bias = torch.tensor([0.0, 0.0, 0.0, 4.0, 4.1, -4.1, 0.0, 0.0])
+    assert in_place.lost(weight, bias) == [0, 2, 4, 5, 6]
+    assert in_place.lost(weight, None) == [0, 2, 6]
+    assert in_place.lost(None, bias) == []
+
+
+def test_weights_are_looked_at_together_and_anew_in_each_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = []
+    look = in_place._look
+    monkeypatch.setattr(in_place, "_look", lambda rows: looks.append(len(rows)) or look(rows))
+    weights = [torch.ones(3) for _ in range(4)]
+    biases = [torch.zeros(3), None, torch.zeros(3), torch.zeros(3)]
+    for w, b in zip(weights, biases, strict=True):
+        assert in_place.lost(w, b) == []
+    assert looks == [1, 1, 1, 1]
+    looks.clear()
+    for number in range(3):
+        weights[2].data[number] = 0.0  # which torch does not hear of
+        channels = [in_place.lost(w, b) for w, b in zip(weights, biases, strict=True)]
+        assert channels == [[], [], list(range(number + 1)), []]
+    assert len(looks) == 3
+    assert all(count >= 4 for count in looks)
+    # Between two looks: seen by the version.
+    in_place.lost(weights[0], biases[0])
+    with torch.no_grad():
+        weights[1].zero_()
+    assert in_place.lost(weights[1], biases[1]) == [0, 1, 2]
+    # Another bias for the same weight.
+    assert in_place.lost(weights[0], torch.full((3,), 9.0)) == [0, 1, 2]
+
+
+def test_a_weight_that_is_gone_is_forgotten() -> None:
+    before = len(in_place._looked)
+    weight = torch.ones(3)
+    in_place.lost(weight, None)
+    assert len(in_place._looked) == before + 1
+    del weight
+    assert len(in_place._looked) == before
+
+
+# When nothing is overwritten
+
+
+def overwritten(made: Tensor, **options: Any) -> bool:
+    options = {"activation": "identity", "training": True} | options
+    weight = torch.ones(3, requires_grad=True)
+    before = made.detach().clone()
+    y = F.batch_norm_act(made, None, None, weight, None, overwrite_input=True, **options)
+    changed = not torch.equal(before, made)
+    assert changed == (y.data_ptr() == made.data_ptr())
+    return changed
+
+
+def made() -> Tensor:
+    return torch.randn(4, 3, 4, 4, requires_grad=True) * 1
+
+
+def test_without_effect() -> None:
+    assert overwritten(made())
+    assert overwritten(made(), activation="leaky_relu")
+    assert not overwritten(torch.randn(4, 3, 4, 4))  # the user's images
+    assert not overwritten(torch.randn(4, 3, 4, 4, requires_grad=True))
+    with torch.no_grad():
+        assert not overwritten(made())
+    for activation in ("relu", "elu", "celu", "selu", "softplus", "silu", "sigmoid"):
+        assert not overwritten(made(), activation=activation)
+    assert not overwritten(made(), activation="leaky_relu", negative_slope=0.0)
+    assert not overwritten(made(), residual=torch.zeros(4, 3, 4, 4))
+    assert not overwritten(made(), branch_scale=torch.ones(4))
+    assert not overwritten(made()[:, :, ::2])
+    assert not overwritten(made().view(4, 3, 16))  # a view
+    with fusedtrain.recompute():
+        assert not overwritten(made())
+
+
+def test_an_activation_apart() -> None:
+    """One that no kernel is exact for is called after the norm, which overwrites then."""
+    x, grads = torch.randn(4, 3, 4, 4, requires_grad=True), []
+    for overwrite in (False, True):
+        y = F.batch_norm_act(
+            x * 1, None, None, training=True, activation="leaky_relu", negative_slope=-0.1,
+            overwrite_input=overwrite,
+        )  # fmt: skip
+        grads.append(torch.autograd.grad(y.square().sum(), x)[0])
+    torch.testing.assert_close(*grads)
+
+
+def test_slopes_that_float16_cannot_hold() -> None:
+    for dtype, slope, wanted in ((F16, 1e-3, False), (F16, 0.01, True), (BF16, 1e-3, True)):
+        x = made().to(dtype)
+        options = {"activation": "leaky_relu", "negative_slope": slope}
+        assert overwritten(x, **options) is wanted
+
+
+def test_compiled_code_does_not_overwrite() -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = x * 1
+        y = F.batch_norm_act(
+            made, None, None, weight, None, True, activation="identity", overwrite_input=True
+        )
+        return made, y
+
+    x = torch.randn(4, 3, 4, 4, requires_grad=True)
+    made, y = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(made, x)
+    torch.testing.assert_close(y, F.batch_norm_act(x, None, None, weight, None, True,
+                                                   activation="identity"))  # fmt: skip
+
+
+# Errors
+
+
+def in_its_place(x: Tensor) -> Tensor:
+    return F.batch_norm_act(
+        x, None, None, None, None, True, activation="identity", overwrite_input=True
+    )
+
+
+def test_an_input_that_another_op_saved_is_an_error() -> None:
+    y = in_its_place(made().sigmoid())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    x = made()
+    total = x.exp().mul(x).sum()
+    in_its_place(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_an_output_that_was_modified_is_an_error() -> None:
+    y = in_its_place(made())
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_no_second_derivative() -> None:
+    x = torch.randn(4, 3, 4, 4, requires_grad=True)
+    y = in_its_place(x * 1)
+    with pytest.raises(RuntimeError, match="overwrite_input=True there is no second derivative"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_backward_twice() -> None:
+    x = torch.randn(4, 3, 4, 4, requires_grad=True)
+    y = in_its_place(x * 1).square().sum()
+    first = torch.autograd.grad(y, x, retain_graph=True)
+    assert same_bits(first, torch.autograd.grad(y, x))
+
+
+# Models
+
+
+def darknet(act: Any = nn.LeakyReLU) -> nn.Sequential:
+    def block(inputs: int, outputs: int, size: int) -> list[nn.Module]:
+        return [nn.Conv2d(inputs, outputs, size, bias=False), nn.BatchNorm2d(outputs), act(0.1)]
+
+    return nn.Sequential(
+        *block(3, 8, 3), *block(8, 8, 1), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8),
+        *block(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2),
+    )  # fmt: skip
+
+
+def train(net: nn.Module, steps: int = 4, dtype: torch.dtype | None = None) -> list[float]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses = []
+    for _ in range(steps):
+        x, target = torch.randn(8, 3, 12, 12), torch.randint(2, (8,))
+        with torch.autocast("cpu", dtype or BF16, enabled=dtype is not None):
+            loss = nn.functional.cross_entropy(net(x).float(), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_convert() -> None:
+    net = darknet()
+    stock = copy.deepcopy(net)
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    report = fusedtrain.convert(net, torch.randn(2, 3, 12, 12), memory="inplace")
+    assert report.overwriting == ["1", "4", "7", "9"]
+    assert "the output takes the place of the input in 4 batch norms" in str(report)
+    assert list(net.state_dict()) == list(state)
+    torch.testing.assert_close(train(net), train(copy.deepcopy(stock)))
+    assert fusedtrain.convert(net, memory="store").overwriting == []
+    assert fusedtrain.convert(net, memory="inplace").overwriting == ["1", "4", "7", "9"]
+    fusedtrain.revert(net)
+    for module, twin in zip(net.modules(), stock.modules(), strict=True):
+        assert type(module) is type(twin)
+        assert vars(module).keys() == vars(twin).keys()
+
+
+def test_autocast() -> None:
+    net = darknet()
+    twin = copy.deepcopy(net)
+    fusedtrain.convert(net, memory="inplace")
+    fusedtrain.convert(twin)
+    torch.testing.assert_close(train(net, 3, BF16), train(twin, 3, BF16), atol=0.03, rtol=0)
+
+
+def test_checkpoint_and_accumulation() -> None:
+    net = darknet()
+    twin = copy.deepcopy(net)
+    fusedtrain.convert(net, memory="inplace")
+    x = torch.randn(4, 3, 12, 12)
+    for model in (net, twin):
+        for _ in range(2):
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_memory_of_a_model() -> None:
+    """Three outputs are kept for the next convolution, in the place of two tensors each; for the
+    last norm its input or its output."""
+    totals = fusedtrain.memory_report(darknet(), torch.randn(2, 3, 12, 12)).totals
+    planes = 2 * 8 * 10 * 10 * 4
+    assert totals["store"] - totals["inplace"] == 3 * planes
+    assert totals["eager"] >= totals["store"]
+
+
+class Shares(nn.Module):
+    """Another reader of what the norm reads, after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.norm(y).sigmoid() + y
+
+
+class ReadsImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.norm(x))
+
+
+class Activated(nn.Module):
+    """The norm's input is what an activation saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act, self.norm = nn.Conv2d(3, 3, 1), nn.Sigmoid(), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.act(self.conv(x)))
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + x
+
+
+class TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(y)
+        return z if z.mean() > 9 else z + y
+
+
+@pytest.mark.parametrize("kind", [Shares, ReadsImages, Activated, Adds, TwoWays])
+def test_norms_that_do_not_overwrite(kind: Any) -> None:
+    net = kind()
+    twin = copy.deepcopy(net)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    assert fusedtrain.convert(net, memory="inplace").overwriting == []
+    y = net(x)
+    torch.testing.assert_close(y, twin(x))
+    y.sum().backward()
+
+
+def test_hooks_and_exclusion() -> None:
+    net = darknet()
+    net[0].register_forward_hook(lambda *_: None)
+    report = fusedtrain.convert(net, exclude=["4"], memory="inplace")
+    assert report.overwriting == ["7", "9"]
+
+
+def test_a_hook_that_comes_later_gets_its_gradients() -> None:
+    """torch wraps what such a module takes and returns into views, which are not overwritten."""
+    net, seen = darknet(), []
+    fusedtrain.convert(net, memory="inplace")
+    net[1].register_full_backward_hook(lambda *gradients: seen.append(gradients))
+    net(torch.randn(2, 3, 12, 12)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_a_norm_that_overwrote_before_still_does_afterwards() -> None:
+    norm = fusedtrain.nn.BatchNormAct2d(4, apply_act=False, overwrite_input=True)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU())
+    fusedtrain.convert(net)
+    fusedtrain.revert(net)
+    assert norm.overwrite_input
+
+
+def test_timm_darknet() -> None:
+    from _models import timm
+
+    net = timm().create_model("cspresnet50", num_classes=2).train()  # LeakyReLU
+    report = fusedtrain.convert(net, memory="inplace")
+    assert len(report.overwriting) >= 20
+    flow_free = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(report.overwriting) < len(flow_free)  # those before a residual sum do not
+    x = torch.randn(2, 3, 64, 64)
+    net(x).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
