@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
 from ._chain_functions import residual_add
 from ._dataflow import Flow, Trace, is_product, overwrites_between
@@ -25,6 +26,7 @@ from .nn.norm import (
 )
 
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_LAYER_SCALE = ("timm", "LayerScale")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
 
 
@@ -38,7 +40,7 @@ class Branch:
     shortcut: fx.Node
     branch: fx.Node
     drop: fx.Node | None
-    scale: fx.Node | None
+    scale: fx.Node | None  # a tensor, or the call of a module that multiplies with one
     gone: tuple[fx.Node, ...]  # calls whose work the sum does
 
     @property
@@ -71,13 +73,14 @@ def add_branch(
 
 
 def may_have_branches(module: nn.Module) -> bool:
-    """Whether a forward is worth looking at: it has layers of its own, and stochastic depth or a
-    parameter like that of layer scale."""
+    """Whether a forward is worth looking at: it has layers of its own, and stochastic depth, layer
+    scale, or a parameter like that."""
     children = [child for child in module._modules.values() if child is not None]
     if not children:
         return False
     scales = (p for p in module._parameters.values() if p is not None)
-    return any(_package_and_name(child) in _STOCHASTIC_DEPTH for child in children) or any(
+    known = {*_STOCHASTIC_DEPTH, _LAYER_SCALE}
+    return any(_package_and_name(child) in known for child in children) or any(
         p.dim() > 0 and p.numel() == max(p.shape) for p in scales
     )
 
@@ -114,6 +117,8 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
                 drop, following = value, value.args[0]
             elif scale is None and (found := _scaled(value)):
                 scale, following = found
+            elif scale is None and _scales(trace, value, excluded):
+                scale, following = value, value.args[0]
             else:
                 break
             assert isinstance(following, fx.Node)
@@ -137,8 +142,21 @@ def _drops(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
     module = trace.callee(node)
     if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
         return False
-    plain = "forward" not in vars(module) and not any(getattr(module, h, None) for h in _HOOKS)
-    return plain and (type(module) is nn.Identity or is_stochastic_depth(module))
+    return _is_plain(module) and (type(module) is nn.Identity or is_stochastic_depth(module))
+
+
+def _scales(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
+    """Whether it calls a module of layer scale."""
+    module = trace.callee(node)
+    if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
+        return False
+    known = _package_and_name(module) == _LAYER_SCALE and not module.inplace
+    return known and _is_plain(module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
+    return "forward" not in vars(module) and not hooked and not parametrize.is_parametrized(module)
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

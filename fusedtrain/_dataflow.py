@@ -7,7 +7,6 @@ through the forward are traced. The forward runs on stand-ins: the model's own s
 
 from __future__ import annotations
 
-import inspect
 import operator
 import random
 import types
@@ -23,6 +22,8 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._optional_arguments import looks_at, optional_of, trials
 
 _MOST_WAYS, _MOST_CHOICES = 16, 64
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
@@ -121,6 +122,8 @@ class _Tracer(fx.Tracer):
         """A tensor at first, then a list."""
         flat = kinds if isinstance(kinds, tuple) else (kinds,)
         if not {torch.Tensor, list, tuple} & set(flat):
+            if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
+                self.guessed = "its forward asks for the type of its input"
             return isinstance(obj, kinds)
         self.guessed = "its forward asks for the type of its input"
         if obj.node not in self.kinds:
@@ -248,23 +251,17 @@ def trace(module: nn.Module) -> Trace | str:
     try:
         if forward is nn.Sequential.forward:
             return Trace(module, [_trace_once(module, _Choices(()), _MODES[0], {})[0]])
-        return _trace_all(module, _optional(forward))
+        return _trace_all(module, optional_of(forward))
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _optional(forward: Callable[..., Any]) -> dict[str, Any] | None:
-    """Arguments of a forward that may be left out, and their defaults; None if any number may."""
-    parameters = list(inspect.signature(forward).parameters.values())
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return None
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
     graphs: dict[str, fx.Graph] = {}
-    inexact = "" if optional == {} else "its forward has optional arguments"
+    inexact = "" if _is_indifferent(module, optional) else "its forward has optional arguments"
+    if not inexact:
+        optional = {}
     error: Exception | None = None
     for mode in _MODES:
         for defaults in [{}, optional] if optional else [{}]:
@@ -293,6 +290,29 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
     if len(graphs) > 1:
         inexact = inexact or "its forward depends on the mode of training"
     return Trace(module, list(graphs.values()), inexact)
+
+
+def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None) -> bool:
+    """Whether a forward has no optional arguments, or takes one way whatever they are."""
+    if not optional:
+        return optional is not None
+    for mode in _MODES:
+        try:
+            plain, guessed = _trace_once(module, _Choices(()), mode, {})
+        except Exception:
+            return False
+        if guessed:
+            return False
+        for number, values in enumerate(trials(optional)):
+            try:
+                traced, guessed = _trace_once(module, _Choices(()), mode, values)
+            except Exception:
+                if number == 0:
+                    return False
+                continue  # the forward would not take that either
+            if guessed or looks_at(plain, values, traced):
+                return False
+    return True
 
 
 def works_in_place(trace: Trace, node: fx.Node) -> bool:

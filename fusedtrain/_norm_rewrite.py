@@ -249,6 +249,8 @@ class _Edit:
             scale = None if one.scale is None else new[one.scale]
             branch, shortcut = _other(gone[-1], scale), _other(node, gone[0])
             with graph.inserting_before(node):
+                if scale is not None and scale.op == "call_module":
+                    scale = graph.get_attr(f"{scale.target}.gamma")
                 drop = None if one.drop is None else graph.get_attr(str(one.drop.target))
                 call = graph.call_function(add_branch, (shortcut, branch, scale, drop))
             _replace(graph, node, call)

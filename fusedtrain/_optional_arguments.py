@@ -1,0 +1,77 @@
+"""Whether a forward does the same whatever its optional arguments are.
+
+torch.fx cannot be asked whether `mask is None`: for a stand-in it is not. So a forward is traced
+with stand-ins and with values in their place. Where the two graphs are equal once the values stand
+in the first one, too, the forward hands the argument on and does not look at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+_CHECKS = (torch._assert, getattr(torch.fx._symbolic_trace, "_assert_is_none", None))
+
+
+def optional_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
+    """Arguments of a forward that may be left out, and their defaults; None if any number may."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return None
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def trials(optional: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Values to trace with: the defaults, None, and what else a flag can be."""
+    yield optional
+    yield dict.fromkeys(optional)
+    if any(isinstance(value, bool) for value in optional.values()):
+        yield {k: not v if isinstance(v, bool) else v for k, v in optional.items()}
+
+
+def looks_at(graph: fx.Graph, values: dict[str, Any], traced: fx.Graph) -> bool:
+    """Whether a graph of stand-ins is another one than that which was traced with these values."""
+    return _canonical(graph, values) != _canonical(traced, values)
+
+
+def _canonical(graph: fx.Graph, values: dict[str, Any]) -> list[Any]:
+    """Calls in their order, by numbers; the optional arguments by their values. The checks are left
+    out which fx makes of values that it was given."""
+    numbers: dict[fx.Node, Any] = {}
+    rows: list[Any] = []
+
+    def known(argument: Any) -> Any:
+        found = fx.node.map_aggregate(
+            argument, lambda a: numbers[a] if isinstance(a, fx.Node) else a
+        )
+        return repr(found)
+
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.op == "placeholder":
+            own = name if name in values else name.rpartition("_")[0]
+            numbers[node] = values[own] if own in values else _Numbered(name)
+        elif not _is_check(node):
+            numbers[node] = _Numbered(len(rows))
+            rows.append((node.op, node.target, known(node.args), known(node.kwargs)))
+    return rows
+
+
+class _Numbered:
+    def __init__(self, name: object) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+def _is_check(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    compares = node.target is operator.eq and len(node.users) == 1
+    return node.target in _CHECKS or (compares and all(map(_is_check, node.users)))
