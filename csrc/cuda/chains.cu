@@ -338,16 +338,23 @@ template <class F, class S>
 constexpr bool may_be_wide =
     sizeof(S) == 4 || (sizeof(S) == 2 && !std::is_same_v<F, AnyFormula<float>>);
 
-template <class F, class S_, bool kDrops>
-struct BiasActForwardJob {
+template <class Call, class F, class S_>
+struct BiasActJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = false, kWide = may_be_wide<F, S>;
-  BiasActForward call;
+  static constexpr bool kWide = may_be_wide<F, S>;
+  Call call;
   Chosen<T> chosen;
   __device__ __forceinline__ T coefficient(int64_t i) const {
     return call.bias == nullptr ? T(0) : load_one(static_cast<const S*>(call.bias)[i]);
   }
+};
+
+template <class F, class S, bool kDrops>
+struct BiasActForwardJob : BiasActJob<BiasActForward, F, S> {
+  using typename BiasActJob<BiasActForward, F, S>::T;
+  using BiasActJob<BiasActForward, F, S>::call, BiasActJob<BiasActForward, F, S>::chosen;
+  static constexpr bool kSums = false;
   template <class V>
   __device__ __forceinline__ void run(int64_t at, const T (&bias)[V::kLanes],
                                       T (&)[V::kLanes]) const {
@@ -368,16 +375,11 @@ struct BiasActForwardJob {
   }
 };
 
-template <class F, class S_, bool kDrops>
-struct BiasActBackwardJob {
-  using S = S_;
-  using T = typename Compute<S>::T;
-  static constexpr bool kSums = true, kWide = may_be_wide<F, S>;
-  BiasActBackward call;
-  Chosen<T> chosen;
-  __device__ __forceinline__ T coefficient(int64_t i) const {
-    return call.bias == nullptr ? T(0) : load_one(static_cast<const S*>(call.bias)[i]);
-  }
+template <class F, class S, bool kDrops>
+struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
+  using typename BiasActJob<BiasActBackward, F, S>::T;
+  using BiasActJob<BiasActBackward, F, S>::call, BiasActJob<BiasActBackward, F, S>::chosen;
+  static constexpr bool kSums = true;
   template <class V>
   __device__ __forceinline__ void run(int64_t at, const T (&bias)[V::kLanes],
                                       T (&sum)[V::kLanes]) const {

@@ -146,8 +146,8 @@ def compare_runs(modes: Sequence[Mode], test_images: int, tolerance: float | Non
 
 def compare_bits(modes: Sequence[Mode]) -> list[Check]:
     """Recomputing what backward needs must not change a bit of any loss."""
-    by_name = {mode.name: mode.losses for mode in modes}
-    stored, again = by_name.get("memory: store"), by_name.get("memory: recompute")
+    losses = {mode.memory: mode.losses for mode in modes}
+    stored, again = losses.get("store"), losses.get("recompute")
     if stored is None or again is None:
         return []
     different = sum(a != b for a, b in zip(stored, again, strict=True))

@@ -79,6 +79,7 @@ class Mode:
     saved_bytes: int = 0
     peak_bytes: int | None = None
     frozen: bool = False  # batch norms stay in eval mode, as when a checkpoint is fine-tuned
+    memory: str = ""  # how it keeps what backward needs, where modes differ in that alone
     accuracy: float = float("nan")
 
 
@@ -185,19 +186,10 @@ def build_memory_modes(
         fused = kind in MEMORY
         # Derivatives in 8 bits are another training, which the accuracy judges.
         reference = "memory: eager" if fused and kind != "q8" else None
-        modes.append(
-            _mode(
-                f"memory: {kind}",
-                net,
-                None,
-                reference,
-                fused,
-                conversion,
-                world,
-                compiled,
-                settings,
-            )
-        )
+        name = f"memory: {kind}"
+        mode = _mode(name, net, None, reference, fused, conversion, world, compiled, settings)
+        mode.memory = kind
+        modes.append(mode)
     return modes
 
 

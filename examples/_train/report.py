@@ -192,14 +192,14 @@ class Report:
 
         # The fused curve lies on the eager one, so it is dashed.
         looks: tuple[tuple[str, Any], ...] = (("#8c8c8c", "-"), ("#3b75af", "-"))
-        kept = [mode for mode in self.modes if mode.name.startswith("memory: ")]
+        kept = [mode for mode in self.modes if mode.memory]
         trained = sum(not mode.frozen for mode in self.modes) - len(kept)
         looks = (*looks[: trained - 1], ("#e1812c", (0, (4, 2))))
         tuned = len(self.modes) - trained - len(kept)
         looks += (("#6a9f58", "-"), ("#b04f6f", (0, (4, 2))))[:tuned]
         looks += (
             ("#4d4d4d", "-"), ("#1f9e89", "-"), ("#d1495b", (0, (4, 2))), ("#a58fc4", (0, (1, 1))),
-            ("#8a6d3b", (0, (6, 3))),
+            ("#8a6d3b", (0, (6, 3))), ("#5b8c2a", (0, (3, 1, 1, 1))),
         )[: len(kept)]  # fmt: skip
         figure = plt.figure(figsize=(10, 7), layout="constrained")
         figure.suptitle(f"{self.title}\n", fontsize=14, fontweight="bold")
@@ -223,7 +223,7 @@ class Report:
                 share = f"  ({value / values[0]:.2f}x)" if place and values[0] else ""
                 axes.text(value, place, f" {_short(value)}{share}", va="center", fontsize=10)
         axes = figure.add_subplot(grid[1, :])
-        for mode, (colour, style) in zip(self.modes, looks):
+        for mode, (colour, style) in zip(self.modes, looks, strict=True):
             label = f"{mode.name}, test accuracy {mode.accuracy:.1%}"
             steps = range(1, len(mode.losses) + 1)
             axes.plot(steps, mode.losses, color=colour, linestyle=style, linewidth=2, label=label)
