@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,42 @@ from benchmarks._measure import (
     Effort,
     FlushingCudaClock,
     ReplayClock,
+    TensorFunction,
     interleave,
     row,
 )
+
+# Of a function of one tensor, which in all of them requires a gradient.
+PASSES = ("forward", "backward", "forward+backward")
+
+
+def call_of(function: TensorFunction, pass_name: str, x: Tensor, gradient: Tensor) -> Call:
+    """What is timed of a pass in training: forward keeps what backward needs, and backward alone
+    repeats itself on what one forward kept."""
+    leaf = x.detach().requires_grad_()
+    if pass_name == "forward":
+        return lambda: function(leaf)
+    if pass_name == "backward":
+        y = function(leaf)
+        return lambda: torch.autograd.grad(y, leaf, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
+
+
+def kept_bytes(run: Callable[[], object], without: Iterable[Tensor] = ()) -> int:
+    """What a call keeps for backward: storages, each once, but for those of ``without``."""
+    known = {t.untyped_storage().data_ptr() for t in without}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()  # lives until all is counted: no address has two storages
+    del result
+    return sum(kept.values())
 
 
 def race(
