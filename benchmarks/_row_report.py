@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from benchmarks._rows import BUSY, LARGE, RIVALS, Row, section_key, size_text
+from benchmarks._rows import BUSY, FAMILIES, LARGE, RIVALS, Row, section_key, size_text
+
+KEPT = " kept B: kept for backward for each element of the input, fusedtrain / eager."
+EXACT = " exact: fusedtrain's with save=None."
 
 
 def time_text(ns: float) -> str:
@@ -25,6 +28,19 @@ def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def _has_exact(rows: Sequence[Row]) -> bool:
+    return any("exact" in row.ratio for row in rows)
+
+
+def _has_kept(rows: Sequence[Row]) -> bool:
+    return any(row.kept for row in rows)
+
+
+def _kept_text(row: Row) -> str:
+    ours, eager = ((row.kept or {}).get(who) for who in ("fusedtrain", "eager"))
+    return " / ".join(f"{each:.3g}" for each in (ours, eager) if each is not None)
+
+
 def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> None:
     """The full tables, one per machine, dtype and size, with rich."""
     from rich.console import Console
@@ -32,14 +48,16 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120 if not any(row.shape for row in rows) else 140)
+        console = Console(width=120 + 20 * any(row.shape for row in rows) + 20 * _has_kept(rows))
     for _, members in groupby(rows, key=section_key):
         section = list(members)
         title = f"{section[0].title} ({section[0].machine})"
         table = Table(title=title, title_justify="left")
         table.add_column("op")
         table.add_column("pass")
-        for name in ("time", "GB/s", "% copy", "% prealloc", "vs eager", "99 %", "vs compile"):
+        columns = ["time", "GB/s", "% copy", "% prealloc", "vs eager", "99 %", "vs compile"]
+        exact, kept = _has_exact(section), _has_kept(section)
+        for name in (*columns, *["vs exact"] * exact, *["kept B"] * kept):
             table.add_column(name, justify="right")
         table.add_column("")
         for row in section:
@@ -55,6 +73,8 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
                 _ratio_text(row, "eager"),
                 f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
                 _ratio_text(row, "compile"),
+                *[_ratio_text(row, "exact")] * exact,
+                *[_kept_text(row)] * kept,
                 " ".join(["SLOWER"] * slower + ["noisy"] * row.noisy),
                 style="red" if slower else None,
             )
@@ -62,7 +82,9 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
     console.print(
         "vs X: X's time / fusedtrain's, the median over rounds that time both; above 1 is faster. "
         "% copy: of x.clone() of the same size; % prealloc: of out.copy_(x). noisy: the copy took "
-        f"over {BUSY:g} times the best of this size, or fusedtrain over its own: do not quote.",
+        f"over {BUSY:g} times the best of this size, or fusedtrain over its own: do not quote."
+        + KEPT * _has_kept(rows)
+        + EXACT * _has_exact(rows),
         style="dim",
     )
 
@@ -70,10 +92,14 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
 def markdown(rows: Sequence[Row], dtypes: Sequence[str], sizes: Sequence[int]) -> str:
     """One Markdown table per machine, dtype and size: a line per op, its passes side by side.
 
-    Of batch norms all sizes; the layers of a network are one line of a table of their own.
+    ``sizes``: of the activations. The layers of a network are one line of a table of their own.
     """
     parts = []
-    shown = [row for row in rows if row.dtype in dtypes and (row.shape or row.numel in sizes)]
+    shown = [
+        row
+        for row in rows
+        if row.dtype in dtypes and (row.family != FAMILIES[0] or row.numel in sizes)
+    ]
     for _, members in groupby([row for row in shown if not row.model], key=section_key):
         section = list(members)
         passes = sorted({row.pass_name for row in section})
@@ -83,6 +109,8 @@ def markdown(rows: Sequence[Row], dtypes: Sequence[str], sizes: Sequence[int]) -
             for name in passes
             for what in ("GB/s (% of copy)", *(f"vs {rival}" for rival in rivals))
         ]
+        kept = _has_kept(section)
+        columns += ["kept B / eager's"] * kept
         lines = [
             f"{section[0].title}, {section[0].machine}",
             "",
@@ -102,6 +130,7 @@ def markdown(rows: Sequence[Row], dtypes: Sequence[str], sizes: Sequence[int]) -
                     f"{row.gb_per_s['fusedtrain']:.1f} ({row.percent_of_copy:.0f} %){mark}"
                 )
                 cells += [_ratio_text(row, rival) for rival in rivals]
+            cells += [_kept_text(next(iter(by_pass.values())))] * kept
             lines.append(f"| {op} | {' | '.join(cells)} |")
         if any(row.noisy for row in section):
             lines += ["", "\\* measured while the machine was busy: the ratios are uncertain"]

@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-RIVALS = ("eager", "compile")
+# "exact": fusedtrain's own, where what is compared is its few-bit one.
+RIVALS = ("eager", "compile", "exact")
 # Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
 LARGE = 2**20
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
@@ -18,7 +19,7 @@ BUSY = 2.0
 
 
 # The families whose rows are of the kind below.
-FAMILIES = ("activations", "batch_norm", "chains", "images")
+FAMILIES = ("activations", "batch_norm", "chains", "images", "few_bit")
 # What a table says of the memory (_measure.ALLOCATORS).
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
 
@@ -79,9 +80,10 @@ class Row:
     pass_name: str = ""
     allocator: str = ""
     family: str = FAMILIES[0]
-    shape: Sequence[int] = ()  # of batch norms
+    shape: Sequence[int] = ()  # of images
     layout: str = ""
     model: str = ""  # the network that a batch norm is of
+    kept: dict[str, float] | None = None  # bytes for backward, for each element of the input
     noisy: bool = False  # the machine was too busy for this row to be quoted
 
     @classmethod
