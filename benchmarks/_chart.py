@@ -84,7 +84,7 @@ def _draw_ratios(axes: Any, rows: Sequence[Row]) -> None:
     last = {row.name: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == passes[-1]}
     ops = sorted({row.name for row in rows}, key=lambda name: last.get(name, 0.0))
     height = 0.8 / len(passes)
-    colors = ("#8ec1e8", "#1b6ca8")[-len(passes) :]
+    colors = ("#cfe3f4", "#8ec1e8", "#1b6ca8")[-len(passes) :]
     for index, (name, color) in enumerate(zip(passes, colors, strict=False)):
         bars = {row.name: row.ratio.get("eager", 0.0) for row in rows if row.pass_name == name}
         drawn = axes.barh(

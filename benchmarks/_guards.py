@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
+from typing import TypeVar
 
 import pytest
 import torch
+
+T = TypeVar("T")
+
+
+class NotTheJob(AssertionError):
+    """The contestant's numbers are wrong: it is not timed."""
 
 
 @cache
@@ -21,3 +30,28 @@ def refuse_the_reference(op: str, device: str) -> None:
     required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
     if device in required and not has_kernel(op, device):
         pytest.skip(f"fusedtrain has no {device} kernel of {op}")
+
+
+def admit(
+    contestants: Mapping[str, T], check: Callable[[str, T], None], where: str
+) -> dict[str, T]:
+    """Those that are to be timed: they passed the gate, and ours must.
+
+    ``check`` takes a contestant and its name and raises NotTheJob; torch.compile may fail otherwise
+    too.
+    """
+    found = {}
+    for who, contestant in contestants.items():
+        try:
+            check(who, contestant)
+        except NotTheJob as error:
+            if who == "fusedtrain":
+                pytest.fail(f"{where}: {error}. Not timed", pytrace=False)
+            warnings.warn(f"{where}: {who} left out: {error}", stacklevel=2)
+        except Exception as error:
+            if who != "compile":
+                raise
+            warnings.warn(f"{where}: no torch.compile rival: {error}", stacklevel=2)
+        else:
+            found[who] = contestant
+    return found

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fusedtrain
 from benchmarks._contestants import import_module
 from benchmarks._measure import Call
+from benchmarks._race import kept_bytes
 
 JOBS = {
     "train": "training step",
@@ -192,18 +193,7 @@ def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
 def saved_bytes(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> int:
     """What one forward keeps for backward, without parameters, buffers and the images."""
     owned = (images, labels, *model.parameters(), *model.buffers())
-    known = {t.untyped_storage().data_ptr() for t in owned}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _loss(model, setup, images, labels)
-    return sum(kept.values())
+    return kept_bytes(lambda: _loss(model, setup, images, labels), owned)
 
 
 # --- the gate ---

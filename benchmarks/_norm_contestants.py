@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from benchmarks._guards import NotTheJob
 
 Layer = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -118,10 +119,6 @@ def compiled(op: NormOp, channels: int, device: str) -> Contestant:
 CONTESTANTS = {"fusedtrain": ours, "eager": eager, "compile": compiled}
 
 # --- the gate ---
-
-
-class NotTheJob(AssertionError):
-    """The contestant's numbers are wrong: it is not timed."""
 
 
 # Rounding to the dtype, of each step where it is eager torch's: of every element relative to its

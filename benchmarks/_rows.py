@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-RIVALS = ("eager", "compile")
+# "exact": fusedtrain's own, where what is compared is its few-bit one.
+RIVALS = ("eager", "compile", "exact")
 # Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
 LARGE = 2**20
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
@@ -18,7 +19,7 @@ BUSY = 2.0
 
 
 # The families whose rows are of the kind below.
-FAMILIES = ("activations", "batch_norm", "chains", "images")
+FAMILIES = ("activations", "batch_norm", "chains", "images", "few_bit", "pool")
 # What a table says of the memory (_measure.ALLOCATORS).
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
 
@@ -79,9 +80,10 @@ class Row:
     pass_name: str = ""
     allocator: str = ""
     family: str = FAMILIES[0]
-    shape: Sequence[int] = ()  # of batch norms
+    shape: Sequence[int] = ()  # of images
     layout: str = ""
     model: str = ""  # the network that a batch norm is of
+    kept: dict[str, float] | None = None  # bytes for backward, for each element of the input
     noisy: bool = False  # the machine was too busy for this row to be quoted
 
     @classmethod
@@ -95,9 +97,14 @@ class Row:
         return machine_text(vars(self))
 
     @property
+    def is_layer(self) -> bool:
+        """One of several shapes that share a section."""
+        return bool(self.model) or self.family == "pool"
+
+    @property
     def name(self) -> str:
         """The op, with all that tells it from the others of its section."""
-        size = "x".join(map(str, self.shape[1:])) if self.model else ""
+        size = "x".join(map(str, self.shape[1:])) if self.is_layer else ""
         return " ".join(filter(None, (self.op, size, self.layout)))
 
     @property
@@ -105,6 +112,8 @@ class Row:
         """What the rows of its section share, but for the machine."""
         if self.model:
             return f"{self.dtype}, the batch norms of {self.model}, batch {self.shape[0]}"
+        if self.is_layer:
+            return f"{self.dtype}, batch {self.shape[0]}"
         if self.shape:
             return f"{self.dtype}, {' x '.join(map(str, self.shape))}"
         return f"{self.dtype}, {size_text(self.numel)} elements"
@@ -168,7 +177,7 @@ def _mark_noisy(rows: Sequence[Row]) -> list[Row]:
 
 def section_key(row: Row) -> tuple[str, str, str, str, int]:
     """What the rows of one table share."""
-    size = row.shape[0] if row.model else row.numel  # the batch
+    size = row.shape[0] if row.is_layer else row.numel  # the batch
     return row.machine, row.family, row.model, row.dtype, size
 
 

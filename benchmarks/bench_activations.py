@@ -19,13 +19,11 @@ from benchmarks._measure import (
     Call,
     Clock,
     Effort,
-    FlushingCudaClock,
     ReplayClock,
     TensorFunction,
     dtype_name,
-    interleave,
-    row,
 )
+from benchmarks._race import race
 from fusedtrain.reference import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -147,12 +145,9 @@ def test_activation(
         benchmark.pedantic(op.function, args=(torch.ones(1, dtype=case.dtype, device=device),))
         return
     x, gradient = _tensors(case.numel, case.dtype, device)
-    out = torch.empty_like(x)
     calls: dict[str, Call] = {
         "fusedtrain": _call(op.function, case, x, gradient),
         "eager": _call(op.eager, case, x, gradient),
-        "copy": lambda: out.copy_(x),
-        "copy_fresh": x.clone,
     }
     if case.compiled:
         compiled = _call(_compiled(op.eager), case, x, gradient)
@@ -162,17 +157,5 @@ def test_activation(
             warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
         else:
             calls["compile"] = compiled
-    samples = interleave(calls, clock, effort)
     benchmark.group = f"{dtype_name(case.dtype)} {case.numel} {case.pass_name}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        row(
-            op=case.op,
-            pass_name=case.pass_name,
-            dtype=case.dtype,
-            numel=case.numel,
-            device=device,
-            samples=samples,
-        )
-    )
-    REPLAY.replay(benchmark, samples["fusedtrain"])
+    race(benchmark, REPLAY, calls, x, clock, effort, op=case.op, pass_name=case.pass_name)

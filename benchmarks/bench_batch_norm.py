@@ -6,7 +6,6 @@ The standard shapes, in every layout and dtype; and every distinct batch norm of
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,28 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks._guards import refuse_the_reference
-from benchmarks._measure import (
-    Call,
-    Clock,
-    Effort,
-    FlushingCudaClock,
-    ReplayClock,
-    dtype_name,
-    interleave,
-    row,
-)
+from benchmarks._guards import admit, refuse_the_reference
+from benchmarks._measure import Call, Clock, Effort, ReplayClock, dtype_name
 from benchmarks._norm_contestants import (
     CONTESTANTS,
     OPS,
     Contestant,
     Exact,
     NormOp,
-    NotTheJob,
     check,
     exact,
 )
 from benchmarks._norm_shapes import NETWORKS, distinct_layers
+from benchmarks._race import race
 
 FAMILY = "batch_norm"
 Shape = tuple[int, ...]
@@ -168,29 +158,21 @@ def _exact(
 
 
 def _entrants(case: Case, device: str) -> dict[str, Contestant]:
-    """Those that are to be timed: they passed the gate, and ours must."""
+    """Those that passed the gate."""
     op = OPS[case.op]
     key = (case.shape, case.dtype, case.layout, device)
     batch = case.shape[0] if case.compiled else GATE_BATCH
     x, residual, _ = (t[:batch] for t in _tensors(*key))
-    found = {}
-    for who, make in CONTESTANTS.items():
-        if who == "compile" and not case.compiled:
-            continue
-        try:
-            contestant = make(op, case.shape[1], device)
-            check(contestant, _exact(op, *key, batch), x, residual if op.add else None)
-        except NotTheJob as error:
-            if who == "fusedtrain":
-                pytest.fail(f"{case} on {device}: {error}. Not timed", pytrace=False)
-            warnings.warn(f"{case} on {device}: {who} left out: {error}", stacklevel=1)
-        except Exception as error:
-            if who != "compile":
-                raise
-            warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
-        else:
-            found[who] = contestant
-    return found
+    found = {
+        who: make(op, case.shape[1], device)
+        for who, make in CONTESTANTS.items()
+        if who != "compile" or case.compiled
+    }
+
+    def gate(who: str, contestant: Contestant) -> None:
+        check(contestant, _exact(op, *key, batch), x, residual if op.add else None)
+
+    return admit(found, gate, f"{case} on {device}")
 
 
 def _call(contestant: Contestant, case: Case, tensors: tuple[Tensor, ...]) -> Call:
@@ -214,26 +196,20 @@ def test_batch_norm(benchmark: Any, clock: Clock, effort: Effort, device: str, c
         benchmark.pedantic(lambda: None)
         return
     tensors = _tensors(case.shape, case.dtype, case.layout, device)
-    out = torch.empty_like(tensors[0])
     calls: dict[str, Call] = {who: _call(c, case, tensors) for who, c in entrants.items()}
-    calls["copy"] = lambda: out.copy_(tensors[0])
-    calls["copy_fresh"] = tensors[0].clone
-    samples = interleave(calls, clock, effort)
     benchmark.group = f"{dtype_name(case.dtype)} {case.shape} {case.pass_name}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        row(
-            op=case.op,
-            pass_name=case.pass_name,
-            dtype=case.dtype,
-            numel=tensors[0].numel(),
-            device=device,
-            samples=samples,
-            tensors=OPS[case.op].tensors(case.pass_name),
-        ),
+    race(
+        benchmark,
+        REPLAY,
+        calls,
+        tensors[0],
+        clock,
+        effort,
+        op=case.op,
+        pass_name=case.pass_name,
+        tensors=OPS[case.op].tensors(case.pass_name),
         family=FAMILY,
         shape=list(case.shape),
         layout=case.layout,
         model=case.model,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])

@@ -3,7 +3,6 @@ dropout, gates over space, residual branches. Rivals take turns within one test.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,18 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks._chain_contestants import CHAINS, Function, NotTheJob, check
-from benchmarks._guards import refuse_the_reference
-from benchmarks._measure import (
-    Call,
-    Clock,
-    Effort,
-    FlushingCudaClock,
-    ReplayClock,
-    dtype_name,
-    interleave,
-    row,
-)
+from benchmarks._chain_contestants import CHAINS, Function, check
+from benchmarks._guards import admit, refuse_the_reference
+from benchmarks._measure import Call, Clock, Effort, ReplayClock, dtype_name
+from benchmarks._race import race
 
 FAMILY = "chains"
 PASSES = ("forward", "forward+backward")
@@ -107,7 +98,7 @@ def _tensors(op: str, size: int, dtype: torch.dtype, layout: str, device: str) -
 
 
 def _entrants(case: Case, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str, Function]:
-    """Those that are to be timed: they passed the gate, and ours must."""
+    """Those that passed the gate."""
     chain = CHAINS[case.op]
     found: dict[str, Function] = {"fusedtrain": chain.ours, "eager": chain.eager}
     if case.compiled:
@@ -120,21 +111,12 @@ def _entrants(case: Case, tensors: tuple[Tensor, ...], grad: Tensor) -> dict[str
     part = tuple(
         t[:few] if apart and len(t) == batch else t for t, apart in zip(tensors, split, strict=True)
     )
-    for who, function in list(found.items()):
+
+    def gate(who: str, function: Function) -> None:
         whole = who == "compile"  # which compiles for one size
-        try:
-            check(chain, function, tensors if whole else part, grad if whole else grad[:few])
-        except NotTheJob as error:
-            if who == "fusedtrain":
-                pytest.fail(f"{case}: {error}. Not timed", pytrace=False)
-            warnings.warn(f"{case}: {who} left out: {error}", stacklevel=1)
-            del found[who]
-        except Exception as error:
-            if who != "compile":
-                raise
-            warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
-            del found[who]
-    return found
+        check(chain, function, tensors if whole else part, grad if whole else grad[:few])
+
+    return admit(found, gate, str(case))
 
 
 def _call(function: Function, case: Case, tensors: tuple[Tensor, ...], grad: Tensor) -> Call:
@@ -156,26 +138,19 @@ def test_chain(benchmark: Any, clock: Clock, effort: Effort, device: str, case: 
         return
     calls = {who: _call(function, case, tensors, grad) for who, function in entrants.items()}
     x = tensors[0]
-    out = torch.empty_like(x)
-    calls["copy"] = lambda: out.copy_(x)
-    calls["copy_fresh"] = x.clone
-    samples = interleave(calls, clock, effort)
     forward, backward = CHAINS[case.op].tensors
-    passes = forward if case.pass_name == "forward" else forward + backward
     benchmark.group = f"{dtype_name(case.dtype)} {case.size} {case.pass_name}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        row(
-            op=case.op,
-            pass_name=case.pass_name,
-            dtype=case.dtype,
-            numel=x.numel(),
-            device=device,
-            samples=samples,
-            tensors=passes,
-        ),
+    race(
+        benchmark,
+        REPLAY,
+        calls,
+        x,
+        clock,
+        effort,
+        op=case.op,
+        pass_name=case.pass_name,
+        tensors=forward if case.pass_name == "forward" else forward + backward,
         family=FAMILY,
         shape=list(x.shape),
         layout=case.layout,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])

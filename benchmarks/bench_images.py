@@ -14,17 +14,9 @@ import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks._guards import refuse_the_reference
-from benchmarks._measure import (
-    Call,
-    Clock,
-    Effort,
-    FlushingCudaClock,
-    ReplayClock,
-    dtype_name,
-    interleave,
-    row,
-)
+from benchmarks._guards import NotTheJob, admit, refuse_the_reference
+from benchmarks._measure import Call, Clock, Effort, ReplayClock, dtype_name
+from benchmarks._race import race
 
 FAMILY = "images"
 OP = "normalize_images"
@@ -137,44 +129,29 @@ def test_images(benchmark: Any, clock: Clock, effort: Effort, device: str, case:
     """One row of the results."""
     refuse_the_reference(OP, device)
     x = _bytes(case.batch, case.read, device)
-    entrants = contestants(case, device)
-    for who, function in list(entrants.items()):
+
+    def gate(who: str, function: Function) -> None:
         whole = who == "compile"  # which compiles for one size
-        try:
-            right = is_right(function, x if whole else x[:1], case)
-        except Exception as error:
-            if who != "compile":
-                raise
-            warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
-            right = False
-        if not right:
-            if who == "fusedtrain":
-                pytest.fail(f"{case}: wrong numbers. Not timed", pytrace=False)
-            warnings.warn(f"{case}: {who} left out", stacklevel=1)
-            del entrants[who]
+        if not is_right(function, x if whole else x[:1], case):
+            raise NotTheJob("wrong numbers")
+
+    entrants = admit(contestants(case, device), gate, str(case))
     if benchmark.disabled:
         benchmark.pedantic(lambda: None)
         return
     calls: dict[str, Call] = {who: partial(function, x) for who, function in entrants.items()}
-    source = entrants["fusedtrain"](x)
-    out = torch.empty_like(source)
-    calls["copy"] = lambda: out.copy_(source)
-    calls["copy_fresh"] = source.clone
-    samples = interleave(calls, clock, effort)
     benchmark.group = f"{dtype_name(case.dtype)} {case.batch}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        row(
-            op=OP,
-            pass_name="forward",
-            dtype=case.dtype,
-            numel=x.numel(),
-            device=device,
-            samples=samples,
-            tensors=1 + 1 / case.dtype.itemsize,  # bytes are read
-        ),
+    race(
+        benchmark,
+        REPLAY,
+        calls,
+        entrants["fusedtrain"](x),
+        clock,
+        effort,
+        op=OP,
+        pass_name="forward",
+        tensors=1 + 1 / case.dtype.itemsize,  # bytes are read
         family=FAMILY,
         shape=list(x.shape),
         layout=case.layout,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])

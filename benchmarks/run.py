@@ -32,6 +32,8 @@ FAMILIES = {
     "conv_bn": "kept",
     "chains": "kept",
     "images": "kept",
+    "few_bit": "kept",
+    "pool": "kept",
     "memory": "kept",
 }
 RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes

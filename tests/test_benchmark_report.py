@@ -189,6 +189,30 @@ def test_interleave_takes_turns(measure: ModuleType) -> None:
     assert len({tuple(r) for r in rounds}) > 1
 
 
+def test_admit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    guards = importlib.import_module("benchmarks._guards")
+
+    def check(who: str, contestant: type[Exception] | None) -> None:
+        if contestant is not None:
+            raise contestant(f"{who} is wrong")
+
+    wrong, broken = guards.NotTheJob, RuntimeError
+    with pytest.warns(UserWarning, match="here: ") as seen:
+        found = guards.admit(
+            {"fusedtrain": None, "eager": wrong, "compile": broken, "exact": None}, check, "here"
+        )
+    assert list(found) == ["fusedtrain", "exact"]
+    assert [str(warning.message) for warning in seen] == [
+        "here: eager left out: eager is wrong",
+        "here: no torch.compile rival: compile is wrong",
+    ]
+    with pytest.raises(pytest.fail.Exception, match=r"here: fusedtrain is wrong\. Not timed"):
+        guards.admit({"fusedtrain": wrong}, check, "here")
+    with pytest.raises(RuntimeError, match="eager is wrong"):
+        guards.admit({"eager": broken}, check, "here")
+
+
 def test_median_interval(measure: ModuleType) -> None:
     assert measure.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # P(fewer than 4 of 20 coins are heads) is 0.13 %, fewer than 5 is 0.59 %.

@@ -155,7 +155,7 @@ def bench(part: Part, gpu: str) -> None:
 
 
 def bench_norms(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "batch_norm", "conv_bn", "chains", "images", "memory")
+    benchmark(part, gpu, "batch_norm", "conv_bn", "chains", "images", "few_bit", "pool", "memory")
 
 
 PARTS = {"test": test, "sanitize": sanitize, "bench": bench, "bench-norms": bench_norms}
