@@ -19,6 +19,7 @@
 //                                                        null with fixed statistics
 #pragma once
 
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -182,8 +183,18 @@ struct BatchNormOps {
     call.use(mean, invstd);
     call.n.x = read_data(call.x);
     Tensor input = Backend::new_output(call.x);
-    if (output.numel() > 0) Backend(output).restore(call.n, {slope, write_data(input)});
+    if (output.numel() > 0)
+      Backend(output).restore(call.n, {slope, largest(call.n.dtype), write_data(input)});
     return call.result(input);
+  }
+
+  static double largest(Dtype dtype) {
+    constexpr double kHalf = 65504, kFloat = std::numeric_limits<float>::max();
+    constexpr double kBFloat16 = kFloat * (1 - 0x1p-8);  // rounds to its largest
+    return dtype == Dtype::kFloat64    ? std::numeric_limits<double>::max()
+           : dtype == Dtype::kFloat32  ? kFloat
+           : dtype == Dtype::kBFloat16 ? kBFloat16
+                                       : kHalf;
   }
 
   // Writes f.y; returns mean and invstd.

@@ -112,6 +112,7 @@ struct BatchNormForward {
 // on, slope s below.
 struct BatchNormRestore {
   double slope;
+  double largest;  // finite number of the dtype: what was rounded beyond it is that
   void* x;
 };
 

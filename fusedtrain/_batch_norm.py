@@ -406,10 +406,11 @@ def batch_norm_act(
             backward computes the input from it (In-Place ABN, arXiv:1712.02616): one tensor is kept
             where there are two. Holds for no activation and leaky_relu with a positive
             `negative_slope`, without residual and branch_scale, where autograd records, for a dense
-            input that some op made; else it is without effect. The normalised input comes back with
-            an error of up to u (abs(itself) + abs(bias / weight)), u being half of the dtype's eps.
-            Channels with abs(weight) below 1/64 or abs(bias) / 4 keep their input, apart. There is
-            no second derivative.
+            input that some op made; else, and where torch.utils.checkpoint runs the forward again
+            or a CUDA graph is captured, it is without effect. The normalised input comes back with
+            an error of about u (abs(itself) + abs(bias / weight)), u being half of the dtype's eps.
+            Channels with abs(weight) below 1/64 or abs(bias) / 4 keep their input, apart; to know
+            them, a GPU is waited for. There is no second derivative.
         parameters: of the activation, as the function names them.
 
     Raises:

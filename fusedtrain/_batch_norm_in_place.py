@@ -5,19 +5,17 @@ LeakyReLU. ELU and softplus are invertible in real numbers only: they round to a
 
     x = (f^-1(y) - bias) / (invstd weight) + mean          In-Place ABN, arXiv:1712.02616
 
-y is rounded, by up to u |y| (u is half of the dtype's eps). So the normalised x is off by up to
+y is rounded, by up to u |y| (u is half of the dtype's eps). So the normalised x is off by about
 u (|normalised x| + |bias / weight|): as when it is stored, as long as the bias is not much larger
 than the weight. In other channels the input is kept, apart (`lost`).
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _ops, _recompute
 from .reference.batch_norm import IDENTITY, POINTWISE, Pointwise, differentiable_backward
@@ -50,9 +48,17 @@ def applies(input: Tensor, activation: Pointwise) -> bool:
         and not input.is_leaf
         and not input._is_view()
         and _is_dense(input)
+        and not input.is_meta
         and _recompute.scope() is None  # where the output is what can be computed again
+        and not _is_checkpointed()
         and not _is_capturing()  # a CUDA graph, in which `lost` cannot wait for an answer
     )
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint will run this again, maybe from the very input."""
+    top = _recompute._top(True)
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _is_capturing() -> bool:
@@ -103,6 +109,7 @@ class BatchNormActInPlace(torch.autograd.Function):
         output, kept, index, weight, bias, mean, invstd = ctx.saved_tensors
         activation: Pointwise = ctx.activation
         slope = slope_of(activation, output.dtype)
+        assert slope is not None
         input = _restore(output, weight, bias, mean, invstd, slope)
         if index is not None:
             input.index_copy_(1, index, kept)
@@ -125,70 +132,19 @@ class BatchNormActInPlace(torch.autograd.Function):
 apply = _ops._apply_of(BatchNormActInPlace)
 
 
-class _Looked:
-    """At a weight and its bias: the channels in which an input would be lost."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias = None if bias is None else weakref.ref(bias)
-        self.key: tuple[int, ...] = ()
-        self.channels: list[int] = []
-
-    def is_of(self, weight: Tensor, bias: Tensor | None) -> bool:
-        same = bias is (None if self.bias is None else self.bias())
-        return same and self.key == _key(weight, bias)
-
-
-def _key(weight: Tensor, bias: Tensor | None) -> tuple[int, ...]:
-    """Changes with the values, as far as torch is told of it."""
-    key = weight._version, weight.data_ptr()
-    return key if bias is None else (*key, bias._version, bias.data_ptr())
-
-
-_looked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight
-
-
-def lost(weight: Tensor | None, bias: Tensor | None) -> list[int]:
-    """The channels whose input cannot be computed again.
-
-    To know, the device has to be waited for. So all weights are looked at together when the first
-    of them is asked for: once a forward for a model. An answer serves once, since there are
-    optimizers that change weights behind torch's back.
-    """
-    if weight is None:
-        return []
-    found: _Looked | None = _looked.get(weight)
-    if found is None:
-        found = _looked[weight] = _Looked(weight, bias)
-        _look([(found, weight, bias)])
-    elif not found.is_of(weight, bias):
-        found.bias = None if bias is None else weakref.ref(bias)
-        _look([(found, weight, bias)] + _others(weight))
-    found.key = ()
-    return found.channels
-
-
-def _others(weight: Tensor) -> list[tuple[_Looked, Tensor, Tensor | None]]:
-    """Weights of the same device and dtype that may be asked for next."""
-    rows = []
-    for other, found in list(_looked.items()):
-        bias = None if found.bias is None else found.bias()
-        gone = found.bias is not None and bias is None
-        alike = other.device == weight.device and other.dtype is weight.dtype
-        if other is not weight and alike and not gone:
-            rows.append((found, other, bias))
-    return rows
-
-
 @torch.no_grad()
-def _look(rows: list[tuple[_Looked, Tensor, Tensor | None]]) -> None:
-    weights = torch.cat([weight for _, weight, _ in rows]).abs()
-    biases = torch.cat([torch.zeros_like(w) if bias is None else bias for _, w, bias in rows])
-    enough = (weights >= LEAST_WEIGHT) & (weights >= LEAST_SHARE * biases.abs())  # not NaN
-    found = enough.logical_not().nonzero().flatten().tolist()
-    first, at = 0, 0
-    for looked, weight, bias in rows:
-        last, looked.channels = first + weight.numel(), []
-        while at < len(found) and found[at] < last:
-            looked.channels.append(found[at] - first)
-            at += 1
-        first, looked.key = last, _key(weight, bias)
+def lost(weight: Tensor | None, bias: Tensor | None) -> list[int]:
+    """The channels whose input cannot be computed again. On a GPU this waits for the device: memory
+    is allocated for them. Nothing is remembered from call to call: there are optimizers that change
+    weights without telling torch's version counter."""
+    given = bias if weight is None else weight
+    if given is None:
+        return []
+    size = torch.ones_like(given) if weight is None else weight.abs()
+    enough = (size >= LEAST_WEIGHT) & size.isfinite()  # nor NaN
+    if bias is not None:
+        enough &= size >= LEAST_SHARE * bias.abs()
+    if bool(enough.all()):
+        return []
+    found: list[int] = enough.logical_not().nonzero().flatten().tolist()
+    return found

@@ -30,12 +30,12 @@ from ._norm_sites import (
     Finder,
     Site,
     Step,
-    can_overwrite,
     fused_class,
     has_own_steps,
     is_activation,
     obstacle,
 )
+from ._overwriting import can_overwrite
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore
 from ._rewritten import passes_on, rewritten_of, set_recomputing
@@ -55,6 +55,9 @@ class Conversion:
         set_recomputing(model, False)  # else the forward could not be traced
         try:
             self.flow = Flow(model, is_activation, may_have_branches)
+            self.readers = self.flow  # of what a norm may overwrite
+            if memory == "inplace" and any(map(rewritten_of, model.modules())):
+                self.readers = Flow(model, is_activation, may_have_branches, converted=True)
         finally:
             set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
@@ -132,7 +135,8 @@ class Conversion:
         acts += [part for part in own if type(part) is not nn.Identity]
         if len(acts) > 1 or len(acts) < len(steps):
             return False
-        return can_overwrite(self.flow, norm, acts[0] if acts else None)
+        ends = [(step.trace, node) for step in steps for node in step.nodes][-1:]
+        return can_overwrite(self.readers, norm, acts[0] if acts else None, ends)
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the

@@ -7,6 +7,7 @@ through the forward are traced. The forward runs on stand-ins: the model's own s
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 import types
@@ -24,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._optional_arguments import looks_at, optional_of, trials
+from ._rewritten import rewritten_of
 
 _MOST_WAYS, _MOST_CHOICES = 16, 64
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
@@ -213,12 +215,26 @@ def _stored(root: nn.Module) -> list[Any]:
     return [[(key, identity(v)) for key, v in vars(m).items()] for m in root.modules()]
 
 
+def _forward_of(module: nn.Module, converted: bool) -> Any:
+    rewritten = rewritten_of(module) if converted else None
+    if rewritten is None or not rewritten.source:
+        return type(module).forward
+    return rewritten._function
+
+
 def _trace_once(
-    module: nn.Module, choices: _Choices, mode: tuple[bool, bool, bool], defaults: dict[str, Any]
+    module: nn.Module,
+    choices: _Choices,
+    mode: tuple[bool, bool, bool],
+    defaults: dict[str, Any],
+    converted: bool = False,
 ) -> tuple[fx.Graph, str]:
     """One way through a forward, and what makes it one of several."""
     own, children, gradients = mode
     clone, tracer, watch = _clone(module), _Tracer(choices), _Watch()
+    forward, cls = _forward_of(module, converted), type(module)
+    if forward is not cls.forward:
+        clone.__class__ = type(cls.__name__, (cls,), {"forward": forward})
     for part in clone.modules():
         if not isinstance(part, _SCRIPTED):
             vars(part)["training"] = own if part is clone else children
@@ -239,27 +255,28 @@ def _trace_once(
     return graph, tracer.guessed
 
 
-def trace(module: nn.Module) -> Trace | str:
-    """All graphs of a forward, or why there is none."""
+def trace(module: nn.Module, converted: bool = False) -> Trace | str:
+    """All graphs of a forward, or why there is none. `converted`: of that which convert gave it."""
     if isinstance(module, _SCRIPTED):
         return "it is scripted"
-    if "forward" in vars(module):
+    forward = _forward_of(module, converted)
+    if "forward" in vars(module) and forward is type(module).forward:
         return "its forward is patched"
-    forward = type(module).forward
     if not isinstance(forward, types.FunctionType):
         return "its forward is no function"
     try:
         if forward is nn.Sequential.forward:
             return Trace(module, [_trace_once(module, _Choices(()), _MODES[0], {})[0]])
-        return _trace_all(module, optional_of(forward))
+        return _trace_all(module, optional_of(forward), converted)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
+def _trace_all(module: nn.Module, optional: dict[str, Any] | None, converted: bool) -> Trace:
     graphs: dict[str, fx.Graph] = {}
-    inexact = "" if _is_indifferent(module, optional) else "its forward has optional arguments"
+    indifferent = _is_indifferent(module, optional, converted)
+    inexact = "" if indifferent else "its forward has optional arguments"
     if not inexact:
         optional = {}
     error: Exception | None = None
@@ -273,7 +290,7 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
                     raise RuntimeError("its forward has too many branches")
                 choices = _Choices(pending.pop())
                 try:
-                    graph, guessed = _trace_once(module, choices, mode, defaults)
+                    graph, guessed = _trace_once(module, choices, mode, defaults, converted)
                     graphs.setdefault(graph.python_code("self").src, graph)
                     inexact = inexact or guessed
                 except Exception as raised:  # of an assertion, say: other ways remain
@@ -292,20 +309,20 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None) -> Trace:
     return Trace(module, list(graphs.values()), inexact)
 
 
-def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None) -> bool:
+def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None, converted: bool) -> bool:
     """Whether a forward has no optional arguments, or takes one way whatever they are."""
     if not optional:
         return optional is not None
     for mode in _MODES:
         try:
-            plain, guessed = _trace_once(module, _Choices(()), mode, {})
+            plain, guessed = _trace_once(module, _Choices(()), mode, {}, converted)
         except Exception:
             return False
         if guessed:
             return False
         for number, values in enumerate(trials(optional)):
             try:
-                traced, guessed = _trace_once(module, _Choices(()), mode, values)
+                traced, guessed = _trace_once(module, _Choices(()), mode, values, converted)
             except Exception:
                 if number == 0:
                     return False
@@ -322,7 +339,18 @@ def works_in_place(trace: Trace, node: fx.Node) -> bool:
         return any(getattr(part, "inplace", False) for part in module.modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     named = name.endswith("_") or name in ("setitem", *IN_PLACE)
-    return named or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+    return named or _argument(node, "inplace") or "out" in node.kwargs
+
+
+def _argument(node: fx.Node, name: str) -> bool:
+    """Whether a call has a flag set, by name or by place."""
+    if name in node.kwargs or not callable(node.target):
+        return bool(node.kwargs.get(name))
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # built in
+        return False
+    return given.get(name) is True
 
 
 def is_product(node: fx.Node) -> bool:
@@ -357,11 +385,13 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class Flow:
-    """The traces of all forwards of a model that may call a batch norm, or one of `others`."""
+    """The traces of all forwards of a model that may call a batch norm, or one of `others`; with
+    `converted`, of those that convert has rewritten as they are now."""
 
     model: nn.Module
     others: Callable[[nn.Module], bool] = lambda _: False  # of what a forward calls
     worth: Callable[[nn.Module], bool] = lambda _: False  # of the module itself
+    converted: bool = False
     failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
     names: dict[int, str] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # how often a module is registered
@@ -381,7 +411,7 @@ class Flow:
                     self._owners.setdefault(id(part), []).append(module)
             if not self._may_call(module):
                 continue
-            found = trace(module)
+            found = trace(module, self.converted)
             if isinstance(found, str):
                 self.failed[id(module)] = found
                 continue

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as torch_functional
 from torch import fx, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import parametrize
 
 from . import functional as fused_functional
 from . import nn as fused_nn
-from ._batch_norm_in_place import slope_of
 from ._dataflow import Flow, Trace
 from ._rewritten import passes_on
 from .nn.norm import (
@@ -31,7 +29,7 @@ from .nn.norm import (
     activation_of,
     is_stochastic_depth,
 )
-from .reference.batch_norm import POINTWISE, Pointwise
+from .reference.batch_norm import POINTWISE
 
 _TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FUSED: dict[type, type] = {
@@ -43,7 +41,6 @@ _TIMM: dict[str, type] = {
     "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
     "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
 }
-_MAKERS = (_ConvNd, nn.Linear)
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
 _ORDER = ("drop", "add", "act")
 
@@ -134,24 +131,6 @@ def obstacle(module: nn.Module) -> str:
     if act is not None and activation_of(act) is None:
         return f"{type(act).__name__} has no kernel inside of batch norm"
     return ""
-
-
-def can_overwrite(flow: Flow, norm: nn.Module, act: nn.Module | None) -> bool:
-    """Whether a norm followed by an activation (None: by nothing) can write over its input: every
-    call takes what a convolution or a linear layer made for it alone, and did not save."""
-    activation = Pointwise() if act is None else activation_of(act)
-    calls = flow.calls(norm)
-    if activation is None or slope_of(activation, torch.float32) is None or flow.untraced(norm):
-        return False
-    for trace, _, node in calls:
-        made = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-        maker = trace.callee(made)
-        if trace.inexact or maker is None or not isinstance(made, fx.Node):
-            return False
-        hooked = any(getattr(maker, hooks) for hooks in _HOOKS)
-        if not isinstance(maker, _MAKERS) or hooked or len(made.users) != 1:
-            return False
-    return bool(calls) and not isinstance(norm, (nn.SyncBatchNorm, fused_nn.SyncBatchNormAct))
 
 
 class Finder:

@@ -114,8 +114,9 @@ def convert(
     in backward, bit for bit the same (then norms that nothing follows are converted, too);
     "inplace" lets the output of norms that LeakyReLU or nothing follows take the place of their
     input, where a convolution or a linear layer made that for them alone, and backward computes it
-    from the output (how exactly, `overwrite_input` of fusedtrain.functional.batch_norm_act tells; a
-    hook that is put on such a layer later sees its output overwritten); "q8" keeps the derivatives
+    from the output (how exactly, `overwrite_input` of fusedtrain.functional.batch_norm_act tells);
+    what reads the input where torch.fx does not see it, such as a hook that is put on either layer
+    later, reads the output then; "q8" keeps the derivatives
     of GELU, SiLU, Mish, QuickGELU and Hardswish in 8 bits, not their inputs (those that are part of
     a norm or a product excepted, which need these anyway). That is an approximation, which
     fusedtrain.functional states and the comparison with `example_inputs` leaves out. Converting

@@ -223,6 +223,7 @@ struct Worker {
       o.x = place(call.x, t);
       o.out = place(r.x, t);
       o.factor = T(1) / T(r.slope);
+      o.parameters = &r.largest;
       stored.restore(o);
     });
   }

@@ -147,10 +147,12 @@ void norm_forward(const Tile& t) {
     norm_forward_runs<By, Format, Formula, false>(t);
 }
 
-// out = (s - bias) scale + mean, s being x where that is positive, else x factor
+// out = (s - bias) scale + mean, s being x where that is positive, else x factor; parameters[0] at
+// most.
 template <class By, class Format, class Tile>
 void norm_restore(const Tile& t) {
   using T = typename Format::Number;
+  const T largest = T(t.parameters[0]);
   for (int64_t row = 0; row < t.rows; ++row)
     each_step(t.n, [&](int64_t i, auto part) __attribute__((always_inline)) {
       const In<Format> in(at(t.x, row, i), part);
@@ -161,7 +163,9 @@ void norm_restore(const Tile& t) {
 #pragma GCC ivdep
       for (int lane = 0; lane < kStep; ++lane) {
         const T y = in.lane[lane], s = y > T(0) ? y : y * factor;
-        out.lane[lane] = (s - bias[lane]) * scale[lane] + mean[lane];
+        const T x = (s - bias[lane]) * scale[lane] + mean[lane];
+        const T bounded = x > largest ? largest : x;
+        out.lane[lane] = bounded < -largest ? -largest : bounded;
       }
       out.finish(at(t.out, row, i), part);
     });

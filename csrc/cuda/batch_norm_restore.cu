@@ -18,7 +18,8 @@ struct Output {
 
 template <class S, bool kWide>
 __global__ void __launch_bounds__(kThreads, 3)
-    restore_kernel(Walk w, Tensors<S> t, typename Compute<S>::T below) {
+    restore_kernel(Walk w, Tensors<S> t, typename Compute<S>::T below,
+                   typename Compute<S>::T largest) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
   constexpr int kLanes = V::kLanes;
@@ -32,7 +33,9 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) {
       const T s = x.lane[k] > T(0) ? x.lane[k] : x.lane[k] * below;
-      x.lane[k] = (s - affine.bias[k]) * affine.scale[k] + affine.mean[k];
+      const T restored = (s - affine.bias[k]) * affine.scale[k] + affine.mean[k];
+      const T bounded = restored > largest ? largest : restored;
+      x.lane[k] = bounded < -largest ? -largest : bounded;
     }
     x.store(t.out + loaded.at);
   });
@@ -51,7 +54,8 @@ void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream) {
     auto* kernel = &restore_kernel<S, false>;
     if constexpr (sizeof(S) < 8)
       if (w.wide) kernel = &restore_kernel<S, true>;
-    launch(kernel, w.parts.value * w.groups, kThreads, stream, 0, w, t, T(1) / T(r.slope));
+    launch(kernel, w.parts.value * w.groups, kThreads, stream, 0, w, t, T(1) / T(r.slope),
+           T(r.largest));
   });
 }
 

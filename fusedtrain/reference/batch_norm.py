@@ -170,7 +170,8 @@ def batch_norm_act_restore(
         s = s - per_channel(bias, output)
     scale = invstd if weight is None else invstd * weight
     x = s / per_channel(scale, output) + per_channel(mean, output)
-    return torch.empty_like(output).copy_(x)
+    largest = torch.finfo(output.dtype).max  # what was rounded beyond it is that
+    return torch.empty_like(output).copy_(x.clamp(-largest, largest))
 
 
 def _branch(

@@ -274,7 +274,7 @@ class Call:
             rest,
             cut.programs,
             (self.x, x, *self.vectors()[1:]),
-            (rows, units, channels, inner, 1.0 / slope),
+            (rows, units, channels, inner, 1.0 / slope, torch.finfo(x.dtype).max),
             rest,
         )
         return x

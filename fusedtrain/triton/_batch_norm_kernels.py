@@ -186,6 +186,7 @@ def normalise_kernel(
 def restore_kernel(
     y_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, below: tl.float64,
+    largest: tl.float64,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
     UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -202,6 +203,8 @@ def restore_kernel(
     y = widen(tl.load(y_ptr + at, mask=inside, other=0.0))
     s = tl.where(y > 0, y, y * tl.full((), below, y.dtype))
     x = (s - offset) * (1.0 / scale) + mean
+    most = tl.full((), largest, y.dtype)
+    x = tl.where(x > most, most, tl.where(x < -most, -most, x))
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=inside)
 
 
