@@ -42,6 +42,7 @@ SHAPES = {
     "odd": (2, 5, 7, 9),
     "many channels": (2, 70, 6, 5),
     "long rows": (1, 2, 3, 300),
+    "wide": (2, 3, 9, 70),
     "high": (1, 1, 300, 3),
     "one pixel": (2, 8, 1, 1),
     "no batch": (4, 9, 9),

@@ -1,95 +1,11 @@
 // Max pooling a run at a time: outputs that follow each other in memory and whose windows lie the
 // same way, either a piece of a row (contiguous) or the channels of a pixel (channels_last). Each
-// element of the window is one pass over the run.
+// element of the window is one pass over the run. Planes of short rows are one run (pool_planes.h).
 #pragma once
 
-#include "../bits.h"
-#include "../ops.h"
-#include "convert.h"
-#include "kernels.h"
+#include "pool_planes.h"
 
 FT_BEGIN_NAMESPACE
-
-// Outputs that wait to be packed: whole blocks of codes, whose places and maxima stay in the
-// first-level cache.
-constexpr int64_t kPoolRun = 8 * kBitBlock;
-
-// Places are as wide as the numbers, so that one comparison selects both.
-template <class T>
-struct PlaceOf {
-  using P = int32_t;
-};
-template <>
-struct PlaceOf<double> {
-  using P = int64_t;
-};
-
-template <class P>
-FT_INLINE P smaller(P x, P high) {
-  return x < high ? x : high;
-}
-template <class P>
-FT_INLINE P larger(P x, P low) {
-  return x > low ? x : low;
-}
-FT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// n numbers where they are, or by way of a buffer.
-template <class Format, class T>
-FT_INLINE const T* numbers(const typename Format::Stored* p, int64_t n, T* buffer) {
-  if constexpr (sizeof(*p) == sizeof(T)) {
-    return p;
-  } else {
-    from_16bit<Format>(p, buffer, n);
-    return buffer;
-  }
-}
-
-// kStride 0: any. The first of equal numbers stays, the last NaN: as in torch.
-template <int kStride, class T, class P>
-FT_INLINE void take(const T* x, int64_t stride, T* best, P* place, P code, int64_t n) {
-  if (kStride > 0) stride = kStride;
-#pragma GCC ivdep
-  for (int64_t k = 0; k < n; ++k) {
-    const T value = x[k * stride], before = best[k];
-    const bool wins = (value > before) | (value != value);
-    best[k] = wins ? value : before;
-    place[k] = wins ? code : place[k];
-  }
-}
-
-template <int kBits, class P>
-FT_INLINE void pack_places(const P* place, uint8_t* codes) {
-  constexpr int kParts = 8 / kBits, kBytes = kBitBlock / kParts;
-#pragma GCC ivdep
-  for (int i = 0; i < kBytes; ++i) {
-    P byte = 0;
-    for (int k = 0; k < kParts; ++k) byte |= place[i + k * kBytes] << (k * kBits);
-    codes[i] = uint8_t(byte);
-  }
-}
-
-template <class P>
-FT_INLINE void pack_places(int bits, const P* place, uint8_t* codes) {
-  if (bits == 1) return pack_places<1>(place, codes);
-  if (bits == 2) return pack_places<2>(place, codes);
-  if (bits == 4) return pack_places<4>(place, codes);
-  pack_places<8>(place, codes);
-}
-
-template <class P>
-FT_INLINE void unpack_places(int bits, const uint8_t* codes, int64_t first, int64_t n, P* place) {
-  const int64_t part = block_bytes(bits);
-  const P mask = (P(1) << bits) - 1;
-  while (n > 0) {
-    const Spot spot = spot_of(first, bits);
-    const uint8_t* from = codes + spot.byte;
-    const int64_t count = smaller(part - spot.byte % part, n);
-#pragma GCC ivdep
-    for (int64_t k = 0; k < count; ++k) place[k] = (P(from[k]) >> spot.shift) & mask;
-    first += count, place += count, n -= count;
-  }
-}
 
 template <class Format>
 struct MaxPooling {
@@ -177,24 +93,23 @@ struct MaxPooling {
     }
   }
 
-  static void forward(const MaxPoolForward& call, int64_t first_block, int64_t last_block) {
-    const int64_t last = smaller(last_block * kBitBlock, call.outputs());
-    const int64_t channels = call.channels, plane_size = call.height * call.width * channels;
-    const T kLowest = -T(__builtin_inf());
+  // Runs of outputs from the first on, and their places.
+  struct Runs {
+    const MaxPoolForward& call;
     // So many outputs of a row, and their windows fit into the buffer.
-    const int64_t longest =
-        kWide ? kPoolRun : larger<int64_t>((kSpan - call.kernel_w) / call.stride_w + 1, 1);
-    alignas(64) P places[kPoolRun];
-    alignas(64) T buffer[kWide ? 1 : kPoolRun];
-    for (int64_t begin = first_block * kBitBlock; begin < last; begin += kPoolRun) {
-      const int64_t end = smaller(begin + kPoolRun, last);
-      S* y = static_cast<S*>(call.y) + begin;
-      T* best = buffer;
-      if constexpr (kWide) best = y;
-      for (int64_t k = 0; k < end - begin; ++k) best[k] = kLowest;
+    int64_t longest;
+
+    explicit Runs(const MaxPoolForward& call)
+        : call(call),
+          longest(kWide ? kPoolRun
+                        : larger<int64_t>((kSpan - call.kernel_w) / call.stride_w + 1, 1)) {}
+
+    void outputs(const S* x, int64_t begin, int64_t end, T* best, P* places) {
+      const int64_t channels = call.channels, plane_size = call.height * call.width * channels;
+      for (int64_t k = 0; k < end - begin; ++k) best[k] = -T(__builtin_inf());
       Walk at(call, begin);
       for (int64_t done = 0, n; done < end - begin; done += n) {
-        const S* plane = static_cast<const S*>(call.x) + at.plane * plane_size;
+        const S* plane = x + at.plane * plane_size;
         const Window rows(at.row, call.stride_h, call.pad_h, call.kernel_h, call.height);
         T* b = best + done;
         P* p = places + done;
@@ -208,6 +123,31 @@ struct MaxPooling {
         }
         at.advance(call, n);
       }
+    }
+  };
+
+  static void forward(const MaxPoolForward& call, int64_t first_block, int64_t last_block) {
+    if (SmallPlanes<Format>::fits(call)) {
+      SmallPlanes<Format> planes(call);
+      planes.start_forward();
+      return pool_blocks(call, planes, first_block, last_block);
+    }
+    Runs runs(call);
+    pool_blocks(call, runs, first_block, last_block);
+  }
+
+  template <class Maker>
+  static FT_METHOD void pool_blocks(const MaxPoolForward& call, Maker& maker, int64_t first_block,
+                                    int64_t last_block) {
+    const int64_t last = smaller(last_block * kBitBlock, call.outputs());
+    alignas(64) P places[kPoolRun];
+    alignas(64) T buffer[kWide ? 1 : kPoolRun];
+    for (int64_t begin = first_block * kBitBlock; begin < last; begin += kPoolRun) {
+      const int64_t end = smaller(begin + kPoolRun, last);
+      S* y = static_cast<S*>(call.y) + begin;
+      T* best = buffer;
+      if constexpr (kWide) best = y;
+      maker.outputs(static_cast<const S*>(call.x), begin, end, best, places);
       if constexpr (!kWide) to_16bit<Format>(best, y, end - begin);
       if (call.bits == 0) continue;
       const int64_t blocks = ceil_div(end - begin, kBitBlock);
@@ -218,12 +158,6 @@ struct MaxPooling {
     }
   }
 
-  // sums[k] += grad[k] where the window's maximum is at `code`.
-  static FT_METHOD void add(const P* place, const T* grad, P code, T* sums, int64_t n) {
-#pragma GCC ivdep
-    for (int64_t k = 0; k < n; ++k) sums[k] += place[k] == code ? grad[k] : T(0);
-  }
-
   // Sums of a row of inputs, contiguous: those of columns that are a multiple of the stride apart
   // lie side by side, so that gradients are added to neighbours.
   static FT_METHOD void add_row(const MaxPoolBackward& call, const cpu::MaxPoolRows& r, int64_t i,
@@ -232,7 +166,8 @@ struct MaxPooling {
     int64_t j = call.kernel_w - 1, phase = j % r.stride, step = j / r.stride;
     for (; j >= 0; --j, --phase) {
       if (phase < 0) phase = r.stride - 1, --step;
-      add(place, grad, P(i * call.kernel_w + j), sums + phase * r.steps + step, call.out_width);
+      add_where(place, grad, P(i * call.kernel_w + j), sums + phase * r.steps + step,
+                call.out_width);
     }
   }
   static FT_METHOD void add_pixels(const MaxPoolBackward& call, int64_t i, const P* place,
@@ -240,8 +175,8 @@ struct MaxPooling {
     for (int64_t o = 0; o < call.out_width; ++o) {
       const Window columns(o, call.stride_w, call.pad_w, call.kernel_w, call.width);
       for (int64_t j = columns.first; j < columns.last; ++j)
-        add(place + o * call.channels, grad + o * call.channels, P(i * call.kernel_w + j),
-            sums + (columns.start + j) * call.channels, call.channels);
+        add_where(place + o * call.channels, grad + o * call.channels, P(i * call.kernel_w + j),
+                  sums + (columns.start + j) * call.channels, call.channels);
     }
   }
 
@@ -263,6 +198,12 @@ struct MaxPooling {
   // Rows [first_row, last_row) of all planes' inputs. `scratch` has r.scratch numbers.
   static void backward(const MaxPoolBackward& call, const cpu::MaxPoolRows& r, int64_t first_row,
                        int64_t last_row, void* scratch) {
+    if (SmallPlanes<Format>::fits(call)) {
+      SmallPlanes<Format> planes(call);
+      planes.start_backward();
+      return planes.inputs(static_cast<const S*>(call.grad), call.codes, first_row, last_row,
+                           static_cast<S*>(call.grad_input));
+    }
     const int64_t length = call.out_width * call.channels, size = call.width * call.channels;
     const bool one = call.channels == 1;
     T* const sums = static_cast<T*>(scratch);
