@@ -66,6 +66,11 @@ class Report:
     def images_per_second(self, mode: Mode) -> float:
         return self.args.batch_size * self.args.accumulate * self.world_size / self.seconds(mode)
 
+    def first_of_turn(self, mode: Mode) -> int:
+        """The place of the first mode that took turns with this one: eager."""
+        turns = [(bool(m.memory), m.frozen) for m in self.modes]
+        return turns.index((bool(mode.memory), mode.frozen))
+
     def optimizer_seconds(self, mode: Mode) -> float:
         """What the median step spends between backward and the next forward."""
         seconds = mode.stepper.seconds
@@ -220,7 +225,9 @@ class Report:
             axes.set_title(label, fontsize=11, loc="left")
             axes.spines[["top", "right"]].set_visible(False)
             for place, value in enumerate(values):
-                share = f"  ({value / values[0]:.2f}x)" if place and values[0] else ""
+                first = self.first_of_turn(self.modes[place])
+                known = place > first and values[first]
+                share = f"  ({value / values[first]:.2f}x)" if known else ""
                 axes.text(value, place, f" {_short(value)}{share}", va="center", fontsize=10)
         axes = figure.add_subplot(grid[1, :])
         for mode, (colour, style) in zip(self.modes, looks, strict=True):

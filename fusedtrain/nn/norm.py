@@ -186,6 +186,10 @@ class _BatchNormAct(_BatchNorm):
             _create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
         )
 
+    def extra_repr(self) -> str:
+        shown = super().extra_repr()
+        return f"{shown}, overwrite_input=True" if self.overwrite_input else shown
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if _scripting():
             self._check_input_dim(input)
