@@ -21,6 +21,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Of many small operators: on two busy cores two threads, which spin for each other, took 443 s
+    for tests/test_convert.py, and one 35 s."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a test's tensors are made: the CPU, and where ON_THE_GPU_TOO says so, the GPU."""

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,7 @@ from fusedtrain._conv_act import Act, ConvAct2d, ConvAct3d
 DOUBLE = 1e-12  # relative to the largest magnitude, for single layers in float64
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def waken(model: nn.Module) -> nn.Module:
