@@ -26,15 +26,7 @@ from ._conversion_report import (
 from ._dataflow import Flow
 from ._gate_sites import find_products
 from ._norm_rewrite import Plan, apply, undo
-from ._norm_sites import (
-    Finder,
-    Site,
-    Step,
-    fused_class,
-    has_own_steps,
-    is_activation,
-    obstacle,
-)
+from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
 from ._overwriting import can_overwrite
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
 from ._records import Found, assign, record_of, restore

@@ -64,6 +64,25 @@ struct SmallPlanes {
     return laid + (u % stride_h * stride_w + residue) * part + u / stride_h * pitch;
   }
 
+  // Calls f with the place and the number of each column of a row of inputs.
+  template <class F>
+  FT_METHOD void each_column(int64_t h, const F& f) {
+    const int64_t pad = call.pad_w, width = call.width;
+    if (stride_w == 1) {
+      T* const whole_row = line(h, 0) + pad;
+#pragma GCC ivdep
+      for (int64_t w = 0; w < width; ++w) f(whole_row[w], w);
+    } else if (stride_w == 2 && pad == 0) {
+      T *const even = line(h, 0), *const odd = line(h, 1);
+      const int64_t pairs = width / 2;
+#pragma GCC ivdep
+      for (int64_t t = 0; t < pairs; ++t) f(even[t], 2 * t), f(odd[t], 2 * t + 1);
+      if (width % 2) f(even[pairs], width - 1);
+    } else {
+      for (int64_t w = 0, u = pad; w < width; ++w, ++u) f(line(h, u % stride_w)[u / stride_w], w);
+    }
+  }
+
   // --- forward
 
   void start_forward() {
@@ -75,23 +94,8 @@ struct SmallPlanes {
                                   larger<int64_t>(call.pad_w - c * stride_w, 0));
   }
   FT_METHOD void lay(const T* x) {
-    const int64_t pad = call.pad_w, width = call.width;
-    for (int64_t h = 0; h < call.height; ++h, x += width) {
-      if (stride_w == 1) {
-        T* to = line(h, 0) + pad;
-#pragma GCC ivdep
-        for (int64_t w = 0; w < width; ++w) to[w] = x[w];
-      } else if (stride_w == 2 && pad == 0) {
-        T *even = line(h, 0), *odd = line(h, 1);
-        const int64_t pairs = width / 2;
-#pragma GCC ivdep
-        for (int64_t t = 0; t < pairs; ++t) even[t] = x[2 * t], odd[t] = x[2 * t + 1];
-        if (width % 2) even[pairs] = x[width - 1];
-      } else {
-        for (int64_t w = 0, u = pad; w < width; ++w, ++u)
-          line(h, u % stride_w)[u / stride_w] = x[w];
-      }
-    }
+    for (int64_t h = 0; h < call.height; ++h, x += call.width)
+      each_column(h, [x](T& there, int64_t w) __attribute__((always_inline)) { there = x[w]; });
   }
   void pool(const S* x) {
     lay(numbers<Format>(x, call.height * call.width, whole));
@@ -147,7 +151,7 @@ struct SmallPlanes {
   }
   // Rows [first, last) of all planes' inputs.
   void inputs(const S* grad, const uint8_t* codes, int64_t first, int64_t last, S* out) {
-    const int64_t pad = call.pad_w, width = call.width;
+    const int64_t width = call.width;
     for (int64_t row = first; row < last;) {
       const int64_t plane = row / call.height, begin = row - plane * call.height;
       const int64_t end = smaller(call.height, begin + last - row);
@@ -156,22 +160,8 @@ struct SmallPlanes {
       T* to = whole;
       if constexpr (kWide) to = out + row * width;
       T* const start = to;
-      for (int64_t h = begin; h < end; ++h, to += width) {
-        if (stride_w == 1) {
-          const T* from = line(h, 0) + pad;
-#pragma GCC ivdep
-          for (int64_t w = 0; w < width; ++w) to[w] = from[w];
-        } else if (stride_w == 2 && pad == 0) {
-          const T *even = line(h, 0), *odd = line(h, 1);
-          const int64_t pairs = width / 2;
-#pragma GCC ivdep
-          for (int64_t t = 0; t < pairs; ++t) to[2 * t] = even[t], to[2 * t + 1] = odd[t];
-          if (width % 2) to[width - 1] = even[pairs];
-        } else {
-          for (int64_t w = 0, u = pad; w < width; ++w, ++u)
-            to[w] = line(h, u % stride_w)[u / stride_w];
-        }
-      }
+      for (int64_t h = begin; h < end; ++h, to += width)
+        each_column(h, [to](T& there, int64_t w) __attribute__((always_inline)) { to[w] = there; });
       if constexpr (!kWide) to_16bit<Format>(start, out + row * width, (end - begin) * width);
       row += end - begin;
     }
