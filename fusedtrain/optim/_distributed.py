@@ -34,7 +34,7 @@ def local_grad(grad: Any, param: Any) -> Tensor:
     return local(grad)
 
 
-def _sum_over_ranks(sums: Tensor, params: Sequence[Any]) -> None:
+def sum_over_ranks(sums: Tensor, params: Sequence[Any]) -> None:
     """Adds the rows of sharded parameters over the ranks that hold their parts.
 
     A count of non-finite gradients above zero on one rank is above zero on all: the sum does what
@@ -59,7 +59,7 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
     ops = torch.ops.fusedtrain
     for plan, arguments in calls:
         plan.sums = ops.measure_gradients(*arguments)
-        _sum_over_ranks(plan.sums, plan.params)
+        sum_over_ranks(plan.sums, plan.params)
     norm = None
     if len(calls) > 1:
         norm = _across_devices(calls)
@@ -67,7 +67,7 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
         trial_sums = None
         if trial:
             trial_sums = ops.try_update(*arguments, plan.sums)
-            _sum_over_ranks(trial_sums, plan.params)
+            sum_over_ranks(trial_sums, plan.params)
             # The number of agreeing elements is divided by that of this rank's part.
             shares = [local(p).numel() / max(p.numel(), 1) for p in plan.params]
             trial_sums[:, 0] *= torch.tensor(shares, dtype=torch.float64).to(trial_sums.device)

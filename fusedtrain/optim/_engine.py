@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from operator import attrgetter, is_
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,15 @@ from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
 
 _FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
+
+
+class _Ahead(NamedTuple):
+    """What `FusedOptimizer._measure` has found of the gradients that the next step will use."""
+
+    plans: list[Plan]
+    grads: list[list[Tensor]]
+    versions: list[int]  # of gradients and parameters
+    sums: list[Tensor]
 
 
 def _option(name: str, doc: str) -> Any:
@@ -44,6 +55,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     _last: list[Plan]  # of the last step
+
+    # Where the gradient of a parameter is found, and the 16-bit parameters, by the ids of those
+    # here, that the step is to write too: of a model whose master weights are optimized.
+    _gradient_of: Callable[[Tensor], Tensor | None] = staticmethod(attrgetter("grad"))
+    _low_precision: Mapping[int, Tensor] = MappingProxyType({})
+    _ahead: _Ahead | None = None
 
     # What an optimizer says of itself.
     _rule: ClassVar[str]
@@ -146,10 +163,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = self._fused_options
         if options["gradient_writeback"] != "none":
             _check_written(grads)
-        rows = [self._numbers(group) for group in self.param_groups]
-        trial = self._tries or any(row.cautious for row in rows)
+        trial = self._tries or any(self._numbers(group).cautious for group in self.param_groups)
         measures = self._measures()
         self._measured = measures != 0
+        calls = self._calls(plans, grads, measures, trial)
+        if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
+            if options["agc"] is not None:
+                raise RuntimeError("agc is not supported for sharded parameters or several devices")
+            _distributed.step(calls, trial)
+        else:
+            known = self._sums_ahead(plans, grads) if measures else None
+            for i, (plan, arguments) in enumerate(calls):
+                sums = None if known is None else known[i]
+                plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, sums, None)
+        self._ahead = None
+        for plan, plan_grads in zip(plans, grads, strict=True):
+            increment_version(plan.written)
+            increment_version(plan.states)
+            plan.note_versions()
+            if options["gradient_writeback"] != "none":
+                increment_version([g for g in plan_grads if not g.is_inference()])
+
+    def _calls(
+        self, plans: list[Plan], grads: list[list[Tensor]], measures: int, trial: bool
+    ) -> list[tuple[Plan, list[Any]]]:
+        """The arguments of each plan's call."""
+        options = self._fused_options
+        rows = [self._numbers(group) for group in self.param_groups]
         decay = options["ema_decay"]
         head = (
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
@@ -174,25 +214,59 @@ class FusedOptimizer(torch.optim.Optimizer):
             ]  # fmt: skip
             calls.append((plan, arguments))
             plan.follow_parameters()
-        if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
-            if options["agc"] is not None:
-                raise RuntimeError("agc is not supported for sharded parameters or several devices")
-            _distributed.step(calls, trial)
-        else:
-            for plan, arguments in calls:
-                plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, None, None)
-        for plan, plan_grads in zip(plans, grads, strict=True):
-            increment_version(plan.local_params)
-            increment_version(plan.states)
-            plan.note_versions()
-            if options["gradient_writeback"] != "none":
-                increment_version([g for g in plan_grads if not g.is_inference()])
+        return calls
+
+    @torch.no_grad()
+    def _measure(self, scale: Tensor) -> Tensor:
+        """Looks for infs and NaNs ahead of the step, which then reads the gradients only once.
+
+        Args:
+            scale: that they are multiplied by, float32 of no dimensions.
+
+        Returns:
+            float32 of no dimensions on the device of `scale`: 0 where all are finite.
+        """
+        self._ahead = None
+        plans, grads = self._plans_and_gradients()
+        if not plans:
+            return torch.zeros_like(scale)
+        self.grad_scale = scale
+        try:
+            calls = self._calls(plans, grads, self._measures(), False)
+        finally:
+            del self.grad_scale
+        sums = [torch.ops.fusedtrain.measure_gradients(*arguments) for _, arguments in calls]
+        if len(plans) == 1 and not plans[0].distributed and self._fused_options["agc"] is None:
+            self._ahead = _Ahead(plans, grads, _versions(plans, grads), sums)
+        for plan, some in zip(plans, sums, strict=True):
+            _distributed.sum_over_ranks(some, plan.params)
+        found = [(some[:, 0].sum() != 0).to(scale.device, scale.dtype) for some in sums]
+        return found[0] if len(found) == 1 else torch.stack(found).amax()
+
+    def _sums_ahead(self, plans: list[Plan], grads: list[list[Tensor]]) -> list[Tensor] | None:
+        """What `_measure` found, if these are the gradients and parameters that it looked at."""
+        ahead = self._ahead
+        if (
+            ahead is None
+            or not all(map(is_, ahead.plans, plans))
+            or not all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(ahead.grads, grads))
+            or ahead.versions != _versions(plans, grads)
+        ):
+            return None
+        return ahead.sums
+
+    def _read_gradients(
+        self, gradient_of: Callable[[Tensor], Tensor | None], low_precision: Mapping[int, Tensor]
+    ) -> None:
+        """For fusedtrain.amp: see `_gradient_of`."""
+        self._gradient_of, self._low_precision = gradient_of, low_precision
+        self._forget()
 
     def _measures(self) -> int:
         measures = self._norms
         # A scaler of torch has looked at scaled gradients: what overflows on unscaling it misses.
         scaled = getattr(self, "grad_scale", None) is not None
-        if scaled or getattr(self, "_checks_gradients", False):
+        if getattr(self, "_checks_gradients", scaled):
             measures |= _FINITE | _GRADIENTS
         if self._clip_norm():
             measures |= _GRADIENTS
@@ -208,9 +282,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: list[Tensor] = []
         grads: list[Tensor] = []
         groups: list[int] = []
+        gradient_of = self._gradient_of
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
-                grad = p.grad
+                grad = gradient_of(p)
                 if grad is not None:
                     if grad.layout is not torch.strided:
                         name = type(self).__name__
@@ -257,7 +332,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [
             Plan(
                 self._store(device), self.state, [params[i] for i in which],
-                [groups[i] for i in which], needs,
+                [groups[i] for i in which], needs, self._low_precision,
             )
             for device, which in by_device.items()
         ]  # fmt: skip
@@ -308,6 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plans: dict[tuple[int, ...], tuple[Any, list[Plan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []
+        self._ahead = None
         self._measured = False
         self._loaded = {id(p) for p, own in self.state.items() if own}
 
@@ -385,13 +461,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             kept = [p.detach().clone() for p, _ in pairs]
             for p, average in pairs:
-                p.copy_(average)
+                self._write(p, average)
         try:
             yield
         finally:
             with torch.no_grad():
                 for (p, _), value in zip(pairs, kept, strict=True):
-                    p.copy_(value)
+                    self._write(p, value)
+
+    def _write(self, p: Tensor, value: Tensor) -> None:
+        p.copy_(value)
+        low = self._low_precision.get(id(p))
+        if low is not None:
+            low.copy_(value)
 
     def _average_parameters_without_gradients(self, weight: float) -> None:
         """Their averages go on, as those of ModelEma would, unless the step was skipped."""
@@ -509,6 +591,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                     state["state"][p].setdefault(name, torch.as_tensor(float(step)))
         super().__setstate__(state)
         self._forget()
+
+
+def _versions(plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
+    tensors = (t for plan, some in zip(plans, grads) for t in (*some, *plan.written))
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _check_written(grads: list[list[Tensor]]) -> None:

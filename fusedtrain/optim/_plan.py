@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -83,11 +83,14 @@ class Plan:
         params: list[Tensor],
         groups: list[int],
         needs: Needs,
+        low_precision: Mapping[int, Tensor],
     ) -> None:
         self.store = store
         self.params = params
         self.needs = needs
-        self.local_params = [local(p) for p in params]
+        # Of parameters that are masters themselves, those of the model are the parameters here.
+        self.models = [low_precision.get(id(p), p) for p in params]
+        self.local_params = [local(p) for p in self.models]
         self.distributed = any(map(is_distributed, params))
         self.dicts: list[dict[str, Any]] = []
         # What the dictionaries held: tensor k was found in owner k under name k.
@@ -100,7 +103,7 @@ class Plan:
         self.versions: list[int] = []  # of these, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
-        rows = []
+        rows: list[list[int]] = []
         for p, inner, group in zip(params, self.local_params, groups, strict=True):
             own = state[p]
             self.dicts.append(own)
@@ -112,16 +115,25 @@ class Plan:
             for name in slots:
                 row.append(-1 if name is None else self._large(own, name, p, inner, needs))
             row += [-1] * (STATES - len(slots))
+            is_master = self.models[len(rows)] is not p
             has_master = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
-            row.append(self._copy(own, "master_param", p, self.masters) if has_master else -1)
-            if has_master:
+            if is_master:
+                row.append(len(self.masters))
+                self.masters.append(local(p))
+            else:
+                row.append(self._copy(own, "master_param", p, self.masters) if has_master else -1)
+            if is_master or has_master:
                 self.with_master.append(inner)
             row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names):
                 self._scalar(own, name, store.views[which][column])
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self.places = _places(self.local_params)
+        # Versions of all of these go up in a step.
+        self.written = [
+            *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
+        ]  # fmt: skip
+        self.places = _places(self.written)
         self.all_dicts: list[int] = []
 
     def fits(self, state: dict[Tensor, dict[str, Any]]) -> bool:
@@ -137,8 +149,10 @@ class Plan:
             self.all_dicts = all_dicts
         if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):
             return False
-        params = list(map(local, self.params)) if self.distributed else self.params
-        return _places(params) == self.places
+        written = self.written
+        if self.distributed:
+            written = [*map(local, self.models), *written[len(self.models) :]]
+        return _places(written) == self.places
 
     def follow_parameters(self) -> None:
         """Master weights take over what others have written to their parameters."""
