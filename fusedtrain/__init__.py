@@ -14,6 +14,7 @@ from .optim import zero_grad
 
 if TYPE_CHECKING:
     from . import fold as fold
+    from . import fp16_utils as fp16_utils
     from . import memory as memory
     from .fold import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # garbage collection that they bring about.
 _LATER = {
     "fold": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
+    "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "convert",
     "drop_redundant_bias",
     "fold_conv_bn",
+    "fp16_utils",
     "functional",
     "integrations",
     "memory_report",

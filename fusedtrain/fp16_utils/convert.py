@@ -1,0 +1,173 @@
+"""Models in half precision whose batch norms stay in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class tofp16(nn.Module):
+    """A layer that converts its input to float16.
+
+    Args of forward:
+        input: a tensor of any shape and dtype.
+
+    Example:
+        >>> tofp16()(torch.ones(2))
+        tensor([1., 1.], dtype=torch.float16)
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:
+    """Converts the batch norms in `module` that have weights to float32, in place.
+
+    These are all of torch.nn.modules.batchnorm._BatchNorm with affine=True: torch's, SyncBatchNorm,
+    `fusedtrain.nn.BatchNormAct2d` and its like. Parameters, running statistics and gradients of the
+    norm itself are converted, modules in it (an activation with a weight) are not.
+
+    Args:
+        module: a model, or a batch norm.
+
+    Returns:
+        The same module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
+        >>> [p.dtype for p in BN_convert_float(model).parameters()][1:3]
+        [torch.float16, torch.float32]
+    """
+    for norm in module.modules():
+        if _is_kept(norm):
+            convert_module(norm, torch.float32)
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Sequential:
+    """Converts a network to float16, its batch norms to float32, and its input to float16.
+
+    As Apex did, but a float32 batch norm keeps its numbers to the last bit: Apex took them to
+    float16 and back, where a running variance above 65504 became infinite.
+
+    Args:
+        network: converted in place, see `convert_network`.
+
+    Returns:
+        ``nn.Sequential(tofp16(), network)``: it takes one tensor, and the keys of its state_dict
+        begin with ``1.``.
+
+    Example:
+        >>> model = network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        >>> model(torch.ones(3, 2)).dtype
+        torch.float16
+        >>> model[1][1].weight.dtype
+        torch.float32
+    """
+    return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Converts the parameters and buffers of a module, without those of the modules in it.
+
+    In place: a parameter stays the same object, so that what shares or refers to it sees the new
+    dtype. Gradients are converted with it. Integer and complex tensors stay as they are.
+
+    Args:
+        module: any module.
+        dtype: a floating dtype.
+
+    Raises:
+        TypeError: for a dtype that is not floating.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> convert_module(layer, torch.float16)
+        >>> layer.weight.dtype
+        torch.float16
+    """
+    _check_floating(dtype)
+    for param in module.parameters(recurse=False):
+        grad = param.grad
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+        if grad is not None and grad.is_floating_point():
+            grad.data = grad.data.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Converts parameters and buffers of a network, in place, but for batch norms with weights.
+
+    These (see `BN_convert_float`) are left as they are, in whatever dtype. Weights of recurrent
+    layers are laid out in one piece again, as cuDNN wants them.
+
+    Args:
+        network: any module; see `convert_module` for what is converted.
+        dtype: a floating dtype.
+
+    Returns:
+        The same network.
+
+    Raises:
+        TypeError: for a dtype that is not floating.
+
+    Example:
+        >>> model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.half)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.float16, torch.float32)
+    """
+    _check_floating(dtype)
+    for module in network.modules():
+        if _is_kept(module):
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """A network in float16, with float32 batch norms, that converts what it is given.
+
+    Floating tensors among the arguments of a call become float16. All else is passed on as it is:
+    integer and complex tensors, numbers, None, and lists or dicts with whatever is in them (Apex
+    took nothing but tensors, by position, and made float16 of indices, too).
+
+    Args:
+        network: converted in place, see `network_to_half`; ``network`` is its name in this module.
+
+    Example:
+        >>> model = FP16Model(nn.Embedding(3, 2))
+        >>> model(torch.tensor([0, 2])).dtype
+        torch.float16
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = BN_convert_float(convert_network(network, torch.float16))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.network(
+            *(_half(value) for value in inputs),
+            **{name: _half(value) for name, value in kwargs.items()},
+        )
+
+
+def _is_kept(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+def _half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _check_floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
