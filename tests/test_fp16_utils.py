@@ -238,15 +238,15 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor, scale: float) -> list[Tens
 def in_float64(change: Any) -> tuple[nn.Module, Tensor, Tensor, list[Tensor]]:
     """The stock network, what it is trained on, and its gradients."""
     stock = change(build("torchvision:resnet18", torch.float64))
-    x, y = torch.randn(8, 3, 24, 24), torch.randint(0, 1000, (8,))
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 1000, (8,))
     return stock, x, y, gradients(stock, x.double(), y, 1.0)
 
 
-# Measured in the worst parameter: 0.18 with ReLU, 0.02 with SiLU.
+# Measured in the worst parameter: 0.20 with ReLU, 0.03 with SiLU.
 @pytest.mark.parametrize(
     ("wrap", "converted", "change", "allowed"),
     [
-        (fp16_utils.network_to_half, "never", lambda model: model, 0.25),
+        (fp16_utils.network_to_half, "never", lambda model: model, 0.3),
         (fp16_utils.network_to_half, "before", smooth, 0.05),
         (fp16_utils.FP16Model, "after", smooth, 0.05),
     ],
