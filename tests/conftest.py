@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fusedtrain import amp
+
 # Triton has no compiler for the CPU; its interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,6 +21,15 @@ ON_THE_GPU_TOO = {"test_activations", "test_autograd"}
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _amp_switched_off() -> Iterator[None]:
+    """What amp.initialize has done to the process, autocast above all."""
+    yield
+    if amp._amp_state.initialized:
+        amp.initialize([], enabled=False)
+        amp._amp_state.initialized = False
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         # Where the user has set a scale of his own, the product, as torch does.
         given = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = scale if given is None else scale * given  # type: ignore[attr-defined]
+        optimizer.grad_scale = scale if given is None else scale * given
         optimizer._checks_gradients = True  # type: ignore[attr-defined]
         try:
             result = optimizer.step(**kwargs)

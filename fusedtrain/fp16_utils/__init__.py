@@ -8,6 +8,7 @@ from .convert import (
     network_to_half,
     tofp16,
 )
+from .fp16_optimizer import FP16_Optimizer
 from .loss_scaler import DynamicLossScaler, LossScaler
 from .master_params import (
     clip_grad_norm,
@@ -21,6 +22,7 @@ __all__ = [
     "BN_convert_float",
     "DynamicLossScaler",
     "FP16Model",
+    "FP16_Optimizer",
     "LossScaler",
     "clip_grad_norm",
     "convert_module",

@@ -1,0 +1,99 @@
+"""What `initialize` does to a model: casts of what goes in and comes out, float32 checkpoints.
+
+All of it is hooks, which copies, replicas and pickles of the model take along.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._masters import full_precision, load_full_precision
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in `dtype`, wherever they are in containers.
+
+    Containers are lists, tuples (named ones too), mappings, dataclasses and what has a method
+    ``to`` of its own, which is given the dtype. Everything else stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (nn.Module, type, str, bytes)):
+        return value
+    if hasattr(value, "to"):
+        return value.to(dtype)
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, dtype)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast(v, dtype) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(v, dtype) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{f: cast(getattr(value, f), dtype) for f in fields})
+    return value
+
+
+def _cast_mapping(value: Mapping[Any, Any], dtype: torch.dtype) -> Any:
+    changed = {key: cast(item, dtype) for key, item in value.items()}
+    if type(value) is dict or not hasattr(value, "__setitem__"):
+        return changed
+    result: Any = copy.copy(value)
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return cast(output, dtype)
+
+
+def cast_model(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
+    """Makes a model cast what it is given and what it returns."""
+    if inputs is not None:
+        hook = partial(_cast_inputs, inputs)
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    if outputs is not None:
+        model.register_forward_hook(partial(_cast_outputs, outputs))
+
+
+def save_in_float32(model: nn.Module) -> None:
+    """Makes checkpoints of a 16-bit model float32, with what the master weights know."""
+    for module in model.modules():
+        if _widen_saved not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_widen_saved)
+            module.register_load_state_dict_pre_hook(_load_masters)
+
+
+def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    named = {**module._parameters, **module._buffers}
+    return {prefix + name: t for name, t in named.items() if t is not None and t.dtype in _HALF}
+
+
+def _widen_saved(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    for key, tensor in _own_tensors(module, prefix).items():
+        saved = state_dict.get(key)
+        if isinstance(saved, Tensor) and saved.dtype in _HALF:
+            state_dict[key] = full_precision(tensor)
+
+
+def _load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    for key, tensor in _own_tensors(module, prefix).items():
+        load_full_precision(tensor, state_dict.get(key))

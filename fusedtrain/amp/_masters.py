@@ -1,0 +1,101 @@
+"""Float32 master weights in an optimizer, behind 16-bit parameters in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ._raw import raw_grad
+
+_HALF = (torch.float16, torch.bfloat16)
+
+# Of every 16-bit parameter its master, for what is saved and loaded of the model.
+_master_of: Any = WeakTensorKeyDictionary()
+
+
+class Masters:
+    """Pairs of a master weight and the parameter of the model that is its rounded copy.
+
+    A parameter that somebody else has written to (a loaded checkpoint, a clamp) is what its master
+    becomes at the next step, but for elements that are the master's rounded ones.
+    """
+
+    def __init__(self) -> None:
+        self.masters: list[Tensor] = []
+        self.params: list[Tensor] = []
+        self.param_of: dict[int, Tensor] = {}  # by the id of the master
+        self._versions: list[int] = []
+
+    def replace_in(self, group: dict[str, Any], kind: type[torch.nn.Parameter]) -> None:
+        """Puts masters into the group for its 16-bit parameters that require gradients."""
+        for i, p in enumerate(group["params"]):
+            if p.requires_grad and p.dtype in _HALF:
+                master = kind(p.detach().to(torch.float32, memory_format=torch.preserve_format))
+                group["params"][i] = master
+                self.masters.append(master)
+                self.params.append(p)
+                self.param_of[id(master)] = p
+                self._versions.append(p._version)
+                _master_of[p] = master
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Master and parameter."""
+        return zip(self.masters, self.params, strict=True)
+
+    def have_grads(self) -> bool:
+        """Whether gradients of masters have been made, by an earlier backward pass."""
+        return any(raw_grad(master) is not None for master in self.masters)
+
+    def check_devices(self) -> None:
+        """Raises RuntimeError where the model has gone to another device."""
+        for master, p in self.pairs():
+            if master.device != p.device:
+                raise RuntimeError(
+                    f"a parameter is on {p.device}, its master weights on {master.device}: move "
+                    "the model before amp.initialize"
+                )
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Masters take over what others have written to their parameters."""
+        for i, (master, p) in enumerate(self.pairs()):
+            if p._version != self._versions[i]:
+                master.copy_(_widened(p, master))
+                self._versions[i] = p._version
+
+    @torch.no_grad()
+    def write_parameters(self) -> None:
+        """Parameters become the rounded masters."""
+        if self.masters:
+            torch._foreach_copy_(self.params, self.masters)
+            self.note_versions()
+
+    def note_versions(self) -> None:
+        """What is written from here on is not ours."""
+        self._versions = [p._version for p in self.params]
+
+
+def _widened(p: Tensor, master: Tensor) -> Tensor:
+    """The master where the parameter is its rounded value, elsewhere the parameter."""
+    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+
+
+@torch.no_grad()
+def full_precision(p: Tensor) -> Tensor:
+    """A 16-bit tensor of a model in float32: with what its master has and it has not."""
+    master = _master_of.get(p)
+    if master is None or master.device != p.device:
+        return p.detach().to(torch.float32, copy=True)
+    return _widened(p.detach(), master.detach())
+
+
+@torch.no_grad()
+def load_full_precision(p: Tensor, value: Any) -> None:
+    """Before a checkpoint's values are rounded into p: its master keeps them whole."""
+    master = _master_of.get(p)
+    if master is not None and isinstance(value, Tensor) and value.shape == p.shape:
+        master.copy_(value)

@@ -1,0 +1,122 @@
+"""The backward pass of a scaled loss, with Apex's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._gradients import ScaledGradients
+from ._notices import Notices
+from ._state import _amp_state
+from .functions import without_autocast
+
+
+def gradients_of(optimizer: Any) -> ScaledGradients:
+    """What `initialize` has added to the optimizer."""
+    gradients: ScaledGradients | None = getattr(optimizer, "_amp_stash", None)
+    if gradients is None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has not been through amp.initialize: call model, "
+            "optimizer = amp.initialize(model, optimizer, opt_level=...) first, and use what it "
+            "returns. Today's form is torch.autocast with fusedtrain.amp.GradScaler."
+        )
+    return gradients
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yields the loss in float32, times the loss scale; its backward pass is to be run within.
+
+    At the end the gradients are searched for infs and NaNs and the scale is updated; after an
+    overflow the next step of each optimizer does nothing. An optimizer of fusedtrain divides by the
+    scale in its step, others have their gradients divided here. In either case ``.grad`` of the
+    optimizer's parameters (`master_params`) is the unscaled gradient.
+
+    Args:
+        loss: of any shape and floating-point dtype.
+        optimizers: the one, or a list of those, whose parameters get gradients from this loss.
+        loss_id: which scale to use, from 0 to ``num_losses`` - 1.
+        model: not used.
+        delay_unscale: adds up scaled gradients, for a later backward pass of the same optimizers
+            without it. No step may be made before that.
+        delay_overflow_check: leaves the scale as it is, and steps whatever the gradients are.
+
+    Raises:
+        RuntimeError: before `initialize`, for optimizers that have not been through it, for sparse
+            gradients.
+        IndexError: for a `loss_id` out of range.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> from fusedtrain import amp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> loss = model(torch.ones(4, 2)).square().mean()
+        >>> with amp.scale_loss(loss, optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> optimizer.step()
+    """
+    if not _amp_state.initialized:
+        raise RuntimeError(
+            "Invoked 'with amp.scale_loss', but amp has not been initialized: model, optimizer = "
+            "amp.initialize(model, optimizer, opt_level=...) comes first. Today's form is "
+            "torch.autocast with fusedtrain.amp.GradScaler."
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    several = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    stashes = [gradients_of(optimizer) for optimizer in several]
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        raise IndexError(
+            f"loss_id must be from 0 to {len(_amp_state.loss_scalers) - 1}, got {loss_id}: "
+            "amp.initialize takes num_losses"
+        )
+    scaler = _amp_state.loss_scalers[loss_id]
+    if not scaler.dynamic and scaler.loss_scale() == 1 and not any(s.with_masters for s in stashes):
+        with without_autocast():
+            yield loss.float()
+        return
+    _notices.tell()
+    scale = scaler.scale_on(loss.device)
+    for stash in stashes:
+        stash.prepare(scale)
+    try:
+        with without_autocast():
+            yield loss.float() * scale
+    except BaseException:
+        for stash in stashes:
+            stash.abort()
+        raise
+    if delay_unscale:
+        for stash in stashes:
+            stash.delay(scale)
+        return
+    check = scaler.dynamic and not delay_overflow_check
+    found = [stash.finish(scale, check) for stash in stashes]
+    if not check:
+        if not scaler.dynamic:
+            scaler.update(scale)
+        return
+    overflow = torch.stack([flag for flag in found if flag is not None]).amax()
+    scaler.update(overflow)
+    for stash in stashes:
+        stash.add_found(overflow)
+    if _amp_state.verbosity > 0:
+        _notices.add(overflow, scaler.scale_on(loss.device), loss_id)
+
+
+_notices = Notices()
+tell_overflows = _notices.tell

@@ -1,0 +1,283 @@
+"""An optimizer around another: float32 masters, a loss scale, steps skipped after overflows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..amp._gradients import ScaledGradients
+from ..amp._loss_scaler import LossScaler
+from ..amp._notices import Notices
+from .master_params import clip_grad_norm
+
+
+class FP16_Optimizer:
+    """Steps float32 masters of a half-precision model, as Apex's ``FP16_Optimizer`` did.
+
+    The 16-bit parameters of `init_optimizer` are replaced in it by float32 masters. An optimizer
+    of fusedtrain checks, unscales and updates in its two sweeps, and nothing waits for the device;
+    gradients that are looked at before the step are unscaled then.
+
+    Args:
+        init_optimizer: an optimizer of torch.optim, fusedtrain.optim or the like.
+        static_loss_scale: the loss scale, unless it is dynamic.
+        dynamic_loss_scale: halves the scale after an overflow, and doubles it after a number of
+            backward passes without one.
+        dynamic_loss_args: ``init_scale`` (65536), ``scale_factor`` (2), ``scale_window`` (2000),
+            ``min_loss_scale``, ``max_loss_scale`` (2**24).
+        verbose: prints when a step is skipped.
+
+    Raises:
+        TypeError: for parameters that are neither of 16 bits nor float32.
+
+    Example:
+        >>> import torch, fusedtrain
+        >>> model = fusedtrain.fp16_utils.network_to_half(torch.nn.Linear(2, 1))
+        >>> optimizer = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = fusedtrain.fp16_utils.FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+        >>> optimizer.zero_grad()
+        >>> optimizer.backward(model(torch.ones(4, 2)).float().square().mean())
+        >>> norm = optimizer.clip_master_grads(max_norm=1.0)
+        >>> optimizer.step()
+        >>> optimizer.overflow
+        False
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        for group in init_optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+                    raise TypeError(
+                        "Wrapped parameters must be torch.float16, torch.bfloat16 or "
+                        f"torch.float32. Received {p.dtype}"
+                    )
+        scale: float | str = "dynamic" if dynamic_loss_scale else static_loss_scale
+        self.loss_scaler = LossScaler(scale, **(dynamic_loss_args or {}))
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self.first_closure_call_this_step = True
+        saved = init_optimizer.state_dict() if init_optimizer.state else None
+        self._gradients = ScaledGradients(init_optimizer, with_masters=True, accumulates=True)
+        if saved is not None:
+            init_optimizer.state.clear()
+            init_optimizer.load_state_dict(saved)  # in float32
+        self._overflow: Tensor | bool = False
+        self._notices = Notices()
+
+    # --- gradients
+
+    def backward(
+        self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
+    ) -> None:
+        """The backward pass of the loss in float32, scaled; gradients add up until zero_grad.
+
+        Args:
+            loss: of one element, floating-point.
+            update_master_grads: False where more passes follow before a call of
+                `update_master_grads`: their scaled gradients add up.
+            retain_graph: as in ``Tensor.backward``.
+        """
+        scale = self.loss_scaler.scale_on(loss.device)
+        self._gradients.prepare(scale)
+        try:
+            (loss.float() * scale).backward(retain_graph=retain_graph)
+        except BaseException:
+            self._gradients.abort()
+            raise
+        self._gradients.delay(scale)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Ends passes without it: searches for overflows, updates the scale, unscales."""
+        scale = self._gradients.scaled_by
+        if scale is None or self._gradients.checked:
+            return
+        found = self._gradients.finish(scale, check=self.loss_scaler.dynamic)
+        if found is None:
+            self.loss_scaler.update(scale)
+            self._overflow = False
+            return
+        self.loss_scaler.update(found)
+        self._gradients.add_found(found)
+        self._overflow = found
+        if self.verbose:
+            self._notices.add(found, self.loss_scaler.scale_on(scale.device), 0)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last backward pass overflowed; waits for the device."""
+        if isinstance(self._overflow, Tensor):
+            self._overflow = bool(self._overflow.item())
+        return self._overflow
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
+        """Clips the norm of all unscaled gradients together.
+
+        Args:
+            max_norm: largest norm that is left.
+            norm_type: of the p-norm; also "inf".
+
+        Returns:
+            The norm before clipping, or -1 after an overflow.
+        """
+        if self.overflow:
+            return -1
+        params = [p for group in self.param_groups for p in group["params"]]
+        return clip_grad_norm(params, max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The unscaled gradients of each group's parameters, or None after an overflow."""
+        if self.overflow:
+            return None
+        return [
+            [None if p.grad is None else p.grad.data for p in group["params"]]
+            for group in self.param_groups
+        ]
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Drops the gradients of masters and of the model.
+
+        Args:
+            set_grads_to_None: False zeroes those of float32 parameters in place.
+        """
+        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
+        self._gradients.zeroed()
+
+    # --- the step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps the masters and rounds them into the model, or does nothing after an overflow.
+
+        Args:
+            closure: zeroes the gradients, computes the loss, calls `backward` with it and returns
+                it. It is called again, with a smaller scale, while it overflows.
+
+        Raises:
+            RuntimeError: for a closure whose gradients are finite at no scale.
+        """
+        self._notices.tell()
+        if closure is None:
+            return self._gradients.step(self.optimizer.step, None)
+        result = self.optimizer.step(lambda: self._close(closure))
+        self._gradients.masters.write_parameters()
+        self.first_closure_call_this_step = True
+        return result
+
+    def _close(self, closure: Callable[[], Any]) -> Any:
+        masters = self._gradients.masters
+        if self.first_closure_call_this_step:
+            masters.follow_parameters()
+        else:
+            masters.write_parameters()
+        self.first_closure_call_this_step = False
+        loss = closure()
+        while self.overflow:
+            before = self.loss_scale
+            loss = closure()
+            if self.overflow and self.loss_scale >= before:
+                raise RuntimeError(f"gradients are not finite at a loss scale of {before} either")
+        self._gradients.found_inf = None
+        self._gradients.unscale()
+        return loss
+
+    # --- what scripts look at
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale; waits for the device."""
+        return self.loss_scaler.loss_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler._loss_scale = value
+
+    @property
+    def state(self) -> Any:
+        """That of the optimizer inside, of masters."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer inside, with masters."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """The 16-bit parameters of the model."""
+        return self._gradients.masters.params
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters, in the same order."""
+        return self._gradients.masters.masters
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """The parameters that were float32."""
+        return [p for p in self._gradients.own if p.requires_grad]
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, loss scale and the state of the optimizer, under Apex's keys."""
+        masters = set(map(id, self.all_fp32_from_fp16_params))
+        groups = [
+            [p.detach() for p in group["params"] if id(p) in masters] for group in self.param_groups
+        ]
+        scaler = self.loss_scaler
+        return {
+            "loss_scaler": {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped},
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` has returned, here or in Apex, and rounds it into the model.
+
+        Args:
+            state_dict: of an optimizer that was made in the same way.
+
+        Raises:
+            ValueError: for other numbers or shapes of masters. Nothing is modified.
+        """
+        saved = [p for group in state_dict["fp32_from_fp16"] for p in group]
+        masters = self.all_fp32_from_fp16_params
+        if [p.shape for p in saved] != [p.shape for p in masters]:
+            raise ValueError(
+                "fp32_from_fp16: loaded state dict has masters of other numbers or shapes than "
+                "the optimizer"
+            )
+        scaler = state_dict["loss_scaler"]
+        if not isinstance(scaler, dict):  # the object that Apex pickled
+            scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self.loss_scaler._restart(float(scaler["loss_scale"]), int(scaler["unskipped"]))
+        self.loss_scaler.dynamic = self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self._overflow = bool(state_dict["overflow"])
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        with torch.no_grad():
+            for master, value in zip(masters, saved, strict=True):
+                master.copy_(value)
+        self._gradients.masters.write_parameters()
+
+    def __getstate__(self) -> None:
+        raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")
+
+    def __setstate__(self, state: Any) -> None:
+        raise RuntimeError("FP16_Optimizer should be deserialized using load_state_dict().")

@@ -1,0 +1,116 @@
+"""Small trainings through the calls of Apex's amp, and Apex's documented rule of the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+
+LEVELS = ("O0", "O1", "O2", "O3")
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "torch-SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "torch-Adam": lambda p: torch.optim.Adam(p, lr=2e-3, eps=1e-4),
+    "fused-SGD": lambda p: fusedtrain.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "fused-Adam": lambda p: fusedtrain.optim.Adam(p, lr=2e-3, eps=1e-4),
+    "fused-LAMB": lambda p: fusedtrain.optim.LAMB(p, lr=2e-3),
+}
+
+
+def network(seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(6 * 36, 10),
+    )
+
+
+def images(count: int = 64) -> tuple[Tensor, Tensor]:
+    """Handwritten digits, (count, 1, 8, 8) in [0, 1], and their labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels = torch.tensor(digits.images[:count] / 16, dtype=torch.float32)[:, None]
+    return pixels, torch.tensor(digits.target[:count])
+
+
+class ApexScale:
+    """The rule that Apex documents, in Python: the oracle of the scale's history."""
+
+    def __init__(self, scale: float = 2.0**16, window: int = 2000) -> None:
+        self.scale, self.window, self.unskipped = scale, window, 0
+        self.low, self.high = 0.0, 2.0**24
+
+    def update(self, overflow: bool) -> None:
+        self.unskipped = 0 if overflow else self.unskipped + 1
+        if overflow:
+            self.scale = max(self.low, self.scale / 2)
+        elif self.unskipped == self.window:
+            self.scale, self.unskipped = min(self.high, self.scale * 2), 0
+
+
+class _Overflowing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * float("inf")
+
+
+def overflowing(loss: Tensor) -> Tensor:
+    """The same loss; its gradients are infs and NaNs."""
+    result: Tensor = _Overflowing.apply(loss)  # type: ignore[no-untyped-call]
+    return result
+
+
+def moved_alike(model: nn.Module, reference: nn.Module, share: float, seed: int = 1) -> None:
+    """Asserts that weights are as far from the reference's as `share` of the way that these went.
+
+    A model that did not move is as far as all of it.
+    """
+    start, here, there = (
+        torch.cat([p.detach().double().flatten() for p in m.parameters()])
+        for m in (network(seed), model, reference)
+    )
+    way, off = (there - start).norm().item(), (here - there).norm().item()
+    assert way > 1e-3
+    assert off <= share * way, f"{off / way:.3g} of the way"
+
+
+def gradients_alike(params: Iterable[Tensor], reference: nn.Module, share: float = 0.03) -> None:
+    """Asserts that all gradients together are those of the reference, but for a share of them."""
+    here, there = [], []
+    for p, q in zip(params, reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.dtype == p.dtype
+        here.append(p.grad.double().flatten())
+        there.append(q.grad.double().flatten())
+    off = (torch.cat(here) - torch.cat(there)).norm() / torch.cat(there).norm()
+    assert off <= share, f"off by {off:.3g}"
+
+
+def plain_training(
+    make: Callable[[Any], Any], skipped: Sequence[int], steps: int, dtype: torch.dtype
+) -> tuple[list[float], nn.Module]:
+    """Without amp, in one dtype: losses and the model."""
+    model = network().to(dtype)
+    optimizer = make(model.parameters())
+    x, y = images()
+    losses = []
+    for i in range(steps):
+        loss = nn.functional.cross_entropy(model(x.to(dtype)), y)
+        optimizer.zero_grad()
+        loss.backward()
+        if i not in skipped:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, model
