@@ -77,7 +77,7 @@ def test_gradients_of_several_losses_add_up(kind: str, update: bool) -> None:
     options = {"init_scale": 1024.0}
     model, optimizer = start(kind, dynamic_loss_scale=True, dynamic_loss_args=options)
     truth, plain = reference()
-    for _ in range(3):
+    for i in range(3):
         optimizer.zero_grad()
         plain.zero_grad()
         for k in range(3):
@@ -89,7 +89,9 @@ def test_gradients_of_several_losses_add_up(kind: str, update: bool) -> None:
         grads = optimizer.inspect_master_grad_data()
         assert grads is not None
         assert [len(group) for group in grads] == [5]
-        gradients_alike((p for g in optimizer.param_groups for p in g["params"]), truth, 0.05)
+        if i == 0:  # later on the rounded weights are others
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients_alike(params, truth)
         optimizer.step()
         plain.step()
     moved_alike(model, truth, 0.05)
