@@ -45,8 +45,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "Lion: betas swapped": (
         "fusedtrain/optim/lion.py", 'two(group["betas"]),\n', 'group["betas"][::-1],\n'),
     "Adam: 1 - beta1 off": (
-        RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt",
-        "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt"),
+        RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects",
+        "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects"),
     "LAMB: grad_averaging ignored": (
         RULES, "k.c[3] = option[4] != 0 ? 1 - option[0] : 1;", "k.c[3] = 1 - option[0];"),
     "NAdamW: does not look ahead": (
@@ -70,8 +70,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "L2 decay dropped": (
         RULES, "return decays ? g + weight_decay * p : g;", "return g;"),
     "AdamW: decay coupled": (
-        RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr / (1",
-        "const bool decoupled = false;\n    k.size = t.lr / (1"),
+        RULES, "const bool decoupled = option[3] != 0, corrects",
+        "const bool decoupled = false, corrects"),
     "SGDW: decay coupled": (
         RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr;",
         "const bool decoupled = false;\n    k.size = t.lr;"),
@@ -79,11 +79,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "const bool decoupled = option[4] != 0, inside",
         "const bool decoupled = false, inside"),
     "LAMB: decay always late": (
-        RULES, "const bool decoupled = option[7] != 0, corrects",
-        "const bool decoupled = false, corrects"),
+        RULES, "const bool decoupled = option[7] == 1, coupled",
+        "const bool decoupled = false, coupled"),
     "LAMB: decay before the ratio, not in it": (
-        RULES, "k.late_decay = decoupled ? 0 : t.group->weight_decay;\n    k.c[0] = 0;",
-        "k.late_decay = 0;\n    k.c[0] = decoupled ? 0 : t.group->weight_decay;"),
+        RULES, "decoupled || coupled ? 0 : t.group->weight_decay;\n    k.c[0] = coupled",
+        "0;\n    k.c[0] = !decoupled"),
     "Adam: eps inside the root": (
         RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
         "return s[0] / math::sqrt(s[2] * root * root + eps);"),
@@ -116,7 +116,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "NovoGrad: amsgrad ignored": (
         RULES, "::sqrt(double(option[4] != 0 ? v[1] : v[0]))", "::sqrt(double(v[0]))"),
     "NovoGrad: first moment from 0": (
-        RULES, "v[0] == 0 ? squares : option[1] * v[0]", "option[1] * v[0]"),
+        RULES, "first ? squares : option[1] * v[0]", "option[1] * v[0]"),
     "the first step is dampened": (
         RULES, "return t.group->option[0] == 0 || t.step == 1;", "return t.group->option[0] == 0;"),
     "momentum switched on is dampened": (
