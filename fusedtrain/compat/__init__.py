@@ -1,0 +1,1 @@
+"""Apex's interfaces over fusedtrain's kernels."""
