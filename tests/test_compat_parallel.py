@@ -147,7 +147,7 @@ for number in range(100):
 
 
 def test_a_model_that_outlives_the_process_group_ends(tmp_path: Path) -> None:
-    """The reducer waited for a thread of Gloo that waited for Python: mostly before the 50th time."""
+    """The reducer waited for a thread of Gloo that waited for Python: mostly before the 50th."""
     command = [sys.executable, "-c", ENDINGS, str(tmp_path)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
