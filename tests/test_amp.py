@@ -440,7 +440,7 @@ def test_models_are_copied_and_pickled() -> None:
     expected = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), expected)
-        assert other.state_dict()["0.weight"].dtype == torch.float32
+        assert {type(p) for p in other.parameters()} == {nn.Parameter}
     optimizer.step()
     assert not torch.equal(model(x), expected)
 
