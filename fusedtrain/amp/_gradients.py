@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from ._raw import raw_grad, set_raw_grad
 _ZEROING = {
     inspect.unwrap(owner.zero_grad).__code__ for owner in (torch.nn.Module, torch.optim.Optimizer)
 }
+
+_VERSION, _LAYOUT = attrgetter("_version"), attrgetter("layout")
 
 
 class LazyParameter(torch.nn.Parameter):
@@ -109,7 +114,7 @@ class ScaledGradients:
             )
         for p in own:
             p.__class__ = self._kind
-        self.optimizer._read_gradients(self._gradient_of, self.masters.param_of)
+        self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
     def retire(self) -> None:
         """Leaves the parameters to another optimizer."""
@@ -152,13 +157,14 @@ class ScaledGradients:
         Raises:
             RuntimeError: for sparse gradients.
         """
-        self._refuse_sparse()
+        raw = self._raw()
+        self._refuse_sparse(raw)
         before = self._before or []
         self._before, self.stepped = None, False
         if self.lazy and not any(g is not None for g in before) and not self.masters.have_grads():
             self.scaled_by, self.checked = scale, True
             found = self.optimizer._measure(scale) if check else None
-            self._left = {id(g): g._version for g in self._raw()}
+            self._left = dict(zip(map(id, raw), map(_VERSION, raw)))
             return found
         self.scaled_by = None
         new = [raw_grad(p) for p in self.own]
@@ -288,41 +294,42 @@ class ScaledGradients:
         """Whether gradients of masters are gone, though those of their parameters are there."""
         return self.stepped and not self.accumulates
 
-    def _gradient_of(self, p: Tensor) -> Tensor | None:
+    def _gradients_of(self, params: list[Tensor]) -> list[Tensor | None]:
         """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
-        grad = raw_grad(p)
-        if grad is None and self.scaled_by is not None and not self._used_up():
-            low = self.masters.param_of.get(id(p))
-            return None if low is None else raw_grad(low)
-        return grad
+        grads = list(map(raw_grad, params))
+        if self.scaled_by is not None and not self._used_up():
+            param_of = self.masters.param_of
+            for i, p in enumerate(params):
+                if grads[i] is None and id(p) in param_of:
+                    grads[i] = raw_grad(param_of[id(p)])
+        return grads
 
     def _raw(self) -> list[Tensor]:
         params = [*self.own, *self.masters.params]
         return [g for g in map(raw_grad, params) if g is not None]
 
     def _drop(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            set_raw_grad(p, None)
+        deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
 
     def _restore(self, before: list[Tensor | None]) -> None:
         for p, grad in zip(self.own, before):
             if grad is not None:
                 set_raw_grad(p, grad)
 
-    def _refuse_sparse(self) -> None:
-        for p in [*self.own, *self.masters.params]:
-            grad = raw_grad(p)
-            if grad is not None and grad.layout is not torch.strided:
-                self.abort()
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__}: a parameter of shape {tuple(p.shape)} has a "
-                    "sparse gradient, which amp.scale_loss does not unscale; use "
-                    "torch.amp.GradScaler and torch.optim, or a dense gradient (sparse=False)"
-                )
+    def _refuse_sparse(self, grads: list[Tensor]) -> None:
+        if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
+            shape = next(tuple(g.shape) for g in grads if g.layout is not torch.strided)
+            self.abort()
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: a parameter of shape {shape} has a sparse "
+                "gradient, which amp.scale_loss does not unscale; use torch.amp.GradScaler and "
+                "torch.optim, or a dense gradient (sparse=False)"
+            )
 
     def _refuse_foreign(self) -> None:
         """A backward pass outside `scale_loss` has added to gradients that were scaled."""
-        if any(self._left.get(id(g)) != g._version for g in self._raw()):
+        raw = self._raw()
+        if any(map(ne, map(self._left.get, map(id, raw)), map(_VERSION, raw))):
             raise RuntimeError(
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"

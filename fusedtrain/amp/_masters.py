@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._raw import raw_grad
 
+_DEVICE = attrgetter("device")
 _HALF = (torch.float16, torch.bfloat16)
 
 # Of every 16-bit parameter its master, for what is saved and loaded of the model.
@@ -52,6 +54,8 @@ class Masters:
 
     def check_devices(self) -> None:
         """Raises RuntimeError where the model has gone to another device."""
+        if list(map(_DEVICE, self.masters)) == list(map(_DEVICE, self.params)):
+            return
         for master, p in self.pairs():
             if master.device != p.device:
                 raise RuntimeError(
