@@ -179,6 +179,32 @@ def test_looking_at_gradients_changes_nothing() -> None:
         torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_of_the_step_see_unscaled_gradients_and_change_nothing(level: str) -> None:
+    results = []
+    for hooked in (False, True):
+        model, optimizer = start(MAKERS["fused-SGD"], level)
+        largest: list[float] = []
+
+        def look(which: Any, *_: Any, largest: list[float] = largest) -> None:
+            grads = [p.grad for p in amp.master_params(which) if p.grad is not None]
+            largest.append(max(float(g.abs().max()) for g in grads))
+
+        if hooked:
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            backward(overflowing(loss) if i == 2 else loss, optimizer)
+            optimizer.step()
+        if hooked:
+            assert all(0 < value < 100 for value in largest[:4] + largest[6:])
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_after_the_step_are_unscaled() -> None:
     model, optimizer = start(MAKERS["fused-SGD"], "O1")
     backward(loss_of(model), optimizer)

@@ -28,6 +28,7 @@ _ZEROING = {
     inspect.unwrap(owner.zero_grad).__code__ for owner in (torch.nn.Module, torch.optim.Optimizer)
 }
 
+_OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
 _VERSION, _LAYOUT = attrgetter("_version"), attrgetter("layout")
 
 
@@ -183,6 +184,8 @@ class ScaledGradients:
         if self.checked and not self.stepped:
             self._refuse_foreign()
         self.scaled_by = None
+        for name in _OF_A_STEP:  # where a hook of the step has looked
+            self.optimizer.__dict__.pop(name, None)
         if not self._raw():
             return
         found = self._unscale(scale)
@@ -280,7 +283,7 @@ class ScaledGradients:
         try:
             return original() if closure is None else original(closure)
         finally:
-            for name in ("_checks_gradients", "grad_scale", "found_inf"):
+            for name in (*_OF_A_STEP, "found_inf"):
                 optimizer.__dict__.pop(name, None)
 
     def zeroed(self) -> None:
