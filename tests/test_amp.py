@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from typing import Any
@@ -532,3 +533,35 @@ def test_a_second_initialize_takes_the_parameters_over() -> None:
     gradients_alike(model.parameters(), reference)
     with pytest.raises(RuntimeError, match=r"later amp\.initialize"):
         backward(loss_of(model), first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_are_plain_unless_their_gradients_are_scaled(level: str) -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], level)
+    params = [*model.parameters(), *amp.master_params(optimizer)]
+    for _ in range(2):
+        assert {type(p) for p in params} == {nn.Parameter}
+        backward(loss_of(model), optimizer)
+        assert {type(p) for p in amp.master_params(optimizer)} != {nn.Parameter}
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    assert all(p.grad is not None for p in amp.master_params(optimizer))  # which unscales them
+    assert {type(p) for p in params} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_is_gone_leaves_its_parameters(scaled: bool) -> None:
+    model, first = start(MAKERS["fused-SGD"], "O1")
+    backward(loss_of(model), first)
+    if not scaled:
+        first.zero_grad()
+    del first
+    gc.collect()
+    second = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+    model, second = amp.initialize(model, second, opt_level="O1", verbosity=0)
+    second.zero_grad()
+    backward(loss_of(model), second)
+    reference = network()
+    loss_of(reference).backward()
+    gradients_alike(model.parameters(), reference)

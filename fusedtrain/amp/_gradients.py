@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import repeat
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
 from ._masters import Masters
@@ -29,13 +31,17 @@ _ZEROING = {
 }
 
 _OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
+# By parameter, a weak reference to the `ScaledGradients` that it belongs to.
+_owner: Any = WeakTensorKeyDictionary()
 _VERSION, _LAYOUT = attrgetter("_version"), attrgetter("layout")
 
 
 class LazyParameter(torch.nn.Parameter):
     """A parameter whose gradient is unscaled when somebody looks at it.
 
-    Each optimizer has a subclass of its own. What is pickled is a plain parameter.
+    Each optimizer has a subclass of its own, which its parameters are of while their gradients are
+    scaled: reading any attribute of a subclass takes torch three times as long. What is pickled is
+    a plain parameter.
     """
 
     _gradients: ScaledGradients
@@ -78,7 +84,7 @@ class ScaledGradients:
         self.accumulates = accumulates
         self.masters = Masters()
         self.own: list[Tensor] = []  # parameters of param_groups that are no masters
-        self.scaled_by: Tensor | None = None  # what the gradients are multiplied by
+        self._scaled_by: Tensor | None = None
         self.checked = False  # whether these have been searched for infs and NaNs
         self.stepped = False  # whether a step has used them
         self.retired = False
@@ -87,14 +93,16 @@ class ScaledGradients:
         self._left: dict[int, int] = {}  # by id, the version of each gradient that `finish` left
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
-            if isinstance(p, LazyParameter):  # of an optimizer of an earlier initialize
-                p._gradients.retire()
+            earlier = _owner_of(p)
+            if earlier is not None:
+                earlier.retire()
         self.lazy = isinstance(optimizer, FusedOptimizer) and all(
             type(p) is torch.nn.Parameter for p in params
         )
-        self._kind: type[torch.nn.Parameter] = torch.nn.Parameter
         if self.lazy:
             self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
+            self._plain_step = optimizer._step
+            optimizer._step = self._step
         for group in optimizer.param_groups:
             self.add(group)
 
@@ -102,19 +110,19 @@ class ScaledGradients:
         """Takes over the parameters of a group."""
         first = len(self.masters.masters)
         if self.with_masters:
-            self.masters.replace_in(group, self._kind)
+            self.masters.replace_in(group)
         new = set(map(id, self.masters.masters[first:]))
         own = [p for p in group["params"] if id(p) not in new]
-        self.own += own
-        if not self.lazy:
-            return
-        if any(type(p) is not torch.nn.Parameter for p in own):
+        if self.lazy and any(type(p) is not torch.nn.Parameter or _owner_of(p) for p in own):
             raise RuntimeError(
                 "a parameter of the group belongs to another optimizer already, or is of a "
                 "subclass of torch.nn.Parameter"
             )
-        for p in own:
-            p.__class__ = self._kind
+        self.own += own
+        if not self.lazy:
+            return
+        _owner.update((p, weakref.ref(self)) for p in own)
+        self._watch(self.scaled_by is not None)
         self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
     def retire(self) -> None:
@@ -122,7 +130,27 @@ class ScaledGradients:
         self.unscale()
         self.retired = True
         for p in self.own:
-            p.__class__ = torch.nn.Parameter
+            _owner.pop(p, None)
+
+    @property
+    def scaled_by(self) -> Tensor | None:
+        """What the gradients are multiplied by."""
+        return self._scaled_by
+
+    @scaled_by.setter
+    def scaled_by(self, scale: Tensor | None) -> None:
+        changes = (scale is None) != (self._scaled_by is None)
+        self._scaled_by = scale
+        if changes and self.lazy:
+            self._watch(scale is not None)
+
+    def _watch(self, on: bool) -> None:
+        """From here on who looks at a gradient unscales it, or does not."""
+        kind = self._kind if on else torch.nn.Parameter
+        for p in self.own:
+            p.__class__ = kind
+        for p in self.masters.masters:
+            p.__class__ = kind
 
     # --- around a backward pass
 
@@ -163,8 +191,11 @@ class ScaledGradients:
         before = self._before or []
         self._before, self.stepped = None, False
         if self.lazy and not any(g is not None for g in before) and not self.masters.have_grads():
-            self.scaled_by, self.checked = scale, True
-            found = self.optimizer._measure(scale) if check else None
+            self._scaled_by, self.checked = scale, True  # watched when the optimizer has measured
+            try:
+                found = self.optimizer._measure(scale) if check else None
+            finally:
+                self._watch(True)
             self._left = dict(zip(map(id, raw), map(_VERSION, raw)))
             return found
         self.scaled_by = None
@@ -286,6 +317,14 @@ class ScaledGradients:
             for name in (*_OF_A_STEP, "found_inf"):
                 optimizer.__dict__.pop(name, None)
 
+    def _step(self) -> None:
+        """The optimizer's own, after hooks and before hooks: nobody looks."""
+        self._watch(False)
+        try:
+            self._plain_step()
+        finally:
+            self._watch(self.scaled_by is not None)
+
     def zeroed(self) -> None:
         """After ``zero_grad`` of the optimizer."""
         self._drop([*self.masters.params, *self.masters.masters])
@@ -337,6 +376,12 @@ class ScaledGradients:
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"
             )
+
+
+def _owner_of(p: Tensor) -> ScaledGradients | None:
+    """Whose parameter it is: nobody's any more where the optimizer is gone."""
+    reference: weakref.ref[ScaledGradients] | None = _owner.get(p)
+    return None if reference is None else reference()
 
 
 def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -32,11 +32,12 @@ class Masters:
         self.param_of: dict[int, Tensor] = {}  # by the id of the master
         self._versions: list[int] = []
 
-    def replace_in(self, group: dict[str, Any], kind: type[torch.nn.Parameter]) -> None:
+    def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
         for i, p in enumerate(group["params"]):
             if p.requires_grad and p.dtype in _HALF:
-                master = kind(p.detach().to(torch.float32, memory_format=torch.preserve_format))
+                wide = p.detach().to(torch.float32, memory_format=torch.preserve_format)
+                master = torch.nn.Parameter(wide)
                 group["params"][i] = master
                 self.masters.append(master)
                 self.params.append(p)
