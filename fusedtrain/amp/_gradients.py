@@ -9,13 +9,16 @@ same: looking is what unscales them (`LazyParameter`). Other optimizers' are uns
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
 from ._lazy import LazyParameter
@@ -23,6 +26,10 @@ from ._masters import Masters
 from ._raw import raw_grad, set_raw_grad
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
+_OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
+# By parameter, a weak reference to the `ScaledGradients` that it belongs to.
+_owner: Any = WeakTensorKeyDictionary()
+_LAYOUT = attrgetter("layout")
 
 
 class ScaledGradients:
@@ -52,7 +59,7 @@ class ScaledGradients:
         self.accumulates = accumulates
         self.masters = Masters(values)
         self.own: list[Tensor] = []  # parameters of param_groups that are no masters
-        self.scaled_by: Tensor | None = None  # what the gradients are multiplied by
+        self._scaled_by: Tensor | None = None
         self.checked = False  # whether these have been searched for infs and NaNs
         self.stepped = False  # whether a step has used them
         self.unborn = True  # whether there was no step yet
@@ -64,14 +71,15 @@ class ScaledGradients:
         self.running = False  # whether a backward pass is, under `scale_loss`
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
-            if isinstance(p, LazyParameter):  # of an optimizer of an earlier initialize
-                p._gradients.retire()
+            earlier = _owner_of(p)
+            if earlier is not None:
+                earlier.retire()
         self.lazy = isinstance(optimizer, FusedOptimizer) and all(
             type(p) is torch.nn.Parameter for p in params
         )
-        self._kind: type[torch.nn.Parameter] = torch.nn.Parameter
         if self.lazy:
             self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
+            optimizer._step = self._step
         for group in optimizer.param_groups:
             self.add(group)
 
@@ -81,30 +89,55 @@ class ScaledGradients:
         return self._optimizer()
 
     def add(self, group: dict[str, Any]) -> None:
-        """Takes over the parameters of a group."""
+        """Takes over the parameters of a group.
+
+        Raises:
+            RuntimeError: for parameters of another optimizer. Nothing is modified.
+        """
+        params = group["params"]
+        if self.lazy and any(type(p) is not torch.nn.Parameter or _owner_of(p) for p in params):
+            raise RuntimeError(
+                "a parameter of the group belongs to another optimizer already, or is of a "
+                "subclass of torch.nn.Parameter"
+            )
         first = len(self.masters.masters)
         if self.with_masters:
-            self.masters.replace_in(group, self._kind)
+            self.masters.replace_in(group)
         new = set(map(id, self.masters.masters[first:]))
         own = [p for p in group["params"] if id(p) not in new]
         self.own += own
         if not self.lazy:
             return
-        if any(type(p) is not torch.nn.Parameter for p in own):
-            raise RuntimeError(
-                "a parameter of the group belongs to another optimizer already, or is of a "
-                "subclass of torch.nn.Parameter"
-            )
-        for p in own:
-            p.__class__ = self._kind
-        self.optimizer._read_gradients(self._gradient_of, self.masters.param_of)
+        _owner.update((p, weakref.ref(self)) for p in own)
+        self._watch(self.scaled_by is not None)
+        self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
     def retire(self) -> None:
         """Leaves the parameters to another optimizer."""
         self.unscale()
         self.retired = True
         for p in self.own:
-            p.__class__ = torch.nn.Parameter
+            _owner.pop(p, None)
+
+    @property
+    def scaled_by(self) -> Tensor | None:
+        """What the gradients are multiplied by."""
+        return self._scaled_by
+
+    @scaled_by.setter
+    def scaled_by(self, scale: Tensor | None) -> None:
+        changes = (scale is None) != (self._scaled_by is None)
+        self._scaled_by = scale
+        if changes and self.lazy:
+            self._watch(scale is not None)
+
+    def _watch(self, on: bool) -> None:
+        """From here on who looks at a gradient unscales it, or does not."""
+        kind = self._kind if on else torch.nn.Parameter
+        for p in self.own:
+            p.__class__ = kind
+        for p in self.masters.masters:
+            p.__class__ = kind
 
     # --- around a backward pass
 
@@ -155,12 +188,16 @@ class ScaledGradients:
         Raises:
             RuntimeError: for sparse gradients.
         """
-        self._refuse_sparse()
+        raw = self._raw()
+        self._refuse_sparse(raw)
         before = self._before or []
         self._before, self.stepped, self.running = None, False, False
-        if self._may_stay_scaled(before):
-            self.scaled_by, self.checked = scale, True
-            found = self.optimizer._measure(scale) if check else None
+        if self._may_stay_scaled(before, raw):
+            self._scaled_by, self.checked = scale, True  # watched when the optimizer has measured
+            try:
+                found = self.optimizer._measure(scale) if check else None
+            finally:
+                self._watch(True)
             self._note_left()
             return found
         self.scaled_by = None
@@ -178,11 +215,11 @@ class ScaledGradients:
                 old.add_(g)
         return found if check else None
 
-    def _may_stay_scaled(self, before: list[Tensor | None]) -> bool:
+    def _may_stay_scaled(self, before: list[Tensor | None], raw: list[Tensor]) -> bool:
         if not self.lazy or any(g is not None for g in before) or self.masters.have_grads():
             return False
         # After its first backward pass DistributedDataParallel makes other buckets, once.
-        return not (self.unborn and any(g._is_view() for g in self._raw()))
+        return not (self.unborn and any(map(Tensor._is_view, raw)))
 
     def unscale(self) -> None:
         """Gradients become what they are without a loss scale; those of masters are made."""
@@ -192,6 +229,8 @@ class ScaledGradients:
         if self.checked and not self.stepped:
             self._refuse_foreign()
         self.scaled_by = None
+        for name in _OF_A_STEP:  # where a hook of the step has looked
+            getattr(self.optimizer, "__dict__", {}).pop(name, None)
         if not self._raw():
             return
         found = self._unscale(scale)
@@ -313,8 +352,16 @@ class ScaledGradients:
                 self.scaled_by = None
             return result
         finally:
-            for name in ("_checks_gradients", "grad_scale", "found_inf"):
+            for name in (*_OF_A_STEP, "found_inf"):
                 optimizer.__dict__.pop(name, None)
+
+    def _step(self) -> None:
+        """The optimizer's own, after hooks and before hooks: nobody looks."""
+        self._watch(False)
+        try:
+            type(self.optimizer)._step(self.optimizer)
+        finally:
+            self._watch(self.scaled_by is not None)
 
     def zeroed(self) -> None:
         """With ``zero_grad`` of the optimizer."""
@@ -329,13 +376,15 @@ class ScaledGradients:
         """Whether gradients of masters are gone, though those of their parameters are there."""
         return self.stepped and not self.accumulates
 
-    def _gradient_of(self, p: Tensor) -> Tensor | None:
+    def _gradients_of(self, params: list[Tensor]) -> list[Tensor | None]:
         """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
-        grad = raw_grad(p)
-        if grad is None and self.scaled_by is not None and not self._used_up():
-            low = self.masters.param_of.get(id(p))
-            return None if low is None else raw_grad(low)
-        return grad
+        grads = list(map(raw_grad, params))
+        if self.scaled_by is not None and not self._used_up():
+            param_of = self.masters.param_of
+            for i, p in enumerate(params):
+                if grads[i] is None and id(p) in param_of:
+                    grads[i] = raw_grad(param_of[id(p)])
+        return grads
 
     def _with_grads(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         for p in params:
@@ -356,24 +405,22 @@ class ScaledGradients:
         return left is not None and left[0]() is grad
 
     def _drop(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            set_raw_grad(p, None)
+        deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
 
     def _restore(self, before: list[Tensor | None]) -> None:
         for p, grad in zip(self.own, before):
             if grad is not None:
                 set_raw_grad(p, grad)
 
-    def _refuse_sparse(self) -> None:
-        for p in [*self.own, *self.masters.params]:
-            grad = raw_grad(p)
-            if grad is not None and grad.layout is not torch.strided:
-                self.abort()
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__}: a parameter of shape {tuple(p.shape)} has a "
-                    "sparse gradient, which amp.scale_loss does not unscale; use "
-                    "torch.amp.GradScaler and torch.optim, or a dense gradient (sparse=False)"
-                )
+    def _refuse_sparse(self, grads: list[Tensor]) -> None:
+        if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
+            shape = next(tuple(g.shape) for g in grads if g.layout is not torch.strided)
+            self.abort()
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: a parameter of shape {shape} has a sparse "
+                "gradient, which amp.scale_loss does not unscale; use torch.amp.GradScaler and "
+                "torch.optim, or a dense gradient (sparse=False)"
+            )
 
     def _refuse_foreign(self) -> None:
         """A backward pass outside `scale_loss` has added to gradients that were scaled.
@@ -395,6 +442,12 @@ class ScaledGradients:
 
 def _overflowed(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf.item() != 0)
+
+
+def _owner_of(p: Tensor) -> ScaledGradients | None:
+    """Whose parameter it is: nobody's any more where the optimizer is gone."""
+    reference: weakref.ref[ScaledGradients] | None = _owner.get(p)
+    return None if reference is None else reference()
 
 
 def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._raw import raw_grad
 
+_DEVICE = attrgetter("device")
 _HALF = (torch.float16, torch.bfloat16)
 
 # Of every 16-bit parameter its master, for what is saved and loaded of the model.
@@ -33,12 +35,13 @@ class Masters:
         self.param_of: dict[int, Tensor] = {}  # by the id of the master
         self._seen: list[tuple[int, int]] = []  # of parameters: version and place in memory
 
-    def replace_in(self, group: dict[str, Any], kind: type[torch.nn.Parameter]) -> None:
+    def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
         for i, p in enumerate(group["params"]):
             if p.requires_grad and p.dtype in _HALF:
                 value = self._values.get(id(p), p.detach())
-                master = kind(value.to(torch.float32, memory_format=torch.preserve_format))
+                wide = value.to(torch.float32, memory_format=torch.preserve_format)
+                master = torch.nn.Parameter(wide)
                 group["params"][i] = master
                 self.masters.append(master)
                 self.params.append(p)
@@ -56,6 +59,8 @@ class Masters:
 
     def check_devices(self) -> None:
         """Raises RuntimeError where the model has gone to another device."""
+        if list(map(_DEVICE, self.masters)) == list(map(_DEVICE, self.params)):
+            return
         for master, p in self.pairs():
             if master.device != p.device:
                 raise RuntimeError(
