@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import amp
+from fusedtrain.compat.optimizers import FusedSGD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -237,6 +238,40 @@ def test_zero_grad_reads_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         zero()
         assert all(p.grad is None for p in model.parameters())
     assert not unscaled
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_were_zeroed_are_added_to_nothing(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apex's FusedSGD zeroes them, and one that no backward pass reaches still decays."""
+    model, reference = network(), network()
+    for m in (model, reference):
+        m.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    model[1].register_parameter("unused", nn.Parameter(torch.ones(3)))  # float32 under O2, too
+    reference[1].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    ref_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    unscaled = []
+    monkeypatch.setattr(optimizer._amp_stash, "_unscale", unscaled.append)
+    model[1].unused.grad = torch.ones(3)
+    reference[1].unused.grad = torch.ones(3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        assert torch.equal(model[1].unused.grad, torch.zeros(3))
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        ref_optimizer.zero_grad(set_to_none=False)
+        with amp.disable_casts():
+            loss_of(reference).backward()
+        ref_optimizer.step()
+    assert not unscaled
+    assert torch.allclose(model[1].unused, reference[1].unused, atol=1e-6)
+    assert model[1].unused.max() < 0.98
+    assert torch.equal(model.unused, torch.ones_like(model.unused))
+    moved = [(m[4].weight.float() - network()[4].weight).flatten() for m in (model, reference)]
+    assert (moved[0] - moved[1]).norm() < 0.05 * moved[1].norm()
 
 
 def test_a_backward_pass_outside_scale_loss_is_refused() -> None:

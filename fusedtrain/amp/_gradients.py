@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -30,6 +31,7 @@ _OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told o
 # By parameter, a weak reference to the `ScaledGradients` that it belongs to.
 _owner: Any = WeakTensorKeyDictionary()
 _LAYOUT = attrgetter("layout")
+_Noted = dict[int, tuple[TensorWeakRef, int]]
 
 
 class ScaledGradients:
@@ -67,7 +69,9 @@ class ScaledGradients:
         self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
         self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
         # Of parameters, by id: the scaled gradient that a backward pass has left, and its version.
-        self._left: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._left: _Noted = {}
+        self._zeros: _Noted = {}  # and what zero_grad has zeroed
+        self._zeros_before: list[tuple[Tensor, Tensor]] = []  # these, set aside
         self.running = False  # whether a backward pass is, under `scale_loss`
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
@@ -166,6 +170,12 @@ class ScaledGradients:
         # to whatever .grad is.
         before = [raw_grad(p) for p in self.own]
         self._before = [g.clone() if g is not None and g._is_view() else g for g in before]
+        self._zeros_before = []
+        for i, p in enumerate(self.own) if self._zeros else ():
+            grad = self._before[i]
+            if grad is not None and _is_noted(self._zeros, p, grad, unchanged=True):
+                self._before[i] = None  # nothing to add
+                self._zeros_before.append((p, grad))
         self._drop([*self.own, *self.masters.params])
 
     def abort(self) -> None:
@@ -174,6 +184,7 @@ class ScaledGradients:
         if self._before is not None and self.scaled_by is None:
             self._drop([*self.own, *self.masters.params])
             self._restore(self._before)
+            self._restore_zeros()
             self._before = None
 
     def delay(self, scale: Tensor) -> None:
@@ -190,6 +201,7 @@ class ScaledGradients:
         """
         raw = self._raw()
         self._refuse_sparse(raw)
+        self._restore_zeros()
         before = self._before or []
         self._before, self.stepped, self.running = None, False, False
         if self._may_stay_scaled(before, raw):
@@ -247,11 +259,11 @@ class ScaledGradients:
     def _unscale(self, scale: Tensor) -> Tensor:
         """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
         added: list[tuple[Tensor, Tensor]] = []
-        grads = [g for p, g in self._with_grads(self.own) if self._is_left(p, g)]
+        grads = [g for p, g in self._with_grads(self.own) if _is_noted(self._left, p, g)]
         wide, narrow = [], []
         for master, p in () if self._used_up() else self.masters.pairs():
             g = raw_grad(p)
-            if g is not None and self._is_left(p, g):
+            if g is not None and _is_noted(self._left, p, g):
                 copy = torch.empty_like(g, dtype=torch.float32)
                 wide.append(copy)
                 narrow.append(g)
@@ -363,12 +375,15 @@ class ScaledGradients:
         finally:
             self._watch(self.scaled_by is not None)
 
-    def zeroed(self) -> None:
-        """With ``zero_grad`` of the optimizer."""
+    @contextmanager
+    def zeroing(self) -> Iterator[None]:
+        """Around ``zero_grad`` of the optimizer."""
         self._drop([*self.masters.params, *self.masters.masters])
-        self.scaled_by = None
+        self.scaled_by = None  # what is zeroed need not be unscaled
         if self._before is not None:
             self._before = [None] * len(self._before)
+        yield
+        self._zeros = _noted(self._with_grads(self.own))
 
     # --- small things
 
@@ -397,12 +412,7 @@ class ScaledGradients:
 
     def _note_left(self) -> None:
         """These gradients are scaled; what takes the place of one is not."""
-        params = [*self.own, *self.masters.params]
-        self._left = {id(p): (TensorWeakRef(g), g._version) for p, g in self._with_grads(params)}
-
-    def _is_left(self, p: Tensor, grad: Tensor) -> bool:
-        left = self._left.get(id(p))
-        return left is not None and left[0]() is grad
+        self._left = _noted(self._with_grads([*self.own, *self.masters.params]))
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
@@ -411,6 +421,13 @@ class ScaledGradients:
         for p, grad in zip(self.own, before):
             if grad is not None:
                 set_raw_grad(p, grad)
+
+    def _restore_zeros(self) -> None:
+        """Zeroed gradients of parameters that the backward pass has not reached."""
+        for p, grad in self._zeros_before:
+            if raw_grad(p) is None:
+                set_raw_grad(p, grad)
+        self._zeros_before = []
 
     def _refuse_sparse(self, grads: list[Tensor]) -> None:
         if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
@@ -429,15 +446,26 @@ class ScaledGradients:
         """
         low = [] if self._used_up() else self.masters.params
         for p, grad in self._with_grads([*self.own, *low]):
-            if self._is_left(p, grad):
-                if self._left[id(p)][1] == grad._version:
-                    continue
-            elif self.stepped:
+            if _is_noted(self._left, p, grad, unchanged=True):
+                continue
+            if self.stepped and not _is_noted(self._left, p, grad):
                 continue
             raise RuntimeError(
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"
             )
+
+
+def _noted(grads: Iterable[tuple[Tensor, Tensor]]) -> _Noted:
+    return {id(p): (TensorWeakRef(g), g._version) for p, g in grads}
+
+
+def _is_noted(noted: _Noted, p: Tensor, grad: Tensor, *, unchanged: bool = False) -> bool:
+    """Whether it is the same gradient, and where asked has not been written to since."""
+    reference, version = noted.get(id(p), (None, 0))
+    if reference is None or reference() is not grad:
+        return False
+    return not unchanged or version == grad._version
 
 
 def _overflowed(found_inf: Tensor | None) -> bool:

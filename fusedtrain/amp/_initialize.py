@@ -296,8 +296,8 @@ def _prepare_optimizer(optimizer: Any, with_masters: bool, values: dict[int, Ten
             return gradients.step(old_step, closure)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        gradients.zeroed()  # first: what is zeroed need not be unscaled
-        old_zero_grad(*args, **kwargs)
+        with gradients.zeroing():
+            old_zero_grad(*args, **kwargs)
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         old_add_param_group(param_group)
