@@ -81,7 +81,16 @@ class ScaledGradients:
         return self._optimizer()
 
     def add(self, group: dict[str, Any]) -> None:
-        """Takes over the parameters of a group."""
+        """Takes over the parameters of a group.
+
+        Raises:
+            RuntimeError: for parameters of another optimizer. Nothing is modified.
+        """
+        if self.lazy and any(type(p) is not torch.nn.Parameter for p in group["params"]):
+            raise RuntimeError(
+                "a parameter of the group belongs to another optimizer already, or is of a "
+                "subclass of torch.nn.Parameter"
+            )
         first = len(self.masters.masters)
         if self.with_masters:
             self.masters.replace_in(group, self._kind)
@@ -90,11 +99,6 @@ class ScaledGradients:
         self.own += own
         if not self.lazy:
             return
-        if any(type(p) is not torch.nn.Parameter for p in own):
-            raise RuntimeError(
-                "a parameter of the group belongs to another optimizer already, or is of a "
-                "subclass of torch.nn.Parameter"
-            )
         for p in own:
             p.__class__ = self._kind
         self.optimizer._read_gradients(self._gradient_of, self.masters.param_of)
