@@ -124,6 +124,35 @@ def test_zero_grad_between_scale_loss_and_its_backward_pass(maker: str) -> None:
     gradients_alike(model.parameters(), plain_gradients())
 
 
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_within_scale_loss_is_refused(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="after the with statement"):
+            optimizer.step()
+    gradients_alike(amp.master_params(optimizer), plain_gradients())
+
+
+@pytest.mark.parametrize("how", ["set", "delete"])
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_gradient_dropped_by_hand_moves_nothing(level: str, maker: str, how: str) -> None:
+    model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
+    backward(loss_of(model), optimizer)
+    masters = list(amp.master_params(optimizer))
+    before = [p.detach().clone() for p in masters]
+    if how == "set":
+        masters[0].grad = None
+    else:
+        del masters[0].grad
+    optimizer.step()
+    assert [torch.equal(p, q) for p, q in zip(masters, before, strict=True)] == [
+        True, *[False] * (len(masters) - 1)
+    ]  # fmt: skip
+
+
 # --- closures
 
 

@@ -205,3 +205,21 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     optimizer.backward(overflowing(loss_of(model)))
     optimizer.step()
     assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+def _refuse(grad: Tensor) -> Tensor:
+    raise KeyError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_pass_that_raises_leaves_no_gradients(kind: str) -> None:
+    model, optimizer = start(kind, static_loss_scale=64.0)
+    hook = model[1][2].register_forward_hook(lambda *args: args[2].register_hook(_refuse) and None)
+    with pytest.raises(KeyError):
+        optimizer.backward(loss_of(model))
+    assert all(p.grad is None for p in model.parameters())
+    hook.remove()
+    optimizer.backward(loss_of(model))
+    truth, _ = reference()
+    loss_of(truth).backward()
+    gradients_alike((p for g in optimizer.param_groups for p in g["params"]), truth)

@@ -64,7 +64,13 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 
 def cast_model(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Makes a model cast what it is given and what it returns."""
+    """Makes a model cast what it is given and what it returns, and nothing else any more."""
+    ours = (_cast_inputs, _cast_outputs)
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if isinstance(hook, partial) and hook.func in ours:
+                del hooks[number]
+                model._forward_pre_hooks_with_kwargs.pop(number, None)
     if inputs is not None:
         hook = partial(_cast_inputs, inputs)
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)

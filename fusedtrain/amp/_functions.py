@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -199,5 +200,9 @@ def register_promote_function(module: Any, name: str) -> None:
 def wrap_registered() -> None:
     """Puts the wrapped functions where the registered ones are."""
     for module, name, decorator in _registered:
-        setattr(module, name, decorator(getattr(module, name)))
+        kept = inspect.getattr_static(module, name, None)
+        if isinstance(kept, (staticmethod, classmethod)):
+            setattr(module, name, type(kept)(decorator(kept.__func__)))
+        else:
+            setattr(module, name, decorator(getattr(module, name)))
     _registered.clear()

@@ -302,6 +302,11 @@ class ScaledGradients:
             RuntimeError: for a closure that could not be followed, and for gradients that are
                 still scaled.
         """
+        if self.running:
+            raise RuntimeError(
+                "optimizer.step() within amp.scale_loss, where the gradients are still scaled: it "
+                "comes after the with statement"
+            )
         self.unborn = False
         if closure is not None:
             return self._step_with_closure(original, closure)
@@ -374,6 +379,12 @@ class ScaledGradients:
             type(self.optimizer)._step(self.optimizer)
         finally:
             self._watch(self.scaled_by is not None)
+
+    def drop(self, master: Tensor) -> None:
+        """Before a master's gradient is dropped: that which would become it."""
+        low = self.masters.param_of.get(id(master))
+        if low is not None and self.scaled_by is not None:
+            set_raw_grad(low, None)
 
     @contextmanager
     def zeroing(self) -> Iterator[None]:

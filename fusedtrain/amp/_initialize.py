@@ -102,6 +102,8 @@ def initialize(
             "loss_scale": loss_scale,
         },
     )
+    if cast_model_outputs is not None and not isinstance(cast_model_outputs, torch.dtype):
+        raise TypeError(f"cast_model_outputs must be a dtype, got {cast_model_outputs!r}")
     if num_losses < 1:
         raise ValueError(f"num_losses must be at least 1, got {num_losses}")
     scalers = [
@@ -301,7 +303,11 @@ def _prepare_optimizer(optimizer: Any, with_masters: bool, values: dict[int, Ten
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         old_add_param_group(param_group)
-        gradients.add(optimizer.param_groups[-1])
+        try:
+            gradients.add(optimizer.param_groups[-1])
+        except RuntimeError:
+            del optimizer.param_groups[-1]
+            raise
 
     optimizer.step = MethodType(step, optimizer)
     optimizer.zero_grad = MethodType(zero_grad, optimizer)

@@ -46,10 +46,13 @@ class LazyParameter(torch.nn.Parameter):
         gradients = self._gradients
         if value is not None and gradients.scaled_by is not None and not gradients.running:
             gradients.unscale()
+        if value is None:
+            gradients.drop(self)
         set_raw_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        self._gradients.drop(self)
         set_raw_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
