@@ -8,107 +8,24 @@ same: looking is what unscales them (`LazyParameter`). Other optimizers' are uns
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
-from ..optim import FusedOptimizer
-from ._lazy import LazyParameter
-from ._masters import Masters
+from ._gradient_state import GradientState
 from ._raw import raw_grad, set_raw_grad
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
 
 
-class ScaledGradients:
+class ScaledGradients(GradientState):
     """What `initialize` adds to an optimizer.
 
     A backward pass is between `prepare` and `finish` (or `delay`, `abort`); any number of them come
     before a step.
-
-    Args:
-        optimizer: whose 16-bit parameters are replaced by masters, if `with_masters`.
-        with_masters: whether the optimizer is to step float32 masters of 16-bit parameters.
-        accumulates: whether gradients of masters stay until they are zeroed, as torch's do; in
-            Apex's amp a step drops them.
-        values: see `Masters`.
     """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        with_masters: bool,
-        accumulates: bool = False,
-        values: Mapping[int, Tensor] = MappingProxyType({}),
-    ) -> None:
-        # The optimizer refers to this, and so do parameters, which may outlive it.
-        self._optimizer = weakref.ref(optimizer)
-        self.with_masters = with_masters
-        self.accumulates = accumulates
-        self.masters = Masters(values)
-        self.own: list[Tensor] = []  # parameters of param_groups that are no masters
-        self.scaled_by: Tensor | None = None  # what the gradients are multiplied by
-        self.checked = False  # whether these have been searched for infs and NaNs
-        self.stepped = False  # whether a step has used them
-        self.unborn = True  # whether there was no step yet
-        self.retired = False
-        self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
-        self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
-        # Of parameters, by id: the scaled gradient that a backward pass has left, and its version.
-        self._left: dict[int, tuple[TensorWeakRef, int]] = {}
-        self.running = False  # whether a backward pass is, under `scale_loss`
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in params:
-            if isinstance(p, LazyParameter):  # of an optimizer of an earlier initialize
-                p._gradients.retire()
-        self.lazy = isinstance(optimizer, FusedOptimizer) and all(
-            type(p) is torch.nn.Parameter for p in params
-        )
-        self._kind: type[torch.nn.Parameter] = torch.nn.Parameter
-        if self.lazy:
-            self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
-        for group in optimizer.param_groups:
-            self.add(group)
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, while there is one."""
-        return self._optimizer()
-
-    def add(self, group: dict[str, Any]) -> None:
-        """Takes over the parameters of a group.
-
-        Raises:
-            RuntimeError: for parameters of another optimizer. Nothing is modified.
-        """
-        if self.lazy and any(type(p) is not torch.nn.Parameter for p in group["params"]):
-            raise RuntimeError(
-                "a parameter of the group belongs to another optimizer already, or is of a "
-                "subclass of torch.nn.Parameter"
-            )
-        first = len(self.masters.masters)
-        if self.with_masters:
-            self.masters.replace_in(group, self._kind)
-        new = set(map(id, self.masters.masters[first:]))
-        own = [p for p in group["params"] if id(p) not in new]
-        self.own += own
-        if not self.lazy:
-            return
-        for p in own:
-            p.__class__ = self._kind
-        self.optimizer._read_gradients(self._gradient_of, self.masters.param_of)
-
-    def retire(self) -> None:
-        """Leaves the parameters to another optimizer."""
-        self.unscale()
-        self.retired = True
-        for p in self.own:
-            p.__class__ = torch.nn.Parameter
 
     # --- around a backward pass
 
@@ -187,64 +104,6 @@ class ScaledGradients:
             return False
         # After its first backward pass DistributedDataParallel makes other buckets, once.
         return not (self.unborn and any(g._is_view() for g in self._raw()))
-
-    def unscale(self) -> None:
-        """Gradients become what they are without a loss scale; those of masters are made."""
-        scale = self.scaled_by
-        if scale is None:
-            return
-        if self.checked and not self.stepped:
-            self._refuse_foreign()
-        self.scaled_by = None
-        if not self._raw():
-            return
-        found = self._unscale(scale)
-        if not self.checked:
-            self.add_found(found)
-
-    def add_found(self, found: Tensor) -> None:
-        """Skips the next step where `found`, of no dimensions, is not 0."""
-        if self.found_inf is not None:
-            found = torch.maximum(self.found_inf.to(found.device, non_blocking=True), found)
-        self.found_inf = found
-
-    @torch.no_grad()
-    def _unscale(self, scale: Tensor) -> Tensor:
-        """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
-        added: list[tuple[Tensor, Tensor]] = []
-        grads = [g for p, g in self._with_grads(self.own) if self._is_left(p, g)]
-        wide, narrow = [], []
-        for master, p in () if self._used_up() else self.masters.pairs():
-            g = raw_grad(p)
-            if g is not None and self._is_left(p, g):
-                copy = torch.empty_like(g, dtype=torch.float32)
-                wide.append(copy)
-                narrow.append(g)
-                old = raw_grad(master)
-                if old is None:
-                    set_raw_grad(master, copy)
-                else:
-                    added.append((old, copy))
-        if wide:
-            torch._foreach_copy_(wide, narrow)
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        inverse = scale.double().reciprocal().float()
-        for device, some in _by_device([*grads, *wide]).items():
-            here = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(some, here, inverse.to(device))
-            found = torch.maximum(found, here.to(found.device, non_blocking=True))
-        for old, copy in added:
-            old.add_(copy)
-        return found
-
-    @torch.no_grad()
-    def _rescale(self, scale: Tensor) -> None:
-        """Gradients that `delay` has left, where another loss has changed the scale since."""
-        if self.scaled_by is not None and self.scaled_by is not scale:
-            ratio = scale / self.scaled_by
-            for device, grads in _by_device(self._raw()).items():
-                torch._foreach_mul_(grads, ratio.to(device))
-            self.scaled_by = scale
 
     # --- the step
 
@@ -325,95 +184,6 @@ class ScaledGradients:
             for name in ("_checks_gradients", "grad_scale", "found_inf"):
                 optimizer.__dict__.pop(name, None)
 
-    def drop(self, master: Tensor) -> None:
-        """Before a master's gradient is dropped: that which would become it."""
-        low = self.masters.param_of.get(id(master))
-        if low is not None and self.scaled_by is not None:
-            set_raw_grad(low, None)
-
-    def zeroed(self) -> None:
-        """With ``zero_grad`` of the optimizer."""
-        self._drop([*self.masters.params, *self.masters.masters])
-        self.scaled_by = None
-        if self._before is not None:
-            self._before = [None] * len(self._before)
-
-    # --- small things
-
-    def _used_up(self) -> bool:
-        """Whether gradients of masters are gone, though those of their parameters are there."""
-        return self.stepped and not self.accumulates
-
-    def _gradient_of(self, p: Tensor) -> Tensor | None:
-        """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
-        grad = raw_grad(p)
-        if grad is None and self.scaled_by is not None and not self._used_up():
-            low = self.masters.param_of.get(id(p))
-            return None if low is None else raw_grad(low)
-        return grad
-
-    def _with_grads(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for p in params:
-            grad = raw_grad(p)
-            if grad is not None:
-                yield p, grad
-
-    def _raw(self) -> list[Tensor]:
-        return [g for _, g in self._with_grads([*self.own, *self.masters.params])]
-
-    def _note_left(self) -> None:
-        """These gradients are scaled; what takes the place of one is not."""
-        params = [*self.own, *self.masters.params]
-        self._left = {id(p): (TensorWeakRef(g), g._version) for p, g in self._with_grads(params)}
-
-    def _is_left(self, p: Tensor, grad: Tensor) -> bool:
-        left = self._left.get(id(p))
-        return left is not None and left[0]() is grad
-
-    def _drop(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            set_raw_grad(p, None)
-
-    def _restore(self, before: list[Tensor | None]) -> None:
-        for p, grad in zip(self.own, before):
-            if grad is not None:
-                set_raw_grad(p, grad)
-
-    def _refuse_sparse(self) -> None:
-        for p in [*self.own, *self.masters.params]:
-            grad = raw_grad(p)
-            if grad is not None and grad.layout is not torch.strided:
-                self.abort()
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__}: a parameter of shape {tuple(p.shape)} has a "
-                    "sparse gradient, which amp.scale_loss does not unscale; use "
-                    "torch.amp.GradScaler and torch.optim, or a dense gradient (sparse=False)"
-                )
-
-    def _refuse_foreign(self) -> None:
-        """A backward pass outside `scale_loss` has added to gradients that were scaled.
-
-        Or, before a step has used these, has put others in their places.
-        """
-        low = [] if self._used_up() else self.masters.params
-        for p, grad in self._with_grads([*self.own, *low]):
-            if self._is_left(p, grad):
-                if self._left[id(p)][1] == grad._version:
-                    continue
-            elif self.stepped:
-                continue
-            raise RuntimeError(
-                "gradients were changed between amp.scale_loss and optimizer.step() without being "
-                "read through .grad: a backward pass must be under amp.scale_loss, too"
-            )
-
 
 def _overflowed(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf.item() != 0)
-
-
-def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
-    grouped: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        grouped.setdefault(tensor.device, []).append(tensor)
-    return grouped

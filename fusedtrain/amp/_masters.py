@@ -23,6 +23,7 @@ class Masters:
 
     A parameter that somebody else has written to (a loaded checkpoint, a clamp) is what its master
     becomes at the next step, but for elements that are the master's rounded ones.
+    What is written in place through ``.data`` counts no version: as in Apex, it is overwritten.
     """
 
     def __init__(self, values: Mapping[int, Tensor] = MappingProxyType({})) -> None:
