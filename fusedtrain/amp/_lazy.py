@@ -12,7 +12,7 @@ from torch import Tensor
 from ._raw import raw_grad, set_raw_grad
 
 if TYPE_CHECKING:
-    from ._gradients import ScaledGradients
+    from ._gradient_state import GradientState
 
 _ZEROING = inspect.unwrap(torch.nn.Module.zero_grad).__code__
 
@@ -30,7 +30,7 @@ class LazyParameter(torch.nn.Parameter):
     a plain parameter.
     """
 
-    _gradients: ScaledGradients
+    _gradients: GradientState
 
     @property
     def grad(self) -> Tensor | None:

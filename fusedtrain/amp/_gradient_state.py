@@ -1,0 +1,299 @@
+"""What is known of one optimizer's gradients: which are scaled, by what; and unscaling them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from ..optim import FusedOptimizer
+from ._lazy import LazyParameter
+from ._masters import Masters
+from ._raw import raw_grad, set_raw_grad
+
+OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
+# By parameter, a weak reference to the `GradientState` that it belongs to.
+_owner: Any = WeakTensorKeyDictionary()
+_LAYOUT = attrgetter("layout")
+Noted = dict[int, tuple[TensorWeakRef, int]]
+
+
+class GradientState:
+    """Base of `ScaledGradients`.
+
+    Args:
+        optimizer: whose 16-bit parameters are replaced by masters, if `with_masters`.
+        with_masters: whether the optimizer is to step float32 masters of 16-bit parameters.
+        accumulates: whether gradients of masters stay until they are zeroed, as torch's do; in
+            Apex's amp a step drops them.
+        values: see `Masters`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        with_masters: bool,
+        accumulates: bool = False,
+        values: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        # The optimizer refers to this, and so do parameters, which may outlive it.
+        self._optimizer = weakref.ref(optimizer)
+        self.with_masters = with_masters
+        self.accumulates = accumulates
+        self.masters = Masters(values)
+        self.own: list[Tensor] = []  # parameters of param_groups that are no masters
+        self._scaled_by: Tensor | None = None
+        self.checked = False  # whether these have been searched for infs and NaNs
+        self.stepped = False  # whether a step has used them
+        self.unborn = True  # whether there was no step yet
+        self.retired = False
+        self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
+        self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
+        # Of parameters, by id: the scaled gradient that a backward pass has left, and its version.
+        self._left: Noted = {}
+        self._zeros: Noted = {}  # and what zero_grad has zeroed
+        self._zeros_before: list[tuple[Tensor, Tensor]] = []  # these, set aside
+        self.running = False  # whether a backward pass is, under `scale_loss`
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in params:
+            earlier = _owner_of(p)
+            if earlier is not None:
+                earlier.retire()
+        self.lazy = isinstance(optimizer, FusedOptimizer) and all(
+            type(p) is torch.nn.Parameter for p in params
+        )
+        if self.lazy:
+            self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
+            optimizer._step = self._step
+        for group in optimizer.param_groups:
+            self.add(group)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, while there is one."""
+        return self._optimizer()
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Takes over the parameters of a group.
+
+        Raises:
+            RuntimeError: for parameters of another optimizer. Nothing is modified.
+        """
+        params = group["params"]
+        if self.lazy and any(type(p) is not torch.nn.Parameter or _owner_of(p) for p in params):
+            raise RuntimeError(
+                "a parameter of the group belongs to another optimizer already, or is of a "
+                "subclass of torch.nn.Parameter"
+            )
+        first = len(self.masters.masters)
+        if self.with_masters:
+            self.masters.replace_in(group)
+        new = set(map(id, self.masters.masters[first:]))
+        own = [p for p in group["params"] if id(p) not in new]
+        self.own += own
+        if not self.lazy:
+            return
+        _owner.update((p, weakref.ref(self)) for p in own)
+        self._watch(self.scaled_by is not None)
+        self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
+
+    def retire(self) -> None:
+        """Leaves the parameters to another optimizer."""
+        self.unscale()
+        self.retired = True
+        for p in self.own:
+            _owner.pop(p, None)
+
+    @property
+    def scaled_by(self) -> Tensor | None:
+        """What the gradients are multiplied by."""
+        return self._scaled_by
+
+    @scaled_by.setter
+    def scaled_by(self, scale: Tensor | None) -> None:
+        changes = (scale is None) != (self._scaled_by is None)
+        self._scaled_by = scale
+        if changes and self.lazy:
+            self._watch(scale is not None)
+
+    def _watch(self, on: bool) -> None:
+        """From here on who looks at a gradient unscales it, or does not."""
+        kind = self._kind if on else torch.nn.Parameter
+        for p in self.own:
+            p.__class__ = kind
+        for p in self.masters.masters:
+            p.__class__ = kind
+
+    def _step(self) -> None:
+        """The optimizer's own, after hooks and before hooks: nobody looks."""
+        self._watch(False)
+        try:
+            type(self.optimizer)._step(self.optimizer)
+        finally:
+            self._watch(self.scaled_by is not None)
+
+    def unscale(self) -> None:
+        """Gradients become what they are without a loss scale; those of masters are made."""
+        scale = self.scaled_by
+        if scale is None:
+            return
+        if self.checked and not self.stepped:
+            self._refuse_foreign()
+        self.scaled_by = None
+        for name in OF_A_STEP:  # where a hook of the step has looked
+            getattr(self.optimizer, "__dict__", {}).pop(name, None)
+        if not self._raw():
+            return
+        found = self._unscale(scale)
+        if not self.checked:
+            self.add_found(found)
+
+    def add_found(self, found: Tensor) -> None:
+        """Skips the next step where `found`, of no dimensions, is not 0."""
+        if self.found_inf is not None:
+            found = torch.maximum(self.found_inf.to(found.device, non_blocking=True), found)
+        self.found_inf = found
+
+    @torch.no_grad()
+    def _unscale(self, scale: Tensor) -> Tensor:
+        """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
+        added: list[tuple[Tensor, Tensor]] = []
+        grads = [g for p, g in self._with_grads(self.own) if is_noted(self._left, p, g)]
+        wide, narrow = [], []
+        for master, p in () if self._used_up() else self.masters.pairs():
+            g = raw_grad(p)
+            if g is not None and is_noted(self._left, p, g):
+                copy = torch.empty_like(g, dtype=torch.float32)
+                wide.append(copy)
+                narrow.append(g)
+                old = raw_grad(master)
+                if old is None:
+                    set_raw_grad(master, copy)
+                else:
+                    added.append((old, copy))
+        if wide:
+            torch._foreach_copy_(wide, narrow)
+        found = torch.zeros((), dtype=torch.float32, device=scale.device)
+        inverse = scale.double().reciprocal().float()
+        for device, some in _by_device([*grads, *wide]).items():
+            here = torch.zeros((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(some, here, inverse.to(device))
+            found = torch.maximum(found, here.to(found.device, non_blocking=True))
+        for old, copy in added:
+            old.add_(copy)
+        return found
+
+    @torch.no_grad()
+    def _rescale(self, scale: Tensor) -> None:
+        """Gradients that `delay` has left, where another loss has changed the scale since."""
+        if self.scaled_by is not None and self.scaled_by is not scale:
+            ratio = scale / self.scaled_by
+            for device, grads in _by_device(self._raw()).items():
+                torch._foreach_mul_(grads, ratio.to(device))
+            self.scaled_by = scale
+
+    def drop(self, master: Tensor) -> None:
+        """Before a master's gradient is dropped: that which would become it."""
+        low = self.masters.param_of.get(id(master))
+        if low is not None and self.scaled_by is not None:
+            set_raw_grad(low, None)
+
+    def _used_up(self) -> bool:
+        """Whether gradients of masters are gone, though those of their parameters are there."""
+        return self.stepped and not self.accumulates
+
+    def _gradients_of(self, params: list[Tensor]) -> list[Tensor | None]:
+        """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
+        grads = list(map(raw_grad, params))
+        if self.scaled_by is not None and not self._used_up():
+            param_of = self.masters.param_of
+            for i, p in enumerate(params):
+                if grads[i] is None and id(p) in param_of:
+                    grads[i] = raw_grad(param_of[id(p)])
+        return grads
+
+    def _with_grads(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for p in params:
+            grad = raw_grad(p)
+            if grad is not None:
+                yield p, grad
+
+    def _raw(self) -> list[Tensor]:
+        return [g for _, g in self._with_grads([*self.own, *self.masters.params])]
+
+    def _note_left(self) -> None:
+        """These gradients are scaled; what takes the place of one is not."""
+        self._left = noted(self._with_grads([*self.own, *self.masters.params]))
+
+    def _drop(self, params: Iterable[Tensor]) -> None:
+        deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
+
+    def _restore(self, before: list[Tensor | None]) -> None:
+        for p, grad in zip(self.own, before):
+            if grad is not None:
+                set_raw_grad(p, grad)
+
+    def _restore_zeros(self) -> None:
+        """Zeroed gradients of parameters that the backward pass has not reached."""
+        for p, grad in self._zeros_before:
+            if raw_grad(p) is None:
+                set_raw_grad(p, grad)
+        self._zeros_before = []
+
+    def _refuse_sparse(self, grads: list[Tensor]) -> None:
+        if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
+            shape = next(tuple(g.shape) for g in grads if g.layout is not torch.strided)
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: a parameter of shape {shape} has a sparse "
+                "gradient, which amp.scale_loss does not unscale; use torch.amp.GradScaler and "
+                "torch.optim, or a dense gradient (sparse=False)"
+            )
+
+    def _refuse_foreign(self) -> None:
+        """A backward pass outside `scale_loss` has added to gradients that were scaled.
+
+        Or, before a step has used these, has put others in their places.
+        """
+        low = [] if self._used_up() else self.masters.params
+        for p, grad in self._with_grads([*self.own, *low]):
+            if is_noted(self._left, p, grad, unchanged=True):
+                continue
+            if self.stepped and not is_noted(self._left, p, grad):
+                continue
+            raise RuntimeError(
+                "gradients were changed between amp.scale_loss and optimizer.step() without being "
+                "read through .grad: a backward pass must be under amp.scale_loss, too"
+            )
+
+
+def noted(grads: Iterable[tuple[Tensor, Tensor]]) -> Noted:
+    return {id(p): (TensorWeakRef(g), g._version) for p, g in grads}
+
+
+def is_noted(noted: Noted, p: Tensor, grad: Tensor, *, unchanged: bool = False) -> bool:
+    """Whether it is the same gradient, and where asked has not been written to since."""
+    reference, version = noted.get(id(p), (None, 0))
+    if reference is None or reference() is not grad:
+        return False
+    return not unchanged or version == grad._version
+
+
+def _owner_of(p: Tensor) -> GradientState | None:
+    """Whose parameter it is: nobody's any more where the optimizer is gone."""
+    reference: weakref.ref[GradientState] | None = _owner.get(p)
+    return None if reference is None else reference()
+
+
+def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        grouped.setdefault(tensor.device, []).append(tensor)
+    return grouped
