@@ -110,7 +110,8 @@ def scale_loss(
         if not scaler.dynamic:
             scaler.update(scale)
         return
-    overflow = torch.stack([flag for flag in found if flag is not None]).amax()
+    flags = [flag for flag in found if flag is not None]
+    overflow = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
     scaler.update(overflow)
     for stash in stashes:
         stash.add_found(overflow)

@@ -258,7 +258,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for plan, some in zip(plans, sums, strict=True):
             if plan.distributed:
                 _distributed.sum_over_ranks(some, plan.params)
-        found = [(some[:, 0].sum() != 0).to(scale.device, scale.dtype) for some in sums]
+        found = [some.select(1, 0).any().to(scale.device, scale.dtype) for some in sums]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def _sums_ahead(
