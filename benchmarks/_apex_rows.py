@@ -26,13 +26,10 @@ class ApexRow(StepRow):
         """The fastest of torch's ways; None where all were left out."""
         return min(self.ratio.keys() & set(RIVALS), key=self.ratio.__getitem__, default=None)
 
-    def breaks_promise(self, tolerance: float) -> bool:
-        """Slower than fusedtrain's own step by more than ``tolerance``, and surely so."""
-        return self.ratio_interval[OWN][1] < 1 and self.ratio[OWN] < 1 / (1 + tolerance)
-
-    def is_slower(self, tolerance: float) -> bool:
-        """Than one of torch's ways, or than it promises."""
-        return super().is_slower(tolerance) or self.breaks_promise(PROMISE)
+    def slower_than(self, tolerance: float) -> str | None:
+        """The fastest of torch's ways if it is faster, or the own step beyond the promise."""
+        own = OWN if self._loses_to(OWN, PROMISE) else None
+        return super().slower_than(tolerance) or own
 
 
 def load(paths: Iterable[Path]) -> list[ApexRow]:
