@@ -122,7 +122,9 @@ def draw(rows: Sequence[ApexRow], path: Path) -> None:
     for (left, right), members in zip(axes, machines, strict=True):
         steps = [row.ns for row in members]
         _draw_groups(left, members, [{k: v / 1e6 for k, v in ns.items()} for ns in steps], "{:.3g}")
-        left.set_xlabel("ms a step, loss to next forward, without backward (over Apex's calls')")
+        left.set_xlabel(
+            "ms a step, loss to next forward, without backward\n(in brackets: over Apex's calls')"
+        )
         left.set_title(members[0].machine, loc="left", fontsize=9)
         hosts = [{k: v / 1e3 for k, v in row.host_ns.items()} for row in members]
         _draw_groups(right, members, hosts, "{:.0f}")

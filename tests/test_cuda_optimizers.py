@@ -490,6 +490,17 @@ def test_squares_beyond_float(emulator: cuda_emulator.Emulator, size: float) -> 
     )
 
 
+def test_gradients_are_measured_without_states(emulator: cuda_emulator.Emulator) -> None:
+    call = Call(Case(shapes=((9000,), (37,), (130, 31)), step={**AMP, "measures": 3.0}))
+    sums = emulator.call("measure_gradients", *call.arguments())
+    assert isinstance(sums, Tensor)
+    assert sums[:, 1].min() > 0
+    arguments = list(call.arguments())
+    arguments[3:6], arguments[10] = ([], [], []), arguments[10].clone()
+    arguments[10][:, 2:] = -1
+    assert torch.equal(emulator.call("measure_gradients", *arguments), sums)
+
+
 def launches(emulator: cuda_emulator.Emulator, case: Case) -> int:
     call = Call(case)
     before = emulator.c.emulator_launches()

@@ -213,6 +213,20 @@ def test_parts_of_a_step(kernels: Any, rule: str) -> None:
             ops.try_update(*case.arguments(), sums)
 
 
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_gradients_are_measured_without_states(ops: Any, rule: str) -> None:
+    """By the same call without states, masters and averages: the same counts and sums."""
+    case = _case(rule, measures=3, max_norm=1.0, scale=4.0)
+    case.grads[0][0, 0] = math.inf
+    sums = ops.measure_gradients(*case.arguments())
+    assert sums[0, 0] == 1
+    assert sums[1:, :2].sum() > 0
+    case.states, case.masters, case.averages = [], [], []
+    case.rows = case.rows.clone()
+    case.rows[:, 2:] = -1
+    torch.testing.assert_close(ops.measure_gradients(*case.arguments()), sums, rtol=1e-12, atol=0)
+
+
 def test_rates_on_the_device(ops: Any) -> None:
     groups = [busy("adam", lr=math.nan, lr_index=1), busy("adam", lr=math.nan, lr_index=0)]
     lrs = [torch.tensor(0.25, dtype=F64), torch.tensor([0.5])]

@@ -89,6 +89,7 @@ def ops(kernels: Any) -> Any:
 
 test_options_of_a_group = shared.test_options_of_a_group
 test_nobody_looks_for_infinities = shared.test_nobody_looks_for_infinities
+test_gradients_are_measured_without_states = shared.test_gradients_are_measured_without_states
 test_variance_below_zero = shared.test_variance_below_zero
 test_rates_on_the_device = shared.test_rates_on_the_device
 test_no_tensors = shared.test_no_tensors
