@@ -8,6 +8,22 @@
 Each row is a run of a script in a process of its own, from equal weights, with equal batches; the
 rows take turns --repeats times, so that a slow moment of the machine hits no row alone. Exit
 status: 0 if today's forms train as the ones before, 1 if not, 2 for unusable options or data.
+
+On a CPU the losses of "imagenet, today" are those of "imagenet, apex O1" to the last bit. The two
+of the CIFAR recipe differ in the last bit of some float32 weights, which training amplifies. Their
+relative difference over the first 3 steps, with the default options (torch 2.13, 3 seeds) and with
+changes to the second script alone:
+
+========================  =================
+none (also --lr 0.02)     0.00002 - 0.00013
+--lr 0.0102               0.0004
+--weight-decay 0          0.0018
+--lr 0.00001, --lr 0.02   0.004
+--loss-scale 65536        0.011 (it skips a step)
+========================  =================
+
+So 0.002 is the limit there. Later losses and the accuracy are held to the limits of train.py, which
+are in _train/checks.py: without changes the first 10 losses were 0.045 to 0.082 apart.
 """
 
 from __future__ import annotations
@@ -39,6 +55,7 @@ from _train.tables import (
 
 FOLDER = Path(__file__).resolve().parent
 WARM_UP = 3
+FIRST_STEPS, FIRST_LOSSES = 3, 0.002
 PASSED_ON = (
     "data", "data_root", "image_size", "arch", "width", "workers", "epochs", "batch_size",
     "momentum", "weight_decay", "warmup_epochs", "decay_epochs", "train_images", "test_images",
@@ -142,9 +159,16 @@ def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
     for row in some:
         pair = [other for other in some if other is row or other.name == row.reference]
         if len(pair) == 2:
+            first = max(map(_apart, pair[0].losses[:FIRST_STEPS], pair[1].losses[:FIRST_STEPS]))
             found = compare_runs(pair, row.test_images, tolerance)
+            name = f"loss, first {FIRST_STEPS} steps: relative difference"
+            found.append(Check(name, first, FIRST_LOSSES))
             checks += [Check(f"{row.name}: {c.name}", c.value, c.limit) for c in found]
     return checks
+
+
+def _apart(loss: float, other: float) -> float:
+    return abs(loss - other) / abs(other)
 
 
 def difference(row: Row, some: Sequence[Row]) -> float | None:
@@ -203,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     some = rows(args.rows)
     console = wide_console()
+    args.output.mkdir(parents=True, exist_ok=True)
     try:
         for repeat in range(args.repeats):
             for row in some if repeat % 2 == 0 else reversed(some):
