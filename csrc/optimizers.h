@@ -138,23 +138,23 @@ struct Lars : Sgd<T> {
   }
 };
 
-// torch.optim.Adam and AdamW.
-// options: beta1, beta2, eps, decoupled
+// torch.optim.Adam and AdamW; `uncorrected` leaves out what makes up for averages that start at 0.
+// options: beta1, beta2, eps, decoupled, uncorrected
 template <class T>
 struct Adam : Rule<T> {
   T beta2, fresh1, fresh2, root, eps;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[3] != 0;
-    k.size = t.lr / (1 - pow(option[0], t.step));
+    const bool decoupled = option[3] != 0, corrects = option[4] == 0;
+    k.size = corrects ? t.lr / (1 - pow(option[0], t.step)) : t.lr;
     k.keep = decoupled ? 1 - decay_rate(t) : 1;
     k.c[0] = decoupled ? 0 : t.group->weight_decay;
     k.c[1] = option[0];
     k.c[2] = option[1];
     k.c[3] = 1 - option[0];
     k.c[4] = 1 - option[1];
-    k.c[5] = 1 / ::sqrt(1 - pow(option[1], t.step));
+    k.c[5] = corrects ? 1 / ::sqrt(1 - pow(option[1], t.step)) : 1;
     k.c[6] = option[2];
   }
 
@@ -176,7 +176,7 @@ struct Adam : Rule<T> {
 };
 
 // timm's NAdamW: AdamW that looks one step of the average ahead.
-// options: beta1, beta2, eps, decoupled (always 1)
+// options: beta1, beta2, eps, decoupled (always 1), uncorrected (always 0)
 template <class T>
 struct NAdamW : Adam<T> {
   T beta1;
@@ -191,7 +191,8 @@ struct NAdamW : Adam<T> {
   }
 };
 
-// timm's Lamb: Adam's direction, with a trust ratio of each tensor.
+// timm's Lamb: Adam's direction, with a trust ratio of each tensor. Apex's adam_w_mode=False is a
+// decoupled_decay of 2: weight decay is part of the gradient that the averages see.
 // options: beta1, beta2, eps, bias_correction, grad_averaging, trust_clip, always_adapt,
 // decoupled_decay
 template <class T>
@@ -200,11 +201,11 @@ struct Lamb : Rule<T> {
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[7] != 0, corrects = option[3] != 0;
+    const bool decoupled = option[7] == 1, coupled = option[7] == 2, corrects = option[3] != 0;
     k.size = t.lr;
     k.keep = decoupled ? 1 - decay_rate(t) : 1;
-    k.late_decay = decoupled ? 0 : t.group->weight_decay;
-    k.c[0] = 0;
+    k.late_decay = decoupled || coupled ? 0 : t.group->weight_decay;
+    k.c[0] = coupled ? t.group->weight_decay : 0;
     k.c[1] = option[0];
     k.c[2] = option[1];
     k.c[3] = option[4] != 0 ? 1 - option[0] : 1;
@@ -237,7 +238,8 @@ struct Lamb : Rule<T> {
         eps(T(k.c[6])),
         correction(T(k.c[7])) {}
 
-  FT_METHOD T operator()(T, T& g, T* s) const {
+  FT_METHOD T operator()(T p, T& g, T* s) const {
+    g = this->coupled(p, g);
     s[0] = beta1 * s[0] + fresh1 * g;
     s[1] = beta2 * s[1] + fresh2 * g * g;
     return s[0] * correction / (math::sqrt(s[1]) * root + eps);
@@ -349,17 +351,18 @@ struct RMSpropTF : Rule<T> {
   }
 };
 
-// torch.optim.Adagrad.
-// options: lr_decay, eps
+// torch.optim.Adagrad; `decoupled` is Apex's adagrad_w_mode.
+// options: lr_decay, eps, decoupled
 template <class T>
 struct Adagrad : Rule<T> {
   T eps;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
+    const bool decoupled = option[2] != 0;
     k.size = t.lr / (1 + (t.step - 1) * option[0]);
-    k.keep = 1;
-    k.c[0] = t.group->weight_decay;
+    k.keep = decoupled ? 1 - decay_rate(t) : 1;
+    k.c[0] = decoupled ? 0 : t.group->weight_decay;
     k.c[1] = option[1];
   }
 
@@ -372,23 +375,31 @@ struct Adagrad : Rule<T> {
   }
 };
 
-// NovoGrad (arXiv 1905.11286), as timm's NvNovoGrad has it: one second moment a tensor.
-// options: beta1, beta2, eps, grad_averaging, amsgrad
+// NovoGrad (arXiv 1905.11286), as timm's NvNovoGrad has it: one second moment a tensor. Apex's has
+// `bias_correction`; `outside` divides and decays after the average instead of in it (Apex's
+// moment_mode 1). The first squared norm is the second moment where that is 0 (`start` 0, timm), at
+// the first step (1, Apex), or never (2, Apex's init_zero).
+// options: beta1, beta2, eps, grad_averaging, amsgrad, bias_correction, outside, start
 template <class T>
 struct NovoGrad : Rule<T> {
   T beta1, per_norm, fresh;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
+    const bool corrects = option[5] != 0, outside = option[6] != 0;
     const double squares = t.grad_norm * t.grad_norm;
     float* v = t.second_moment;
-    v[0] = float(v[0] == 0 ? squares : option[1] * v[0] + (1 - option[1]) * squares);
+    const bool first = option[7] == 0 ? v[0] == 0 : option[7] == 1 && t.step == 1;
+    v[0] = float(first ? squares : option[1] * v[0] + (1 - option[1]) * squares);
     if (option[4] != 0) v[1] = v[1] > v[0] ? v[1] : v[0];
-    k.size = t.lr;
-    k.keep = 1;
-    k.c[0] = t.group->weight_decay;
+    const double root = corrects ? ::sqrt(1 - pow(option[1], t.step)) : 1;
+    const double denominator = ::sqrt(double(option[4] != 0 ? v[1] : v[0])) / root + option[2];
+    const double size = corrects ? t.lr / (1 - pow(option[0], t.step)) : t.lr;
+    k.size = outside ? size / denominator : size;
+    k.keep = outside ? 1 - decay_rate(t) : 1;
+    k.c[0] = outside ? 0 : t.group->weight_decay;
     k.c[1] = option[0];
-    k.c[2] = 1 / (::sqrt(double(option[4] != 0 ? v[1] : v[0])) + option[2]);
+    k.c[2] = outside ? 1 : 1 / denominator;
     k.c[3] = option[3] != 0 ? 1 - option[0] : 1;
   }
 

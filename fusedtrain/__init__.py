@@ -13,6 +13,7 @@ from .convert import ConversionReport, convert, revert
 from .optim import zero_grad
 
 if TYPE_CHECKING:
+    from . import compat as compat
     from . import fold as fold
     from . import fp16_utils as fp16_utils
     from . import memory as memory
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Imported when somebody asks: importing the package takes 0.12 s so, and 0.2 with these and the
 # garbage collection that they bring about.
 _LATER = {
+    "compat": (),
     "fold": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),

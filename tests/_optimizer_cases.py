@@ -36,7 +36,7 @@ OPTIONS = {
     "lars": (
         "momentum", "dampening", "nesterov", "trust_coeff", "eps", "trust_clip", "always_adapt",
     ),
-    "adam": ("beta1", "beta2", "eps", "decoupled"),
+    "adam": ("beta1", "beta2", "eps", "decoupled", "uncorrected"),
     "nadamw": ("beta1", "beta2", "eps", "decoupled"),
     "lamb": (
         "beta1", "beta2", "eps", "bias_correction", "grad_averaging", "trust_clip", "always_adapt",
@@ -45,8 +45,10 @@ OPTIONS = {
     "lion": ("beta1", "beta2"),
     "rmsprop": ("alpha", "eps", "momentum", "centered"),
     "rmsprop_tf": ("alpha", "eps", "momentum", "centered", "decoupled_decay", "lr_in_momentum"),
-    "adagrad": ("lr_decay", "eps"),
-    "novograd": ("beta1", "beta2", "eps", "grad_averaging", "amsgrad"),
+    "adagrad": ("lr_decay", "eps", "decoupled"),
+    "novograd": (
+        "beta1", "beta2", "eps", "grad_averaging", "amsgrad", "bias_correction", "outside", "start",
+    ),
 }  # fmt: skip
 
 # A group in which much goes on. The large eps keeps gradients that cancel with weight decay from

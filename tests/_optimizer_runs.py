@@ -14,6 +14,7 @@ from _optimizer_truth import Step, excess, true_step
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fusedtrain.compat.optimizers
 import fusedtrain.optim
 from fusedtrain.amp import GradScaler
 from fusedtrain.optim import FusedOptimizer
@@ -24,6 +25,7 @@ _BETAS = {"betas": [(0.9, 0.99), (0.6, 0.95), (0.0, 0.5)]}
 _EPS = {"eps": [1e-8, 1e-2]}
 _SGD = {"momentum": [0.9, 0.5, 0.0], "dampening": [0.0, 0.3], "nesterov": [False, True], **_L2}
 _CAUTION = {"caution": [False, True], "corrected_weight_decay": [False, True]}
+_CORRECTION = {"bias_correction": [True, False]}
 _ASCENT = {"maximize": [False, True]}
 _ADAM = {**_BETAS, **_EPS, **_L2, "amsgrad": [False, True], **_ASCENT}
 _SQUARES = {"alpha": [0.9, 0.5], **_EPS, **_L2, "momentum": [0.9, 0.0], "centered": [False, True]}
@@ -51,8 +53,26 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "NovoGrad": {
         **_BETAS, **_EPS, **_L2, "grad_averaging": [False, True], "amsgrad": [False, True],
     },
+    "FusedAdam": {**_BETAS, **_EPS, **_L2, **_CORRECTION},
+    "FusedSGD": _SGD,
+    "FusedLAMB": {**_BETAS, **_EPS, **_L2, **_CORRECTION, "grad_averaging": [True, False]},
+    "FusedAdagrad": {**_EPS, **_L2},
+    "FusedNovoGrad": {
+        **_BETAS, **_EPS, **_L2, **_CORRECTION, "grad_averaging": [True, False],
+        "init_zero": [False, True],
+    },
 }  # fmt: skip
-NAMES = list(OPTIONS)
+# What Apex's optimizers have as options of the whole optimizer.
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "FusedAdam": ("adam_w_mode",),
+    "FusedSGD": ("wd_after_momentum",),
+    "FusedLAMB": ("adam_w_mode", "use_nvlamb"),
+    "FusedAdagrad": ("adagrad_w_mode",),
+    "FusedNovoGrad": ("reg_inside_moment",),
+}
+APEX = list(SWITCHES)
+NAMES = [name for name in OPTIONS if name not in APEX]
+LAMBS, NOVOGRADS = ("LAMB", "FusedLAMB"), ("NovoGrad", "FusedNovoGrad")
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
 
 # The last cross a block (1024) or a chunk (16384) of the kernels, some in the middle of a unit.
@@ -165,11 +185,12 @@ def runs(draw: Callable[..., Any], name: str) -> Run:
         "state_dtype": pick(None, None, torch.float32, torch.bfloat16),
         "master_weights": pick(False, True),
     }
-    if clipping == "norm" or (name == "LAMB" and clipping == "no"):
+    fused |= {switch: pick(False, True) for switch in SWITCHES.get(name, ())}
+    if clipping == "norm" or (name in LAMBS and clipping == "no"):
         fused["max_grad_norm"] = pick(0.5, 3.0, 1e6) if clipping == "norm" else None
     if clipping == "agc":
         fused.update(agc=pick(0.05, 0.5), agc_eps=pick(1e-3, 1.0))
-        if name == "LAMB":
+        if name in LAMBS:
             fused["max_grad_norm"] = None
     scaler = None
     if draw(st.booleans()):
@@ -199,8 +220,11 @@ def build(run: Run, params: list[Tensor]) -> FusedOptimizer:
         {**group, "params": [p for p, one in zip(params, run.ones) if one.group == number]}
         for number, group in enumerate(run.groups)
     ]
-    extra = {"initial_accumulator_value": 0.25} if run.name == "Adagrad" else {}
-    optimizer = getattr(fusedtrain.optim, run.name)(
+    extra: dict[str, Any] = {"initial_accumulator_value": 0.25} if run.name == "Adagrad" else {}
+    if run.name == "FusedAdam":
+        extra["capturable"] = run.fused.get("master_weights", False)
+    module = fusedtrain.compat.optimizers if run.name in APEX else fusedtrain.optim
+    optimizer = getattr(module, run.name)(
         [g for g in groups if g["params"]], lr=0.02, **extra, **run.fused
     )
     assert isinstance(optimizer, FusedOptimizer)
@@ -292,7 +316,7 @@ class Checked:
         options = self.run.fused
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
         self.norm = norm
-        most = options.get("max_grad_norm", 1.0 if self.run.name == "LAMB" else None)
+        most = options.get("max_grad_norm", 1.0 if self.run.name in LAMBS else None)
         for p in self.params:
             if id(p) not in grads:
                 continue
@@ -303,7 +327,7 @@ class Checked:
                 agc = importlib.import_module(timm().__name__ + ".utils.agc").adaptive_clip_grad
                 agc(like, options["agc"], eps=options["agc_eps"])
             elif most is not None:
-                eps = 0.0 if self.run.name == "LAMB" else 1e-6
+                eps = 0.0 if self.run.name in LAMBS else 1e-6
                 like.grad *= (most / (norm + eps)).clamp(max=1)
             clipped[id(p)] = like.grad
         return grads, clipped
@@ -375,7 +399,7 @@ class Checked:
     @property
     def rough(self) -> float:
         """Error of float64 parameters from numbers that are measured or kept in float32."""
-        clips = "max_grad_norm" in self.run.fused or self.run.name in ("LAMB", "NovoGrad")
+        clips = "max_grad_norm" in self.run.fused or self.run.name in (*LAMBS, *NOVOGRADS)
         return 4 * torch.finfo(torch.float32).eps if clips else 0.0
 
     def near(self, *arguments: Any, what: str, **more: Any) -> None:
@@ -384,7 +408,7 @@ class Checked:
 
     def compare(self, p: Tensor, truth: Step, before: dict[str, Tensor]) -> None:
         own = self.optimizer.state[p]
-        single = self.run.name == "NovoGrad"
+        single = self.run.name in NOVOGRADS
         rough = self.rough
         exact = before.get("master_param", before["param"])
         new = own.get("master_param", p).detach().clone()
@@ -403,7 +427,10 @@ class Checked:
             dtype = torch.float32 if scalar or (single and name != "exp_avg") else None
             mine = own[name]
             if dtype is None:
-                assert mine.dtype == (self.run.fused["state_dtype"] or p.dtype)
+                usual = p.dtype
+                if self.run.name == "FusedAdam":
+                    usual = torch.promote_types(p.dtype, torch.float32)
+                assert mine.dtype == (self.run.fused["state_dtype"] or usual)
             parts = decay * (exact.abs() if value.dim() else exact.norm())
             parts = parts**2 if name in SQUARES else parts
             self.near(mine, value.view_as(mine), old, rough, what=name, dtype=dtype, parts=parts)

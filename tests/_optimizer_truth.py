@@ -1,4 +1,4 @@
-"""One step in float64 by torch.optim and timm.optim, from the fused optimizer's own state."""
+"""One step in float64 by torch.optim, timm.optim or Apex's formulas, from our own state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from _apex_truth import TRUTHS
 from _models import timm
 from torch import Tensor
 
@@ -16,6 +17,12 @@ from fusedtrain.optim import FusedOptimizer
 # 16-bit tensors get one rounding of their own on top.
 ULPS = 5.0
 FLOAT64 = 1e-13
+# Of Apex's optimizers: what no group has.
+ATTRIBUTES = {
+    "FusedAdam": ("adam_w_mode",), "FusedSGD": ("wd_after_momentum",),
+    "FusedLAMB": ("adam_w_mode", "use_nvlamb"), "FusedAdagrad": ("adagrad_w_mode",),
+    "FusedNovoGrad": ("moment_mode",),
+}  # fmt: skip
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -28,8 +35,10 @@ class Step(NamedTuple):
 
 
 def reference_class(optimizer: FusedOptimizer) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer of torch or timm that does the same."""
+    """The optimizer of torch, timm or `_apex_truth.py` that does the same."""
     name = type(optimizer).__name__
+    if name in TRUTHS:
+        return TRUTHS[name]
     if hasattr(torch.optim, name):
         found: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
         return found
@@ -60,6 +69,8 @@ def true_step(
         options["foreach"] = False
     if "max_grad_norm" in options:
         options["max_grad_norm"] = None
+    if kind in TRUTHS:
+        options.update({name: getattr(optimizer, name) for name in ATTRIBUTES[kind]})
     if kind == "AdamW":
         del options["decoupled_weight_decay"]
     initial = options.pop("initial_accumulator_value", None)
@@ -70,8 +81,8 @@ def true_step(
         for name, value in own.items()
         if name not in ("ema", "master_param")
     }
-    if kind in ("SGD", "SGDW", "LARS") and not steps:  # torch makes the buffer at the first step
-        states = {}
+    if kind in ("SGD", "SGDW", "LARS", "FusedSGD") and not steps:
+        states = {}  # torch makes the buffer at the first step
     if kind == "NovoGrad" and not states:  # timm's are float32
         states = {"exp_avg": torch.zeros_like(wide)}
         for name in ("exp_avg_sq", "max_exp_avg_sq"):

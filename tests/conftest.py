@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +28,7 @@ def _seed() -> None:
 def _amp_switched_off() -> Iterator[None]:
     """What amp.initialize has done to the process, autocast above all."""
     yield
-    if amp._amp_state.initialized:
+    if "fusedtrain.amp._state" in sys.modules and amp._amp_state.initialized:
         amp.initialize([], enabled=False)
         amp._amp_state.initialized = False
 

@@ -8,7 +8,21 @@ from typing import Any
 import pytest
 import torch
 from _cases import error
-from _optimizer_cases import BF16, F16, F32, F64, OPS, RULE_NAMES, Case, Spec, bits, busy, specs_of
+from _optimizer_cases import (
+    BF16,
+    BUSY,
+    F16,
+    F32,
+    F64,
+    OPS,
+    OPTIONS,
+    RULE_NAMES,
+    Case,
+    Spec,
+    bits,
+    busy,
+    specs_of,
+)
 
 from fusedtrain.reference import optimizers
 from fusedtrain.reference.stochastic_rounding import random_bits, random_key
@@ -72,6 +86,42 @@ def test_kernels(kernels: Any, rule: str, step: str) -> None:
     for (name, a), (_, b) in zip(case.written(), before.written()):
         if name.startswith(("params", "states", "masters")) and a.numel() > 1:
             assert not torch.equal(a, b), name
+
+
+SWITCHES = {
+    "nesterov", "decoupled", "trust_clip", "always_adapt", "bias_correction", "grad_averaging",
+    "decoupled_decay", "centered", "lr_in_momentum", "amsgrad", "uncorrected", "outside",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_options_of_a_group(kernels: Any, rule: str) -> None:
+    """Each of the rule's switches turned, and what all rules have; a group each."""
+    now = BUSY[rule]
+    turned = [{name: 1 - now.get(name, 0)} for name in OPTIONS[rule] if name in SWITCHES]
+    turned += [{"weight_decay": 0.0}, {"max_lr": 0.3}, {"cautious": 1}, {"sign": -1.0}]
+    if "momentum" in OPTIONS[rule]:
+        turned += [{"momentum": 0.0}, {"momentum": 0.0, "cautious": 1}]
+    if "always_adapt" in OPTIONS[rule]:
+        turned += [{"weight_decay": 0.0, "always_adapt": value} for value in (0, 1)]
+        turned += [{"trust_clip": 1, "always_adapt": 1}]
+    if rule == "lamb":
+        turned += [{"decoupled_decay": 2}, {"decoupled_decay": 2, "cautious": 1}]
+    if rule == "novograd":
+        turned += [{"start": value} for value in (1, 2)]
+        apex = {"bias_correction": 1, "amsgrad": 0}
+        turned += [{"start": s, "outside": o, **apex} for s in (1, 2) for o in (0, 1)]
+    groups = [busy(rule, **options) for options in turned]
+    specs = [Spec((40,), F64, group=i) for i in range(len(groups))]
+    case = Case(rule, specs, groups, measures=7, trial=1)
+    for param in case.params:
+        param *= 10  # where trust ratios are above 1
+    for _ in range(2):
+        expected = case.clone()
+        optimizers.optimizer_step(*expected.arguments(), None, None)
+        kernels.optimizer_step(*case.arguments(), None, None)
+        _assert_close(case, expected)
+        case.new_gradients()
 
 
 @pytest.mark.parametrize("write_back", [0, 1, 2])

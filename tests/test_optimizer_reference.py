@@ -1,4 +1,4 @@
-"""The optimizer step, in plain torch and in the CPU kernels, against torch and timm."""
+"""The optimizer step, in plain torch and in the CPU kernels, against torch, timm and Apex."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from _apex_truth import TRUTHS
 from _models import timm
 from _optimizer_cases import BUSY, F32, F64, OPS, OPTIONS, RULE_NAMES, Case, Spec, busy, specs_of
 from torch import Tensor
@@ -102,13 +103,39 @@ TIMM: list[tuple[str, str, Options]] = [
 ]  # fmt: skip
 
 
+# Of _apex_truth.py.
+MOMENTS: list[Options] = [
+    {"weight_decay": 0.0}, WD, {"bias_correction": False, **WD}, {"adam_w_mode": 0, **WD},
+    {"adam_w_mode": 0, "bias_correction": False, "betas": (0.5, 0.7), "eps": 1e-2, **WD},
+]  # fmt: skip
+APEX: list[tuple[str, str, Options]] = [
+    *(("FusedAdam", "adam", o) for o in MOMENTS),
+    *(("FusedSGD", "sgd", o) for o in (
+        {"wd_after_momentum": True, **WD}, {"momentum": 0.9, "wd_after_momentum": True, **WD},
+        {"momentum": 0.9, "nesterov": True, "wd_after_momentum": True, **WD},
+        {"momentum": 0.9, "dampening": 0.3, **WD},
+    )),
+    *(("FusedLAMB", "lamb", {"max_grad_norm": 1.0, **o}) for o in (
+        *MOMENTS, {"use_nvlamb": True, "weight_decay": 0.0},
+        {"adam_w_mode": 0, "use_nvlamb": True, "grad_averaging": False, **WD},
+    )),
+    *(("FusedAdagrad", "adagrad", o) for o in (
+        {}, WD, {"adagrad_w_mode": 1, **WD}, {"adagrad_w_mode": 1, "eps": 1e-2},
+    )),
+    *(("FusedNovoGrad", "novograd", {"moment_mode": mode, **o}) for mode in (0, 1) for o in (
+        {}, WD, {"bias_correction": False, **WD}, {"init_zero": True, **WD},
+        {"grad_averaging": False, "betas": (0.5, 0.6), "eps": 0.1, **WD},
+    )),
+]  # fmt: skip
+
+
 def _id(row: tuple[str, str, Options]) -> str:
     return "-".join((row[0], *(f"{k}={v}" for k, v in row[2].items())))
 
 
 def _group(rule: str, name: str, given: Options, initial_lr: float) -> dict[str, float]:
     """The columns of a group that mean what an optimizer's options mean."""
-    columns: dict[str, float] = {}
+    columns: dict[str, float] = {"start": 1.0} if name == "FusedNovoGrad" else {}
     for key, value in given.items():
         if key == "betas":
             columns.update(beta1=value[0], beta2=value[1])
@@ -122,6 +149,18 @@ def _group(rule: str, name: str, given: Options, initial_lr: float) -> dict[str,
             columns["decoupled"] = value
         elif key == "amsgrad" and rule == "novograd":
             columns["amsgrad"] = value
+        elif key == "bias_correction" and rule == "adam":
+            columns["uncorrected"] = not value
+        elif key == "adam_w_mode" and rule == "lamb":
+            columns["decoupled_decay"] = 0 if value else 2
+        elif key in ("adam_w_mode", "adagrad_w_mode", "wd_after_momentum"):
+            columns["decoupled"] = value
+        elif key == "use_nvlamb":
+            columns["always_adapt"] = value
+        elif key == "moment_mode":
+            columns["outside"] = value
+        elif key == "init_zero" and value:
+            columns["start"] = 2.0
         elif key in OPTIONS[rule] or key in ("lr", "weight_decay"):
             columns[key] = value
     if name in ("AdamW", "sgdw.SGDW", "nadamw.NAdamW"):
@@ -133,7 +172,7 @@ def _states(rule: str, given: Options) -> list[int]:
     if rule in ("sgd", "lars"):
         return [0] if given["momentum"] else []
     if rule == "adam":
-        return [0, 1, 2] if given["amsgrad"] else [0, 1]
+        return [0, 1, 2] if given.get("amsgrad") else [0, 1]
     if rule in ("rmsprop", "rmsprop_tf"):
         return [0, *([1] if given["momentum"] else []), *([2] if given["centered"] else [])]
     return list(range(RULES[RULE_NAMES.index(rule)].most))
@@ -157,7 +196,7 @@ def _compare(
     shapes = [(7, 5), (4, 3, 3, 3), (6,), (), (3, 4), (5,)]
     lr = 0.1
     optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=lr, **options)
-    given = {**optimizer.defaults}
+    given = {**optimizer.defaults, **options}
     step: dict[str, Any] = {"measures": 7, "trial": 1}
     if given.get("max_grad_norm") is not None:
         step.update(max_norm=given["max_grad_norm"], norm_eps=0)
@@ -167,7 +206,7 @@ def _compare(
     case.params[4].zero_()
     if rule == "adagrad":
         for state in case.states:
-            state.fill_(given["initial_accumulator_value"])
+            state.fill_(given.get("initial_accumulator_value", 0.0))
     params = [torch.nn.Parameter(p.clone()) for p in case.params]
     optimizer = optimizer_class(params, lr=lr, **options)
     for index in range(5):
@@ -205,6 +244,13 @@ def test_timm(ops: Any, row: tuple[str, str, Options]) -> None:
     optimizer_class = getattr(importlib.import_module(f"timm.optim.{module}"), class_name)
     # timm rounds NovoGrad's second moment to float32 twice a step, and the ops once.
     _compare(ops, rule, name, optimizer_class, options, 1e-6 if rule == "novograd" else 1e-12)
+
+
+@pytest.mark.parametrize("row", APEX, ids=_id)
+def test_apex(ops: Any, row: tuple[str, str, Options]) -> None:
+    name, rule, options = row
+    # The ops keep NovoGrad's second moment in float32.
+    _compare(ops, rule, name, TRUTHS[name], options, 1e-6 if rule == "novograd" else 1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

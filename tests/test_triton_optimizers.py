@@ -23,11 +23,9 @@ import torch
 from _kernels import HAS_GPU
 from _optimizer_cases import (
     BF16,
-    BUSY,
     F16,
     F32,
     F64,
-    OPTIONS,
     RULE_NAMES,
     Case,
     Spec,
@@ -89,6 +87,7 @@ def ops(kernels: Any) -> Any:
 
 # --- what the CPU kernels are held to, by the same tolerances
 
+test_options_of_a_group = shared.test_options_of_a_group
 test_nobody_looks_for_infinities = shared.test_nobody_looks_for_infinities
 test_variance_below_zero = shared.test_variance_below_zero
 test_rates_on_the_device = shared.test_rates_on_the_device
@@ -118,36 +117,6 @@ def test_skipped_first_step(kernels: Any, why: str, write_back: int) -> None:
 @pytest.mark.parametrize("rule", ["lamb", "novograd"])
 def test_parts_of_a_step(kernels: Any, rule: str) -> None:
     shared.test_parts_of_a_step(kernels, rule)
-
-
-SWITCHES = {
-    "nesterov", "decoupled", "trust_clip", "always_adapt", "bias_correction", "grad_averaging",
-    "decoupled_decay", "centered", "lr_in_momentum", "amsgrad",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("rule", RULE_NAMES)
-def test_options_of_a_group(kernels: Any, rule: str) -> None:
-    """Each of the rule's switches turned, and what all rules have; a group each."""
-    now = BUSY[rule]
-    turned = [{name: 1 - now.get(name, 0)} for name in OPTIONS[rule] if name in SWITCHES]
-    turned += [{"weight_decay": 0.0}, {"max_lr": 0.3}, {"cautious": 1}, {"sign": -1.0}]
-    if "momentum" in OPTIONS[rule]:
-        turned += [{"momentum": 0.0}, {"momentum": 0.0, "cautious": 1}]
-    if "always_adapt" in OPTIONS[rule]:
-        turned += [{"weight_decay": 0.0, "always_adapt": value} for value in (0, 1)]
-        turned += [{"trust_clip": 1, "always_adapt": 1}]
-    groups = [busy(rule, **options) for options in turned]
-    specs = [Spec((40,), F64, group=i) for i in range(len(groups))]
-    case = Case(rule, specs, groups, measures=7, trial=1)
-    for param in case.params:
-        param *= 10  # where trust ratios are above 1
-    for _ in range(2):
-        expected = case.clone()
-        optimizers.optimizer_step(*expected.arguments(), None, None)
-        kernels.optimizer_step(*case.arguments(), None, None)
-        shared._assert_close(case, expected)
-        case.new_gradients()
 
 
 STATES = [

@@ -26,7 +26,9 @@ import _models  # noqa: E402
 ENGINE, PLAN = "fusedtrain/optim/_engine.py", "fusedtrain/optim/_plan.py"
 RULES, LOOPS = "csrc/optimizers.h", "csrc/cpu/multi_tensor.cpp"
 BINDING = "csrc/binding_optimizers.h"
+APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
 
+TESTS = ["tests/test_optimizer_numbers.py", "tests/test_compat_optimizers.py"]
 BUILD = {LOOPS: 1, "csrc/binding_cpu.cpp": 1, BINDING: 2, "csrc/checks.h": 2, RULES: 3}
 # name: file, what is there, what is put in its place.
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -45,8 +47,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "Lion: betas swapped": (
         "fusedtrain/optim/lion.py", 'two(group["betas"]),\n', 'group["betas"][::-1],\n'),
     "Adam: 1 - beta1 off": (
-        RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt",
-        "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = 1 / ::sqrt"),
+        RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects",
+        "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects"),
     "LAMB: grad_averaging ignored": (
         RULES, "k.c[3] = option[4] != 0 ? 1 - option[0] : 1;", "k.c[3] = 1 - option[0];"),
     "NAdamW: does not look ahead": (
@@ -70,8 +72,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "L2 decay dropped": (
         RULES, "return decays ? g + weight_decay * p : g;", "return g;"),
     "AdamW: decay coupled": (
-        RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr / (1",
-        "const bool decoupled = false;\n    k.size = t.lr / (1"),
+        RULES, "const bool decoupled = option[3] != 0, corrects",
+        "const bool decoupled = false, corrects"),
     "SGDW: decay coupled": (
         RULES, "const bool decoupled = option[3] != 0;\n    k.size = t.lr;",
         "const bool decoupled = false;\n    k.size = t.lr;"),
@@ -79,11 +81,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "const bool decoupled = option[4] != 0, inside",
         "const bool decoupled = false, inside"),
     "LAMB: decay always late": (
-        RULES, "const bool decoupled = option[7] != 0, corrects",
-        "const bool decoupled = false, corrects"),
+        RULES, "const bool decoupled = option[7] == 1, coupled",
+        "const bool decoupled = false, coupled"),
     "LAMB: decay before the ratio, not in it": (
-        RULES, "k.late_decay = decoupled ? 0 : t.group->weight_decay;\n    k.c[0] = 0;",
-        "k.late_decay = 0;\n    k.c[0] = decoupled ? 0 : t.group->weight_decay;"),
+        RULES, "decoupled || coupled ? 0 : t.group->weight_decay;\n    k.c[0] = coupled",
+        "0;\n    k.c[0] = !decoupled"),
     "Adam: eps inside the root": (
         RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
         "return s[0] / math::sqrt(s[2] * root * root + eps);"),
@@ -116,11 +118,37 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "NovoGrad: amsgrad ignored": (
         RULES, "::sqrt(double(option[4] != 0 ? v[1] : v[0]))", "::sqrt(double(v[0]))"),
     "NovoGrad: first moment from 0": (
-        RULES, "v[0] == 0 ? squares : option[1] * v[0]", "option[1] * v[0]"),
+        RULES, "first ? squares : option[1] * v[0]", "option[1] * v[0]"),
     "the first step is dampened": (
         RULES, "return t.group->option[0] == 0 || t.step == 1;", "return t.group->option[0] == 0;"),
     "momentum switched on is dampened": (
         PLAN, "store.views[0][column].zero_()", "pass"),
+    "FusedAdam: bias corrected without asking": (
+        RULES, "corrects = option[4] == 0;", "corrects = true;"),
+    "FusedAdam: adam_w_mode ignored": (
+        APEX, 'group["eps"], self.adam_w_mode, uncorrected)', 'group["eps"], 1, uncorrected)'),
+    "FusedAdam: states of the parameter's dtype": (APEX, "_wide_states = True", ""),
+    "FusedSGD: decay before momentum": (
+        APEX, "decoupled = self.wd_after_momentum", "decoupled = False"),
+    "FusedLAMB: penalty neither in the gradient nor in the update": (
+        RULES, "k.c[0] = coupled ? t.group->weight_decay : 0;", "k.c[0] = 0;"),
+    "FusedLAMB: penalty after the averages": (
+        LAYERWISE, "coupled = 0 if self.adam_w_mode else 2", "coupled = 0"),
+    "FusedLAMB: use_nvlamb ignored": (LAYERWISE, "0, self.use_nvlamb,", "0, 0,"),
+    "FusedAdagrad: decay coupled": (
+        RULES, "const bool decoupled = option[2] != 0;", "const bool decoupled = false;"),
+    "FusedNovoGrad: bias not corrected": (
+        RULES, "const bool corrects = option[5] != 0,", "const bool corrects = false,"),
+    "FusedNovoGrad: the norm not corrected": (
+        RULES, "const double root = corrects ? ::sqrt(1 - pow(option[1], t.step)) : 1;",
+        "const double root = 1;"),
+    "FusedNovoGrad: decay always inside": (
+        RULES, "outside = option[6] != 0;", "outside = false;"),
+    "FusedNovoGrad: norms always start at 0": (
+        RULES, "option[7] == 1 && t.step == 1;", "false;"),
+    "FusedNovoGrad: init_zero ignored": (
+        LAYERWISE, '2 if group["init_zero"] else 1', "1"),
+    "FusedNovoGrad: Apex's norms taken for squares": (LAYERWISE, "norm.square()", "norm.clone()"),
     "found_inf: skipped, but applied": (
         LOOPS, "bool skip = call.found_inf != nullptr && !(*call.found_inf == 0);",
         "bool skip = false;"),
@@ -306,7 +334,7 @@ def copy(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-k", default="", help="only mutants with this in their names")
-    parser.add_argument("--tests", nargs="+", default=["tests/test_optimizer_numbers.py"])
+    parser.add_argument("--tests", nargs="+", default=TESTS)
     arguments = parser.parse_args()
     cheap_first = sorted(MUTANTS.items(), key=lambda item: BUILD.get(item[1][0], 0))
     chosen = {name: mutant for name, mutant in cheap_first if arguments.k in name}

@@ -67,6 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
     _norms: ClassVar[int] = 0  # of each tensor, that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
+    _wide_states: ClassVar[bool] = False  # 16-bit parameters have float32 states, without asking
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
@@ -319,6 +320,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._scalar_names,
             self._initial,
             options["state_dtype"],
+            self._wide_states,
             options["master_weights"],
             options["ema_decay"] is not None,
         )
@@ -563,8 +565,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return torch.float64 if p.dtype is torch.float64 else torch.float32
         if name in self._scalar_names:
             return torch.float32
-        dtype: torch.dtype = self._fused_options["state_dtype"] or p.dtype
-        return dtype
+        return self._state_needs().dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

@@ -63,8 +63,15 @@ class Needs(NamedTuple):
     scalar_names: tuple[str | None, ...]
     initial: Callable[[str], float]
     state_dtype: torch.dtype | None
+    wide_states: bool
     master_weights: bool
     ema: bool
+
+    def dtype(self, p: Tensor) -> torch.dtype:
+        """Of the states that are as large as their parameter."""
+        if self.state_dtype is not None:
+            return self.state_dtype
+        return torch.promote_types(p.dtype, torch.float32) if self.wide_states else p.dtype
 
 
 def _places(tensors: list[Tensor]) -> list[Any]:
@@ -173,7 +180,7 @@ class Plan:
 
     def _large(self, own: dict[str, Any], name: str, p: Tensor, inner: Tensor, needs: Needs) -> int:
         """A state as large as its parameter: made, or taken and laid out like the parameter."""
-        dtype = needs.state_dtype or p.dtype
+        dtype = needs.dtype(p)
         tensor = own.get(name)
         if tensor is None:
             fill = needs.initial(name)

@@ -136,11 +136,12 @@ def sgd(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -> S
 
 
 def prepare_adam(t: Facts) -> Coefficients:
-    beta1, beta2, eps, decoupled = t.option[:, :4].unbind(1)
-    root = 1 / (1 - beta2**t.step).sqrt()
+    beta1, beta2, eps, decoupled, uncorrected = t.option[:, :5].unbind(1)
+    root = _where(uncorrected == 0, 1 / (1 - beta2**t.step).sqrt(), 1.0)
+    correction = _where(uncorrected == 0, 1 - beta1**t.step, 1.0)
     weight_decay = _where(decoupled == 0, t.weight_decay, 0.0)
     c = [weight_decay, beta1, beta2, 1 - beta1, 1 - beta2, root, eps]
-    return _coefficients(t, t.lr / (1 - beta1**t.step), c, _kept(t, decoupled))
+    return _coefficients(t, t.lr / correction, c, _kept(t, decoupled))
 
 
 def adam(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -> Stepped:
@@ -160,17 +161,19 @@ def nadamw(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -
     return ahead / (second.sqrt() * root + eps), grad, [first, second]
 
 
-# --- lamb: timm's Lamb, Adam's direction with a trust ratio of each tensor.
+# --- lamb: timm's Lamb, Adam's direction with a trust ratio of each tensor. A decoupled_decay of 2
+# is Apex's adam_w_mode=False: weight decay is part of the gradient that the averages see.
 
 
 def prepare_lamb(t: Facts) -> Coefficients:
     beta1, beta2, eps, corrects, averages = t.option[:, :5].unbind(1)
-    decoupled = t.option[:, 7]
+    decoupled, coupled = t.option[:, 7] == 1, t.option[:, 7] == 2
     fresh1 = _where(averages, 1 - beta1, 1.0)
     root = _where(corrects, 1 / (1 - beta2**t.step).sqrt(), 1.0)
     correction = _where(corrects, 1 / (1 - beta1**t.step), 1.0)
-    late_decay = _where(decoupled == 0, t.weight_decay, 0.0)
-    c = [beta1, beta2, fresh1, 1 - beta2, root, eps, correction]
+    late_decay = _where(t.option[:, 7] == 0, t.weight_decay, 0.0)
+    weight_decay = _where(coupled, t.weight_decay, 0.0)
+    c = [weight_decay, beta1, beta2, fresh1, 1 - beta2, root, eps, correction]
     return _coefficients(t, t.lr, c, _kept(t, decoupled), late_decay)
 
 
@@ -187,7 +190,8 @@ def finish_lamb(t: Facts, k: Coefficients, trial: Trial) -> Coefficients:
 
 
 def lamb(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -> Stepped:
-    beta1, beta2, fresh1, fresh2, root, eps, correction = c
+    weight_decay, beta1, beta2, fresh1, fresh2, root, eps, correction = c
+    grad = _coupled(param, grad, weight_decay)
     first = beta1 * states[0] + fresh1 * grad
     second = beta2 * states[1] + fresh2 * grad * grad
     return first * correction / (second.sqrt() * root + eps), grad, [first, second]
@@ -251,12 +255,14 @@ def rmsprop_tf(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor
     return buffer, grad, [square, buffer, mean]
 
 
-# --- adagrad: torch.optim.Adagrad.
+# --- adagrad: torch.optim.Adagrad; decoupled is Apex's adagrad_w_mode.
 
 
 def prepare_adagrad(t: Facts) -> Coefficients:
-    lr_decay, eps = t.option[:, :2].unbind(1)
-    return _coefficients(t, t.lr / (1 + (t.step - 1) * lr_decay), [t.weight_decay, eps])
+    lr_decay, eps, decoupled = t.option[:, :3].unbind(1)
+    weight_decay = _where(decoupled == 0, t.weight_decay, 0.0)
+    size = t.lr / (1 + (t.step - 1) * lr_decay)
+    return _coefficients(t, size, [weight_decay, eps], _kept(t, decoupled))
 
 
 def adagrad(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -> Stepped:
@@ -266,20 +272,28 @@ def adagrad(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) 
     return grad / (total.sqrt() + eps), grad, [total]
 
 
-# --- novograd: arXiv 1905.11286, as timm's NvNovoGrad has it; one second moment a tensor.
+# --- novograd: arXiv 1905.11286, as timm's NvNovoGrad has it; one second moment a tensor. Apex has
+# bias_correction; `outside` divides and decays after the average (its moment_mode 1); the first
+# squared norm is the second moment where that is 0 (`start` 0), at the first step (1) or never (2).
 
 
 def prepare_novograd(t: Facts) -> Coefficients:
-    beta1, beta2, eps, averages, amsgrad = t.option[:, :5].unbind(1)
+    beta1, beta2, eps, averages, amsgrad, corrects, outside, start = t.option.unbind(1)
     squares = t.grad_norm.square()
     kept, largest = t.moments.double().unbind(1)
-    second = torch.where(kept == 0, squares, beta2 * kept + (1 - beta2) * squares)
+    is_first = torch.where(start == 0, kept == 0, (start == 1) & (t.step == 1))
+    second = torch.where(is_first, squares, beta2 * kept + (1 - beta2) * squares)
     second = second.to(t.moments.dtype).double()
     largest = torch.where((amsgrad == 0) | (largest > second), largest, second)
-    per_norm = 1 / (torch.where(amsgrad != 0, largest, second).sqrt() + eps)
+    root = _where(corrects, (1 - beta2**t.step).sqrt(), 1.0)
+    denominator = torch.where(amsgrad != 0, largest, second).sqrt() / root + eps
+    size = t.lr / _where(corrects, 1 - beta1**t.step, 1.0)
+    size = torch.where(outside != 0, size / denominator, size)
+    weight_decay = _where(outside == 0, t.weight_decay, 0.0)
     fresh = _where(averages, 1 - beta1, 1.0)
+    c = [weight_decay, beta1, _where(outside == 0, 1 / denominator, 1.0), fresh]
     moments = torch.stack([second, largest], 1).to(t.moments.dtype)
-    return _coefficients(t, t.lr, [t.weight_decay, beta1, per_norm, fresh], moments=moments)
+    return _coefficients(t, size, c, _kept(t, outside), moments=moments)
 
 
 def novograd(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -> Stepped:

@@ -140,11 +140,11 @@ lars = sgd  # all of the difference is in the coefficients
 @triton.jit
 def prepare_adam(t):
     beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
-    decoupled = t.option[3] != 0.0
-    root = 1.0 / sqrt(1.0 - power(beta2, t.step))
+    decoupled, corrects = t.option[3] != 0.0, t.option[4] == 0.0
+    root = tl.where(corrects, 1.0 / sqrt(1.0 - power(beta2, t.step)), 1.0)
     weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
     c = (weight_decay, beta1, beta2, 1.0 - beta1, 1.0 - beta2, root, eps)
-    size = t.lr / (1.0 - power(beta1, t.step))
+    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
     return Coefficients(size, c, tl.where(decoupled, kept(t), 1.0), t.cautious, t.moments)
 
 
@@ -173,13 +173,14 @@ def nadamw(p, g, s0, s1, s2, c):
 @triton.jit
 def prepare_lamb(t):
     beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
-    corrects, averages, decoupled = t.option[3] != 0.0, t.option[4] != 0.0, t.option[7] != 0.0
+    corrects, averages, decay = t.option[3] != 0.0, t.option[4] != 0.0, t.option[7]
     fresh1 = tl.where(averages, 1.0 - beta1, 1.0)
     root = tl.where(corrects, 1.0 / sqrt(1.0 - power(beta2, t.step)), 1.0)
     correction = tl.where(corrects, 1.0 / (1.0 - power(beta1, t.step)), 1.0)
-    late_decay = tl.where(decoupled, 0.0, t.weight_decay)
-    c = (beta1, beta2, fresh1, 1.0 - beta2, root, eps, correction)
-    keep = tl.where(decoupled, kept(t), 1.0)
+    late_decay = tl.where(decay == 0.0, t.weight_decay, 0.0)
+    coupled_decay = tl.where(decay == 2.0, t.weight_decay, 0.0)
+    c = (coupled_decay, beta1, beta2, fresh1, 1.0 - beta2, root, eps, correction)
+    keep = tl.where(decay == 1.0, kept(t), 1.0)
     return Coefficients(t.lr, c, keep, t.cautious, t.moments, late_decay)
 
 
@@ -197,7 +198,8 @@ def finish_lamb(t, k, caution, trial):
 
 @triton.jit
 def lamb(p, g, s0, s1, s2, c):
-    beta1, beta2, fresh1, fresh2, root, eps, correction = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
+    beta1, beta2, fresh1, fresh2, root, eps, correction = c[1], c[2], c[3], c[4], c[5], c[6], c[7]
+    g = coupled(p, g, c[0])
     s0 = beta1 * s0 + fresh1 * g
     s1 = beta2 * s1 + fresh2 * g * g
     return s0 * correction / (sqrt(s1) * root + eps), g, s0, s1, s2
@@ -264,8 +266,10 @@ def rmsprop_tf(p, g, s0, s1, s2, c):
 
 @triton.jit
 def prepare_adagrad(t):
+    decoupled = t.option[2] != 0.0
     size = t.lr / (1.0 + (t.step - 1.0) * t.option[0])
-    return Coefficients(size, (t.weight_decay, t.option[1]), 1.0, t.cautious, t.moments)
+    c = (tl.where(decoupled, 0.0, t.weight_decay), t.option[1])
+    return Coefficients(size, c, tl.where(decoupled, kept(t), 1.0), t.cautious, t.moments)
 
 
 @triton.jit
@@ -280,14 +284,22 @@ def adagrad(p, g, s0, s1, s2, c):
 def prepare_novograd(t):
     beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
     averages, amsgrad = t.option[3] != 0.0, t.option[4] != 0.0
+    corrects, outside, start = t.option[5] != 0.0, t.option[6] != 0.0, t.option[7]
     squares = t.grad_norm * t.grad_norm
     second, largest = t.moments[0].to(tl.float64), t.moments[1]
-    second = tl.where(second == 0.0, squares, beta2 * second + (1.0 - beta2) * squares)
+    is_first = ((start == 0.0) & (second == 0.0)) | ((start == 1.0) & (t.step == 1.0))
+    second = tl.where(is_first, squares, beta2 * second + (1.0 - beta2) * squares)
     stored = second.to(tl.float32)
     largest = tl.where(amsgrad & ~(largest > stored), stored, largest)
-    per_norm = 1.0 / (sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) + eps)
-    c = (t.weight_decay, beta1, per_norm, tl.where(averages, 1.0 - beta1, 1.0))
-    return Coefficients(t.lr, c, 1.0, t.cautious, (stored, largest))
+    root = tl.where(corrects, sqrt(1.0 - power(beta2, t.step)), 1.0)
+    denominator = sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) / root + eps
+    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
+    size = tl.where(outside, size / denominator, size)
+    weight_decay = tl.where(outside, 0.0, t.weight_decay)
+    per_norm = tl.where(outside, 1.0, 1.0 / denominator)
+    c = (weight_decay, beta1, per_norm, tl.where(averages, 1.0 - beta1, 1.0))
+    keep = tl.where(outside, kept(t), 1.0)
+    return Coefficients(size, c, keep, t.cautious, (stored, largest))
 
 
 @triton.jit

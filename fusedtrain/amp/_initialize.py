@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ._casts import cast_model, save_in_float32
+from ._functions import disable_casts, switch_autocast, wrap_registered
 from ._gradients import ScaledGradients
 from ._loss_scaler import LossScaler
 from ._options import BRIEFS, Options, choose
+from ._scale_loss import tell_overflows
 from ._state import _amp_state, say
-from .functions import disable_casts, switch_autocast, wrap_registered
-from .scale_loss import tell_overflows
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._functions import without_autocast
 from ._gradients import ScaledGradients
 from ._notices import Notices
 from ._state import _amp_state
-from .functions import without_autocast
 
 
 def gradients_of(optimizer: Any) -> ScaledGradients:

@@ -1,0 +1,142 @@
+"""SyncBatchNorm of ``apex.parallel`` over the one of this package, and what belongs to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..nn.sync_norm import SyncBatchNormAct, convert_sync_batchnorm
+from ..reference.batch_norm import Pointwise
+
+
+class SyncBatchNorm(SyncBatchNormAct):
+    """:class:`fusedtrain.nn.SyncBatchNormAct` with the arguments of ``apex.parallel``'s.
+
+    ``forward(input, z=None)`` normalises the input [N, C, ...] over the batches of all ranks, adds
+    z of the same shape and dtype, and applies ReLU where asked for. Checkpoints of torch's batch
+    norms load.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats: as of
+            :class:`torch.nn.BatchNorm2d`.
+        process_group: the ranks, by default all.
+        channel_last: inputs, z and outputs are [N, ..., C]. Not torch's memory format of that name,
+            which needs no argument.
+        fuse_relu: whether ReLU follows, in the same op.
+
+    Raises:
+        ValueError: an input of fewer than 2 dimensions.
+        RuntimeError: double backward; or what torch raises for the same mistake.
+
+    Example:
+        >>> import torch
+        >>> norm = SyncBatchNorm(3, channel_last=True, fuse_relu=True)
+        >>> norm.load_state_dict(torch.nn.BatchNorm2d(3).state_dict())
+        <All keys matched successfully>
+        >>> norm(torch.randn(2, 5, 5, 3), torch.zeros(2, 5, 5, 3)).shape
+        torch.Size([2, 5, 5, 3])
+    """
+
+    channel_last: bool = False
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
+        fuse_relu: bool = False,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, apply_act=fuse_relu,
+            process_group=process_group,
+        )  # fmt: skip
+        self.channel_last = channel_last
+
+    @property
+    def fuse_relu(self) -> bool:
+        """Whether ReLU follows. After a conversion another activation may: see `act`."""
+        return isinstance(self.act, nn.ReLU)
+
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """The activation of the normalised input, to which z is added first."""
+        return self._fused(input, z)
+
+    def _normalise(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        branch_scale: Tensor | None,
+        activation: Pointwise,
+    ) -> Tensor:
+        if self.channel_last:
+            input = input.movedim(-1, 1)
+            residual = None if residual is None else residual.movedim(-1, 1)
+        output = super()._normalise(input, residual, branch_scale, activation)
+        return output.movedim(1, -1) if self.channel_last else output
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", channel_last=True" if self.channel_last else "")
+
+
+def convert_syncbn_model(
+    module: nn.Module, process_group: Any = None, channel_last: bool = False
+) -> nn.Module:
+    """Turn every batch norm of a model into :class:`SyncBatchNorm`, in place.
+
+    Those that :func:`fusedtrain.nn.convert_sync_batchnorm` knows; parameters, buffers, hooks and
+    the activations of this package's norms stay. Instance norms are left as they are.
+
+    Args:
+        module: the model, or one batch norm.
+        process_group: the ranks, by default all.
+        channel_last: as of :class:`SyncBatchNorm`, for all of them.
+
+    Returns:
+        the module.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4))
+        >>> type(convert_syncbn_model(model)[1]).__name__
+        'SyncBatchNorm'
+    """
+    convert_sync_batchnorm(module, process_group)
+    for part in module.modules():
+        if type(part) in (SyncBatchNormAct, SyncBatchNorm):
+            part.__class__ = SyncBatchNorm
+            vars(part)["channel_last"] = channel_last
+    return module
+
+
+def create_syncbn_process_group(group_size: int) -> Any:
+    """Process group of `group_size` neighbouring ranks with this rank among them.
+
+    Every rank has to call it.
+
+    Args:
+        group_size: a divisor of the number of ranks; 0 means all of them.
+
+    Returns:
+        the group; None for 0, which `process_group` takes as all ranks.
+
+    Raises:
+        ValueError: where it does not divide the number of ranks.
+
+    Example:
+        >>> create_syncbn_process_group(0) is None
+        True
+    """
+    if group_size == 0:
+        return None
+    ranks = dist.get_world_size()
+    if group_size < 0 or ranks % group_size:
+        raise ValueError(f"group_size: {group_size} does not divide the number of ranks, {ranks}")
+    firsts = range(0, ranks, group_size)
+    groups = [dist.new_group(list(range(first, first + group_size))) for first in firsts]
+    return groups[dist.get_rank() // group_size]
