@@ -34,9 +34,9 @@ from _train.recipe import (
 )
 from _train.record import Record
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
+from fusedtrain.compat.parallel import DistributedDataParallel as DDP
 from fusedtrain.fp16_utils import (
     master_params_to_model_params,
     model_grads_to_master_grads,

@@ -34,12 +34,12 @@ from _train.recipe import (
 )
 from _train.record import Record
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from fusedtrain import amp
-from fusedtrain.nn import convert_sync_batchnorm as convert_syncbn_model
-from fusedtrain.optim import SGD as FusedSGD
+from fusedtrain.compat.optimizers import FusedSGD
+from fusedtrain.compat.parallel import DistributedDataParallel as DDP
+from fusedtrain.compat.parallel import convert_syncbn_model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -60,7 +60,11 @@ def run(args: argparse.Namespace, world: World) -> None:
 
     args.lr *= args.batch_size * world.size / 256
     optimizer = FusedSGD(
-        model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay
+        model.parameters(),
+        args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        set_grad_none=True,
     )
     try:
         model, optimizer = amp.initialize(
