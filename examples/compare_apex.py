@@ -111,7 +111,8 @@ def rows(group: str) -> list[Row]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options(
         "compare_apex.py", "The Apex examples beside today's form of them.", width=8,
-        image_size=8, batch_size=16, train_images=320, epochs=3, decay_epochs=[2], lr=0.01, threads=1,
+        image_size=8, batch_size=16, train_images=320, epochs=3, decay_epochs=[2], lr=0.01,
+        threads=1,
     )  # fmt: skip
     add = parser.add_argument
     add("--rows", choices=("all", "imagenet", "cifar"), default="all", help="what to run")
