@@ -239,7 +239,7 @@ def test_top_k_accuracy_and_means() -> None:
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--rows", "cifar", "--repeats", "1", "--output", str(tmp_path)]
-    status = compare_apex.main([*QUICK, *options, "--decay-epochs", "1", "--warmup-epochs", "0"])
+    status = compare_apex.main([*QUICK, *options, "--lr", "0.001"])
     printed = capsys.readouterr().out
     assert status == 0, printed
     results = json.loads((tmp_path / "results.json").read_text())
@@ -263,6 +263,7 @@ def _reports(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
         row.memory, row.accuracy, row.test_images = 1.0, 0.9, 300
         if row.name == change.get("name"):
             row.losses = [loss + change.get("loss", 0.0) for loss in row.losses]
+            row.losses[5:] = [loss + change.get("late", 0.0) for loss in row.losses[5:]]
             row.accuracy += change.get("accuracy", 0.0)
 
     monkeypatch.setattr(compare_apex, "run", reported)
@@ -275,10 +276,12 @@ def _reports(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]) -> None:
         ({"name": "imagenet, apex O0", "loss": 1.0}, []),  # nothing is held to it
         ({"name": "imagenet, apex O1", "loss": 1.0}, ["imagenet, today: loss"]),
         ({"name": "cifar fp16, today", "loss": 0.3}, ["cifar fp16, today: loss"]),
+        ({"name": "cifar fp16, today", "loss": 0.003}, ["cifar fp16, today: loss, first 3"]),
+        ({"name": "imagenet, today", "late": 0.3}, ["imagenet, today: loss, mean of the first"]),
         ({"name": "cifar fp16, today", "loss": math.nan}, ["cifar fp16, today: losses that are"]),
         ({"name": "imagenet, today", "accuracy": -0.2}, ["imagenet, today: final accuracy"]),
     ],
-    ids=["equal", "no-pair", "before", "today", "nan", "accuracy"],
+    ids=["equal", "no-pair", "before", "today", "little", "late", "nan", "accuracy"],
 )
 def test_exit_status(
     tmp_path: Path,
@@ -295,6 +298,7 @@ def test_exit_status(
     wrong = [check["name"] for check in results["checks"] if not check["passed"]]
     assert bool(wrong) == bool(failed)
     assert all(any(name.startswith(part) for name in wrong) for part in failed)
+    assert not any("first 3" in name for name in wrong) or "late" not in change
     assert [row["ms_per_step"] for row in results["rows"]] == pytest.approx([15.0] * 6)
 
 
