@@ -162,17 +162,27 @@ QUICK = Effort(min_rounds=3, max_rounds=9, seconds=0.02, sample_ns=50_000)
 
 
 def interleave(
-    calls: Mapping[str, Call], clock: Clock, effort: Effort, prepare: Call | None = None
+    calls: Mapping[str, Call],
+    clock: Clock,
+    effort: Effort,
+    prepare: Callable[[str], object] | None = None,
 ) -> dict[str, list[float]]:
     """Nanoseconds per call of every rival, one sample of each per round, in shuffled order.
 
     A neighbour who takes half of the machine for a second then slows all rivals alike, and the
-    ratios of a round stay true. ``prepare`` is called before each sample and not timed.
+    ratios of a round stay true. ``prepare`` is called before each sample, with the name of who is
+    next, and not timed.
     """
+
+    def sample(name: str, times: int) -> float:
+        if prepare is not None:
+            prepare(name)
+        return clock(calls[name], times)
+
     repeats = {}
-    for name, call in calls.items():
-        clock(call, 1)
-        estimate = min(clock(call, 1) for _ in range(2))
+    for name in calls:
+        sample(name, 1)
+        estimate = min(sample(name, 1) for _ in range(2))
         repeats[name] = max(1, math.ceil(effort.sample_ns / estimate))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
@@ -186,9 +196,7 @@ def interleave(
                 break
             shuffle(order)
             for name in order:
-                if prepare is not None:
-                    prepare()
-                samples[name].append(clock(calls[name], repeats[name]))
+                samples[name].append(sample(name, repeats[name]))
     finally:
         gc.enable()
     return samples

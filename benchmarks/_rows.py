@@ -49,12 +49,17 @@ class Contest:
         names = self.ns.keys() & {"copy", "fusedtrain"}
         return any(self.ns[name] > BUSY * self.ns_min[name] for name in names)
 
-    def is_slower(self, tolerance: float) -> bool:
-        """Slower than the strongest rival by more than ``tolerance``, and surely so."""
+    def slower_than(self, tolerance: float) -> str | None:
+        """The strongest rival, if it is surely faster by more than ``tolerance``."""
         best = self.strongest
-        if best is None:
-            return False
-        return self.ratio_interval[best][1] < 1 and self.ratio[best] < 1 / (1 + tolerance)
+        return best if best is not None and self._loses_to(best, tolerance) else None
+
+    def is_slower(self, tolerance: float) -> bool:
+        """Slower than it may be."""
+        return self.slower_than(tolerance) is not None
+
+    def _loses_to(self, rival: str, tolerance: float) -> bool:
+        return self.ratio_interval[rival][1] < 1 and self.ratio[rival] < 1 / (1 + tolerance)
 
 
 @dataclass(frozen=True)

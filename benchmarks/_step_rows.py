@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks._contestants import JOBS, KINDS, RULES
 from benchmarks._measure import compare, setting
@@ -15,6 +15,7 @@ from benchmarks._parameter_lists import MODELS
 from benchmarks._rows import Contest, machine_text, stored
 
 FAMILY = "amp_step"
+R = TypeVar("R", bound="StepRow")
 
 
 def step_row(
@@ -31,6 +32,7 @@ def step_row(
     samples: Mapping[str, Sequence[float]],
     host: Mapping[str, Sequence[float]],
     counts: Mapping[str, int],
+    family: str = FAMILY,
 ) -> dict[str, Any]:
     """One row of the results, from the samples of ``interleave``.
 
@@ -41,7 +43,7 @@ def step_row(
     ns = {name: statistics.median(values) for name, values in samples.items()}
     gb_per_s = {n: (copied if n == "copy" else moved) / time_ns for n, time_ns in ns.items()}
     return {
-        "family": FAMILY,
+        "family": family,
         "op": op,
         "job": job,
         "model": model,
@@ -89,7 +91,7 @@ class StepRow(Contest):
     allocator: str = ""
 
     @classmethod
-    def parse(cls, info: dict[str, Any]) -> StepRow:
+    def parse(cls: type[R], info: dict[str, Any]) -> R:
         """From a result's ``extra_info``."""
         return cls(**stored(cls, info))
 
@@ -109,14 +111,20 @@ def section_key(row: StepRow) -> tuple[str, str, str]:
     return row.machine, row.model, row.dtype
 
 
-def load(paths: Iterable[Path]) -> list[StepRow]:
-    """The rows of the AMP step in pytest-benchmark's JSON files, in a readable order."""
-    rows: list[StepRow] = []
+def read(paths: Iterable[Path], family: str, kind: type[R]) -> list[R]:
+    """The rows of a family in pytest-benchmark's JSON files."""
+    rows: list[R] = []
     for path in paths:
         infos = [entry["extra_info"] for entry in json.loads(path.read_text())["benchmarks"]]
-        found = [StepRow.parse(i) for i in infos if i.get("family") == FAMILY]
+        found = [kind.parse(i) for i in infos if i.get("family") == family]
         # One date for one run, also across midnight.
         rows += [replace(row, date=min(r.date for r in found)) for row in found]
+    return rows
+
+
+def load(paths: Iterable[Path]) -> list[StepRow]:
+    """The rows of the AMP step in pytest-benchmark's JSON files, in a readable order."""
+    rows = read(paths, FAMILY, StepRow)
     models, kinds, rules, jobs = map(list, (MODELS, KINDS, RULES, JOBS))
     rows.sort(
         key=lambda row: (

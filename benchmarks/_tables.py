@@ -90,11 +90,10 @@ def summary(title: str, rows: Sequence[Any], label: Callable[[Any], str], tolera
                 f"  vs the strongest rival: {mean:.2f}x (geometric mean of {len(ratios)}), from "
                 f"{min(ratios):.2f}x to {max(ratios):.2f}x"
             )
-    slower = [row for row in rows if row.is_slower(tolerance)]
+    slower = [(row, name) for row in rows if (name := row.slower_than(tolerance))]
     lines.append(f"Slower than a rival beyond noise (> {tolerance:.0%}): {len(slower)} rows")
     lines += [
-        f"  {label(row)}: {row.ratio[best]:.2f}x {best}{' (noisy)' if row.noisy else ''}"
-        for row in slower
-        if (best := row.strongest)
+        f"  {label(row)}: {row.ratio[name]:.2f}x {name}{' (noisy)' if row.noisy else ''}"
+        for row, name in slower
     ]
     return "\n".join(lines)

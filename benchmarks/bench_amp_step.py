@@ -8,7 +8,7 @@ of its own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -165,7 +165,8 @@ def _random(
 
 
 @lru_cache(maxsize=1)
-def _copy_buffers(nbytes: int, device: str) -> tuple[Tensor, Tensor]:
+def copy_buffers(nbytes: int, device: str) -> tuple[Tensor, Tensor]:
+    """Source and target of the copy that a job is compared with."""
     source = torch.ones(nbytes // 4, device=device)
     return source, torch.ones_like(source)
 
@@ -201,7 +202,7 @@ def count_launches(call: Call) -> int:
     return sum(e.count for e in profiler.key_averages() if "LaunchKernel" in e.key)
 
 
-def _prepare(case: Case, grads: list[Tensor]) -> Call | None:
+def _prepare(case: Case, grads: list[Tensor]) -> Callable[[str], object] | None:
     """Gradients for the next sample, where the job zeroes them.
 
     Updates of zero gradients would also let moments decay to denormal numbers, which are slow.
@@ -209,7 +210,7 @@ def _prepare(case: Case, grads: list[Tensor]) -> Call | None:
     if not does(case.job, "zero"):
         return None
     kept = [grad.clone() for grad in grads]
-    return lambda: torch._foreach_copy_(grads, kept)
+    return lambda who: torch._foreach_copy_(grads, kept)
 
 
 def _host_ns(
@@ -238,7 +239,7 @@ def test_amp_step(benchmark: Any, clock: Clock, effort: Effort, device: str, cas
     calls: dict[str, Call] = {who: c.call for who, c in contestants.items()}
     numel = sum(p.numel() for p in tensors[0])
     moved = numel * bytes_per_parameter(case.op, case.job, KINDS[case.kind])
-    source, target = _copy_buffers(min(moved // 2, COPY_BYTES), device)
+    source, target = copy_buffers(min(moved // 2, COPY_BYTES), device)
     calls["copy"] = lambda: target.copy_(source)
     samples = interleave(calls, clock, effort, _prepare(case, tensors[1]))
     counter = count_ops if device == "cpu" else count_launches

@@ -3,7 +3,7 @@
 python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
 
 Each family of benchmarks has a chart of its own beside that of the activations:
-CHART-amp-step.png, CHART-batch-norm.png, CHART-conv-bn.png.
+CHART-amp-step.png, CHART-batch-norm.png and so on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    _apex_report,
+    _apex_rows,
     _memory_report,
     _memory_rows,
     _net_report,
@@ -121,6 +123,7 @@ def _parts(results: Sequence[Path]) -> list[_Part]:
     return [
         *parts,
         _OwnPart(_step_rows.FAMILY, _step_rows.load(results), _step_report),
+        _OwnPart(_apex_rows.FAMILY, _apex_rows.load(results), _apex_report),
         _OwnPart(_net_rows.FAMILY, _net_rows.load(results), _net_report),
         _OwnPart(_memory_rows.FAMILY, _memory_rows.load(results), _memory_report),
     ]

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = {
     "activations": "bounded",
     "amp_step": "bounded",
+    "apex": "bounded",
     "batch_norm": "kept",
     "conv_bn": "kept",
     "chains": "kept",

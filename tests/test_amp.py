@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 from typing import Any
@@ -174,6 +175,32 @@ def test_looking_at_gradients_changes_nothing() -> None:
             if looks:
                 assert all(p.grad.abs().max() < 100 for p in model.parameters())
             optimizer.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_hooks_of_the_step_see_unscaled_gradients_and_change_nothing(level: str) -> None:
+    results = []
+    for hooked in (False, True):
+        model, optimizer = start(MAKERS["fused-SGD"], level)
+        largest: list[float] = []
+
+        def look(which: Any, *_: Any, largest: list[float] = largest) -> None:
+            grads = [p.grad for p in amp.master_params(which) if p.grad is not None]
+            largest.append(max(float(g.abs().max()) for g in grads))
+
+        if hooked:
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
+        for i in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            backward(overflowing(loss) if i == 2 else loss, optimizer)
+            optimizer.step()
+        if hooked:
+            assert all(0 < value < 100 for value in largest[:4] + largest[6:])
         results.append(model.state_dict())
     for name, value in results[0].items():
         torch.testing.assert_close(value, results[1][name], rtol=1e-6, atol=1e-6)
@@ -440,7 +467,7 @@ def test_models_are_copied_and_pickled() -> None:
     expected = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(x), expected)
-        assert other.state_dict()["0.weight"].dtype == torch.float32
+        assert {type(p) for p in other.parameters()} == {nn.Parameter}
     optimizer.step()
     assert not torch.equal(model(x), expected)
 
@@ -506,3 +533,35 @@ def test_a_second_initialize_takes_the_parameters_over() -> None:
     gradients_alike(model.parameters(), reference)
     with pytest.raises(RuntimeError, match=r"later amp\.initialize"):
         backward(loss_of(model), first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_are_plain_unless_their_gradients_are_scaled(level: str) -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], level)
+    params = [*model.parameters(), *amp.master_params(optimizer)]
+    for _ in range(2):
+        assert {type(p) for p in params} == {nn.Parameter}
+        backward(loss_of(model), optimizer)
+        assert {type(p) for p in amp.master_params(optimizer)} != {nn.Parameter}
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    assert all(p.grad is not None for p in amp.master_params(optimizer))  # which unscales them
+    assert {type(p) for p in params} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_is_gone_leaves_its_parameters(scaled: bool) -> None:
+    model, first = start(MAKERS["fused-SGD"], "O1")
+    backward(loss_of(model), first)
+    if not scaled:
+        first.zero_grad()
+    del first
+    gc.collect()
+    second = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+    model, second = amp.initialize(model, second, opt_level="O1", verbosity=0)
+    second.zero_grad()
+    backward(loss_of(model), second)
+    reference = network()
+    loss_of(reference).backward()
+    gradients_alike(model.parameters(), reference)

@@ -197,8 +197,10 @@ def test_preparation_is_not_timed() -> None:
         return 1.0
 
     effort = measure.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
-    measure.interleave({"a": lambda: log.append("a")}, clock, effort, lambda: log.append("ready"))
-    assert log[-6:] == ["ready", "a", "timed"] * 2
+    measure.interleave(
+        {"a": lambda: log.append("a")}, clock, effort, lambda who: log.append(f"{who} is next")
+    )
+    assert log == ["a is next", "a", "timed"] * 5
 
 
 # --- rows and report ---

@@ -145,7 +145,7 @@ def benchmark(part: Part, gpu: str, *families: str) -> None:
 
 
 def bench(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "activations", "amp_step")
+    benchmark(part, gpu, "activations", "amp_step", "apex")
     if gpu and importlib.util.find_spec("pytest_benchmark") is not None:
         part.run(
             sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--no-compile",

@@ -58,9 +58,10 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = found
-    return found
+    # All at once: timm looks into ``amp.__dict__`` for state_dict.
+    modules = {file: importlib.import_module(f".{file}", __name__) for file in _WHERE.values()}
+    globals().update({each: getattr(modules[file], each) for each, file in _WHERE.items()})
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

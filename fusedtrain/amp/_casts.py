@@ -1,6 +1,6 @@
 """What `initialize` does to a model: casts of what goes in and comes out, float32 checkpoints.
 
-All of it is hooks, which copies, replicas and pickles of the model take along.
+All of it is hooks, which replicas and pickles of the model take along; copies take the casts.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def cast_model(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtyp
 def save_in_float32(model: nn.Module) -> None:
     """Makes checkpoints of a 16-bit model float32, with what the master weights know."""
     for module in model.modules():
-        if _widen_saved not in module._state_dict_hooks.values():
-            module.register_state_dict_post_hook(_widen_saved)
+        if not any(isinstance(hook, _Widening) for hook in module._state_dict_hooks.values()):
+            module.register_state_dict_post_hook(_Widening())
             module.register_load_state_dict_pre_hook(_load_masters)
 
 
@@ -85,13 +85,27 @@ def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: t for name, t in named.items() if t is not None and t.dtype in _HALF}
 
 
-def _widen_saved(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-) -> None:
-    for key, tensor in _own_tensors(module, prefix).items():
-        saved = state_dict.get(key)
-        if isinstance(saved, Tensor) and saved.dtype in _HALF:
-            state_dict[key] = full_precision(tensor)
+class _Widening:
+    """Puts float32 values into a state_dict.
+
+    Not into that of a copy of the model, which has no masters: moving averages of models (timm's
+    ModelEma) are copies, and are updated by writing into the tensors of their state_dict.
+    """
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        for key, tensor in _own_tensors(module, prefix).items():
+            saved = state_dict.get(key)
+            if isinstance(saved, Tensor) and saved.dtype in _HALF:
+                state_dict[key] = full_precision(tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _as_it_is
+
+
+def _as_it_is(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    pass
 
 
 def _load_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:

@@ -8,49 +8,28 @@ same: looking is what unscales them (`LazyParameter`). Other optimizers' are uns
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
+from ._lazy import LazyParameter
 from ._masters import Masters
 from ._raw import raw_grad, set_raw_grad
 
-# They ask whether there is a gradient, to drop it or to zero it: no reason to unscale it.
-_ZEROING = {
-    inspect.unwrap(owner.zero_grad).__code__ for owner in (torch.nn.Module, torch.optim.Optimizer)
-}
-
-
-class LazyParameter(torch.nn.Parameter):
-    """A parameter whose gradient is unscaled when somebody looks at it.
-
-    Each optimizer has a subclass of its own. What is pickled is a plain parameter.
-    """
-
-    _gradients: ScaledGradients
-
-    @property
-    def grad(self) -> Tensor | None:
-        """As of every tensor."""
-        scaled = self._gradients.scaled_by is not None
-        if scaled and sys._getframe(1).f_code not in _ZEROING:
-            self._gradients.unscale()
-        return raw_grad(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None and self._gradients.scaled_by is not None:
-            self._gradients.unscale()
-        set_raw_grad(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        set_raw_grad(self, None)
+_MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
+_OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
+# By parameter, a weak reference to the `ScaledGradients` that it belongs to.
+_owner: Any = WeakTensorKeyDictionary()
+_LAYOUT = attrgetter("layout")
 
 
 class ScaledGradients:
@@ -64,59 +43,101 @@ class ScaledGradients:
         with_masters: whether the optimizer is to step float32 masters of 16-bit parameters.
         accumulates: whether gradients of masters stay until they are zeroed, as torch's do; in
             Apex's amp a step drops them.
+        values: see `Masters`.
     """
 
-    def __init__(self, optimizer: Any, with_masters: bool, accumulates: bool = False) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Any,
+        with_masters: bool,
+        accumulates: bool = False,
+        values: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        # The optimizer refers to this, and so do parameters, which may outlive it.
+        self._optimizer = weakref.ref(optimizer)
         self.with_masters = with_masters
         self.accumulates = accumulates
-        self.masters = Masters()
+        self.masters = Masters(values)
         self.own: list[Tensor] = []  # parameters of param_groups that are no masters
-        self.scaled_by: Tensor | None = None  # what the gradients are multiplied by
+        self._scaled_by: Tensor | None = None
         self.checked = False  # whether these have been searched for infs and NaNs
         self.stepped = False  # whether a step has used them
+        self.unborn = True  # whether there was no step yet
         self.retired = False
         self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
         self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
-        self._left: dict[int, int] = {}  # by id, the version of each gradient that `finish` left
+        # Of parameters, by id: the scaled gradient that a backward pass has left, and its version.
+        self._left: dict[int, tuple[TensorWeakRef, int]] = {}
+        self.running = False  # whether a backward pass is, under `scale_loss`
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
-            if isinstance(p, LazyParameter):  # of an optimizer of an earlier initialize
-                p._gradients.retire()
+            earlier = _owner_of(p)
+            if earlier is not None:
+                earlier.retire()
         self.lazy = isinstance(optimizer, FusedOptimizer) and all(
             type(p) is torch.nn.Parameter for p in params
         )
-        self._kind: type[torch.nn.Parameter] = torch.nn.Parameter
         if self.lazy:
             self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
+            optimizer._step = self._step
         for group in optimizer.param_groups:
             self.add(group)
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, while there is one."""
+        return self._optimizer()
+
     def add(self, group: dict[str, Any]) -> None:
-        """Takes over the parameters of a group."""
+        """Takes over the parameters of a group.
+
+        Raises:
+            RuntimeError: for parameters of another optimizer. Nothing is modified.
+        """
+        params = group["params"]
+        if self.lazy and any(type(p) is not torch.nn.Parameter or _owner_of(p) for p in params):
+            raise RuntimeError(
+                "a parameter of the group belongs to another optimizer already, or is of a "
+                "subclass of torch.nn.Parameter"
+            )
         first = len(self.masters.masters)
         if self.with_masters:
-            self.masters.replace_in(group, self._kind)
+            self.masters.replace_in(group)
         new = set(map(id, self.masters.masters[first:]))
         own = [p for p in group["params"] if id(p) not in new]
         self.own += own
         if not self.lazy:
             return
-        if any(type(p) is not torch.nn.Parameter for p in own):
-            raise RuntimeError(
-                "a parameter of the group belongs to another optimizer already, or is of a "
-                "subclass of torch.nn.Parameter"
-            )
-        for p in own:
-            p.__class__ = self._kind
-        self.optimizer._read_gradients(self._gradient_of, self.masters.param_of)
+        _owner.update((p, weakref.ref(self)) for p in own)
+        self._watch(self.scaled_by is not None)
+        self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
     def retire(self) -> None:
         """Leaves the parameters to another optimizer."""
         self.unscale()
         self.retired = True
         for p in self.own:
-            p.__class__ = torch.nn.Parameter
+            _owner.pop(p, None)
+
+    @property
+    def scaled_by(self) -> Tensor | None:
+        """What the gradients are multiplied by."""
+        return self._scaled_by
+
+    @scaled_by.setter
+    def scaled_by(self, scale: Tensor | None) -> None:
+        changes = (scale is None) != (self._scaled_by is None)
+        self._scaled_by = scale
+        if changes and self.lazy:
+            self._watch(scale is not None)
+
+    def _watch(self, on: bool) -> None:
+        """From here on who looks at a gradient unscales it, or does not."""
+        kind = self._kind if on else torch.nn.Parameter
+        for p in self.own:
+            p.__class__ = kind
+        for p in self.masters.masters:
+            p.__class__ = kind
 
     # --- around a backward pass
 
@@ -127,24 +148,39 @@ class ScaledGradients:
                 f"the parameters of this {type(self.optimizer).__name__} have been given to "
                 "another optimizer by a later amp.initialize"
             )
+        if self.running:
+            raise RuntimeError(
+                f"amp.scale_loss within another of the same {type(self.optimizer).__name__}: its "
+                "gradients would be of two scales"
+            )
         self.masters.check_devices()
         if self.scaled_by is not None and not self.checked:
             self._rescale(scale)
+            self.running = True
             return
+        if self.scaled_by is not None:
+            self._refuse_foreign()
         self.unscale()
-        self._before = [raw_grad(p) for p in self.own]
+        self.running = True
+        # Memory of DistributedDataParallel's buckets, of which gradients may be views, is written
+        # to whatever .grad is.
+        before = [raw_grad(p) for p in self.own]
+        self._before = [g.clone() if g is not None and g._is_view() else g for g in before]
         self._drop([*self.own, *self.masters.params])
 
     def abort(self) -> None:
         """After a backward pass that raised: its gradients are dropped."""
+        self.running = False
         if self._before is not None and self.scaled_by is None:
-            self._drop(self.masters.params)
+            self._drop([*self.own, *self.masters.params])
             self._restore(self._before)
             self._before = None
 
     def delay(self, scale: Tensor) -> None:
         """After a backward pass whose gradients are to stay scaled."""
         self.scaled_by, self.checked, self.stepped = scale, False, False
+        self.running = False
+        self._note_left()
 
     def finish(self, scale: Tensor, check: bool) -> Tensor | None:
         """After a backward pass: not 0 where it left infs or NaNs, or None without `check`.
@@ -152,22 +188,38 @@ class ScaledGradients:
         Raises:
             RuntimeError: for sparse gradients.
         """
-        self._refuse_sparse()
+        raw = self._raw()
+        self._refuse_sparse(raw)
         before = self._before or []
-        self._before, self.stepped = None, False
-        if self.lazy and not any(g is not None for g in before) and not self.masters.have_grads():
-            self.scaled_by, self.checked = scale, True
-            found = self.optimizer._measure(scale) if check else None
-            self._left = {id(g): g._version for g in self._raw()}
+        self._before, self.stepped, self.running = None, False, False
+        if self._may_stay_scaled(before, raw):
+            self._scaled_by, self.checked = scale, True  # watched when the optimizer has measured
+            try:
+                found = self.optimizer._measure(scale) if check else None
+            finally:
+                self._watch(True)
+            self._note_left()
             return found
         self.scaled_by = None
+        self._note_left()
         new = [raw_grad(p) for p in self.own]
         found = self._unscale(scale)
         self._restore(before)
-        both = [(old, g) for old, g in zip(before, new) if old is not None and g is not None]
-        for old, g in both:
-            old.add_(g)
+        for p, old, g in zip(self.own, before, new):
+            if old is None or g is None:
+                continue
+            if g._is_view():  # of a bucket, where it stays
+                g.add_(old)
+                set_raw_grad(p, g)
+            else:
+                old.add_(g)
         return found if check else None
+
+    def _may_stay_scaled(self, before: list[Tensor | None], raw: list[Tensor]) -> bool:
+        if not self.lazy or any(g is not None for g in before) or self.masters.have_grads():
+            return False
+        # After its first backward pass DistributedDataParallel makes other buckets, once.
+        return not (self.unborn and any(map(Tensor._is_view, raw)))
 
     def unscale(self) -> None:
         """Gradients become what they are without a loss scale; those of masters are made."""
@@ -177,6 +229,8 @@ class ScaledGradients:
         if self.checked and not self.stepped:
             self._refuse_foreign()
         self.scaled_by = None
+        for name in _OF_A_STEP:  # where a hook of the step has looked
+            getattr(self.optimizer, "__dict__", {}).pop(name, None)
         if not self._raw():
             return
         found = self._unscale(scale)
@@ -193,11 +247,11 @@ class ScaledGradients:
     def _unscale(self, scale: Tensor) -> Tensor:
         """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
         added: list[tuple[Tensor, Tensor]] = []
-        grads = [g for g in map(raw_grad, self.own) if g is not None]
+        grads = [g for p, g in self._with_grads(self.own) if self._is_left(p, g)]
         wide, narrow = [], []
         for master, p in () if self._used_up() else self.masters.pairs():
             g = raw_grad(p)
-            if g is not None:
+            if g is not None and self._is_left(p, g):
                 copy = torch.empty_like(g, dtype=torch.float32)
                 wide.append(copy)
                 narrow.append(g)
@@ -236,23 +290,24 @@ class ScaledGradients:
             RuntimeError: for a closure that could not be followed, and for gradients that are
                 still scaled.
         """
-        if closure is not None and (self.with_masters or self.found_inf is not None):
-            raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
+        self.unborn = False
+        if closure is not None:
+            return self._step_with_closure(original, closure)
         if self.scaled_by is not None and not self.checked and not self.stepped:
             raise RuntimeError(
                 "the gradients are still scaled: the last backward pass before optimizer.step() "
                 "must be under amp.scale_loss without delay_unscale"
             )
-        if self.scaled_by is not None and not self.stepped:
+        if self.scaled_by is not None:
             self._refuse_foreign()
         found, self.found_inf = self.found_inf, None
         try:
             if self.lazy:
-                return self._step_in_two_sweeps(original, closure, found)
-            if found is not None and found.item() != 0:
+                return self._step_in_two_sweeps(original, found)
+            if _overflowed(found):
                 return None
             self.masters.follow_parameters()
-            result = original() if closure is None else original(closure)
+            result = original()
             self.masters.write_parameters()
             return result
         finally:
@@ -260,9 +315,29 @@ class ScaledGradients:
             if not self.accumulates:
                 self._drop(self.masters.masters)
 
-    def _step_in_two_sweeps(
-        self, original: Callable[..., Any], closure: Callable[[], Any] | None, found: Tensor | None
-    ) -> Any:
+    def _step_with_closure(self, original: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+        if self.with_masters or (not self.lazy and _overflowed(self.found_inf)):
+            raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
+        if self.lazy:  # which call it once, before anything else
+            with torch.enable_grad():
+                loss = closure()
+            self.step(original, None)
+            return loss
+
+        def close() -> Any:
+            for _ in range(_MOST_TRIES):
+                self.found_inf = None
+                loss = closure()
+                if not _overflowed(self.found_inf):
+                    return loss
+            raise RuntimeError("the gradients of the closure are finite at no loss scale")
+
+        try:
+            return original(close)
+        finally:
+            self.stepped, self.found_inf = True, None
+
+    def _step_in_two_sweeps(self, original: Callable[..., Any], found: Tensor | None) -> Any:
         optimizer = self.optimizer
         if self.stepped:
             self.unscale()  # of a second step without a backward pass between
@@ -272,15 +347,28 @@ class ScaledGradients:
         if found is not None:
             optimizer.found_inf = found
         try:
-            return original() if closure is None else original(closure)
+            result = original()
+            if optimizer.gradient_writeback != "none":
+                self.scaled_by = None
+            return result
         finally:
-            for name in ("_checks_gradients", "grad_scale", "found_inf"):
+            for name in (*_OF_A_STEP, "found_inf"):
                 optimizer.__dict__.pop(name, None)
 
+    def _step(self) -> None:
+        """The optimizer's own, after hooks and before hooks: nobody looks."""
+        self._watch(False)
+        try:
+            type(self.optimizer)._step(self.optimizer)
+        finally:
+            self._watch(self.scaled_by is not None)
+
     def zeroed(self) -> None:
-        """After ``zero_grad`` of the optimizer."""
+        """With ``zero_grad`` of the optimizer."""
         self._drop([*self.masters.params, *self.masters.masters])
         self.scaled_by = None
+        if self._before is not None:
+            self._before = [None] * len(self._before)
 
     # --- small things
 
@@ -288,45 +376,78 @@ class ScaledGradients:
         """Whether gradients of masters are gone, though those of their parameters are there."""
         return self.stepped and not self.accumulates
 
-    def _gradient_of(self, p: Tensor) -> Tensor | None:
+    def _gradients_of(self, params: list[Tensor]) -> list[Tensor | None]:
         """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
-        grad = raw_grad(p)
-        if grad is None and self.scaled_by is not None and not self._used_up():
-            low = self.masters.param_of.get(id(p))
-            return None if low is None else raw_grad(low)
-        return grad
+        grads = list(map(raw_grad, params))
+        if self.scaled_by is not None and not self._used_up():
+            param_of = self.masters.param_of
+            for i, p in enumerate(params):
+                if grads[i] is None and id(p) in param_of:
+                    grads[i] = raw_grad(param_of[id(p)])
+        return grads
+
+    def _with_grads(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for p in params:
+            grad = raw_grad(p)
+            if grad is not None:
+                yield p, grad
 
     def _raw(self) -> list[Tensor]:
+        return [g for _, g in self._with_grads([*self.own, *self.masters.params])]
+
+    def _note_left(self) -> None:
+        """These gradients are scaled; what takes the place of one is not."""
         params = [*self.own, *self.masters.params]
-        return [g for g in map(raw_grad, params) if g is not None]
+        self._left = {id(p): (TensorWeakRef(g), g._version) for p, g in self._with_grads(params)}
+
+    def _is_left(self, p: Tensor, grad: Tensor) -> bool:
+        left = self._left.get(id(p))
+        return left is not None and left[0]() is grad
 
     def _drop(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            set_raw_grad(p, None)
+        deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
 
     def _restore(self, before: list[Tensor | None]) -> None:
         for p, grad in zip(self.own, before):
             if grad is not None:
                 set_raw_grad(p, grad)
 
-    def _refuse_sparse(self) -> None:
-        for p in [*self.own, *self.masters.params]:
-            grad = raw_grad(p)
-            if grad is not None and grad.layout is not torch.strided:
-                self.abort()
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__}: a parameter of shape {tuple(p.shape)} has a "
-                    "sparse gradient, which amp.scale_loss does not unscale; use "
-                    "torch.amp.GradScaler and torch.optim, or a dense gradient (sparse=False)"
-                )
+    def _refuse_sparse(self, grads: list[Tensor]) -> None:
+        if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
+            shape = next(tuple(g.shape) for g in grads if g.layout is not torch.strided)
+            self.abort()
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: a parameter of shape {shape} has a sparse "
+                "gradient, which amp.scale_loss does not unscale; use torch.amp.GradScaler and "
+                "torch.optim, or a dense gradient (sparse=False)"
+            )
 
     def _refuse_foreign(self) -> None:
-        """A backward pass outside `scale_loss` has added to gradients that were scaled."""
-        if any(self._left.get(id(g)) != g._version for g in self._raw()):
+        """A backward pass outside `scale_loss` has added to gradients that were scaled.
+
+        Or, before a step has used these, has put others in their places.
+        """
+        low = [] if self._used_up() else self.masters.params
+        for p, grad in self._with_grads([*self.own, *low]):
+            if self._is_left(p, grad):
+                if self._left[id(p)][1] == grad._version:
+                    continue
+            elif self.stepped:
+                continue
             raise RuntimeError(
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"
             )
+
+
+def _overflowed(found_inf: Tensor | None) -> bool:
+    return found_inf is not None and bool(found_inf.item() != 0)
+
+
+def _owner_of(p: Tensor) -> ScaledGradients | None:
+    """Whose parameter it is: nobody's any more where the optimizer is gone."""
+    reference: weakref.ref[ScaledGradients] | None = _owner.get(p)
+    return None if reference is None else reference()
 
 
 def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import is_
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ._casts import cast_model, save_in_float32
 from ._functions import disable_casts, switch_autocast, wrap_registered
@@ -117,10 +119,18 @@ def initialize(
     _tell(options)
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
     _amp_state.initialized = True
+    # What becomes masters: the values before they are rounded, without copies of them. Tensors of
+    # p.detach() would count their versions together with p.
+    values = {
+        id(p): p.data
+        for optimizer in some_optimizers
+        for group in optimizer.param_groups
+        for p in (group["params"] if options.master_weights else ())
+    }
     for model in some_models:
         _prepare_model(model, options, cast_model_outputs)
     for optimizer in some_optimizers:
-        _prepare_optimizer(optimizer, bool(options.master_weights))
+        _prepare_optimizer(optimizer, bool(options.master_weights), values)
     devices = {p.device.type for model in some_models for p in model.parameters()}
     switch_autocast(frozenset(devices) if options.patch_torch_functions else frozenset())
     if options.patch_torch_functions:
@@ -230,8 +240,8 @@ def _check_models(models: list[nn.Module]) -> None:
 
 def _check_optimizers(optimizers: list[Any]) -> None:
     owner: dict[int, Any] = {}
-    for optimizer in optimizers:
-        if hasattr(optimizer, "_amp_stash"):
+    for i, optimizer in enumerate(optimizers):
+        if hasattr(optimizer, "_amp_stash") or any(map(partial(is_, optimizer), optimizers[:i])):
             raise RuntimeError(
                 "A given optimizer should only be passed through amp.initialize once: make a new "
                 "one for the parameters as they are now."
@@ -270,9 +280,9 @@ def _prepare_model(model: nn.Module, options: Options, outputs: torch.dtype | No
         save_in_float32(model)
 
 
-def _prepare_optimizer(optimizer: Any, with_masters: bool) -> None:
+def _prepare_optimizer(optimizer: Any, with_masters: bool, values: dict[int, Tensor]) -> None:
     saved = optimizer.state_dict() if optimizer.state else None
-    gradients = ScaledGradients(optimizer, with_masters)
+    gradients = ScaledGradients(optimizer, with_masters, values=values)
     optimizer._amp_stash = gradients
     if saved is not None:
         optimizer.state.clear()
@@ -286,8 +296,8 @@ def _prepare_optimizer(optimizer: Any, with_masters: bool) -> None:
             return gradients.step(old_step, closure)
 
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        gradients.zeroed()  # first: what is zeroed need not be unscaled
         old_zero_grad(*args, **kwargs)
-        gradients.zeroed()
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         old_add_param_group(param_group)

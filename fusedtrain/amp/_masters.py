@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._raw import raw_grad
 
+_DEVICE = attrgetter("device")
 _HALF = (torch.float16, torch.bfloat16)
 
 # Of every 16-bit parameter its master, for what is saved and loaded of the model.
@@ -24,23 +27,27 @@ class Masters:
     becomes at the next step, but for elements that are the master's rounded ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: Mapping[int, Tensor] = MappingProxyType({})) -> None:
+        """`values`: of parameters by id, what they were before they were rounded to 16 bits."""
+        self._values = values
         self.masters: list[Tensor] = []
         self.params: list[Tensor] = []
         self.param_of: dict[int, Tensor] = {}  # by the id of the master
-        self._versions: list[int] = []
+        self._seen: list[tuple[int, int]] = []  # of parameters: version and place in memory
 
-    def replace_in(self, group: dict[str, Any], kind: type[torch.nn.Parameter]) -> None:
+    def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
         for i, p in enumerate(group["params"]):
             if p.requires_grad and p.dtype in _HALF:
-                master = kind(p.detach().to(torch.float32, memory_format=torch.preserve_format))
+                value = self._values.get(id(p), p.detach())
+                wide = value.to(torch.float32, memory_format=torch.preserve_format)
+                master = torch.nn.Parameter(wide)
                 group["params"][i] = master
                 self.masters.append(master)
                 self.params.append(p)
                 self.param_of[id(master)] = p
-                self._versions.append(p._version)
-                _master_of[p] = master
+                self._seen.append((p._version, p.data_ptr()))
+                _master_of[p] = master.detach()  # which refers to no optimizer, and so not to p
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Master and parameter."""
@@ -52,6 +59,8 @@ class Masters:
 
     def check_devices(self) -> None:
         """Raises RuntimeError where the model has gone to another device."""
+        if list(map(_DEVICE, self.masters)) == list(map(_DEVICE, self.params)):
+            return
         for master, p in self.pairs():
             if master.device != p.device:
                 raise RuntimeError(
@@ -63,9 +72,10 @@ class Masters:
     def follow_parameters(self) -> None:
         """Masters take over what others have written to their parameters."""
         for i, (master, p) in enumerate(self.pairs()):
-            if p._version != self._versions[i]:
+            seen = (p._version, p.data_ptr())
+            if seen != self._seen[i]:
                 master.copy_(_widened(p, master))
-                self._versions[i] = p._version
+                self._seen[i] = seen
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -76,7 +86,7 @@ class Masters:
 
     def note_versions(self) -> None:
         """What is written from here on is not ours."""
-        self._versions = [p._version for p in self.params]
+        self._seen = [(p._version, p.data_ptr()) for p in self.params]
 
 
 def _widened(p: Tensor, master: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ def scale_loss(
         loss_id: which scale to use, from 0 to ``num_losses`` - 1.
         model: not used.
         delay_unscale: adds up scaled gradients, for a later backward pass of the same optimizers
-            without it. No step may be made before that.
+            without it. No step may be made before that. Passes under ``no_sync`` of
+            DistributedDataParallel need it: without it their gradients are set aside, and the
+            last pass does not sum them over the ranks.
         delay_overflow_check: leaves the scale as it is, and steps whatever the gradients are.
 
     Raises:
@@ -91,26 +93,32 @@ def scale_loss(
         return
     _notices.tell()
     scale = scaler.scale_on(loss.device)
-    for stash in stashes:
-        stash.prepare(scale)
+    check = scaler.dynamic and not delay_overflow_check
+    found: list[Tensor | None] = []
+    begun: list[ScaledGradients] = []
     try:
+        for stash in stashes:
+            stash.prepare(scale)
+            begun.append(stash)
         with without_autocast():
             yield loss.float() * scale
-    except BaseException:
         for stash in stashes:
+            if delay_unscale:
+                stash.delay(scale)
+            else:
+                found.append(stash.finish(scale, check))
+    except BaseException:
+        for stash in begun:
             stash.abort()
         raise
     if delay_unscale:
-        for stash in stashes:
-            stash.delay(scale)
         return
-    check = scaler.dynamic and not delay_overflow_check
-    found = [stash.finish(scale, check) for stash in stashes]
     if not check:
         if not scaler.dynamic:
             scaler.update(scale)
         return
-    overflow = torch.stack([flag for flag in found if flag is not None]).amax()
+    flags = [flag for flag in found if flag is not None]
+    overflow = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
     scaler.update(overflow)
     for stash in stashes:
         stash.add_found(overflow)

@@ -152,8 +152,8 @@ class FP16_Optimizer:
         Args:
             set_grads_to_None: False zeroes those of float32 parameters in place.
         """
-        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._gradients.zeroed()
+        self.optimizer.zero_grad(set_to_none=set_grads_to_None)
 
     # --- the step
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain, compress
 from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -25,14 +26,18 @@ from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
 
 _FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
+# Over hundreds of tensors, several times a step: mapped, they take a third of a loop's time.
+_GRAD, _VERSION, _LAYOUT = attrgetter("grad"), attrgetter("_version"), attrgetter("layout")
+_GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class _Ahead(NamedTuple):
     """What `FusedOptimizer._measure` has found of the gradients that the next step will use."""
 
+    measures: int
     plans: list[Plan]
     grads: list[list[Tensor]]
-    versions: list[int]  # of gradients and parameters
+    versions: list[int]  # of what was looked at
     sums: list[Tensor]
 
 
@@ -56,9 +61,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _last: list[Plan]  # of the last step
 
-    # Where the gradient of a parameter is found, and the 16-bit parameters, by the ids of those
+    # Where the gradients of parameters are found, and the 16-bit parameters, by the ids of those
     # here, that the step is to write too: of a model whose master weights are optimized.
-    _gradient_of: Callable[[Tensor], Tensor | None] = staticmethod(attrgetter("grad"))
+    _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
 
@@ -173,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
             _distributed.step(calls, trial)
         else:
-            known = self._sums_ahead(plans, grads) if measures else None
+            known = self._sums_ahead(measures, plans, grads) if measures else None
             for i, (plan, arguments) in enumerate(calls):
                 sums = None if known is None else known[i]
                 plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, sums, None)
@@ -186,9 +191,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 increment_version([g for g in plan_grads if not g.is_inference()])
 
     def _calls(
-        self, plans: list[Plan], grads: list[list[Tensor]], measures: int, trial: bool
+        self,
+        plans: list[Plan],
+        grads: list[list[Tensor]],
+        measures: int,
+        trial: bool,
+        stateless: bool = False,
     ) -> list[tuple[Plan, list[Any]]]:
-        """The arguments of each plan's call."""
+        """The arguments of each plan's call, which can do without states if it is to measure."""
         options = self._fused_options
         rows = [self._numbers(group) for group in self.param_groups]
         decay = options["ema_decay"]
@@ -207,14 +217,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         calls = []
         for plan, plan_grads in zip(plans, grads, strict=True):
             device = plan.store.control.device
+            own: tuple[list[Tensor], ...] = (plan.states, plan.masters, plan.averages)
+            if stateless:
+                own = ([], [], [])
             arguments: list[Any] = [
-                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, plan.states, plan.masters,
-                plan.averages, [_on(lr, device) for lr in lrs], plan.store.scalars,
-                plan.store.control, table if len(plans) == 1 else table.clone(), plan.rows,
+                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *own,
+                [_on(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
+                table if len(plans) == 1 else table.clone(),
+                plan.stateless_rows if stateless else plan.rows,
                 _on(scale, device), _on(found_inf, device),
             ]  # fmt: skip
             calls.append((plan, arguments))
-            plan.follow_parameters()
+            if not stateless:
+                plan.follow_parameters()
         return calls
 
     @torch.no_grad()
@@ -228,39 +243,45 @@ class FusedOptimizer(torch.optim.Optimizer):
             float32 of no dimensions on the device of `scale`: 0 where all are finite.
         """
         self._ahead = None
-        plans, grads = self._plans_and_gradients()
-        if not plans:
-            return torch.zeros_like(scale)
         self.grad_scale = scale
         try:
-            calls = self._calls(plans, grads, self._measures(), False)
+            measures = self._measures()
+            stateless = not measures & _PARAMETERS
+            plans, grads = self._plans_and_gradients(stateless)
+            if not plans:
+                return torch.zeros_like(scale)
+            calls = self._calls(plans, grads, measures, False, stateless)
         finally:
             del self.grad_scale
         sums = [torch.ops.fusedtrain.measure_gradients(*arguments) for _, arguments in calls]
         if len(plans) == 1 and not plans[0].distributed and self._fused_options["agc"] is None:
-            self._ahead = _Ahead(plans, grads, _versions(plans, grads), sums)
+            self._ahead = _Ahead(measures, plans, grads, _versions(measures, plans, grads), sums)
         for plan, some in zip(plans, sums, strict=True):
-            _distributed.sum_over_ranks(some, plan.params)
-        found = [(some[:, 0].sum() != 0).to(scale.device, scale.dtype) for some in sums]
+            if plan.distributed:
+                _distributed.sum_over_ranks(some, plan.params)
+        found = [some.select(1, 0).any().to(scale.device, scale.dtype) for some in sums]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
-    def _sums_ahead(self, plans: list[Plan], grads: list[list[Tensor]]) -> list[Tensor] | None:
+    def _sums_ahead(
+        self, measures: int, plans: list[Plan], grads: list[list[Tensor]]
+    ) -> list[Tensor] | None:
         """What `_measure` found, if these are the gradients and parameters that it looked at."""
         ahead = self._ahead
         if (
             ahead is None
+            or ahead.measures != measures
             or not all(map(is_, ahead.plans, plans))
             or not all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(ahead.grads, grads))
-            or ahead.versions != _versions(plans, grads)
+            or ahead.versions != _versions(measures, plans, grads)
         ):
             return None
         return ahead.sums
 
     def _read_gradients(
-        self, gradient_of: Callable[[Tensor], Tensor | None], low_precision: Mapping[int, Tensor]
+        self, gradients_of: _GradientsOf, low_precision: Mapping[int, Tensor]
     ) -> None:
-        """For fusedtrain.amp: see `_gradient_of`."""
-        self._gradient_of, self._low_precision = gradient_of, low_precision
+        """For fusedtrain.amp: see `_gradients_of`."""
+        self._gradients_of, self._low_precision = gradients_of, low_precision
         self._forget()
 
     def _measures(self) -> int:
@@ -278,31 +299,35 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
 
-    def _plans_and_gradients(self) -> tuple[list[Plan], list[list[Tensor]]]:
-        """The plans, one a device, of the parameters that have gradients, and these."""
+    def _plans_and_gradients(
+        self, stateless: bool = False
+    ) -> tuple[list[Plan], list[list[Tensor]]]:
+        """The plans, one a device, of the parameters that have gradients, and these.
+
+        Args:
+            stateless: of a call without states, for which these need not be the optimizer's.
+        """
         params: list[Tensor] = []
-        grads: list[Tensor] = []
         groups: list[int] = []
-        gradient_of = self._gradient_of
         for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                grad = gradient_of(p)
-                if grad is not None:
-                    if grad.layout is not torch.strided:
-                        name = type(self).__name__
-                        raise RuntimeError(f"{name} does not support sparse gradients")
-                    params.append(p)
-                    grads.append(grad)
-                    groups.append(number)
+            params += group["params"]
+            groups += [number] * len(group["params"])
+        found = self._gradients_of(params)
+        grads = [grad for grad in found if grad is not None]
+        if len(grads) != len(params):
+            have = [grad is not None for grad in found]
+            params, groups = list(compress(params, have)), list(compress(groups, have))
         if not params:
             return [], []
+        if list(map(_LAYOUT, grads)).count(torch.strided) != len(grads):
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients")
         if any(map(Tensor.is_neg, grads)):
             grads = [grad.resolve_neg() for grad in grads]
         key = tuple(map(id, params))
         needs = self._state_needs()
         known_groups, plans = self._plans.get(key, ((), []))
         if known_groups != groups or not all(
-            plan.needs == needs and plan.fits(self.state) for plan in plans
+            plan.needs == needs and plan.fits(self.state, stateless) for plan in plans
         ):
             plans = self._build(params, groups, needs)
             if len(self._plans) >= _PLANS_KEPT:
@@ -594,9 +619,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget()
 
 
-def _versions(plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
-    tensors = (t for plan, some in zip(plans, grads) for t in (*some, *plan.written))
-    return [0 if t.is_inference() else t._version for t in tensors]
+def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
+    tensors = list(chain(*grads))
+    if measures & _PARAMETERS:
+        tensors += chain(*(plan.written for plan in plans))
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _check_written(grads: list[list[Tensor]]) -> None:

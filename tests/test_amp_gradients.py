@@ -1,0 +1,214 @@
+"""Which gradients are scaled, at every moment at which somebody may look at them or step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from _amp_runs import MAKERS, gradients_alike, moved_alike, overflowing
+from test_amp import _fail_in_the_middle as fail_in_the_middle
+from test_amp import backward, images, loss_of, network, start
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain import amp
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def plain_gradients(passes: int = 1) -> nn.Module:
+    reference = network()
+    with amp.disable_casts():
+        for _ in range(passes):
+            loss_of(reference).backward()
+    return reference
+
+
+def frozen_sgd(params: Any, **options: Any) -> Any:
+    """Steps of it change nothing."""
+    return fusedtrain.optim.SGD(params, lr=0.0, **options)
+
+
+@pytest.mark.parametrize("zero", ["model", "by hand", "in place"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_pass_after_a_step_is_not_unscaled(level: str, zero: str) -> None:
+    model, optimizer = start(frozen_sgd, level, loss_scale=1024.0)
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    if zero == "by hand":
+        for p in model.parameters():
+            p.grad = None
+    else:
+        model.zero_grad(set_to_none=zero == "model")
+    with amp.disable_casts():
+        loss_of(model).backward()
+    gradients_alike(model.parameters(), plain_gradients())
+
+
+def test_zeros_in_place_are_followed_by_the_next_pass() -> None:
+    model, optimizer = start(frozen_sgd, "O1", loss_scale=1024.0)
+    for stepped in (False, True, False):
+        backward(loss_of(model), optimizer)
+        if stepped:
+            optimizer.step()
+        model.zero_grad(set_to_none=False)
+    backward(loss_of(model), optimizer)
+    gradients_alike(model.parameters(), plain_gradients())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_written_back_are_unscaled_once(level: str) -> None:
+    model, optimizer = start(
+        lambda p: frozen_sgd(p, gradient_writeback="unscaled"), level, loss_scale=1024.0
+    )
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    gradients_alike(model.parameters(), plain_gradients())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_looking_while_a_backward_pass_runs(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
+    backward(loss_of(model), optimizer, delay_unscale=True)
+    norms: list[Tensor] = []
+
+    def look(p: Tensor) -> None:
+        assert p.grad is not None
+        norms.append(p.grad.norm())
+
+    params = list(model.parameters())
+    for p in params:
+        p.register_post_accumulate_grad_hook(look)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        look(params[0])
+    assert len(norms) == len(params) + 1
+    gradients_alike(amp.master_params(optimizer), plain_gradients(2))
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_pass_that_raises_leaves_no_gradients(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level)
+    with pytest.raises(KeyError):
+        fail_in_the_middle(loss_of(model), optimizer)
+    assert all(p.grad is None for p in model.parameters())
+    backward(loss_of(model), optimizer)
+    gradients_alike(amp.master_params(optimizer), plain_gradients())
+
+
+def test_scale_loss_within_itself_is_refused() -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], "O1")
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        with pytest.raises(RuntimeError, match="within another"):
+            backward(loss_of(model), [optimizer])
+        scaled_loss.backward()
+    gradients_alike(model.parameters(), plain_gradients())
+    with pytest.raises(RuntimeError, match="within another"):
+        backward(loss_of(model), [optimizer, optimizer])
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    gradients_alike(model.parameters(), plain_gradients())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_zero_grad_between_scale_loss_and_its_backward_pass(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1", loss_scale=1024.0)
+    backward(loss_of(model), optimizer)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        optimizer.zero_grad()
+        scaled_loss.backward()
+    gradients_alike(model.parameters(), plain_gradients())
+
+
+# --- closures
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_closures_under_o1(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1", loss_scale="dynamic")
+    reference = network()
+    ref_optimizer = MAKERS[maker](reference.parameters())
+    calls: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        backward(loss, optimizer)
+        calls.append(loss)
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(closure) is calls[-1]
+        ref_optimizer.zero_grad()
+        with amp.disable_casts():
+            loss_of(reference).backward()
+        ref_optimizer.step()
+    moved_alike(model, reference, 0.02)
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_closures_that_overflow(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1", loss_scale="dynamic")
+    before = copy.deepcopy(model.state_dict())
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        backward(overflowing(loss) if calls <= 2 else loss, optimizer)
+        return loss
+
+    while calls < 3:  # a fused step is skipped, others call the closure again
+        assert torch.equal(model[0].weight, before["0.weight"])
+        optimizer.step(closure)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**14, "unskipped": 1}
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# --- who owns a parameter
+
+
+def test_a_copied_model_is_of_no_optimizer() -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], "O1", loss_scale=1024.0)
+    twin = copy.deepcopy(model)
+    twin_optimizer = MAKERS["fused-SGD"](twin.parameters())
+    amp.initialize(twin, twin_optimizer, opt_level="O1", loss_scale=1024.0, verbosity=0)
+    for m, o in ((model, optimizer), (twin, twin_optimizer)):
+        backward(loss_of(m), o)
+        gradients_alike(m.parameters(), plain_gradients())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_an_optimizer_twice_in_a_list_is_refused(maker: str) -> None:
+    model = network()
+    optimizer = MAKERS[maker](model.parameters())
+    with pytest.raises(RuntimeError, match=r"through amp\.initialize once"):
+        amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
+    assert model[0].weight.dtype == torch.float32
+    images_in, _ = images()
+    assert model(images_in).dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_and_its_model_are_freed(level: str) -> None:
+    import gc
+    import weakref
+
+    model, optimizer = start(MAKERS["fused-SGD"], level)
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    of_optimizer, of_weight = weakref.ref(optimizer), weakref.ref(model[0].weight)
+    del optimizer
+    gc.collect()
+    assert of_optimizer() is None
+    assert of_weight() is not None
+    del model
+    gc.collect()
+    assert of_weight() is None
