@@ -23,7 +23,6 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from _train.checks import (
@@ -34,7 +33,8 @@ from _train.checks import (
     compare_runs,
     compare_updates,
 )
-from _train.data import Data, DataError, load_data
+from _train.data import Data, DataError
+from _train.loading import load_in_turn, training_loader
 from _train.models import build_model
 from _train.modes import (
     Batch,
@@ -54,7 +54,7 @@ from _train.options import DTYPES, parse
 from _train.report import Report, progress_bar
 from rich.progress import Progress
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
 WARM_UP = 3
@@ -83,13 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(args: argparse.Namespace, world: World) -> Data:
-    if world.rank > 0:
-        world.wait()  # the first process may be downloading
-    try:
-        data = load_data(args.data, args.data_root, args.seed)
-    finally:
-        if world.rank == 0:
-            world.wait()
+    data = load_in_turn(args.data, args.data_root, args.seed, world)
     if args.test_images:
         data.test.keep(args.test_images)
     needed = args.batch_size * args.accumulate * world.size
@@ -112,7 +106,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
         channels_last=args.channels_last,
         settings=Settings(args.optimizer, args.clip, args.ema),
     )
-    loader = _loader(args, data, world)
+    loader = training_loader(data.train, args.batch_size, args.seed, world, args.workers)
     steps = args.epochs * (len(loader) // args.accumulate)
     steps = min(steps, args.steps or steps)
     report = Report(args, modes, world.size, WARM_UP)
@@ -167,25 +161,6 @@ def _train(
         mode.accuracy = _accuracy(mode, data, world, args.batch_size)
         progress.update(task, advance=1)
     return checks + compare_runs(modes, len(data.test), args.tolerance)
-
-
-def _loader(args: argparse.Namespace, data: Data, world: World) -> DataLoader[Batch]:
-    sampler: DistributedSampler[Batch] = DistributedSampler(
-        data.train, world.size, world.rank, shuffle=True, seed=args.seed, drop_last=True
-    )
-    return DataLoader(
-        data.train,
-        args.batch_size,
-        sampler=sampler,
-        num_workers=args.workers,
-        collate_fn=_as_it_is,  # the data set hands out whole batches
-        drop_last=True,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _to_device(args: argparse.Namespace, batch: Batch, world: World) -> Batch:

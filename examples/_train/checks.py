@@ -32,6 +32,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +53,23 @@ GRANTED = 2.0  # times the distance of AMP eager from fp32 eager, but not withou
 GRANTED_AT_MOST = 0.5  # AMP eager itself tumbles, an open limit would say nothing
 
 Gradients = dict[str, Tensor]
+
+
+class Run(Protocol):
+    """A training run and its place in a comparison: a Mode, or what another process reports."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reference(self) -> str | None: ...
+    @property
+    def fused(self) -> bool: ...
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def losses(self) -> list[float]: ...
+    @property
+    def accuracy(self) -> float: ...
 
 
 @dataclass
@@ -116,7 +134,7 @@ def _same_names(ours: Gradients, theirs: Gradients) -> None:
         raise RuntimeError(f"parameters differ: {sorted(ours.keys() ^ theirs.keys())[:5]}")
 
 
-def compare_runs(modes: Sequence[Mode], test_images: int, tolerance: float | None) -> list[Check]:
+def compare_runs(modes: Sequence[Run], test_images: int, tolerance: float | None) -> list[Check]:
     """Hold every fused mode to the run that it is compared with."""
     by_name = {mode.name: mode for mode in modes}
     wrong = sum(not math.isfinite(loss) for mode in modes for loss in mode.losses)
@@ -154,27 +172,27 @@ def compare_bits(modes: Sequence[Mode]) -> list[Check]:
     return [Check("losses of recompute that differ from those of store", different, 0)]
 
 
-Distance = Callable[[Mode, Mode], float]
+Distance = Callable[[Run, Run], float]
 
 
-def _head_difference(mode: Mode, reference: Mode) -> float:
+def _head_difference(mode: Run, reference: Run) -> float:
     pairs = zip(mode.losses[:HEAD_STEPS], reference.losses[:HEAD_STEPS], strict=True)
     return _worst(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
-def _end_difference(last: int, mode: Mode, reference: Mode) -> float:
+def _end_difference(last: int, mode: Run, reference: Run) -> float:
     return abs(_end_loss(mode, last) - _end_loss(reference, last))
 
 
-def _accuracy_difference(mode: Mode, reference: Mode) -> float:
+def _accuracy_difference(mode: Run, reference: Run) -> float:
     return abs(mode.accuracy - reference.accuracy)
 
 
-def _end_loss(mode: Mode, last: int) -> float:
+def _end_loss(mode: Run, last: int) -> float:
     return statistics.fmean(mode.losses[-last:])
 
 
-def curve_difference(mode: Mode, reference: Mode) -> float:
+def curve_difference(mode: Run, reference: Run) -> float:
     """The largest difference of two loss curves at any step."""
     return _worst(abs(a - b) for a, b in zip(mode.losses, reference.losses, strict=True))
 

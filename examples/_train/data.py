@@ -127,9 +127,12 @@ class Data:
 
 
 def load_data(name: str, root: Path, seed: int, image_size: int = 32) -> Data:
-    """``digits``, ``fashion-mnist``, ``cifar10`` or ``folder:PATH``; raises DataError."""
+    """``digits``, ``fashion-mnist``, ``cifar10`` or ``folder:PATH``; raises DataError.
+
+    ``image_size`` is of digits, which are of 8 pixels, and of folders.
+    """
     if name == "digits":
-        train, test = _digits()
+        train, test = _digits(image_size)
     elif name == "fashion-mnist":
         train, test = _fashion_mnist(root)
     elif name == "cifar10":
@@ -145,14 +148,14 @@ def load_data(name: str, root: Path, seed: int, image_size: int = 32) -> Data:
     return Data(name, train, test, int(train.labels.max()) + 1)
 
 
-def _digits() -> tuple[Images, Images]:
+def _digits(size: int) -> tuple[Images, Images]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError("--data digits needs scikit-learn: pip install scikit-learn") from error
     digits = load_digits()
     small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
-    pixels = F.interpolate(small, size=(32, 32), mode="bilinear").round().byte()
+    pixels = F.interpolate(small, size=(size, size), mode="bilinear").round().byte()
     labels = torch.from_numpy(digits.target).long()
     # The file is ordered by writer: its last sixth comes from other people than the rest.
     return Images(pixels[:1500], labels[:1500]), Images(pixels[1500:], labels[1500:])

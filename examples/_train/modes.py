@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from _train.data import Images
+from _train.memory import restore, saved_bytes
 from _train.optimizers import Settings, Stepper
 
 Batch = tuple[Tensor, Tensor]
@@ -250,17 +251,18 @@ def step(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
     """One timed optimizer step on batches that are already on the device; returns the loss."""
     mode.stepper.set_lr(lr)
     device = batches[0][0].device
-    _finish(device)
+    finish(device)
     start = time.perf_counter()
     loss = backward(mode, batches)
     mode.stepper.step()
-    _finish(device)
+    finish(device)
     mode.seconds.append(time.perf_counter() - start)
     mode.stepper.collect()
     return float(loss)
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Waits for the device, so that what follows or went before can be timed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -291,31 +293,13 @@ def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, 
         for name, p in mode.net.named_parameters()
     }
     mode.net.zero_grad(set_to_none=True)
-    _restore(mode.net, buffers)
+    restore(mode.net, buffers)
     return found
 
 
 def measure_saved_bytes(mode: Mode, batch: Batch) -> int:
     """Bytes that one forward pass leaves allocated, which is what it keeps for backward."""
-    buffers = [b.clone() for b in mode.net.buffers()]
-    device = batch[0].device
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        loss = loss_of(mode.forward, batch, mode.dtype)
-        kept = torch.cuda.memory_allocated(device) - before
-    else:
-        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
-            loss = loss_of(mode.forward, batch, mode.dtype)
-        kept = sum(event.self_cpu_memory_usage for event in profile.function_events or ())
-    del loss
-    _restore(mode.net, buffers)
-    return kept
-
-
-@torch.no_grad()
-def _restore(net: nn.Module, buffers: Sequence[Tensor]) -> None:
-    for buffer, value in zip(net.buffers(), buffers, strict=True):
-        buffer.copy_(value)
+    return saved_bytes(mode.net, lambda: loss_of(mode.forward, batch, mode.dtype), batch[0].device)
 
 
 def step_with_peak(mode: Mode, batches: Sequence[Batch], lr: float) -> float:

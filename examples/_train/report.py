@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import platform
-import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +15,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-import fusedtrain
 from _train.checks import Check, curve_difference
 from _train.modes import Mode
+from _train.tables import (
+    build_table,
+    device_name,
+    median_seconds,
+    memory_label,
+    plain,
+    show_checks,
+    surroundings,
+    wide_console,
+)
 
 
 @contextmanager
@@ -51,7 +56,7 @@ class Report:
 
     @property
     def memory_label(self) -> str:
-        return "peak memory, MB" if self.args.device == "cuda" else "saved for backward, MB"
+        return memory_label(self.args.device)
 
     def memory(self, mode: Mode) -> float:
         """Megabytes: the allocator's peak on CUDA; on the CPU, where nothing keeps count of
@@ -59,9 +64,7 @@ class Report:
         return (mode.saved_bytes if mode.peak_bytes is None else mode.peak_bytes) / 1e6
 
     def seconds(self, mode: Mode) -> float:
-        """The median step, without the warm-up."""
-        skipped = min(self.warm_up, len(mode.seconds) // 2)
-        return statistics.median(mode.seconds[skipped:])
+        return median_seconds(mode.seconds, self.warm_up)
 
     def images_per_second(self, mode: Mode) -> float:
         return self.args.batch_size * self.args.accumulate * self.world_size / self.seconds(mode)
@@ -73,8 +76,7 @@ class Report:
 
     def optimizer_seconds(self, mode: Mode) -> float:
         """What the median step spends between backward and the next forward."""
-        seconds = mode.stepper.seconds
-        return statistics.median(seconds[min(self.warm_up, len(seconds) // 2) :])
+        return median_seconds(mode.stepper.seconds, self.warm_up)
 
     def optimizer_share(self, mode: Mode) -> float:
         """Unscaling, clipping, update, average and zeroing, as a part of the step."""
@@ -100,9 +102,7 @@ class Report:
         return f"{', '.join(extras)}; one machine: {machine}"
 
     def show(self) -> None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=100)
+        console = wide_console()
         for mode in self.modes:
             if mode.fused:
                 console.print(mode.conversion, markup=False, highlight=False)
@@ -110,58 +110,33 @@ class Report:
         console.print(
             f"Medians of interleaved steps, the first {self.warm_up} left out; {self.setting}"
         )
-        for check in self.checks:
-            colour, word = ("green", "ok") if check.passed else ("red", "FAILED")
-            console.print(
-                f"[{colour}]{word:>6}[/] {check.name} {check.value:.2g} (limit {check.limit:.2g})",
-                highlight=False,
-            )
-        if not self.passed:
-            console.rule("[bold red]FAILED", style="red")
-            console.print(
-                "[bold red]The fusedtrain run does not follow the eager run.[/] These numbers "
-                "are not to be trusted; see the checks marked FAILED above."
-            )
+        show_checks(console, self.checks, "The fusedtrain run does not follow the eager run.")
 
     def _table(self) -> Table:
-        table = Table(title=self.title)
-        table.caption = (
+        caption = (
             "optim.: unscale, clip, update, EMA, zero_grad. "
             "* at any step; fusedtrain from eager in the same precision, AMP from fp32"
         )
-        table.add_column("mode", no_wrap=True)
-        memory = self.memory_label.replace(" for ", " for\n").replace(", ", ",\n")
-        headings = ("images/s", "ms/step", "optim.\nshare", memory, "test\naccuracy",
-                    "max loss\ndiff. from\neager*")  # fmt: skip
-        for heading in headings:
-            table.add_column(heading, justify="right")
-        for mode in self.modes:
-            difference = self.curve_difference(mode)
-            table.add_row(
-                mode.name,
-                f"{self.images_per_second(mode):.1f}",
-                f"{self.seconds(mode) * 1e3:.1f}",
-                f"{self.optimizer_share(mode):.1%}",
-                f"{self.memory(mode):.1f}",
-                f"{mode.accuracy:.1%}",
-                "-" if difference is None else f"{difference:.2g}",
-            )
-        return table
+        headings = ("mode", "images/s", "ms/step", "optim.\nshare", self.memory_label,
+                    "test\naccuracy", "max loss\ndiff. from\neager*")  # fmt: skip
+        return build_table(self.title, caption, headings, map(self._row, self.modes))
+
+    def _row(self, mode: Mode) -> list[str]:
+        difference = self.curve_difference(mode)
+        return [
+            mode.name,
+            f"{self.images_per_second(mode):.1f}",
+            f"{self.seconds(mode) * 1e3:.1f}",
+            f"{self.optimizer_share(mode):.1%}",
+            f"{self.memory(mode):.1f}",
+            f"{mode.accuracy:.1%}",
+            "-" if difference is None else f"{difference:.2g}",
+        ]
 
     def results(self) -> dict[str, Any]:
         return {
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "device": device_name(self.args.device),
-            "torch": torch.__version__,
-            "fusedtrain": getattr(fusedtrain, "__version__", None),
+            **surroundings(self.args.device, vars(self.args), self.checks),
             "processes": self.world_size,
-            "arguments": {k: _plain(v) for k, v in vars(self.args).items()},
-            "memory": self.memory_label,
-            "passed": self.passed,
-            "checks": [
-                {k: _plain(v) for k, v in (*asdict(c).items(), ("passed", c.passed))}
-                for c in self.checks
-            ],
             "modes": [
                 {
                     "name": mode.name,
@@ -172,10 +147,10 @@ class Report:
                     "optimizer_share": self.optimizer_share(mode),
                     "memory_mb": self.memory(mode),
                     "saved_for_backward_mb": mode.saved_bytes / 1e6,
-                    "test_accuracy": _plain(mode.accuracy),
-                    "max_loss_difference": _plain(self.curve_difference(mode)),
+                    "test_accuracy": plain(mode.accuracy),
+                    "max_loss_difference": plain(self.curve_difference(mode)),
                     "seconds": [round(s, 6) for s in mode.seconds],
-                    "losses": [_plain(loss) for loss in mode.losses],
+                    "losses": [plain(loss) for loss in mode.losses],
                     "conversion": mode.conversion,
                 }
                 for mode in self.modes
@@ -244,27 +219,5 @@ class Report:
         plt.close(figure)
 
 
-def device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
-
-
-def _cpu_name() -> str:
-    try:
-        lines: Iterable[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = ()
-    found = next((line for line in lines if line.startswith("model name")), "")
-    return found.partition(":")[2].strip() or platform.processor() or platform.machine()
-
-
 def _short(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold: paths as text, and no NaN or infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return str(value) if isinstance(value, Path) else value

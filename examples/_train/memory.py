@@ -1,0 +1,31 @@
+"""What a forward pass keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def saved_bytes(net: nn.Module, loss_of: Callable[[], Tensor], device: torch.device) -> int:
+    """Bytes that one forward pass leaves allocated; the buffers of ``net`` stay as they are."""
+    buffers = [b.clone() for b in net.buffers()]
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        loss = loss_of()
+        kept = torch.cuda.memory_allocated(device) - before
+    else:
+        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
+            loss = loss_of()
+        kept = sum(event.self_cpu_memory_usage for event in profile.function_events or ())
+    del loss
+    restore(net, buffers)
+    return kept
+
+
+@torch.no_grad()
+def restore(net: nn.Module, buffers: Sequence[Tensor]) -> None:
+    """Gives the buffers of ``net`` these values."""
+    for buffer, value in zip(net.buffers(), buffers, strict=True):
+        buffer.copy_(value)
