@@ -22,6 +22,7 @@ from benchmarks._parameter_lists import Shape
 from fusedtrain import amp
 from fusedtrain.amp._functions import switch_autocast
 from fusedtrain.amp._raw import set_raw_grad
+from fusedtrain.compat.optimizers import FusedAdam, FusedSGD
 
 SCALE = 2.0**16  # where amp starts
 MAX_NORM = 1.0
@@ -47,11 +48,11 @@ class Rule:
 
 RULES = {
     "FusedSGD": Rule(
-        fusedtrain.optim.SGD, fusedtrain.optim.SGD, torch.optim.SGD,
+        FusedSGD, fusedtrain.optim.SGD, torch.optim.SGD,
         {"momentum": 0.9, "weight_decay": 1e-4}, 1, 0.1,
     ),
     "FusedAdam": Rule(
-        fusedtrain.optim.AdamW, fusedtrain.optim.AdamW, torch.optim.AdamW,
+        FusedAdam, fusedtrain.optim.AdamW, torch.optim.AdamW,
         {"weight_decay": 1e-2}, 2, 0.1,
     ),
 }  # fmt: skip
