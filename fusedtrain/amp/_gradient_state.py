@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import Iterable, Mapping
+from itertools import compress, repeat
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
 from ._lazy import LazyParameter
 from ._masters import Masters
+from ._noted import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
 OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
 # By parameter, a weak reference to the `GradientState` that it belongs to.
 _owner: Any = WeakTensorKeyDictionary()
 _LAYOUT = attrgetter("layout")
-Noted = dict[int, tuple[TensorWeakRef, int]]
 
 
 class GradientState:
@@ -57,9 +57,8 @@ class GradientState:
         self.retired = False
         self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
         self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
-        # Of parameters, by id: the scaled gradient that a backward pass has left, and its version.
-        self._left: Noted = {}
-        self._zeros: Noted = {}  # and what zero_grad has zeroed
+        self._left = NotedGradients()  # the scaled ones, as a backward pass has left them
+        self._zeros = NotedGradients()  # those that zero_grad has zeroed
         self._zeros_before: list[tuple[Tensor, Tensor]] = []  # these, set aside
         self.running = False  # whether a backward pass is, under `scale_loss`
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -166,11 +165,12 @@ class GradientState:
     def _unscale(self, scale: Tensor) -> Tensor:
         """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
         added: list[tuple[Tensor, Tensor]] = []
-        grads = [g for p, g in self._with_grads(self.own) if is_noted(self._left, p, g)]
+        own = zip(*self._with_grads(self.own), strict=True)
+        grads = [g for p, g in own if self._left.has(p, g)]
         wide, narrow = [], []
         for master, p in () if self._used_up() else self.masters.pairs():
             g = raw_grad(p)
-            if g is not None and is_noted(self._left, p, g):
+            if g is not None and self._left.has(p, g):
                 copy = torch.empty_like(g, dtype=torch.float32)
                 wide.append(copy)
                 narrow.append(g)
@@ -220,18 +220,20 @@ class GradientState:
                     grads[i] = raw_grad(param_of[id(p)])
         return grads
 
-    def _with_grads(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        for p in params:
-            grad = raw_grad(p)
-            if grad is not None:
-                yield p, grad
+    def _with_grads(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of the parameters that have gradients, and these."""
+        found = list(map(raw_grad, params))
+        grads = [grad for grad in found if grad is not None]
+        if len(grads) != len(params):
+            params = list(compress(params, [grad is not None for grad in found]))
+        return params, grads
 
     def _raw(self) -> list[Tensor]:
-        return [g for _, g in self._with_grads([*self.own, *self.masters.params])]
+        return self._with_grads([*self.own, *self.masters.params])[1]
 
     def _note_left(self) -> None:
         """These gradients are scaled; what takes the place of one is not."""
-        self._left = noted(self._with_grads([*self.own, *self.masters.params]))
+        self._left = NotedGradients(*self._with_grads([*self.own, *self.masters.params]))
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
@@ -263,27 +265,18 @@ class GradientState:
         Or, before a step has used these, has put others in their places.
         """
         low = [] if self._used_up() else self.masters.params
-        for p, grad in self._with_grads([*self.own, *low]):
-            if is_noted(self._left, p, grad, unchanged=True):
+        params, grads = self._with_grads([*self.own, *low])
+        if self._left.are(params, grads):
+            return
+        for p, grad in zip(params, grads, strict=True):
+            if self._left.has(p, grad, unchanged=True):
                 continue
-            if self.stepped and not is_noted(self._left, p, grad):
+            if self.stepped and not self._left.has(p, grad):
                 continue
             raise RuntimeError(
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"
             )
-
-
-def noted(grads: Iterable[tuple[Tensor, Tensor]]) -> Noted:
-    return {id(p): (TensorWeakRef(g), g._version) for p, g in grads}
-
-
-def is_noted(noted: Noted, p: Tensor, grad: Tensor, *, unchanged: bool = False) -> bool:
-    """Whether it is the same gradient, and where asked has not been written to since."""
-    reference, version = noted.get(id(p), (None, 0))
-    if reference is None or reference() is not grad:
-        return False
-    return not unchanged or version == grad._version
 
 
 def _owner_of(p: Tensor) -> GradientState | None:

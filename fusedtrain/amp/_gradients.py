@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradient_state import OF_A_STEP, GradientState, is_noted, noted
+from ._gradient_state import OF_A_STEP, GradientState
+from ._noted import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
@@ -58,7 +59,7 @@ class ScaledGradients(GradientState):
         self._zeros_before = []
         for i, p in enumerate(self.own) if self._zeros else ():
             grad = self._before[i]
-            if grad is not None and is_noted(self._zeros, p, grad, unchanged=True):
+            if grad is not None and self._zeros.has(p, grad, unchanged=True):
                 self._before[i] = None  # nothing to add
                 self._zeros_before.append((p, grad))
         self._drop([*self.own, *self.masters.params])
@@ -205,7 +206,7 @@ class ScaledGradients(GradientState):
         if self._before is not None:
             self._before = [None] * len(self._before)
         yield
-        self._zeros = noted(self._with_grads(self.own))
+        self._zeros = NotedGradients(*self._with_grads(self.own))
 
 
 def _overflowed(found_inf: Tensor | None) -> bool:
