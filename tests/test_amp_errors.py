@@ -32,6 +32,8 @@ def _sgd(model: nn.Module) -> Any:
         ({"opt_level": "O1", "master_weights": True}, RuntimeError, "master_weights"),
         ({"opt_level": "O2", "loss_scale": "static"}, ValueError, "loss_scale"),
         ({"opt_level": "O2", "loss_scale": -1.0}, ValueError, "loss_scale"),
+        ({"opt_level": "O2", "cast_model_outputs": torch.int64}, TypeError, "cast_model_outputs"),
+        ({"opt_level": "O2", "cast_model_outputs": "half"}, TypeError, "cast_model_outputs"),
         ({"opt_level": "O2", "num_losses": 0}, ValueError, "num_losses"),
         ({"opt_level": "O2", "min_loss_scale": 2.0**30}, ValueError, "min_loss_scale"),
     ],

@@ -102,8 +102,9 @@ def initialize(
             "loss_scale": loss_scale,
         },
     )
-    if cast_model_outputs is not None and not isinstance(cast_model_outputs, torch.dtype):
-        raise TypeError(f"cast_model_outputs must be a dtype, got {cast_model_outputs!r}")
+    outputs = cast_model_outputs
+    if outputs is not None and not (isinstance(outputs, torch.dtype) and outputs.is_floating_point):
+        raise TypeError(f"cast_model_outputs must be a floating-point dtype, got {outputs!r}")
     if num_losses < 1:
         raise ValueError(f"num_losses must be at least 1, got {num_losses}")
     scalers = [
