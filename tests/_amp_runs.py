@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain import amp
 
 LEVELS = ("O0", "O1", "O2", "O3")
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -38,6 +39,29 @@ def images(count: int = 64) -> tuple[Tensor, Tensor]:
     digits = load_digits()
     pixels = torch.tensor(digits.images[:count] / 16, dtype=torch.float32)[:, None]
     return pixels, torch.tensor(digits.target[:count])
+
+
+def start(make: Any, level: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = network()
+    optimizer = make(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer
+
+
+def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+def loss_of(model: nn.Module, part: slice = slice(None)) -> Tensor:
+    x, y = images()
+    return nn.functional.cross_entropy(model(x[part]), y[part])
+
+
+def fail_in_the_middle(loss: Tensor, optimizer: Any) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        raise KeyError
 
 
 class ApexScale:

@@ -14,12 +14,16 @@ from _amp_runs import (
     LEVELS,
     MAKERS,
     ApexScale,
+    backward,
+    fail_in_the_middle,
     gradients_alike,
     images,
+    loss_of,
     moved_alike,
     network,
     overflowing,
     plain_training,
+    start,
 )
 from torch import Tensor, nn
 
@@ -33,23 +37,6 @@ STEPS, SKIPPED = 12, (2, 5, 6)
 # Difference from float64 after the same steps: of a loss, and of all weights as a share of the
 # way that training took them.
 ACCURACY = {"O0": (1e-5, 1e-3), "O1": (5e-3, 0.04), "O2": (5e-3, 0.04), "O3": (1e-2, 0.1)}
-
-
-def start(make: Any, level: str, **options: Any) -> tuple[nn.Module, Any]:
-    model = network()
-    optimizer = make(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    return model, optimizer
-
-
-def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
-def loss_of(model: nn.Module, part: slice = slice(None)) -> Tensor:
-    x, y = images()
-    return nn.functional.cross_entropy(model(x[part]), y[part])
 
 
 # O3 keeps states in float16, where the squares that Adam and LAMB average are 0.
@@ -507,21 +494,31 @@ def test_models_are_copied_and_pickled() -> None:
     assert not torch.equal(model(x), expected)
 
 
-def _fail_in_the_middle(loss: Tensor, optimizer: Any) -> None:
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-        raise KeyError
-
-
 def test_an_exception_in_the_backward_pass_leaves_what_was_there() -> None:
     for maker in ("torch-SGD", "fused-SGD"):
         model, optimizer = start(MAKERS[maker], "O1")
         backward(loss_of(model), optimizer)
         kept = [p.grad.clone() for p in model.parameters()]
         with pytest.raises(KeyError):
-            _fail_in_the_middle(loss_of(model), optimizer)
+            fail_in_the_middle(loss_of(model), optimizer)
         for p, grad in zip(model.parameters(), kept, strict=True):
             assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_a_grad_scaler_steps_the_optimizer_too(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1")
+    scaler = fusedtrain.amp.GradScaler("cpu")
+    before = model[0].weight.detach().clone()
+    for overflows in (True, False):
+        loss = loss_of(model)
+        scaler.scale(overflowing(loss) if overflows else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model[0].weight, before) == overflows
+    assert scaler.get_scale() == 2.0**15
+    assert (model[0].weight - before).abs().max() < 0.1
 
 
 def test_disabled_does_nothing() -> None:

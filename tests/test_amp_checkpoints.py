@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from _amp_runs import MAKERS
-from test_amp import backward, loss_of, network, overflowing, start
+from _amp_runs import MAKERS, backward, loss_of, network, overflowing, start
 from torch import nn
 
 from fusedtrain import amp

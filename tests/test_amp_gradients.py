@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from _amp_runs import MAKERS, gradients_alike, moved_alike, overflowing
-from test_amp import _fail_in_the_middle as fail_in_the_middle
-from test_amp import backward, images, loss_of, network, start
+from _amp_runs import (
+    MAKERS,
+    backward,
+    fail_in_the_middle,
+    gradients_alike,
+    images,
+    loss_of,
+    moved_alike,
+    network,
+    overflowing,
+    start,
+)
 from torch import Tensor, nn
 
 import fusedtrain

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from _amp_runs import MAKERS, images, moved_alike
-from test_amp import backward, loss_of, network, start
+from _amp_runs import MAKERS, backward, images, loss_of, moved_alike, network, start
 from torch import Tensor, nn
 
 from fusedtrain import amp

@@ -20,7 +20,7 @@ from ._masters import Masters
 from ._noted import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
-OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
+_OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
 # By parameter, a weak reference to the `GradientState` that it belongs to.
 _owner: Any = WeakTensorKeyDictionary()
 _LAYOUT = attrgetter("layout")
@@ -147,7 +147,7 @@ class GradientState:
         if self.checked and not self.stepped:
             self._refuse_foreign()
         self.scaled_by = None
-        for name in OF_A_STEP:  # where a hook of the step has looked
+        for name in _OF_A_STEP:  # where a hook of the step has looked
             getattr(self.optimizer, "__dict__", {}).pop(name, None)
         if not self._raw():
             return

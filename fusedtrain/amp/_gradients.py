@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradient_state import OF_A_STEP, GradientState
+from ._gradient_state import GradientState
 from ._noted import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
@@ -184,19 +184,20 @@ class ScaledGradients(GradientState):
         optimizer = self.optimizer
         if self.stepped:
             self.unscale()  # of a second step without a backward pass between
-        optimizer._checks_gradients = found is not None and self.scaled_by is not None
+        told: dict[str, Any] = {}  # only what is known here: a GradScaler tells the rest itself
         if self.scaled_by is not None:
-            optimizer.grad_scale = self.scaled_by
+            told = {"grad_scale": self.scaled_by, "_checks_gradients": found is not None}
         if found is not None:
-            optimizer.found_inf = found
+            told["found_inf"] = found
+        vars(optimizer).update(told)
         try:
             result = original()
             if optimizer.gradient_writeback != "none":
                 self.scaled_by = None
             return result
         finally:
-            for name in (*OF_A_STEP, "found_inf"):
-                optimizer.__dict__.pop(name, None)
+            for name in told:
+                vars(optimizer).pop(name, None)
 
     @contextmanager
     def zeroing(self) -> Iterator[None]:

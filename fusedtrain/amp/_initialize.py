@@ -88,7 +88,7 @@ def initialize(
         {torch.float32}
     """
     if not enabled:
-        _amp_state.opt_properties = Options()
+        _amp_state.opt_properties, _amp_state.loss_scalers = Options(), []
         _amp_state.initialized, _amp_state.verbosity = True, verbosity
         switch_autocast(frozenset())
         return models if optimizers is None else (models, optimizers)

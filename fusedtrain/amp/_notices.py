@@ -20,7 +20,7 @@ class Notices:
         told, event = both.to("cpu", non_blocking=True), None
         if told is not both:
             event = torch.Event(both.device)
-            event.record()
+            event.record(torch.accelerator.current_stream(both.device))
         self._waiting.append((event, told, loss_id))
 
     def tell(self) -> None:
