@@ -74,6 +74,8 @@ def run(args: argparse.Namespace, world: World) -> None:
             keep_batchnorm_fp32=args.keep_batchnorm_fp32,
             loss_scale=args.loss_scale,
         )
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from error
 

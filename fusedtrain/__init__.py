@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "amp",
     "backend_info",
+    "compat",
     "convert",
     "drop_redundant_bias",
     "fold_conv_bn",

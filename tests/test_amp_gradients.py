@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import amp
+from fusedtrain.amp._raw import raw_grad
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -250,3 +252,58 @@ def test_an_optimizer_and_its_model_are_freed(level: str) -> None:
     del model
     gc.collect()
     assert of_weight() is None
+
+
+def test_gradients_in_the_scripts_own_memory_stay_there() -> None:
+    for maker in ("torch-SGD", "fused-SGD"):
+        model, optimizer = start(MAKERS[maker], "O1")
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        parts = flat.split([p.numel() for p in model.parameters()])
+        for p, part in zip(model.parameters(), parts, strict=True):
+            p.grad = part.view_as(p)
+        for _ in range(2):
+            backward(loss_of(model), optimizer)
+        gradients_alike(model.parameters(), plain_gradients(2))
+        expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert flat.abs().max() > 0
+        assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_bfloat16(level: str, maker: str) -> None:
+    model, optimizer = start(
+        MAKERS[maker], level, cast_model_type=torch.bfloat16, loss_scale="dynamic"
+    )
+    reference = network()
+    plain = MAKERS["torch-SGD"](reference.parameters())
+    for i in range(4):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        backward(overflowing(loss) if i == 1 else loss, optimizer)
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(reference).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        if i != 1:
+            plain.step()
+    assert model[0].weight.dtype == torch.bfloat16
+    moved_alike(model, reference, 0.3 if level == "O3" else 0.1)
+
+
+def test_o1_on_a_device_without_autocast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = start(frozen_sgd, "O1")
+    loss = loss_of(model)
+    monkeypatch.setattr(amp._amp_state, "devices", frozenset({"cuda"}))
+    with pytest.raises(RuntimeError, match="the model is on cpu, but was on cuda"):
+        backward(loss, optimizer)
+    monkeypatch.undo()
+
+
+def test_zero_grad_lets_go_of_gradients() -> None:
+    model, optimizer = start(frozen_sgd, "O1")
+    backward(loss_of(model), optimizer)
+    kept = [weakref.ref(raw_grad(p)) for p in model.parameters()]
+    optimizer.zero_grad()
+    assert [reference() for reference in kept] == [None] * len(kept)

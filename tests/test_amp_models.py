@@ -80,6 +80,7 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
     for maker in ("torch-SGD", "fused-SGD")
     for options in (
         {"zeros": True},
+        {"apart": True},
         {"views": True},
         {"views": True, "zeros": True},
         {"views": True, "passes": 2},
@@ -92,7 +93,12 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 
 def _train(run: tuple[str, str, dict[str, Any]], rank: int) -> nn.Module:
     level, maker, options = run
-    model, optimizer = start(MAKERS[maker], level, loss_scale=64.0)
+    # DistributedDataParallel gives all ranks the weights of the first one.
+    model = network(1 + rank) if options.get("apart", False) else network()
+    optimizer = MAKERS[maker](model.parameters())
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0
+    )
     wrapped = nn.parallel.DistributedDataParallel(
         model.eval(), gradient_as_bucket_view=options.get("views", False)
     )

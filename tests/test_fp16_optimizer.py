@@ -223,3 +223,34 @@ def test_a_backward_pass_that_raises_leaves_no_gradients(kind: str) -> None:
     truth, _ = reference()
     loss_of(truth).backward()
     gradients_alike((p for g in optimizer.param_groups for p in g["params"]), truth)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_that_is_dropped_after_an_overflow(kind: str) -> None:
+    model, optimizer = start(kind, dynamic_loss_scale=True)
+    before = model[1][4].weight.detach().clone()
+    optimizer.backward(overflowing(loss_of(model)))
+    assert optimizer.overflow
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert not torch.equal(model[1][4].weight, before)
+
+
+def test_parameters_by_group() -> None:
+    model = network_to_half(network())
+    groups = [{"params": model[1][:2].parameters()}, {"params": model[1][2:].parameters()}]
+    optimizer = FP16_Optimizer(fusedtrain.optim.SGD(groups, **ARGS), verbose=False)
+    conv, norm, linear = model[1][0], model[1][1], model[1][4]
+    assert [[id(p) for p in group] for group in optimizer.fp16_groups] == [
+        [id(conv.weight)], [id(linear.weight), id(linear.bias)],
+    ]  # fmt: skip
+    assert [[p.dtype for p in group] for group in optimizer.fp32_from_fp16_groups] == [
+        [torch.float32], [torch.float32] * 2,
+    ]  # fmt: skip
+    assert [[id(p) for p in group] for group in optimizer.fp32_from_fp32_groups] == [
+        [id(norm.weight), id(norm.bias)], [],
+    ]  # fmt: skip
+    optimizer.param_groups = optimizer.param_groups[:1]
+    assert len(optimizer.optimizer.param_groups) == 1
+    optimizer.state = optimizer.state

@@ -52,6 +52,9 @@ def test_imports_of_every_kind_in_any_order(tmp_path: Path) -> None:
         from apex.parallel import DistributedDataParallel as DDP
         from apex.parallel import LARC as module
         from apex.multi_tensor_apply import multi_tensor_applier
+        from apex.optimizers.fused_adam import FusedAdam
+        from apex.fp16_utils.fp16util import network_to_half
+        from apex.parallel.distributed import Reducer
         from apex import parallel as p, fp16_utils'''.split("\\n")
         parallel = fusedtrain.compat.parallel
         for shift in range(len(statements)):
@@ -64,6 +67,9 @@ def test_imports_of_every_kind_in_any_order(tmp_path: Path) -> None:
             assert found["amp"] is importlib.import_module("apex.amp") is found["apex"].amp
             assert found["apex"].parallel.LARC is found["module"]
             assert found["multi_tensor_applier"].available is False
+            assert found["FusedAdam"] is fusedtrain.compat.optimizers.FusedAdam
+            assert found["network_to_half"] is fusedtrain.fp16_utils.network_to_half
+            assert found["Reducer"] is parallel.Reducer
             forget()
             again = fusedtrain.compat.install_apex()
             assert again is not first and again is fusedtrain.compat.install_apex()

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
+from ._known_gradients import NotedGradients
 from ._lazy import LazyParameter
 from ._masters import Masters
-from ._noted import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
 _OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
@@ -57,6 +57,7 @@ class GradientState:
         self.retired = False
         self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
         self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
+        self._places: list[Tensor | None] = []  # the tensors that these were
         self._left = NotedGradients()  # the scaled ones, as a backward pass has left them
         self._zeros = NotedGradients()  # those that zero_grad has zeroed
         self._zeros_before: list[tuple[Tensor, Tensor]] = []  # these, set aside
@@ -158,7 +159,7 @@ class GradientState:
     def add_found(self, found: Tensor) -> None:
         """Skips the next step where `found`, of no dimensions, is not 0."""
         if self.found_inf is not None:
-            found = torch.maximum(self.found_inf.to(found.device, non_blocking=True), found)
+            found = torch.maximum(self.found_inf.to(found.device), found)
         self.found_inf = found
 
     @torch.no_grad()
@@ -167,6 +168,10 @@ class GradientState:
         added: list[tuple[Tensor, Tensor]] = []
         own = zip(*self._with_grads(self.own), strict=True)
         grads = [g for p, g in own if self._left.has(p, g)]
+        # The CUDA kernel takes no bfloat16: https://github.com/pytorch/pytorch/issues/127176.
+        brain = [g for g in grads if g.dtype is torch.bfloat16]
+        grads = [g for g in grads if g.dtype is not torch.bfloat16]
+        widened = [g.float() for g in brain]
         wide, narrow = [], []
         for master, p in () if self._used_up() else self.masters.pairs():
             g = raw_grad(p)
@@ -183,10 +188,13 @@ class GradientState:
             torch._foreach_copy_(wide, narrow)
         found = torch.zeros((), dtype=torch.float32, device=scale.device)
         inverse = scale.double().reciprocal().float()
-        for device, some in _by_device([*grads, *wide]).items():
+        for device, some in _by_device([*grads, *widened, *wide]).items():
             here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(some, here, inverse.to(device))
-            found = torch.maximum(found, here.to(found.device, non_blocking=True))
+            # Not asynchronously: on the CPU it is used at once.
+            found = torch.maximum(found, here.to(found.device))
+        if brain:
+            torch._foreach_copy_(brain, widened)
         for old, copy in added:
             old.add_(copy)
         return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._gradient_state import GradientState
-from ._noted import NotedGradients
+from ._known_gradients import NotedGradients
 from ._raw import raw_grad, set_raw_grad
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
@@ -44,6 +44,7 @@ class ScaledGradients(GradientState):
                 "gradients would be of two scales"
             )
         self.masters.check_devices()
+        self.masters.begin()
         if self.scaled_by is not None and not self.checked:
             self._rescale(scale)
             self.running = True
@@ -54,8 +55,8 @@ class ScaledGradients(GradientState):
         self.running = True
         # Memory of DistributedDataParallel's buckets, of which gradients may be views, is written
         # to whatever .grad is.
-        before = [raw_grad(p) for p in self.own]
-        self._before = [g.clone() if g is not None and g._is_view() else g for g in before]
+        self._places = [raw_grad(p) for p in self.own]
+        self._before = [g.clone() if g is not None and g._is_view() else g for g in self._places]
         self._zeros_before = []
         for i, p in enumerate(self.own) if self._zeros else ():
             grad = self._before[i]
@@ -102,15 +103,18 @@ class ScaledGradients(GradientState):
         self._note_left()
         new = [raw_grad(p) for p in self.own]
         found = self._unscale(scale)
-        self._restore(before)
-        for p, old, g in zip(self.own, before, new):
-            if old is None or g is None:
+        for p, old, place, g in zip(self.own, before, self._places, new):
+            if old is None or place is None:
                 continue
-            if g._is_view():  # of a bucket, where it stays
+            if g is not None and g._is_view():  # of a bucket, where it stays
                 g.add_(old)
-                set_raw_grad(p, g)
-            else:
-                old.add_(g)
+                continue
+            if place is not old:  # the script's own memory, or an unused part of a bucket
+                place.copy_(old)
+            if g is not None:
+                place.add_(g)
+            set_raw_grad(p, place)
+        self._places = []
         return found if check else None
 
     def _may_stay_scaled(self, before: list[Tensor | None], raw: list[Tensor]) -> bool:
@@ -204,6 +208,10 @@ class ScaledGradients(GradientState):
         """Around ``zero_grad`` of the optimizer."""
         self._drop([*self.masters.params, *self.masters.masters])
         self.scaled_by = None  # what is zeroed need not be unscaled
+        if self.lazy:
+            self.optimizer._ahead = None  # which has the gradients
+        if self.accumulates:
+            self.found_inf = None  # FP16_Optimizer goes by the passes since; amp, as Apex, by all
         if self._before is not None:
             self._before = [None] * len(self._before)
         yield

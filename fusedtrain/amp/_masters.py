@@ -18,6 +18,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 # Of every 16-bit parameter its master, for what is saved and loaded of the model.
 _master_of: Any = WeakTensorKeyDictionary()
+_loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint has set
 
 
 class Masters:
@@ -34,6 +35,7 @@ class Masters:
         self.params: list[Tensor] = []
         self.param_of: dict[int, Tensor] = {}  # by the id of the master
         self._seen: list[tuple[int, int]] = []  # of parameters: version and place in memory
+        self._begun = 0  # how many have been through `begin`
 
     def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
@@ -67,6 +69,20 @@ class Masters:
                     f"a parameter is on {p.device}, its master weights on {master.device}: move "
                     "the model before amp.initialize"
                 )
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the first backward pass: what others have written since replaces masters whole.
+
+        DistributedDataParallel has given all ranks the rounded weights of one. Of that rank the
+        masters would still fit these, and be others than those of the other ranks.
+        """
+        for i in range(self._begun, len(self.masters)):
+            p = self.params[i]
+            if (p._version, p.data_ptr()) != self._seen[i] and p not in _loaded:
+                self.masters[i].copy_(p)
+                self._seen[i] = (p._version, p.data_ptr())
+        self._begun = len(self.masters)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
@@ -109,3 +125,4 @@ def load_full_precision(p: Tensor, value: Any) -> None:
     master = _master_of.get(p)
     if master is not None and isinstance(value, Tensor) and value.shape == p.shape:
         master.copy_(value)
+        _loaded[p] = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._functions import without_autocast
 from ._gradients import ScaledGradients
-from ._notices import Notices
+from ._overflow_messages import Notices
 from ._state import _amp_state
 
 
@@ -86,6 +86,7 @@ def scale_loss(
             f"loss_id must be from 0 to {len(_amp_state.loss_scalers) - 1}, got {loss_id}: "
             "amp.initialize takes num_losses"
         )
+    _check_devices(stashes)
     scaler = _amp_state.loss_scalers[loss_id]
     if not scaler.dynamic and scaler.loss_scale() == 1 and not any(s.with_masters for s in stashes):
         with without_autocast():
@@ -124,6 +125,19 @@ def scale_loss(
         stash.add_found(overflow)
     if _amp_state.verbosity > 0:
         _notices.add(overflow, scaler.scale_on(loss.device), loss_id)
+
+
+def _check_devices(stashes: list[ScaledGradients]) -> None:
+    """O1 casts on the devices where the models were; on others nothing would tell."""
+    if not _amp_state.devices:
+        return
+    for stash in stashes:
+        for p in stash.own[:1]:
+            if p.device.type not in _amp_state.devices:
+                raise RuntimeError(
+                    f"the model is on {p.device}, but was on {', '.join(_amp_state.devices)} when "
+                    "amp.initialize switched autocast on: move it before"
+                )
 
 
 _notices = Notices()

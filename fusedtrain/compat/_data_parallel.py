@@ -23,7 +23,9 @@ class _Reduction:
     def __call__(self, buffer: Tensor) -> Any:
         """A future of the reduced buffer."""
         if not self.enabled:
-            future: Any = torch.futures.Future()
+            # It synchronises streams of devices that it knows of; the CPU is none of them.
+            devices: list[Any] = [buffer.device] if buffer.device.type != "cpu" else []
+            future: Any = torch.futures.Future(devices=devices)
             future.set_result(buffer)
             return future
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)

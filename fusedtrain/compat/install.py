@@ -22,6 +22,16 @@ _TARGETS = {
     "apex.optimizers": "fusedtrain.compat.optimizers",
     "apex.parallel": "fusedtrain.compat.parallel",
     "apex.parallel.LARC": "fusedtrain.compat.larc",
+    "apex.parallel.distributed": "fusedtrain.compat.parallel",
+    "apex.parallel.sync_batchnorm": "fusedtrain.compat.parallel",
+    "apex.parallel.optimized_sync_batchnorm": "fusedtrain.compat.parallel",
+    "apex.fp16_utils.fp16util": "fusedtrain.fp16_utils",
+    "apex.fp16_utils.fp16_optimizer": "fusedtrain.fp16_utils",
+    "apex.fp16_utils.loss_scaler": "fusedtrain.fp16_utils",
+    **{
+        f"apex.optimizers.fused_{name}": "fusedtrain.compat.optimizers"
+        for name in ("adagrad", "adam", "lamb", "novograd", "sgd")
+    },
 }
 
 

@@ -164,6 +164,10 @@ class LARC(torch.optim.Optimizer):
             rates = (rates / lr).clamp(max=1)
         # Parameters of zeros add nothing below; to gradients of zeros is added what 0 takes away.
         rates = torch.where(p == 0, 1, torch.where(g == 0, 0, rates))
+        # In float32: on CUDA the rate of a 16-bit gradient would be rounded to its dtype first.
+        scaled = [grad.to(wide) for grad in grads] if wide is not None else grads
         if decay:
-            torch._foreach_add_(grads, params, alpha=decay)
-        torch._foreach_mul_(grads, list(rates.unbind()))
+            torch._foreach_add_(scaled, params, alpha=decay)
+        torch._foreach_mul_(scaled, list(rates.unbind()))
+        if wide is not None:
+            torch._foreach_copy_(grads, scaled)

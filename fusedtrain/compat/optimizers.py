@@ -53,7 +53,8 @@ class FusedAdam(ApexOptimizer):
         amsgrad: not supported, as in Apex.
         set_grad_none: `zero_grad` makes gradients None instead of 0.
         capturable: learning rates become float32 tensors on the device of their group, which may
-            change between replays of a CUDA graph. Any step can be captured.
+            change between replays of a CUDA graph. Any step can be captured, but not those after
+            ``amp.initialize``.
         master_weights: float32 weights behind float16 and bfloat16 parameters.
         options: see `FusedOptions`.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..amp._gradients import ScaledGradients
 from ..amp._loss_scaler import LossScaler
-from ..amp._notices import Notices
+from ..amp._overflow_messages import Notices
 from .master_params import clip_grad_norm
 
 
@@ -19,7 +19,7 @@ class FP16_Optimizer:
 
     The 16-bit parameters of `init_optimizer` are replaced in it by float32 masters. An optimizer
     of fusedtrain checks, unscales and updates in its two sweeps, and nothing waits for the device;
-    gradients that are looked at before the step are unscaled then.
+    gradients that are looked at before the step are unscaled then. ``loss_scaler`` is amp's.
 
     Args:
         init_optimizer: an optimizer of torch.optim, fusedtrain.optim or the like.
@@ -208,11 +208,37 @@ class FP16_Optimizer:
         """That of the optimizer inside, of masters."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Those of the optimizer inside, with masters."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """`all_fp16_params` by group."""
+        param_of = self._gradients.masters.param_of
+        return [[param_of[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """`all_fp32_from_fp16_params` by group."""
+        param_of = self._gradients.masters.param_of
+        return [[p for p in group["params"] if id(p) in param_of] for group in self.param_groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """`all_fp32_from_fp32_params` by group."""
+        own = set(map(id, self.all_fp32_from_fp32_params))
+        return [[p for p in group["params"] if id(p) in own] for group in self.param_groups]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -233,10 +259,7 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, loss scale and the state of the optimizer, under Apex's keys."""
-        masters = set(map(id, self.all_fp32_from_fp16_params))
-        groups = [
-            [p.detach() for p in group["params"] if id(p) in masters] for group in self.param_groups
-        ]
+        groups = [[p.detach() for p in group] for group in self.fp32_from_fp16_groups]
         scaler = self.loss_scaler
         return {
             "loss_scaler": {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped},

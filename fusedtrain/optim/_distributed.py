@@ -88,7 +88,8 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
     coefficient.
     """
     first = calls[0][0].sums.device
-    totals = [plan.sums.sum(0).to(first, non_blocking=True) for plan, _ in calls]
+    # Blocking: what goes to the CPU would be used before it has come.
+    totals = [plan.sums.sum(0).to(first) for plan, _ in calls]
     total = torch.stack(totals).sum(0)
     norm = total[1].sqrt()
     coefficient = torch.ones_like(norm)
@@ -98,7 +99,7 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
         coefficient = (max_norm / (norm + eps)).clamp(max=1)
     for plan, arguments in calls:
         device = plan.sums.device
-        here = coefficient.to(device, non_blocking=True)
+        here = coefficient.to(device)
         plan.sums[:, 1] *= here * here
         arguments[_TABLE][0, 1] = 0.0  # max_norm: clipped by the scale from here on
         scale = arguments[_SCALE]
@@ -109,7 +110,7 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
         )
         arguments[_SCALE] = (one / here).to(torch.float32)
         if int(measures) & 1:
-            found = (total[:1] != 0).to(device, torch.float32, non_blocking=True)
+            found = (total[:1] != 0).to(device, torch.float32)
             given = arguments[_FOUND_INF]
             arguments[_FOUND_INF] = found if given is None else found + given.reshape(1)
     return norm, coefficient
