@@ -37,7 +37,7 @@ class FP16_Optimizer:
         >>> import torch, fusedtrain
         >>> model = fusedtrain.fp16_utils.network_to_half(torch.nn.Linear(2, 1))
         >>> optimizer = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
-        >>> optimizer = fusedtrain.fp16_utils.FP16_Optimizer(optimizer, dynamic_loss_scale=True)
+        >>> optimizer = fusedtrain.fp16_utils.FP16_Optimizer(optimizer, static_loss_scale=128.0)
         >>> optimizer.zero_grad()
         >>> optimizer.backward(model(torch.ones(4, 2)).float().square().mean())
         >>> norm = optimizer.clip_master_grads(max_norm=1.0)
