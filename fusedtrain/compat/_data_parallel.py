@@ -24,7 +24,7 @@ class _Reduction:
         """A future of the reduced buffer."""
         if not self.enabled:
             # It synchronises streams of devices that it knows of; the CPU is none of them.
-            devices: list[Any] = [buffer.device] if buffer.device.type != "cpu" else []
+            devices: list[Any] = list({buffer.device} - {torch.device("cpu")})
             future: Any = torch.futures.Future(devices=devices)
             future.set_result(buffer)
             return future
