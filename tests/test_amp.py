@@ -508,7 +508,7 @@ def test_an_exception_in_the_backward_pass_leaves_what_was_there() -> None:
 @pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
 def test_a_grad_scaler_steps_the_optimizer_too(maker: str) -> None:
     model, optimizer = start(MAKERS[maker], "O1")
-    scaler = fusedtrain.amp.GradScaler("cpu")
+    scaler = fusedtrain.amp.GradScaler(torch.get_default_device().type)
     before = model[0].weight.detach().clone()
     for overflows in (True, False):
         loss = loss_of(model)

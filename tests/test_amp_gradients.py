@@ -292,6 +292,7 @@ def test_bfloat16(level: str, maker: str) -> None:
     moved_alike(model, reference, 0.3 if level == "O3" else 0.1)
 
 
+@pytest.mark.cpu_only
 def test_o1_on_a_device_without_autocast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = start(frozen_sgd, "O1")
     loss = loss_of(model)
