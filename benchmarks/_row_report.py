@@ -48,13 +48,14 @@ def print_tables(rows: Sequence[Row], tolerance: float, overhead_us: float) -> N
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120 + 20 * any(row.shape for row in rows) + 20 * _has_kept(rows))
+        # Wide enough for ratios of three digits beside "SLOWER noisy".
+        console = Console(width=140 + 20 * any(row.shape for row in rows) + 20 * _has_kept(rows))
     for _, members in groupby(rows, key=section_key):
         section = list(members)
         title = f"{section[0].title} ({section[0].machine})"
         table = Table(title=title, title_justify="left")
-        table.add_column("op")
-        table.add_column("pass")
+        table.add_column("op", no_wrap=True)
+        table.add_column("pass", no_wrap=True)
         columns = ["time", "GB/s", "% copy", "% prealloc", "vs eager", "99 %", "vs compile"]
         exact, kept = _has_exact(section), _has_kept(section)
         for name in (*columns, *["vs exact"] * exact, *["kept B"] * kept):
