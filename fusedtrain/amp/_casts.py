@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._masters import full_precision, load_full_precision
-
-_HALF = (torch.float16, torch.bfloat16)
+from ._masters import HALF_DTYPES, full_precision, load_full_precision
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -88,7 +86,9 @@ def save_in_float32(model: nn.Module) -> None:
 
 def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     named = {**module._parameters, **module._buffers}
-    return {prefix + name: t for name, t in named.items() if t is not None and t.dtype in _HALF}
+    return {
+        prefix + name: t for name, t in named.items() if t is not None and t.dtype in HALF_DTYPES
+    }
 
 
 class _Widening:
@@ -103,7 +103,7 @@ class _Widening:
     ) -> None:
         for key, tensor in _own_tensors(module, prefix).items():
             saved = state_dict.get(key)
-            if isinstance(saved, Tensor) and saved.dtype in _HALF:
+            if isinstance(saved, Tensor) and saved.dtype in HALF_DTYPES:
                 state_dict[key] = full_precision(tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -73,8 +73,12 @@ class GradientState:
         if self.lazy:
             self._kind = type("LazyParameter", (LazyParameter,), {"_gradients": self})
             optimizer._step = self._step
+        saved = optimizer.state_dict() if optimizer.state else None
         for group in optimizer.param_groups:
             self.add(group)
+        if saved is not None:
+            optimizer.state.clear()
+            optimizer.load_state_dict(saved)  # in the dtypes of the parameters as they are now
 
     @property
     def optimizer(self) -> Any:

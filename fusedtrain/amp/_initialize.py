@@ -14,11 +14,10 @@ from ._casts import cast_model, save_in_float32
 from ._functions import disable_casts, switch_autocast, wrap_registered
 from ._gradients import ScaledGradients
 from ._loss_scaler import LossScaler
+from ._masters import HALF_DTYPES
 from ._options import BRIEFS, Options, choose
 from ._scale_loss import tell_overflows
 from ._state import _amp_state, say
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def initialize(
@@ -233,7 +232,7 @@ def _check_models(models: list[nn.Module]) -> None:
                 "returned from amp.initialize."
             )
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.dtype in _HALF:
+            if tensor.dtype in HALF_DTYPES:
                 raise RuntimeError(
                     f"Found {name} of dtype {tensor.dtype}, expected torch.float32. When using "
                     "amp.initialize, you do not need to call .half() on your model before passing "
@@ -279,17 +278,13 @@ def _prepare_model(model: nn.Module, options: Options, outputs: torch.dtype | No
     else:
         model.to(dtype)
     cast_model(model, dtype, torch.float32 if outputs is None else outputs)
-    if dtype in _HALF:
+    if dtype in HALF_DTYPES:
         save_in_float32(model)
 
 
 def _prepare_optimizer(optimizer: Any, with_masters: bool, values: dict[int, Tensor]) -> None:
-    saved = optimizer.state_dict() if optimizer.state else None
     gradients = ScaledGradients(optimizer, with_masters, values=values)
     optimizer._amp_stash = gradients
-    if saved is not None:
-        optimizer.state.clear()
-        optimizer.load_state_dict(saved)  # in the dtypes of the parameters as they are now
     old_step, old_zero_grad = optimizer.step, optimizer.zero_grad
     old_add_param_group = optimizer.add_param_group
 

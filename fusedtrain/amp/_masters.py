@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ._raw import raw_grad
 
 _DEVICE = attrgetter("device")
-_HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 # Of every 16-bit parameter its master, for what is saved and loaded of the model.
 _master_of: Any = WeakTensorKeyDictionary()
@@ -40,7 +40,7 @@ class Masters:
     def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
         for i, p in enumerate(group["params"]):
-            if p.requires_grad and p.dtype in _HALF:
+            if p.requires_grad and p.dtype in HALF_DTYPES:
                 value = self._values.get(id(p), p.detach())
                 wide = value.to(torch.float32, memory_format=torch.preserve_format)
                 master = torch.nn.Parameter(wide)

@@ -67,11 +67,7 @@ class FP16_Optimizer:
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.first_closure_call_this_step = True
-        saved = init_optimizer.state_dict() if init_optimizer.state else None
         self._gradients = ScaledGradients(init_optimizer, with_masters=True, accumulates=True)
-        if saved is not None:
-            init_optimizer.state.clear()
-            init_optimizer.load_state_dict(saved)  # in float32
         self._overflow: Tensor | bool = False
         self._notices = Notices()
 
