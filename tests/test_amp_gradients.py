@@ -267,6 +267,10 @@ def test_gradients_in_the_scripts_own_memory_stay_there() -> None:
         expected = torch.cat([p.grad.flatten() for p in model.parameters()])
         assert flat.abs().max() > 0
         assert torch.equal(flat, expected)
+        with pytest.raises(KeyError):
+            fail_in_the_middle(loss_of(model), optimizer)
+        assert torch.equal(flat, expected)
+        assert all(p.grad._base is flat for p in model.parameters())
 
 
 @pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
@@ -308,3 +312,18 @@ def test_zero_grad_lets_go_of_gradients() -> None:
     kept = [weakref.ref(raw_grad(p)) for p in model.parameters()]
     optimizer.zero_grad()
     assert [reference() for reference in kept] == [None] * len(kept)
+
+
+def test_averages_are_those_of_the_model_under_o2() -> None:
+    model, optimizer = start(lambda p: fusedtrain.optim.SGD(p, lr=0.5, ema_decay=0.5), "O2")
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+    low, (master, average) = model[4].weight, optimizer.averaged_parameters()[3]
+    trained, value = low.detach().clone(), master.detach().clone()
+    with optimizer.swap_averages():
+        assert torch.equal(low, average.half())
+        assert not torch.equal(low, trained)
+    assert torch.equal(low, trained)
+    assert torch.equal(master, value)

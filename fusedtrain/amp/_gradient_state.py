@@ -250,11 +250,6 @@ class GradientState:
     def _drop(self, params: Iterable[Tensor]) -> None:
         deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
 
-    def _restore(self, before: list[Tensor | None]) -> None:
-        for p, grad in zip(self.own, before):
-            if grad is not None:
-                set_raw_grad(p, grad)
-
     def _restore_zeros(self) -> None:
         """Zeroed gradients of parameters that the backward pass has not reached."""
         for p, grad in self._zeros_before:

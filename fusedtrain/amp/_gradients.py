@@ -70,7 +70,11 @@ class ScaledGradients(GradientState):
         self.running = False
         if self._before is not None and self.scaled_by is None:
             self._drop([*self.own, *self.masters.params])
-            self._restore(self._before)
+            for p, old, place in zip(self.own, self._before, self._places, strict=True):
+                if old is not None and place is not None:
+                    if place is not old:  # memory that the pass may have written to
+                        place.copy_(old)
+                    set_raw_grad(p, place)
             self._restore_zeros()
             self._before = None
 
