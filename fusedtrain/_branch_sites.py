@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from ._chain_functions import residual_add
-from ._dataflow import Flow, Trace, is_product, overwrites_between
+from ._dataflow import Flow, Trace, is_product
 from .nn.norm import (
     _HOOKS,
     _STOCHASTIC_DEPTH,
@@ -131,8 +131,6 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
             if scale is None:
                 continue
             drop = None
-        if overwrites_between(trace, gone[-1], node):
-            continue
         name = flow.names[id(trace.module)]
         return Branch(trace, name, node, other, value, drop, scale, tuple(gone))
     return None

@@ -7,7 +7,6 @@ through the forward are traced. The forward runs on stand-ins: the model's own s
 
 from __future__ import annotations
 
-import inspect
 import operator
 import random
 import types
@@ -70,7 +69,13 @@ class _Choices:
 
 
 class _Proxy(fx.Proxy):
-    """Also records `x += y` for what it is, which fx would take for `x = x + y`."""
+    """Also records `x += y` for what it is, which fx would take for `x = x + y`, and refuses
+    `x.data = y`, which fx would not record."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise AttributeError(f"its forward sets `{name}` of a tensor")
+        super().__setattr__(name, value)
 
 
 def _in_place(name: str) -> Any:
@@ -109,6 +114,8 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _context() != self.context:
             self.guessed = "its forward works under no_grad, autocast or checkpoint"
+        if "set_" in args:  # Tensor.set_
+            self.guessed = "its forward puts one tensor into the place of another"
         return super().create_node(*args, **kwargs)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
@@ -332,39 +339,10 @@ def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None, converte
     return True
 
 
-def works_in_place(trace: Trace, node: fx.Node) -> bool:
-    """Whether a call may overwrite what it is given."""
-    module = trace.callee(node)
-    if module is not None:
-        return any(getattr(part, "inplace", False) for part in module.modules())
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    named = name.endswith("_") or name in ("setitem", *IN_PLACE)
-    return named or _argument(node, "inplace") or "out" in node.kwargs
-
-
-def _argument(node: fx.Node, name: str) -> bool:
-    """Whether a call has a flag set, by name or by place."""
-    if name in node.kwargs or not callable(node.target):
-        return bool(node.kwargs.get(name))
-    try:
-        given = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):  # built in
-        return False
-    return given.get(name) is True
-
-
 def is_product(node: fx.Node) -> bool:
     """Whether a call multiplies two operands; a module may be called "mul", too."""
     multiplies = node.op in ("call_function", "call_method") and node.target in _PRODUCTS
     return multiplies and len(node.args) == 2 and not node.kwargs
-
-
-def overwrites_between(trace: Trace, first: fx.Node, last: fx.Node) -> bool:
-    """Whether anything may be overwritten between two calls: what the first one read would be
-    something else by the time of the last."""
-    nodes = list(trace.graphs[0].nodes)
-    between = nodes[nodes.index(first) + 1 : nodes.index(last)]
-    return any(works_in_place(trace, node) for node in between)
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from ._dataflow import Flow, Trace, is_product, overwrites_between
+from ._dataflow import Flow, Trace, is_product
 from ._norm_sites import is_activation
+from ._unseen_calls import UnseenCalls
 from .nn.norm import _HOOKS, activation_of
 from .reference.batch_norm import POINTWISE
 
@@ -42,12 +43,13 @@ class Product:
 def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
     """All products of a model, in the order of its forwards."""
     found = []
+    unseen = UnseenCalls(flow)
     for trace in flow.traces:
         if trace.inexact or id(trace.module) in excluded:
             continue
         for node in trace.graphs[0].nodes:
             product = _product(flow, trace, node, excluded)
-            if product is not None:
+            if product is not None and not unseen.obstacle(product.module):
                 found.append(product)
     return found
 
@@ -61,7 +63,7 @@ def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Pro
         if module is None or not isinstance(gate, fx.Node) or not isinstance(other, fx.Node):
             continue
         plain = gate is not other and len(gate.users) == 1 and len(gate.args) == 1
-        plain = plain and not gate.kwargs and not overwrites_between(trace, gate, node)
+        plain = plain and not gate.kwargs
         if plain and _replaceable(module) and id(module) not in excluded:
             return Product(trace, flow.names[id(trace.module)], node, gate, other, module)
     return None

@@ -16,10 +16,12 @@ from torch import fx, nn
 
 from ._branch_sites import Branch, add_branch
 from ._chain_functions import gated
-from ._dataflow import Flow, Trace, works_in_place
+from ._dataflow import Flow, Trace
+from ._effects import Effects
 from ._gate_sites import Product
 from ._norm_sites import Site, Step, fused_class
 from ._records import assign, record_of, restore
+from ._reordering import Unit, obstacle_of, places_of
 from ._rewritten import PassesOn, Rewritten, install, remove, resolve
 
 _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
@@ -38,7 +40,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._unfit: dict[int, str] = {}
+        self.effects = Effects(self.flow)
         self._arbitrate()
+        self._settle()
+        while self._reorders():
+            self._settle()
+
+    def _settle(self) -> None:
+        """Leaves what all of this can be done together."""
         while self._truncate():
             pass
         self.products = [p for p in self.products if id(p.module) in self.passing]
@@ -65,7 +74,8 @@ class Plan:
             traces = [trace for trace, _ in site.levels]
             level = traces.index(step.trace)
             order = list(step.trace.graphs[0].nodes).index(site.levels[level][1])
-            rank = (-int(self._obstacle(site, step) != ""), -level, order)
+            unable = bool(self._obstacle(site, step) or obstacle_of(site, self.effects, {}))
+            rank = (-int(unable), -level, order)
             rival = best.get(step.nodes[0])
             if rival is None or rank > rival[0]:
                 best[step.nodes[0]] = (rank, site)
@@ -108,6 +118,24 @@ class Plan:
                     return True
         return False
 
+    def _reorders(self) -> bool:
+        """Takes back one step, product or sum that would move across something; whether there was
+        one."""
+        units: list[Unit] = [*self.sites, *self.products, *self.branches]
+        places = places_of(units, self.effects)
+        for unit in units:
+            found = obstacle_of(unit, self.effects, places)
+            if found is None:
+                continue
+            reason, step = found
+            if isinstance(unit, Site):
+                assert step is not None
+                self._cut(unit, step, reason)
+            self.products = [p for p in self.products if p is not unit]
+            self.branches = [b for b in self.branches if b is not unit]
+            return True
+        return False
+
     def _obstacle(self, site: Site, step: Step) -> str:
         if step.kind != "add":
             passes = step.is_call and id(step.module) in self.passing
@@ -115,10 +143,9 @@ class Plan:
         traces = [trace for trace, _ in site.levels]
         level = traces.index(step.trace)
         reasons = [self._unfitness(trace) for trace in traces[: level + 1]]
-        callee = site.levels[level][1]
         if step.overwrites:
             return "the sum is written over its other operand"
-        return next(filter(None, reasons), "") or _order_obstacle(step, callee)
+        return next(filter(None, reasons), "")
 
     def _unfitness(self, trace: Trace) -> str:
         """Why a forward cannot be rewritten; '' where it can."""
@@ -284,27 +311,6 @@ def _copied(trace: Trace) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     for node in graph.nodes:
         node.type = None
     return graph, new
-
-
-def _order_obstacle(step: Step, callee: fx.Node) -> str:
-    """Whether the norm may be called as late as its residual is there; why not, if not."""
-    total = step.nodes[0]
-    other = total.args[1 - step.place]
-    nodes = list(step.trace.graphs[0].nodes)
-    start, end = nodes.index(callee), nodes.index(total)
-    if nodes.index(other) < start:
-        return ""
-    chain = _chain(callee, total.args[step.place])
-    between = [node for node in nodes[start:end] if node not in chain]
-    read = callee.args[0]
-    module = step.trace.callee(callee)
-    assert isinstance(read, fx.Node)
-    assert module is not None
-    if len(read.users) == 1 and read.op == "call_module":
-        return ""
-    if any(works_in_place(step.trace, node) for node in [callee, *between]):
-        return "something is overwritten between it and its sum"
-    return ""
 
 
 def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], str]:

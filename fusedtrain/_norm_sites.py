@@ -21,6 +21,7 @@ from . import functional as fused_functional
 from . import nn as fused_nn
 from ._dataflow import Flow, Trace
 from ._rewritten import passes_on
+from ._unseen_calls import UnseenCalls
 from .nn.norm import (
     _HOOKS,
     _ROW_OF,
@@ -138,6 +139,7 @@ class Finder:
 
     def __init__(self, flow: Flow, excluded: set[int]) -> None:
         self.flow, self.excluded = flow, excluded
+        self.unseen = UnseenCalls(flow)
 
     def find(self, norm: nn.Module) -> Site | str:
         """The site of a norm, or why there is none; "" where nothing of the kind follows."""
@@ -167,6 +169,8 @@ class Finder:
         site.steps = walk.steps
         if not site.steps:
             return walk.blocked
+        if unseen := self.unseen.obstacle(norm):
+            return unseen
         if self.flow.places.get(id(norm), 0) > 1:
             return f"registered {self.flow.places[id(norm)]} times"
         if len(graphs) < len(calls) or any(found is not calls[0][0] for found, _, _ in calls):
@@ -255,6 +259,8 @@ class Finder:
             return ""
         if id(module) in self.excluded:
             return f"{name} is excluded"
+        if unseen := self.unseen.obstacle(module):
+            return f"{name} stays: {unseen}"
         if hooked:
             return f"{name} has hooks"
         if "forward" in vars(module):

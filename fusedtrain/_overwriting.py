@@ -3,17 +3,14 @@ output, which backward needs then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import fx, nn
 from torch.nn.modules import module as global_hooks
 
 from . import nn as fused_nn
 from ._batch_norm_in_place import slope_of
-from ._dataflow import Flow, Trace, works_in_place
-from ._norm_sites import is_activation
-from ._rewritten import passes_on
+from ._dataflow import Flow, Trace
+from ._effects import Effects
 from .nn.norm import _HOOKS, activation_of
 from .reference.batch_norm import Pointwise
 
@@ -23,14 +20,6 @@ _MAKERS = (
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 _CALLED = ("__call__", "forward", "_conv_forward")
-# By name, functions and methods that return their argument, or a view of it.
-_ALIASES = {
-    "alpha_dropout", "bfloat16", "chunk", "contiguous", "detach", "dropout", "dropout1d",
-    "dropout2d", "dropout3d", "expand", "expand_as", "feature_alpha_dropout", "flatten", "float",
-    "getitem", "half", "movedim", "narrow", "permute", "reshape", "select", "split", "squeeze",
-    "swapaxes", "t", "to", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view",
-    "view_as",
-}  # fmt: skip
 
 
 def can_overwrite(
@@ -49,7 +38,8 @@ def can_overwrite(
         return False
     made = all(_is_made_for_it(trace, node) for trace, _, node in calls)
     values = ends or [(trace, node) for trace, _, node in calls]
-    return bool(calls) and made and not any(_is_overwritten(flow, *v, set()) for v in values)
+    effects = Effects(flow)
+    return bool(calls) and made and not any(effects.is_overwritten(*v) for v in values)
 
 
 def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:
@@ -68,52 +58,3 @@ def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:
 
 def _is_hooked(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _HOOKS)
-
-
-def _is_overwritten(flow: Flow, trace: Trace, value: fx.Node, seen: set[fx.Node]) -> bool:
-    """Whether somebody may write over a value, or over a view of it."""
-    if value in seen:
-        return False
-    seen.add(value)
-    for user in value.users:
-        if user.op == "output":
-            if flow.untraced(trace.module):
-                return True
-            if any(_is_overwritten(flow, t, n, seen) for t, _, n in flow.calls(trace.module)):
-                return True
-            continue
-        module = trace.callee(user)
-        if module is not None:
-            inside = [t for t in flow.traces if t.module is module]
-            if not inside and not passes_on(module) and works_in_place(trace, user):
-                return True
-            for t in inside:
-                if any(_is_overwritten(flow, t, n, seen) for n in _taken(t, user, value)):
-                    return True
-            hands_on = bool(module._modules) or passes_on(module) or _returns_input(module)
-        else:
-            if user.args[:1] == (value,) and works_in_place(trace, user):
-                return True
-            name = getattr(user.target, "__name__", user.target)
-            hands_on = name in _ALIASES
-        if hands_on and _is_overwritten(flow, trace, user, seen):
-            return True
-    return False
-
-
-def _returns_input(module: nn.Module) -> bool:
-    """Whether a module without layers of its own may, as dropout does in eval mode."""
-    known = module._parameters or module._buffers or is_activation(module)
-    return not known and "pooling" not in type(module).__module__
-
-
-def _taken(trace: Trace, call: fx.Node, value: fx.Node) -> Iterator[fx.Node]:
-    """The stand-ins, in a module's own graphs, for a value that it is called with."""
-    for graph in trace.graphs:
-        places = [node for node in graph.nodes if node.op == "placeholder"]
-        for place, given in zip(places, call.args):
-            if given is value:
-                yield place
-        for place in places:
-            if call.kwargs.get(str(place.target)) is value:
-                yield place
