@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
@@ -126,6 +127,17 @@ def save_for_backward(
 
 
 _apply = _ops._apply_of(BatchNormAct)
+
+
+def recomputed_as_torch(norm: _BatchNorm, input: Tensor, output: Tensor) -> None:
+    """Notes how to compute again, with the same bits, what torch's batch norm has returned."""
+    scope = _recompute.scope()
+    if scope is None or output.grad_fn is None:
+        return
+    training = norm.training or (norm.running_mean is None and norm.running_var is None)
+    statistics = (None, None) if training else (norm.running_mean, norm.running_var)
+    tensors = (input, *statistics, norm.weight, norm.bias)
+    scope.tag(output, torch.nn.functional.batch_norm, tensors, (training, 0.0, norm.eps))
 
 
 def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -90,7 +90,7 @@ class Conversion:
         self.plan = Plan(self.flow, sites, products, branches)
         for site in sites:
             site.overwrites = self._overwrites(site.norm, site.steps)
-            of_use = site.steps or has_own_steps(site.norm) or self.memory == "recompute"
+            of_use = site.steps or has_own_steps(site.norm) or self._is_recomputed(site.norm)
             if not of_use and not site.overwrites:
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
         self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
@@ -106,7 +106,7 @@ class Conversion:
     ) -> Site | None:
         name = self.flow.names[id(norm)]
         found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
-        alone = self.memory == "recompute" or self._overwrites(norm, ())
+        alone = self._is_recomputed(norm) or self._overwrites(norm, ())
         if isinstance(found, str) and alone:
             found = Site(norm, name)  # so that its output, or its input, need not be kept
         if found == "" or not chosen(norm):
@@ -117,6 +117,11 @@ class Conversion:
             self.left[id(norm)] = reason
             return None
         return found
+
+    def _is_recomputed(self, norm: nn.Module) -> bool:
+        """Whether the output of a norm that nothing follows need not be kept; its numbers are those
+        of torch with any `memory`."""
+        return self.memory == "recompute" and not isinstance(norm, nn.SyncBatchNorm)
 
     def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
         """Whether a norm that is followed by these steps is to write over its input."""

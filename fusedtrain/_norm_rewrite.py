@@ -19,7 +19,7 @@ from ._chain_functions import gated
 from ._dataflow import Flow, Trace
 from ._effects import Effects
 from ._gate_sites import Product
-from ._norm_sites import Site, Step, fused_class
+from ._norm_sites import Site, Step, fused_class, has_own_steps
 from ._records import assign, record_of, restore
 from ._reordering import Unit, obstacle_of, places_of
 from ._rewritten import PassesOn, Rewritten, install, remove, resolve
@@ -229,6 +229,8 @@ def _attributes(site: Site) -> dict[str, Any]:
     add = site.step("add")
     if add is not None:
         wanted["_adds"] = "in place" if add.in_place else "out of place"
+    if not site.steps and not site.overwrites and not has_own_steps(site.norm):
+        wanted["_as_torch"] = True
     wanted["overwrite_input"] = site.overwrites or getattr(site.norm, "overwrite_input", False)
     return wanted
 

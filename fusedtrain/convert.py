@@ -99,16 +99,17 @@ def convert(
     RuntimeError then, naming the function. Exclude that module, or write `y = y + z`.
 
     And one that calls its modules where torch.fx does not see it: an activation that has become
-    part of a norm or a product hands on its input, to whoever calls it. Callers in the forwards of
-    its parents are seen; one further up that cannot be traced, or in another method than forward,
-    is not. `example_inputs` shows the difference; exclude that module then.
+    part of a norm or a product hands on its input, to whoever calls it. Calls in the forwards of
+    the model are seen, also in those that cannot be traced; a call from outside of the model in
+    another method than forward is not. `example_inputs` shows the difference; exclude that module
+    then.
 
     `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
     these stay as they are, with all that is in them.
 
     `memory` says what becomes of outputs that backward needs: "store" keeps them; "recompute" lets
     the forward of `model` run within :class:`fusedtrain.recompute`, so that they are computed again
-    in backward, bit for bit the same (then norms that nothing follows are converted, too);
+    in backward, bit for bit the same as with "store";
     "inplace" lets the output of norms that LeakyReLU or nothing follows take the place of their
     input, where a convolution or a linear layer made that for them alone, and backward computes it
     from the output (how exactly, `overwrite_input` of fusedtrain.functional.batch_norm_act tells);

@@ -158,6 +158,9 @@ class _BatchNormAct(_BatchNorm):
     # By convert: the residual that must be given, since the forward around adds it no more, is
     # added "in place" of the norm's output or "out of place".
     _adds = ""
+    # By convert: a norm that nothing follows has torch's bits, and backward can compute its output
+    # again.
+    _as_torch = False
     overwrite_input = False
 
     def __init__(
@@ -242,6 +245,10 @@ class _BatchNormAct(_BatchNorm):
             path = input.tracer.path_of_module(self)
             node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
             return node
+        if self._as_torch and residual is None:
+            output = _BatchNorm.forward(self, input)
+            _batch_norm.recomputed_as_torch(self, input, output)
+            return output
         self._check_input_dim(input)
         if self._adds == "in place" and residual is not None:
             residual = residual.to(input.dtype)
