@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ._conversion_report import Left
 from ._fold_forward import Convolving
-from ._fold_graph import input_of, is_flat
+from ._fold_graph import Link, is_flat
 from ._fold_kinds import is_frozen, spatial
 from ._fold_report import Folded, FoldReport
+from ._fold_sharing import Sharing
+from ._fold_trace import input_of
 from ._fold_tune import pairs
 from ._fold_verify import ranks
 
@@ -129,7 +131,7 @@ def drop_redundant_bias(
     order = {id(m): i for i, m in enumerate(model.modules())}
     names = {id(m): name for name, m in model.named_modules()}
     for link, (conv, kind, name, norm_kind) in zip(
-        pairs(model, found, statistics=False), found.folded, strict=True
+        pairs(model, found, _shared, statistics=False), found.folded, strict=True
     ):
         norm: Any = link.norm
         if getattr(link.conv, "bias", None) is None:
@@ -151,6 +153,18 @@ def drop_redundant_bias(
         later.register_load_state_dict_post_hook(AfterLoading(forward))
         report.folded.append(Folded(conv, kind, name, norm_kind))
     return report
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """Who else sees the bias, or the running mean that takes it over."""
+    conv, norm = link.conv, link.norm
+    assert norm is not None
+    if getattr(conv, "bias", None) is None:
+        return ""
+    name = sharing.flows[0].name(conv)
+    if reason := sharing.tied(conv, "bias") or sharing.read(conv, "bias"):
+        return f"{name}: {reason}"
+    return sharing.tied(norm, "running_mean") or sharing.read(norm, "running_mean")
 
 
 def restore_bias(model: nn.Module) -> FoldReport:
