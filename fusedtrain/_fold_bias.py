@@ -121,7 +121,8 @@ def drop_redundant_bias(
     bias is trained. So are biases that somebody else sees: tied ones, views of shared memory, those
     that a forward, a method or a hook reads, and those before a norm whose running mean is shared
     or read. Copies outside of the model are not seen: call this before weight averages or
-    `amp.initialize` copy the parameters, and after layers were replaced (SyncBatchNorm). A norm that is frozen later on keeps its bias as it is.
+    `amp.initialize` copy the parameters, and after layers were replaced (SyncBatchNorm). A norm
+    that is frozen later on keeps its bias as it is.
 
     Args:
         model: with the norms in training mode.

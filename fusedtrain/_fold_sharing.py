@@ -15,6 +15,7 @@ from ._fold_graph import Flow, Link
 from ._fold_trace import is_scripted
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_KEYS = {"weight", "bias", "running_mean", "running_var"}
 _OWN = ("forward", "_conv_forward", "reset_parameters")
 # They make a module, or a text of it.
 _UNSEEN = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__")
@@ -76,7 +77,7 @@ class Sharing:
     def __init__(self, model: nn.Module, flows: Sequence[Flow]) -> None:
         self.model, self.flows = model, flows
         self.places = list(_places(model))
-        self.code = list(self._code())
+        self._resolve_all()
         self.reads = [
             (flow.name(trace.root), tensor)
             for flow in flows
@@ -125,30 +126,48 @@ class Sharing:
             for where, other in self.reads:
                 if other is tensor:
                     return f"its {key} is read by the forward of {where}"
-            for code in self.code:
-                if code.own and code.scope is owner:
-                    continue
-                for mention in code.mentions:
-                    if self._is_read(code, mention, owner, key, tensor, running):
-                        return f"its {key} is read by {code.where}"
+            for code in self._readers(owner, key, tensor, running):
+                if not (code.own and code.scope is owner):
+                    return f"its {key} is read by {code.where}"
         return ""
 
-    def _is_read(
-        self, code: _Code, mention: Mention, owner: nn.Module, key: str, tensor: Tensor,
-        running: bool,
-    ) -> bool:  # fmt: skip
-        if mention.harmless:
-            return False
-        value, rest = resolve(code.names, mention.chain)
-        if value is tensor:
-            return True
-        if isinstance(value, nn.Module) and rest and rest[0] in WHOLE:
-            return code.runs and any(m is owner for m in value.modules())
-        known = isinstance(value, (Tensor, nn.Module)) and len(rest) < 2
-        if known or key not in rest or code.seen or (running and not code.runs):
-            return False
-        within = value if isinstance(value, nn.Module) else code.scope
-        return any(m is owner for m in within.modules())
+    def _readers(
+        self, owner: nn.Module, key: str, tensor: Tensor, running: bool
+    ) -> Iterator[_Code]:
+        yield from self._tensors.get(id(tensor), [])
+        for code, within in self._whole:
+            if code.runs and any(m is owner for m in within.modules()):
+                yield code
+        for code, within in self._unknown.get(key, []):
+            if not (running and not code.runs) and any(m is owner for m in within.modules()):
+                yield code
+
+    def _resolve_all(self) -> None:
+        """What the code mentions, by what it is."""
+        # Calls and values of modules in code that was not traced.
+        self._modules: dict[int, list[tuple[_Code, Mention, bool]]] = {}
+        self._tensors: dict[int, list[_Code]] = {}
+        self._whole: list[tuple[_Code, nn.Module]] = []  # .parameters() and the like
+        # By name: a parameter of some module within this one.
+        self._unknown: dict[str, list[tuple[_Code, nn.Module]]] = {}
+        for code in self._code():
+            for mention in code.mentions:
+                value, rest = resolve(code.names, mention.chain)
+                is_module = isinstance(value, nn.Module)
+                if is_module and rest in ((), ("forward",)):
+                    if not code.seen:
+                        uses = self._modules.setdefault(id(value), [])
+                        uses.append((code, mention, bool(rest)))
+                elif mention.harmless:
+                    continue
+                elif isinstance(value, Tensor):
+                    self._tensors.setdefault(id(value), []).append(code)
+                elif is_module and rest[0] in WHOLE:
+                    self._whole.append((code, value))
+                elif not code.seen and not (is_module and len(rest) < 2):
+                    for key in _KEYS.intersection(rest):
+                        within = value if is_module else code.scope
+                        self._unknown.setdefault(str(key), []).append((code, within))
 
     def called(self, link: Link) -> str:
         """What calls one of both without the other; '' where nothing does."""
@@ -160,24 +179,19 @@ class Sharing:
 
         Of code that was traced the graph tells.
         """
-        for code in self.code:
-            for mention in () if code.seen else code.mentions:
-                value, rest = resolve(code.names, mention.chain)
-                place = next((i for i, part in enumerate(parts) if part is value), None)
-                if place is None or rest not in ((), ("forward",)):
-                    continue
-                name = self.flows[0].name(parts[place])
+        for place, part in enumerate(parts):
+            name = self.flows[0].name(part)
+            for code, mention, forward in self._modules.get(id(part), []):
                 if not mention.called:
                     if code.runs and not mention.harmless:
                         return f"{code.where} hands {name} on"
                     continue
+                apart = forward or len(parts) == 1
                 for chain, other in ((mention.source, place - 1), (mention.sink, place + 1)):
-                    if not 0 <= other < len(parts) and not rest:
-                        continue
-                    met = None if chain is None else resolve(code.names, chain)
-                    if rest or met is None or met[1] or met[0] is not parts[other]:
-                        return f"{code.where} calls {name}, too"
-                if len(parts) == 1:
+                    if 0 <= other < len(parts):
+                        met = None if chain is None else resolve(code.names, chain)
+                        apart = apart or met is None or met[0] is not parts[other] or bool(met[1])
+                if apart:
                     return f"{code.where} calls {name}, too"
         return next(filter(None, map(self._elsewhere, parts)), "")
 
