@@ -17,6 +17,8 @@ from ._fold_trace import is_scripted
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _KEYS = {"weight", "bias", "running_mean", "running_var"}
 _OWN = ("forward", "_conv_forward", "reset_parameters")
+# Whose norms are known.
+_LIBRARIES = ("fusedtrain.", "timm.", "torchvision.")
 # They make a module, or a text of it.
 _UNSEEN = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__")
 
@@ -182,6 +184,8 @@ class Sharing:
         for place, part in enumerate(parts):
             name = self.flows[0].name(part)
             for code, mention, forward in self._modules.get(id(part), []):
+                if code.scope is part:  # its own methods
+                    continue
                 if not mention.called:
                     if code.runs and not mention.harmless:
                         return f"{code.where} hands {name} on"
@@ -222,7 +226,7 @@ class Sharing:
                     mentions(function.__code__),
                     reached,
                     reached and id(module) in traced - failed,
-                    key in _OWN,
+                    key in _OWN or function.__module__.startswith(_LIBRARIES),
                 )
             for table in _HOOKS:
                 for hook in getattr(module, table, {}).values():

@@ -360,3 +360,37 @@ def test_running_statistics_of_a_norm_that_trains() -> None:
     report = fusedtrain.tune_mode(tuned)
     assert "its running_mean is shared with n2" in report.left[0].reason
     assert len(fusedtrain.fold_conv_bn(model.eval())[1]) == 2
+
+
+class HandsItselfOn(nn.Module):
+    """Not the norm: the norm's own methods may hand `self` on, as those of fusedtrain.nn do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.n = conv(), fusedtrain.nn.BatchNormAct2d(4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.n(self.c(x))
+
+
+def test_own_methods_hinder_nothing() -> None:
+    assert len(fusedtrain.drop_redundant_bias(HandsItselfOn())) == 1
+
+
+class Loops(ByNames):
+    """A forward that torch.fx cannot trace hands on what belongs to a block."""
+
+    def __init__(self) -> None:
+        super().__init__(block=nn.Sequential(conv(), norm()))
+
+    def forward(self, x: Tensor) -> Any:
+        if x.sum() > 0:
+            for layer in (self.block[0], torch.tanh):
+                x = layer(x)
+        return self.block(x)
+
+
+def test_handed_on_where_torch_fx_cannot_trace() -> None:
+    for function in (fusedtrain.drop_redundant_bias, fusedtrain.tune_mode):
+        report = function(Loops())
+        assert report.left[0].reason == "Loops.forward hands block.0 on", report
