@@ -9,10 +9,13 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from ._conv_act import KINDS, NO_ACT, PLATFORMS, Act, assign
-from ._fold_graph import ADDITIONS, Flow, Trace, input_of
+from ._fold_graph import ADDITIONS, Flow
 from ._fold_kinds import conv_obstacle, is_hooked
 from ._fold_report import Folded, FoldReport
 from ._fold_rewrite import obstacle, replace, rewrite_all
+from ._fold_sharing import Sharing
+from ._fold_trace import Trace, input_of
+from ._fold_writes import is_own, written_between
 
 _MODULES = ("torch.nn.modules.activation", "fusedtrain.nn.activation")
 _NAMES = {
@@ -87,6 +90,7 @@ class _Plan(NamedTuple):
 def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
     """Gives activations to the convolutions before them; the root may become another object."""
     flow = Flow(model)
+    sharing = Sharing(model, [flow])
     changed: list[Trace] = []
     swapped: dict[int, nn.Module] = {}
     for trace in flow.traces:
@@ -99,6 +103,8 @@ def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
                 and len(flow.uses(target)) == 1
             )
             if not movable and (isinstance(trace.root, _INDEXED) or obstacle(trace)):
+                continue
+            if sharing.called_apart(_modules(plan) if movable else [plan.conv]):
                 continue
             label = _label(trace, plan, target)
             names = flow.name(plan.conv), type(plan.conv).__name__
@@ -132,6 +138,20 @@ def pack(model: nn.Module, report: FoldReport) -> None:
 
 def _is_plain(conv: Any) -> bool:
     return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
+
+
+def _modules(plan: _Plan) -> list[nn.Module]:
+    """Convolution, what passes on its output, activation."""
+    found: list[nn.Module] = []
+    node: object = plan.last
+    while isinstance(node, fx.Node):
+        module = plan.trace.module_of(node)
+        assert module is not None
+        found.append(module)
+        if node is plan.conv_node:
+            break
+        node = input_of(node)
+    return found[::-1]
 
 
 def _label(trace: Trace, plan: _Plan, target: nn.Module | None) -> str:
@@ -188,13 +208,19 @@ def _plan(trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
     if act is not None:
         has = platform.has(act, False, dtype)
         return _Plan(trace, node, conv, None, act, user) if has else None
-    if _added(trace, user, node) is None or _moves_past_a_use(trace, node, user):
+    if _added(trace, user, node) is None or not isinstance(input_of(node), fx.Node):
         return None
     after = _only_user(trace, user)
     act = None if after is None else _of_node(trace, after)
-    if after is not None and act is not None and platform.has(act, True, dtype):
+    # The convolution moves to the last node, and with it both of its inputs are read later.
+    if (
+        after is not None
+        and act is not None
+        and platform.has(act, True, dtype)
+        and not written_between(trace, node, after, user)
+    ):
         return _Plan(trace, node, conv, user, act, after)
-    if platform.has(NO_ACT, True, dtype):
+    if platform.has(NO_ACT, True, dtype) and not written_between(trace, node, user):
         return _Plan(trace, node, conv, user, NO_ACT, user)
     return None
 
@@ -212,16 +238,9 @@ def _added(trace: Trace, addition: fx.Node, node: fx.Node) -> fx.Node | None:
         return b
     # `b += conv` changes b, which others may see.
     in_place = addition.target == "add_" or getattr(addition.target, "__name__", "") == "iadd"
-    return a if not in_place and _stands_for(trace, b, node) else None
-
-
-def _moves_past_a_use(trace: Trace, node: fx.Node, later: fx.Node) -> bool:
-    """Whether something that uses the convolution's input, perhaps in place, comes in between."""
-    source = input_of(node)
-    order = {n: i for i, n in enumerate(trace.graph.nodes)}
-    if not isinstance(source, fx.Node):
-        return True
-    return any(order[node] < order[user] < order[later] for user in source.users)
+    if not _stands_for(trace, b, node) or (in_place and not is_own(trace, a, addition)):
+        return None
+    return a
 
 
 def _rewrite(plan: _Plan) -> None:

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ._conversion_report import Left
 from ._fold_forward import Convolving
-from ._fold_graph import input_of, is_flat
+from ._fold_graph import Link, is_flat
 from ._fold_kinds import is_frozen, spatial
 from ._fold_report import Folded, FoldReport
+from ._fold_sharing import Sharing
+from ._fold_trace import input_of
 from ._fold_tune import pairs
 from ._fold_verify import ranks
 
@@ -26,8 +28,10 @@ class WithoutBias(Convolving):
         self.mean = None if mean is None else mean.clone()
         self.requires_grad = self.conv.bias.requires_grad
         self.seen: tuple[int, int] | None = None
-        self.conv.bias.requires_grad_(False)
-        self.conv.bias.grad = None
+        # Where another tensor is the bias, as in functional_call, the convolution adds that one.
+        self.own = self.conv.bias
+        self.own.requires_grad_(False)
+        self.own.grad = None
         self.absorb()
 
     @torch.no_grad()
@@ -37,7 +41,7 @@ class WithoutBias(Convolving):
         Until then bias and running mean together are what they are in a plain model.
         """
         bias, mean = self.conv.bias, self.norm.running_mean
-        if mean is None or bias.is_inference():
+        if mean is None or bias is not self.own:
             return
         if self.seen != (bias._version, bias.data_ptr()):
             mean.sub_(bias.to(mean))
@@ -45,8 +49,24 @@ class WithoutBias(Convolving):
             self.seen = (bias._version, bias.data_ptr())
 
     @torch.no_grad()
+    def adopt(self) -> None:
+        """After load_state_dict; with assign=True, tensors of others have become the model's."""
+        bias, mean = self.conv.bias, self.norm.running_mean
+        if bias is self.own:
+            return self.absorb()
+        value = bias.detach().clone()
+        if mean is not None:
+            self.norm.running_mean = mean - value.to(mean)
+            value.zero_()
+        self.own = nn.Parameter(value, requires_grad=False)
+        self.conv.bias, self.seen = self.own, (self.own._version, self.own.data_ptr())
+        return None
+
+    @torch.no_grad()
     def restore(self) -> None:
         bias, mean = self.conv.bias, self.norm.running_mean
+        if bias is not self.own:
+            return
         self.absorb()
         if mean is not None and self.mean is not None:
             first = self.mean.to(mean)
@@ -61,6 +81,9 @@ class WithoutBias(Convolving):
             raise RuntimeError(
                 f"drop_redundant_bias: made for inputs of {self.rank} dimensions, not {input.dim()}"
             )
+        if self.conv.bias is not self.own:
+            output: Tensor = type(self.conv).forward(self.conv, input, *rest, **options)
+            return output
         if not torch.compiler.is_compiling():
             self.absorb()
         return self.convolve(self.conv.weight, None, input, *rest, **options)
@@ -73,7 +96,7 @@ class AfterLoading:
         self.forward = forward
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self.forward.absorb()
+        self.forward.adopt()
 
 
 def drop_redundant_bias(
@@ -95,7 +118,11 @@ def drop_redundant_bias(
     back, bit by bit if the model was not trained in between.
 
     Pairs are found as by :func:`fusedtrain.tune_mode`; norms in eval mode are left, since there the
-    bias is trained. A norm that is frozen later on keeps its bias as it is.
+    bias is trained. So are biases that somebody else sees: tied ones, views of shared memory, those
+    that a forward, a method or a hook reads, and those before a norm whose running mean is shared
+    or read. Copies outside of the model are not seen: call this before weight averages or
+    `amp.initialize` copy the parameters, and after layers were replaced (SyncBatchNorm). A norm
+    that is frozen later on keeps its bias as it is.
 
     Args:
         model: with the norms in training mode.
@@ -129,7 +156,7 @@ def drop_redundant_bias(
     order = {id(m): i for i, m in enumerate(model.modules())}
     names = {id(m): name for name, m in model.named_modules()}
     for link, (conv, kind, name, norm_kind) in zip(
-        pairs(model, found, statistics=False), found.folded, strict=True
+        pairs(model, found, _shared, statistics=False), found.folded, strict=True
     ):
         norm: Any = link.norm
         if getattr(link.conv, "bias", None) is None:
@@ -151,6 +178,18 @@ def drop_redundant_bias(
         later.register_load_state_dict_post_hook(AfterLoading(forward))
         report.folded.append(Folded(conv, kind, name, norm_kind))
     return report
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """Who else sees the bias, or the running mean that takes it over."""
+    conv, norm = link.conv, link.norm
+    assert norm is not None
+    if getattr(conv, "bias", None) is None:
+        return ""
+    name = sharing.flows[0].name(conv)
+    if reason := sharing.tied(conv, "bias") or sharing.read(conv, "bias"):
+        return f"{name}: {reason}"
+    return sharing.tied(norm, "running_mean") or sharing.read(norm, "running_mean")
 
 
 def restore_bias(model: nn.Module) -> FoldReport:

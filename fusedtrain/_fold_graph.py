@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,22 +17,11 @@ from torch.nn import functional as F
 
 from ._conversion_report import shown
 from ._fold_kinds import conv_kind, is_hooked, is_norm
+from ._fold_trace import Trace, input_of, is_scripted, trace
 
 BATCH_NORM_CALLS = (F.batch_norm, torch.batch_norm)
 # Made of other modules, which are looked at instead.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-class _Tracer(fx.Tracer):
-    # Buffers show as nodes, and a forward that updates one in place updates nothing here.
-    proxy_buffer_attributes = True
-
-    def __init__(self, is_leaf: Callable[[nn.Module], bool] = lambda _: True) -> None:
-        super().__init__()
-        self._is_leaf = is_leaf
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return self._is_leaf(m)
 
 
 def _leaf_of_deep_trace(module: nn.Module) -> bool:
@@ -41,20 +29,6 @@ def _leaf_of_deep_trace(module: nn.Module) -> bool:
         return True
     plain = type(module).__module__.startswith("torch.nn.")
     return plain and not isinstance(module, nn.Sequential)
-
-
-@dataclass
-class Trace:
-    """The graph of one module's forward."""
-
-    root: nn.Module
-    graph: fx.Graph
-
-    def module_of(self, node: object) -> nn.Module | None:
-        """What a node calls, where that is a module."""
-        if not isinstance(node, fx.Node) or node.op != "call_module":
-            return None
-        return self.root.get_submodule(str(node.target))
 
 
 class Link(NamedTuple):
@@ -72,39 +46,6 @@ class _Border(str):
     """A reason that a larger trace may overcome."""
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Forwards may store what they compute in a module, which while tracing are no tensors."""
-    tables: list[dict[str, Any]] = []
-    for m in model.modules():
-        tables += [vars(m), m._parameters, m._buffers, m._modules]
-    kept = [(table, dict(table)) for table in tables]
-    try:
-        yield
-    finally:
-        for table, entries in kept:
-            table.clear()
-            table.update(entries)
-
-
-def trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace | str:
-    """Its graph, or why there is none."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is scripted"
-    try:
-        with unchanged(module):
-            return Trace(module, _Tracer(is_leaf).trace(module))
-    except Exception as error:  # whatever a forward makes of what is no tensor
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-
-
-def input_of(node: fx.Node) -> object:
-    """The first argument of a call of a module or function."""
-    if node.args:
-        return node.args[0]
-    return node.kwargs.get("input", node.kwargs.get("x"))
-
-
 @dataclass
 class Flow:
     """The dataflow of a model. `through` tells of modules that pass their input on unchanged."""
@@ -120,7 +61,7 @@ class Flow:
         self._deep: list[Trace] | None = None
         for name, module in self.model.named_modules():
             self.names[id(module)] = name
-            if self._has_flow(module):
+            if not is_scripted(module) and self._has_flow(module):
                 found = trace(module, lambda _: True)
                 if isinstance(found, str):
                     self.failed[id(module)] = found

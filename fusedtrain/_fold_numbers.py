@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._conversion_report import Left
-from ._fold_graph import Flow, Link, Trace, input_of, is_flat
+from ._fold_graph import Flow, Link, is_flat
 from ._fold_kinds import Statistics, conv_obstacle, is_transposed, spatial
 from ._fold_report import Folded, FoldReport
 from ._fold_rewrite import obstacle, rewrite_all
+from ._fold_sharing import Sharing
+from ._fold_trace import Trace, input_of
 from .reference import fold as formula
 
 
@@ -34,12 +36,18 @@ def apply(link: Link, stats: Statistics) -> None:
     conv.bias = nn.Parameter(new[1].to(old_bias), requires_grad=old_bias.requires_grad)
 
 
-def fold_calls(flow: Flow, model: nn.Module, report: FoldReport) -> nn.Module:
+def fold_calls(flow: Flow, sharing: Sharing, model: nn.Module, report: FoldReport) -> nn.Module:
     """Those of F.batch_norm: the module that makes them gets a forward without."""
     changed = []
     for trace, node in flow.calls():
         name = flow.name(trace.root)
         found = _choose(flow, trace, node)
+        if not isinstance(found, str):
+            conv = found[0].conv
+            reason = sharing.called_apart([conv]) or sharing.read(
+                conv, "weight", "bias", running=True
+            )
+            found = reason or found
         if isinstance(found, str):
             report.left.append(Left(name, "F.batch_norm", found))
             continue

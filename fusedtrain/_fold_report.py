@@ -6,9 +6,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ._conversion_report import Left
+from torch import nn
+
+from ._conversion_report import Left, shown
+from ._fold_trace import scripted_parts
 
 _NAMES_SHOWN = 4  # in one line
+_SCRIPTED = "it is scripted"
 
 
 class Folded(NamedTuple):
@@ -26,8 +30,9 @@ class FoldReport:
 
     `folded` has an entry for each pair of a convolution and a norm, `fused` for each activation (or
     residual addition and activation) that went into a convolution, `left` for each norm that stayed
-    as it was. `error` is the largest difference of outputs on the example, relative to the largest
-    magnitude of each output; None where none was given. The length is the number of pairs.
+    as it was, and for each scripted part. `error` is the largest difference of outputs on the
+    example, relative to the largest magnitude of each output; None where none was given. The length
+    is the number of pairs.
 
     >>> import fusedtrain, torch
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
@@ -57,7 +62,8 @@ class FoldReport:
         for entry in self.left:
             groups.setdefault((entry.type, entry.reason), []).append(entry.name)
         if groups:
-            lines.append(f"left {_count(len(self.left), 'norm')}")
+            scripted = any(entry.reason == _SCRIPTED for entry in self.left)
+            lines.append(f"left {_count(len(self.left), 'part' if scripted else 'norm')}")
         for (kind, reason), names in groups.items():
             more = len(names) - _NAMES_SHOWN
             places = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -74,3 +80,8 @@ def _pairs(entries: list[Folded]) -> list[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def list_scripted(model: nn.Module, report: FoldReport) -> None:
+    """Their norms, if any, are seen by TorchScript alone."""
+    report.left += [Left(shown(name), kind, _SCRIPTED) for name, kind in scripted_parts(model)]

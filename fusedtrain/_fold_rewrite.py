@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from ._fold_graph import Trace
 from ._fold_kinds import is_hooked
+from ._fold_trace import Trace
 
 
 def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:

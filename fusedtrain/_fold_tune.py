@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ._conversion_report import Left
 from ._fold_forward import Convolving
-from ._fold_graph import Flow, Link, unchanged
+from ._fold_graph import Flow, Link
 from ._fold_kinds import (
     conv_kind,
     conv_obstacle,
@@ -20,7 +21,9 @@ from ._fold_kinds import (
     writer_of,
 )
 from ._fold_ops import fold_weight
-from ._fold_report import Folded, FoldReport
+from ._fold_report import Folded, FoldReport, list_scripted
+from ._fold_sharing import Sharing
+from ._fold_trace import is_scripted, unchanged
 
 
 class TunedConv(Convolving):
@@ -110,12 +113,21 @@ def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
     report = restore(model, TunedConv, TunedNorm)
     if mode:
         report = FoldReport("tuned")
-        for link in pairs(model, report):
+        for link in pairs(model, report, _shared):
             assert link.norm is not None
             tuned = TunedConv(link.conv, link.norm)
             vars(link.conv)["forward"] = tuned
             vars(link.norm)["forward"] = TunedNorm(tuned)
     return report
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """The other norm may write between the convolution's call, which now reads, and the norm's."""
+    assert link.norm is not None
+    for key in ("running_mean", "running_var"):
+        for owner in sharing.other_norms(link.norm, key):
+            return f"its {key} is shared with {sharing.flows[0].name(owner)}"
+    return ""
 
 
 def restore(model: nn.Module, of_conv: type, of_norm: type | None = None) -> FoldReport:
@@ -136,20 +148,30 @@ def restore(model: nn.Module, of_conv: type, of_norm: type | None = None) -> Fol
     return report
 
 
-def pairs(model: nn.Module, report: FoldReport, statistics: bool = True) -> list[Link]:
+def pairs(
+    model: nn.Module,
+    report: FoldReport,
+    shared: Callable[[Sharing, Link], str],
+    statistics: bool = True,
+) -> list[Link]:
     """Each convolution with the norm after it, in every mode; the report is filled in.
 
-    `statistics`: only where the norm keeps running ones.
+    `shared`: why what it shares with others forbids a pair. `statistics`: only where the norm keeps
+    running ones.
     """
     flows = []
     for training in (True, False):
         with unchanged(model):
             for module in model.modules():
-                module.training = training
+                if not is_scripted(module):
+                    module.training = training
             flows.append(Flow(model))
     found = []
+    sharing = Sharing(model, flows)
     for norm in flows[0].norms():
         link = _pair(flows, norm, statistics)
+        if isinstance(link, Link):
+            link = sharing.called(link) or shared(sharing, link) or link
         name, kind = flows[0].name(norm), type(norm).__name__
         if isinstance(link, str):
             report.left.append(Left(name, kind, link))
@@ -160,6 +182,7 @@ def pairs(model: nn.Module, report: FoldReport, statistics: bool = True) -> list
     for trace, _ in flows[0].calls():
         reason = "a call, which keeps no mode"
         report.left.append(Left(flows[0].name(trace.root), "F.batch_norm", reason))
+    list_scripted(model, report)
     return found
 
 
@@ -179,6 +202,8 @@ def _pair(flows: list[Flow], norm: nn.Module, statistics: bool) -> Link | str:
     conv = links[0].conv
     if any(link.conv is not conv for link in links):
         return "it follows different convolutions in training and in eval mode"
+    if any(flow.uses(conv) and not flow.is_called(norm) for flow in flows):
+        return f"{flows[0].name(conv)} is called without it in one mode"
     if reason := conv_obstacle(conv):
         return f"{flows[0].name(conv)}: {reason}"
     kind: Any = conv_kind(conv)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ._fold_trace import is_scripted, same_generators
+
 # Largest difference allowed, relative to the largest magnitude of each output. The sum of a
 # convolution is rounded in another order: 1.2e-6 was the most that float32 models of timm and
 # torchvision showed. In 16 bits the weights are rounded once more.
@@ -24,11 +26,11 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 def call(model: nn.Module, example: Any) -> Any:
     """The model's output for an input, a tuple of inputs, or a dict of named ones; no gradients.
 
-    Random numbers are the same at every call, and the generators left as they were.
+    Random numbers are the same at every call, and the generators left as they were. The model's
+    own state may change: counters, statistics, and what its forward stores.
     """
     copied = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, example)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
+    with torch.no_grad(), same_generators(seed=0):
         if isinstance(copied, dict):
             return model(**copied)
         return model(*copied) if isinstance(copied, (tuple, list)) else model(copied)
@@ -44,7 +46,7 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
             if inputs and isinstance(inputs[0], Tensor):
                 found.setdefault(name, set()).add(inputs[0].dim())
 
-        if not isinstance(module, torch.jit.ScriptModule):
+        if not is_scripted(module):
             module.register_forward_pre_hook(note)
     return call(duplicate, example), found
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import _fold_act
 from ._conversion_report import Left
 from ._fold_bias import drop_redundant_bias
-from ._fold_graph import Flow, Link, input_of, is_flat
+from ._fold_graph import Flow, Link, is_flat
 from ._fold_kinds import (
     conv_obstacle,
     fits,
@@ -23,10 +23,13 @@ from ._fold_kinds import (
     statistics,
 )
 from ._fold_numbers import apply, fold_calls
-from ._fold_report import Folded, FoldReport
+from ._fold_report import Folded, FoldReport, list_scripted
 from ._fold_rewrite import replace
+from ._fold_sharing import Sharing
+from ._fold_trace import input_of, is_scripted
 from ._fold_tune import tune_mode
 from ._fold_verify import call, difference, ranks
+from ._fold_writes import written_between
 
 __all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"]
 
@@ -108,6 +111,8 @@ def fold_conv_bn(
     check_module(model)
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, but is {tolerance}")
+    if inplace and is_scripted(model):
+        raise ValueError("inplace: a scripted model cannot be changed")
     example = example_inputs if verify is None or verify is True or verify is False else verify
     expected, dims = (None, {}) if example is None else ranks(model, example)
 
@@ -119,7 +124,7 @@ def fold_conv_bn(
         folded = _fold_act.fuse(folded, report)
         _fold_act.pack(folded, report)
     if example is not None and verify is not False:
-        report.error, ratio = difference(call(folded, example), expected, tolerance)
+        report.error, ratio = difference(call(copy.deepcopy(folded), example), expected, tolerance)
         if ratio > 1:
             raise RuntimeError(
                 f"fold_conv_bn: the outputs of the folded model differ by {report.error:.2e} of "
@@ -145,9 +150,12 @@ def _passes(module: nn.Module) -> bool:
 
 def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn.Module:
     flow = Flow(model, _passes)
+    sharing = Sharing(model, [flow])
     chosen: list[Link] = []
     for norm in flow.norms():
         found = _choose(flow, norm, dims)
+        if isinstance(found, Link):
+            found = sharing.called(found) or _shared(sharing, found) or found
         if isinstance(found, str):
             report.left.append(Left(flow.name(norm), type(norm).__name__, found))
         else:
@@ -159,7 +167,8 @@ def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn
         swapped[id(link.norm)] = _stand_in(link)
         names = flow.name(link.conv), type(link.conv).__name__
         report.folded.append(Folded(*names, flow.name(link.norm), type(link.norm).__name__))
-    model = fold_calls(flow, model, report)
+    model = fold_calls(flow, sharing, model, report)
+    list_scripted(model, report)
     return replace(model, swapped)
 
 
@@ -191,6 +200,9 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
         return (
             f"{flow.name(conv)} follows, but pads with zeros, which the norm would not leave zeros"
         )
+    # Without the norm, the convolution reads the norm's input itself.
+    if link.norm_first and written_between(link.trace, link.norm_node, link.conv_node):
+        return "something may be written in place between it and the convolution"
     if spatial(conv) == 0:
         seen = dims.get(flow.names[id(norm)], set())
         flat = is_flat(link.trace, input_of(link.norm_node))
@@ -200,6 +212,22 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
             return f"its input has {max(seen - {2})} dimensions, of which it normalises the second"
         if not seen and not flat:
             return "its input may have three dimensions (example_inputs would show that it has not)"
+    return ""
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """Who reads numbers that change, or a module that goes."""
+    conv, norm = link.conv, link.norm
+    assert norm is not None
+    statistics = ("running_mean", "running_var")
+    for key in statistics:
+        for owner in sharing.other_norms(norm, key):
+            if norm_trains(owner):
+                return f"its {key} is that of {sharing.flows[0].name(owner)}, which trains"
+    if reason := sharing.read(norm, "weight", "bias", *statistics, running=True):
+        return reason
+    if reason := sharing.read(conv, "weight", "bias", running=True):
+        return f"{sharing.flows[0].name(conv)}: {reason}"
     return ""
 
 

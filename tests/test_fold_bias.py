@@ -152,3 +152,49 @@ def test_left() -> None:
         fusedtrain.drop_redundant_bias([])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="mode must be"):
         fusedtrain.drop_redundant_bias(linear, 1)  # type: ignore[arg-type]
+
+
+def test_functional_call_writes_nothing() -> None:
+    """The tensors of a functional call are somebody else's: their bias is added, and stays."""
+    plain, dropped, x = pair()
+    fusedtrain.drop_redundant_bias(dropped)
+    values = {k: v.detach().clone() for k, v in plain.named_parameters()}
+    before = {k: v.clone() for k, v in (values | dict(dropped.named_buffers())).items()}
+    expected = copy.deepcopy(plain).eval()
+    expected.load_state_dict(dropped.state_dict())
+    for model in (plain, dropped):
+        model.eval()
+    call = torch.func.functional_call
+    assert difference(call(dropped, values, x), call(expected, values, x)) < 1e-12
+    after = values | dict(dropped.named_buffers())
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return call(dropped, values, x).pow(2).sum()
+
+    own = {k: v.detach() for k, v in dropped.named_parameters()}
+    assert torch.func.grad(loss)(own)["0.bias"].any()
+    stacked = {k: torch.stack([v, v]) for k, v in own.items()}
+    assert torch.func.vmap(loss)(stacked).shape == (2,)
+    assert same(dropped, plain, x)
+
+
+def test_assigned_tensors_stay_their_owner_s() -> None:
+    plain, dropped, x = pair()
+    other = waken(copy.deepcopy(plain)).train()
+    fusedtrain.drop_redundant_bias(dropped)
+    state = other.state_dict()
+    before = {k: v.clone() for k, v in state.items()}
+    dropped.load_state_dict(state, assign=True)
+    assert all(torch.equal(state[k], v) for k, v in before.items())
+    assert other[0].bias.requires_grad
+    assert not dropped[0].bias.requires_grad
+    assert same(dropped, other, x)
+    # A bias that is set is one of the model's own again.
+    dropped[0].bias = nn.Parameter(torch.ones(6).double())
+    plain.load_state_dict(dropped.state_dict())
+    assert same(dropped, plain, x)
+    dropped(x).pow(2).sum().backward()
+    assert dropped[0].bias.grad is not None
+    fusedtrain.revert(dropped)
+    assert bool((dropped[0].bias == 1).all())
