@@ -57,6 +57,7 @@ class FusedLAMB(ApexOptimizer):
     _tries = True
     _norm_eps = 0.0
     _attributes = ("adam_w_mode", "use_nvlamb")
+    _counts = True
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class FusedNovoGrad(ApexOptimizer):
     _scalar_names = ("step", "exp_avg_sq", None)
     _norms = 2  # of gradients
     _attributes = ("moment_mode",)
+    _counts = True
 
     def __init__(
         self,
@@ -190,13 +192,34 @@ class FusedNovoGrad(ApexOptimizer):
             _check_norm_type(group.get("norm_type", 2))
         super().load_state_dict(state_dict)
 
+    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = super()._as_torch_has_it(state_dict)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            norms: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for number, p in zip(saved["params"], group["params"], strict=True):
+                square = state_dict["state"].get(number, {}).get("exp_avg_sq")
+                if square is not None:
+                    norms[p.dtype not in _HALF].append(square.float().sqrt())
+            if any(norms):
+                device = group["params"][0].device
+                saved["exp_avg_sq"] = [
+                    torch.stack([norm.to(device) for norm in some])
+                    if some
+                    else torch.empty(0, device=device)
+                    for some in norms
+                ]
+        return state_dict
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
             norms = group.pop("exp_avg_sq", None)
             if norms is not None:
                 stepped = [p for p in group["params"] if state["state"].get(p)]
                 for p, norm in zip(stepped, _in_order(norms, stepped), strict=True):
-                    state["state"][p].setdefault("exp_avg_sq", norm.square())
+                    own = state["state"][p]
+                    # Ours, and exact: a step of Apex changes the norm alone.
+                    if "exp_avg_sq" not in own or own["exp_avg_sq"].float().sqrt() != norm:
+                        own["exp_avg_sq"] = norm.square()
         super().__setstate__(state)
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:

@@ -74,6 +74,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
     _wide_states: ClassVar[bool] = False  # 16-bit parameters have float32 states, without asking
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
+    # Keys of groups that checkpoints of others or of old may lack, with what the lack means.
+    _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
         raise NotImplementedError
@@ -85,6 +87,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _initial(self, name: str) -> float:
         """What a state starts with."""
         return 0.0
+
+    def _group_step(self, group: dict[str, Any], count: float) -> Any:
+        """The step count of a group in a checkpoint, where the counterpart has one; or None."""
+        return None
 
     def _max_lr(self, group: dict[str, Any]) -> float:
         """Of "corrected" weight decay: the rate that the optimizer was made with, or 0."""
@@ -519,6 +525,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
+        Where timm or Apex count steps by group, the group has the largest of its parameters'.
         """
         hook = self.register_state_dict_post_hook(
             lambda _, saved: self._as_torch_has_it(saved), prepend=True
@@ -530,21 +537,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
-        unborn = self._without_a_step()
-        state = {}
-        for number, own in state_dict["state"].items():
-            kept = dict(own)
-            if isinstance(number, int):
-                p, group = params[number]
+        unborn, state = self._without_a_step(), dict(state_dict["state"])
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            counts = []
+            for number, p in zip(saved["params"], group["params"], strict=True):
+                own = self.state.get(p)
+                if not own:
+                    continue
+                kept = dict(own)
                 if id(p) in unborn:
                     kept.pop("momentum_buffer", None)
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
-                    step = kept["step"].clone()
-                    on_device = group.get("capturable") or group.get("fused")
-                    kept["step"] = step if on_device else step.cpu()
-            if kept:
+                    kept["step"] = _saved_step(kept["step"], group)
+                    counts.append(kept["step"])
                 state[number] = kept
+                if not kept:
+                    del state[number]
+            count = self._group_step(group, max(map(float, counts))) if counts else None
+            if count is not None:
+                saved["step"] = count
         state_dict["state"] = state
         return state_dict
 
@@ -611,12 +622,35 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         name = self._scalar_names[0]
         for group in state["param_groups"]:
+            for key, value in self._absent.items():
+                group.setdefault(key, value)
             step = group.pop("step", None)  # Apex and timm's Lamb count by group
-            for p in group["params"] if step is not None and name is not None else ():
-                if state["state"].get(p):
-                    state["state"][p].setdefault(name, torch.as_tensor(float(step)))
+            if step is not None and name is not None:
+                _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
         super().__setstate__(state)
         self._forget()
+
+
+def _take_over(count: float, name: str, states: list[dict[str, Any] | None]) -> None:
+    """Steps by parameter from the group's, which is ahead where others have gone on from ours."""
+    stepped = [own for own in states if own]
+    known = [float(own[name]) for own in stepped if name in own]
+    ahead = count - max(known, default=0.0)
+    for own in stepped:
+        if name not in own:
+            own[name] = torch.as_tensor(count)
+        elif ahead:
+            own[name] = own[name] + ahead
+
+
+def _saved_step(step: Tensor, group: dict[str, Any]) -> Tensor:
+    """A count of steps with the dtype and on the device that torch would give it."""
+    fused = group.get("fused")
+    dtype = torch.float32
+    if torch.get_default_dtype() is torch.float64 and not fused:
+        dtype = torch.float64
+    on_device = group.get("capturable") or fused
+    return step.to(dtype=dtype, device=step.device if on_device else "cpu", copy=True)
 
 
 def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:

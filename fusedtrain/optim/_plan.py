@@ -99,7 +99,7 @@ class Plan:
         self.models = [low_precision.get(id(p), p) for p in params]
         self.local_params = [local(p) for p in self.models]
         self.distributed = any(map(is_distributed, params))
-        self.dicts: list[dict[str, Any]] = []
+        self.dicts: list[dict[str, Any] | None] = []
         # What the dictionaries held: tensor k was found in owner k under name k.
         self.owners: list[dict[str, Any]] = []
         self.names: list[str] = []
@@ -112,8 +112,7 @@ class Plan:
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
         for p, inner, group in zip(params, self.local_params, groups, strict=True):
-            own = state[p]
-            self.dicts.append(own)
+            own = state.get(p, {})
             column = store.columns[id(p)]
             row = [group, column]
             slots = needs.slots[group]
@@ -134,6 +133,9 @@ class Plan:
             row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names):
                 self._scalar(own, name, store.views[which][column])
+            if own:  # torch's SGD without momentum has no states either
+                state[p] = own
+            self.dicts.append(state.get(p))
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.stateless_rows = self.rows.clone()
