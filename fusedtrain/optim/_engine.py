@@ -66,6 +66,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
+    _unscaled_by_reading = (
+        False  # whether who looks at a gradient finds it unscaled: fusedtrain.amp
+    )
 
     # What an optimizer says of itself.
     _rule: ClassVar[str]
@@ -172,15 +175,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._average_parameters_without_gradients(1 - decay)
 
     def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
-        options = self._fused_options
-        if options["gradient_writeback"] != "none":
+        writes_grads = self._writeback() != "none"
+        if writes_grads:
             _check_written(grads)
         trial = self._tries or any(self._numbers(group).cautious for group in self.param_groups)
         measures = self._measures()
         self._measured = measures != 0
         calls = self._calls(plans, grads, measures, trial)
         if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
-            if options["agc"] is not None:
+            if self._fused_options["agc"] is not None:
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
             _distributed.step(calls, trial)
         else:
@@ -193,7 +196,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             increment_version(plan.written)
             increment_version(plan.states)
             plan.note_versions()
-            if options["gradient_writeback"] != "none":
+            if writes_grads:
                 increment_version([g for g in plan_grads if not g.is_inference()])
 
     def _calls(
@@ -211,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         head = (
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
             options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
-            WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
+            WRITE_BACK[self._writeback()], float(options["stochastic_rounding"]),
             float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
         )  # fmt: skip
         lrs: list[Tensor] = []
@@ -301,6 +304,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._fused_options["agc"] is not None:
             measures |= _GRADIENTS | _PARAMETERS
         return measures
+
+    def _writeback(self) -> str:
+        """What this step is to leave in gradients; "none" where they hold that already."""
+        options = self._fused_options
+        kind: str = options["gradient_writeback"]
+        scaled = getattr(self, "grad_scale", None) is not None and not self._unscaled_by_reading
+        clips = self._clip_norm() != 0 or options["agc"] is not None
+        return "none" if kind == "unscaled" and not scaled and not clips else kind
 
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
