@@ -197,7 +197,8 @@ class ScaledGradients(GradientState):
             told = {
                 "grad_scale": self.scaled_by,
                 "_checks_gradients": found is not None,
-                "_unscaled_by_reading": True,
+                # Of parameters that have masters only those of the masters are, and these are gone.
+                "_unscaled_by_reading": not self.with_masters,
             }
         if found is not None:
             told["found_inf"] = found

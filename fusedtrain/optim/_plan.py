@@ -118,6 +118,7 @@ class Plan:
             slots = needs.slots[group]
             if needs.scalar_names[0] is None and any(n and own.get(n) is None for n in slots):
                 store.views[0][column].zero_()  # without a count of their own states start anew
+            self._scalar(own, needs.scalar_names[0], store.views[0][column])  # first, as torch's
             for name in slots:
                 row.append(-1 if name is None else self._large(own, name, p, inner, needs))
             row += [-1] * (STATES - len(slots))
@@ -131,7 +132,7 @@ class Plan:
             if is_master or has_master:
                 self.with_master.append(inner)
             row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
-            for which, name in enumerate(needs.scalar_names):
+            for which, name in enumerate(needs.scalar_names[1:], 1):
                 self._scalar(own, name, store.views[which][column])
             if own:  # torch's SGD without momentum has no states either
                 state[p] = own
