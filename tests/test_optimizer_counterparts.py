@@ -179,18 +179,18 @@ def test_ten_more_steps_are_equal(name: str, options: Options, into: str, fewer:
 def test_there_and_back(name: str) -> None:
     """Counts and norms that theirs does not know, but hands on, are of the past."""
     p = parameters(name)
-    first = ours(name, p, {})
+    first = ours(name, p, BETAS)
     steps(first, p, range(3), (LATE,) if name != "FusedNovoGrad" else ())
     steps(first, p, range(3, 4))
     saved = first.state_dict()
     q = copied(p)
-    second = theirs(name, q, {})
+    second = theirs(name, q, BETAS)
     second.load_state_dict(copy.deepcopy(saved))
     steps(second, q, range(4, 7))
     back = second.state_dict()
     for number, own in back["state"].items():
         back["state"][number] = {**saved["state"][number], **own}
-    third = ours(name, q, {})
+    third = ours(name, q, BETAS)
     third.load_state_dict(copy.deepcopy(back))
     steps(first, p, range(4, 7))
     assert [third.state[x]["step"] for x in q] == [first.state[x]["step"] for x in p]

@@ -190,7 +190,7 @@ class FusedNovoGrad(ApexOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             _check_norm_type(group.get("norm_type", 2))
-        super().load_state_dict(state_dict)
+        super().load_state_dict(_without_old_norms(state_dict))
 
     def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         state_dict = super()._as_torch_has_it(state_dict)
@@ -216,10 +216,7 @@ class FusedNovoGrad(ApexOptimizer):
             if norms is not None:
                 stepped = [p for p in group["params"] if state["state"].get(p)]
                 for p, norm in zip(stepped, _in_order(norms, stepped), strict=True):
-                    own = state["state"][p]
-                    # Ours, and exact: a step of Apex changes the norm alone.
-                    if "exp_avg_sq" not in own or own["exp_avg_sq"].float().sqrt() != norm:
-                        own["exp_avg_sq"] = norm.square()
+                    state["state"][p].setdefault("exp_avg_sq", norm.square())
         super().__setstate__(state)
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
@@ -233,6 +230,19 @@ class FusedNovoGrad(ApexOptimizer):
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("exp_avg",)
+
+
+def _without_old_norms(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Norms by parameter are ours, and exact; after steps of Apex only the group's are right."""
+    state = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        known = [float(norm) for some in group.get("exp_avg_sq", ()) for norm in some.flatten()]
+        own = [n for n in group["params"] if "exp_avg_sq" in state.get(n, {})]
+        roots = [float(state[n]["exp_avg_sq"].float().sqrt()) for n in own]
+        if known and sorted(roots) != sorted(known):
+            for n in own:
+                state[n] = {k: v for k, v in state[n].items() if k != "exp_avg_sq"}
+    return {**state_dict, "state": state}
 
 
 def _check_norm_type(norm_type: int) -> None:
