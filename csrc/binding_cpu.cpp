@@ -277,8 +277,9 @@ void Cpu::step(const OptimizerCall& call, bool measures, bool tries) const {
   cpu::commit(call, work, applied);
   if (applied)
     work.parallel(work.chunk_count, cpu::update);
-  else if (call.options->write_back == 2)
-    work.parallel(work.chunk_count, cpu::zero_gradients);
+  else if (call.options->write_back == 2 ||
+           (call.options->write_back == 1 && call.scale != nullptr))
+    work.parallel(work.chunk_count, cpu::write_skipped_gradients);
 }
 
 // Ranges are cut like the bytes of one long range.

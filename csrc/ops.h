@@ -486,9 +486,9 @@ void finish(const OptimizerCall& call, const OptimizerWork& work);
 // Step counts and what the caller is told.
 void commit(const OptimizerCall& call, const OptimizerWork& work, bool applied);
 void update(const OptimizerCall& call, const OptimizerWork& work, int64_t first, int64_t last);
-// After a skipped step, where gradients are to be zeroed.
-void zero_gradients(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
-                    int64_t last);
+// After a skipped step, where gradients are to be unscaled or zeroed.
+void write_skipped_gradients(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
+                             int64_t last);
 
 // "default", "avx2" or "avx512": what this process uses.
 const char* capability();

@@ -1,13 +1,13 @@
 """Apex's optimizers in float64, tensor by tensor, from the formulas of its csrc/multi_tensor_*.cu.
 
-Options that Apex has as attributes of the optimizer are among those of a group here. States have
-the names of fusedtrain's; NovoGrad's ``exp_avg_sq`` is the square of Apex's norm.
+Options that Apex has as attributes of the optimizer are among those of a group here. Checkpoints
+have the layout of Apex's: steps are counted by group, and NovoGrad's norms are of a group. While it
+runs, NovoGrad's ``exp_avg_sq`` is a state of a parameter, the square of Apex's norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,25 +17,42 @@ from torch import Tensor
 class _Truth(torch.optim.Optimizer):
     options: ClassVar[dict[str, Any]]
     max_grad_norm: float | None = None
+    counts: ClassVar[bool] = True
+    attributes: ClassVar[tuple[str, ...]] = ()  # of Apex's optimizer, not in its checkpoints
 
     def __init__(self, params: Any, **options: Any) -> None:
-        self.max_grad_norm = options.pop("max_grad_norm", None)
+        self.max_grad_norm = options.get("max_grad_norm")
         super().__init__(params, {**self.options, **options})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
         clip = 1.0
         if self.max_grad_norm is not None:
-            norm = torch.stack([p.grad.norm() for p, _ in params]).norm().item()
+            norm = torch.stack([g.norm() for g in grads if g is not None]).norm().item()
             clip = norm / self.max_grad_norm if norm > self.max_grad_norm else 1.0
-        for p, group in params:
-            state = self.state[p]
-            state["step"] = torch.as_tensor(state.get("step", 0.0)) + 1
-            self.one(p, p.grad / clip, group, state, state["step"].item())
+        for group in self.param_groups:
+            count = int(group.get("step", 0)) + 1
+            if self.counts:
+                group["step"] = count
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, p.grad / clip, group, self.state[p], count)
 
     def one(self, p: Tensor, g: Tensor, o: dict[str, Any], state: Any, t: float) -> None:
         raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            for name in self.attributes:
+                del group[name]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update({name: self.defaults[name] for name in self.attributes})
 
 
 def _moments(
@@ -51,6 +68,7 @@ def _moments(
 
 
 class Adam(_Truth):
+    attributes = ("adam_w_mode",)
     options: ClassVar = {
         "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
         "weight_decay": 0.0, "adam_w_mode": 1,
@@ -66,6 +84,8 @@ class Adam(_Truth):
 
 
 class SGD(_Truth):
+    counts = False
+    attributes = ("wd_after_momentum",)
     options: ClassVar = {
         "lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False,
         "wd_after_momentum": False,
@@ -88,6 +108,7 @@ class SGD(_Truth):
 
 
 class LAMB(_Truth):
+    attributes = ("adam_w_mode", "use_nvlamb")
     options: ClassVar = {
         "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6,
         "weight_decay": 0.01, "grad_averaging": True, "adam_w_mode": 1, "use_nvlamb": False,
@@ -108,6 +129,8 @@ class LAMB(_Truth):
 
 
 class Adagrad(_Truth):
+    counts = False
+    attributes = ("adagrad_w_mode",)
     options: ClassVar = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0, "adagrad_w_mode": 0}
 
     def one(self, p: Tensor, g: Tensor, o: dict[str, Any], state: Any, t: float) -> None:
@@ -122,11 +145,34 @@ class Adagrad(_Truth):
 
 
 class NovoGrad(_Truth):
+    attributes = ("moment_mode",)
     options: ClassVar = {
         "lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8,
         "weight_decay": 0.0, "grad_averaging": True, "norm_type": 2, "init_zero": False,
         "moment_mode": 1,
     }  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        for there, group in zip(saved["param_groups"], self.param_groups, strict=True):
+            norms: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for number, p in zip(there["params"], group["params"], strict=True):
+                if self.state.get(p):
+                    own = dict(self.state[p])
+                    norms[p.dtype == torch.float32].append(own.pop("exp_avg_sq").sqrt())
+                    saved["state"][number] = own
+            there["exp_avg_sq"] = [torch.tensor(some) for some in norms]
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            half, single = (some.tolist() for some in group.pop("exp_avg_sq"))
+            for p in filter(self.state.get, group["params"]):
+                norm = (single if p.dtype == torch.float32 else half).pop(0)
+                self.state[p]["exp_avg_sq"] = torch.tensor(norm**2, dtype=torch.float64)
+            assert not half
+            assert not single
 
     def one(self, p: Tensor, g: Tensor, o: dict[str, Any], state: Any, t: float) -> None:
         beta1, beta2 = o["betas"]
@@ -154,7 +200,7 @@ class NovoGrad(_Truth):
         p -= o["lr"] * update
 
 
-TRUTHS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+TRUTHS: dict[str, type[_Truth]] = {
     "FusedAdam": Adam, "FusedSGD": SGD, "FusedLAMB": LAMB, "FusedAdagrad": Adagrad,
     "FusedNovoGrad": NovoGrad,
 }  # fmt: skip

@@ -17,12 +17,6 @@ from fusedtrain.optim import FusedOptimizer
 # 16-bit tensors get one rounding of their own on top.
 ULPS = 5.0
 FLOAT64 = 1e-13
-# Of Apex's optimizers: what no group has.
-ATTRIBUTES = {
-    "FusedAdam": ("adam_w_mode",), "FusedSGD": ("wd_after_momentum",),
-    "FusedLAMB": ("adam_w_mode", "use_nvlamb"), "FusedAdagrad": ("adagrad_w_mode",),
-    "FusedNovoGrad": ("moment_mode",),
-}  # fmt: skip
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -70,7 +64,8 @@ def true_step(
     if "max_grad_norm" in options:
         options["max_grad_norm"] = None
     if kind in TRUTHS:
-        options.update({name: getattr(optimizer, name) for name in ATTRIBUTES[kind]})
+        names = TRUTHS[kind].attributes
+        options.update({name: getattr(optimizer, name) for name in names})
     if kind == "AdamW":
         del options["decoupled_weight_decay"]
     initial = options.pop("initial_accumulator_value", None)

@@ -69,14 +69,26 @@ def test_zeros_in_place_are_followed_by_the_next_pass() -> None:
     gradients_alike(model.parameters(), plain_gradients())
 
 
+@pytest.mark.parametrize("clip", [None, 1e6], ids=["", "clipped"])
+@pytest.mark.parametrize("skipped", [False, True], ids=["", "skipped"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_written_back_are_unscaled_once(level: str) -> None:
-    model, optimizer = start(
-        lambda p: frozen_sgd(p, gradient_writeback="unscaled"), level, loss_scale=1024.0
-    )
-    backward(loss_of(model), optimizer)
+def test_gradients_written_back_are_unscaled_once(
+    level: str, skipped: bool, clip: float | None
+) -> None:
+    options = {"gradient_writeback": "unscaled", "max_grad_norm": clip}
+    model, optimizer = start(lambda p: frozen_sgd(p, **options), level)
+    loss, last = loss_of(model), list(model.parameters())[-1]
+    if skipped:  # one infinite gradient
+        loss = loss + last.float().flatten()[0] * float("inf")
+    backward(loss, optimizer)
     optimizer.step()
-    gradients_alike(model.parameters(), plain_gradients())
+    assert bool(optimizer.last_step_skipped) == skipped
+    reference = plain_gradients()
+    if skipped:
+        for p in (last, list(reference.parameters())[-1]):
+            assert p.grad is not None
+            p.grad.flatten()[0] = 0.0
+    gradients_alike(model.parameters(), reference)
 
 
 @pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])

@@ -1,9 +1,11 @@
-"""Checkpoints of the optimizers: torch's, timm's and Apex's go in, torch's come out."""
+"""Checkpoints of the optimizers: as torch's, in copies, hooks and files.
+
+Runs that change hands between an optimizer and its counterpart: test_optimizer_counterparts.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import pickle
 from collections.abc import Iterable
@@ -11,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from _models import timm
 from torch import Tensor, nn
 
 import fusedtrain
@@ -382,70 +383,6 @@ def test_apex_counts_by_group(name: str) -> None:
         assert_close(a.detach(), b.detach())
     assert "step" not in ours.param_groups[0]
     assert float(ours.state_dict()["state"][0]["step"]) == 8.0  # one step of four without gradient
-
-
-TIMM = {
-    "NAdamW": ("NAdamW", {"lr": 0.1, "caution": True}),
-    "Lion": ("Lion", {"lr": 0.1, "weight_decay": 0.1}),
-    "RMSpropTF": ("RMSpropTF", {"lr": 0.1, "momentum": 0.9, "centered": True}),
-    "SGDW": ("SGDW", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
-    "Lars": ("LARS", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "trust_coeff": 0.1}),
-    "NvNovoGrad": ("NovoGrad", {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
-    "Lamb": ("LAMB", {"lr": 0.1}),
-}
-
-
-def of_timm(name: str) -> Any:
-    return getattr(importlib.import_module(timm().__name__ + ".optim"), name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("theirs_name", TIMM)
-def test_checkpoints_of_timm(theirs_name: str, dtype: torch.dtype) -> None:
-    name, options = TIMM[theirs_name]
-    theirs_class = of_timm(theirs_name)
-    p, q = parameters(dtype), parameters(dtype)
-    for params in (p, q):
-        del params[3]  # timm divides by the number of elements
-    first, theirs = theirs_class(p, **options), theirs_class(q, **options)
-    ours = getattr(fusedtrain.optim, name)(p, lr=0.5)
-
-    def go_on(optimizer: torch.optim.Optimizer, params: list[Any], seeds: range) -> None:
-        for seed in seeds:  # Lamb counts for all parameters together: all have gradients
-            give_gradients(params, seed)
-            optimizer.step()
-
-    go_on(first, p, range(4))
-    ours.load_state_dict(saved_and_loaded(first.state_dict()))
-    go_on(ours, p, range(4, 8))
-    go_on(theirs, q, range(8))
-    # NovoGrad's second moments are float32 here, and so less exact in float64 than timm's.
-    limit = 64.0 if name != "NovoGrad" or dtype is torch.float32 else 2.0**32
-    for a, b in zip(p, q, strict=True):
-        assert_close(a.detach(), b.detach(), limit)
-
-
-@pytest.mark.parametrize("theirs_name", [name for name in TIMM if name != "Lamb"])
-def test_checkpoints_for_timm(theirs_name: str) -> None:
-    name, options = TIMM[theirs_name]
-    theirs_class = of_timm(theirs_name)
-    p, q = parameters(torch.float32), parameters(torch.float32)
-    for params in (p, q):
-        del params[3]
-    ours = getattr(fusedtrain.optim, name)(p, **options)
-    last, theirs = theirs_class(p, **options), theirs_class(q, **options)
-    for seed in range(8):
-        give_gradients(p, seed)
-        give_gradients(q, seed)
-        theirs.step()
-        if seed < 4:
-            ours.step()
-            continue
-        if seed == 4:
-            last.load_state_dict(saved_and_loaded(ours.state_dict()))
-        last.step()
-    for a, b in zip(p, q, strict=True):
-        assert_close(a.detach(), b.detach(), 64)
 
 
 # --- loading

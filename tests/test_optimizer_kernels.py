@@ -127,7 +127,7 @@ def test_options_of_a_group(kernels: Any, rule: str) -> None:
 @pytest.mark.parametrize("write_back", [0, 1, 2])
 @pytest.mark.parametrize("why", ["inf", "nan", "found_inf", "sum of found_inf", "nan found_inf"])
 def test_skipped_first_step(ops: Any, why: str, write_back: int) -> None:
-    """No bit changes but those that tell of it; the next step is the first."""
+    """No bit changes but those that tell of it, and gradients; the next step is the first."""
     found = {"found_inf": 1.0, "sum of found_inf": 2.0, "nan found_inf": math.nan}.get(why)
     step = {"trial": 1, "max_norm": 1.0, "average_weight": 0.1, "write_back": write_back}
     case = _case("sgd", measures=7, found_inf=found, scale=8.0, **step)
@@ -139,6 +139,9 @@ def test_skipped_first_step(ops: Any, why: str, write_back: int) -> None:
     for (name, a), (_, b) in zip(case.written(), before.written()):
         if write_back == 2 and name.startswith("grads"):
             assert not a.any()
+        elif write_back == 1 and name.startswith("grads"):
+            # In float32 where the parameter is: float64 gradients are rounded once.
+            torch.testing.assert_close(a, b / 8, rtol=2.0**-23, atol=0, equal_nan=True, msg=name)
         elif name != "control":
             assert bits(a) == bits(b), name
     assert case.control[[0, 1, 4, 5]].tolist() == [1, 1, 0 if found else 2, 0]

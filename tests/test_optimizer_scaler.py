@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from _optimizer_steps import (
 from torch import nn
 
 import fusedtrain
+from fusedtrain.compat import optimizers as of_apex
 
 
 def test_several_optimizers_with_one_scaler() -> None:
@@ -152,6 +154,80 @@ def test_a_scale_of_ones_own_multiplies() -> None:
     assert not hasattr(ours, "grad_scale")
     step(theirs, q, 0)
     assert_close(p, q)
+
+
+def after_a_step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], kind: Any,
+                 bad: bool) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients that a step under a scaler leaves."""
+    scaler = started(kind("cpu", init_scale=1024.0))
+    give_gradients(params, 0, 1024.0)
+    if bad:
+        assert params[0].grad is not None
+        params[0].grad[1, 1] = float("inf")
+    scaler.step(optimizer)
+    return [p.grad for p in params if p.grad is not None]
+
+
+SCALERS = pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
+
+
+@SCALERS
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
+@pytest.mark.parametrize("name", of_apex.__all__)
+def test_after_a_step_of_apexs_gradients_are_unscaled(name: str, bad: bool, kind: Any) -> None:
+    """As under torch's scaler without us, whatever the device has decided of the step."""
+    p, q = parameters(torch.float32), parameters(torch.float32)
+    optimizer = getattr(of_apex, name)(p, lr=0.1)
+    found = after_a_step(optimizer, p, kind, bad)
+    expected = after_a_step(torch.optim.SGD(q, lr=0.1), q, torch.amp.GradScaler, bad)
+    assert bool(optimizer.last_step_skipped) == bad
+    if name == "FusedLAMB" and not bad:
+        norm = optimizer.grad_norm
+        assert norm > 1
+        expected = [grad / norm for grad in expected]
+        assert_close(found, expected)
+    else:
+        assert same(found, expected)
+
+
+@pytest.mark.parametrize("name", of_apex.__all__)
+def test_without_a_scale_apexs_leave_gradients_but_clipped_ones(name: str) -> None:
+    p = parameters(torch.float32)
+    optimizer = getattr(of_apex, name)(p, lr=0.1)
+    give_gradients(p, 0)
+    given = [x.grad.clone() for x in p if x.grad is not None]
+    versions = [x.grad._version for x in p if x.grad is not None]
+    optimizer.step()
+    if name == "FusedLAMB":
+        given = [grad / optimizer.grad_norm for grad in given]
+    else:
+        assert versions == [x.grad._version for x in p if x.grad is not None]
+    assert_close([x.grad for x in p], given)
+    other = getattr(of_apex, name)(p, lr=0.1, gradient_writeback="none")
+    left = after_a_step(other, p, fusedtrain.amp.GradScaler, False)
+    give_gradients(p, 0, 1024.0)
+    assert same(left, [x.grad for x in p if x.grad is not None])
+
+
+@SCALERS
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
+@ALL
+def test_after_a_step_of_ours_gradients_are_as_backward_left_them(
+    name: str, bad: bool, kind: Any
+) -> None:
+    """What docs/optimizers.md says under its first example."""
+    text = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text()
+    first = text.split("```python")[1].split("Arguments, defaults")[0]
+    assert "After `scaler.step` a `.grad` holds what backward has left: the gradient times" in first
+    p, q = parameters(torch.float32), parameters(torch.float32)
+    left = after_a_step(make(name, p, max_grad_norm=0.5), p, kind, bad)
+    give_gradients(q, 0, 1024.0)
+    if bad:
+        assert q[0].grad is not None
+        q[0].grad[1, 1] = float("inf")
+    assert same(left, [x.grad for x in q if x.grad is not None])
+    unscaled = after_a_step(make(name, p, gradient_writeback="unscaled"), p, kind, bad)
+    assert same(unscaled, [x / 1024 for x in left])
 
 
 class Simulated:

@@ -24,11 +24,16 @@ sys.path[0] = str(ROOT / "tests")
 import _models  # noqa: E402
 
 ENGINE, PLAN = "fusedtrain/optim/_engine.py", "fusedtrain/optim/_plan.py"
+SAVED, REPORTS = "fusedtrain/optim/_checkpoints.py", "fusedtrain/optim/_reports.py"
 RULES, LOOPS = "csrc/optimizers.h", "csrc/cpu/multi_tensor.cpp"
 BINDING = "csrc/binding_optimizers.h"
 APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
 
-TESTS = ["tests/test_optimizer_numbers.py", "tests/test_compat_optimizers.py"]
+TESTS = [
+    "tests/test_optimizer_numbers.py", "tests/test_compat_optimizers.py",
+    "tests/test_optimizer_counterparts.py", "tests/test_optimizer_state.py",
+    "tests/test_optimizer_scaler.py",
+]  # fmt: skip
 BUILD = {LOOPS: 1, "csrc/binding_cpu.cpp": 1, BINDING: 2, "csrc/checks.h": 2, RULES: 3}
 # name: file, what is there, what is put in its place.
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -183,9 +188,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         ENGINE, "self._average_parameters_without_gradients(1 - decay)",
         "self._average_parameters_without_gradients(decay)"),
     "average goes on at a skipped step": (
-        ENGINE, "(1 - skipped) * weight", "weight + 0 * skipped"),
+        REPORTS, "(1 - skipped) * weight", "weight + 0 * skipped"),
     "average of what has no gradient stands still": (
-        ENGINE, "if average is not None and id(p) not in stepped:", "if False:"),
+        REPORTS, "if average is not None and id(p) not in stepped:", "if False:"),
     "no write-back": (
         LOOPS, "if (write_back == 1) {", "if (write_back == 3) {"),
     "write-back keeps the sign of maximize": (
@@ -196,8 +201,30 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         BINDING, "for (Shadow& shadow : written) torch::stable::copy_(shadow.original",
         "for (Shadow& shadow : written)\n        if (false) torch::stable::copy_(shadow.original"),
     "zero not after a skipped step": (
-        "csrc/binding_cpu.cpp", "else if (call.options->write_back == 2)",
-        "else if (call.options->write_back == 3)"),
+        "csrc/binding_cpu.cpp", "else if (call.options->write_back == 2 ||",
+        "else if (call.options->write_back == 3 ||"),
+    "gradients stay scaled after a skipped step": (
+        "csrc/binding_cpu.cpp", "(call.options->write_back == 1 && call", "(false && call"),
+    "a skipped step multiplies by the scale": (
+        LOOPS, "const T factor = static_cast<T>(unscale(call));\n  Block<T> g;\n",
+        "const T factor = static_cast<T>(1 / unscale(call));\n  Block<T> g;\n"),
+    "Apex: gradients stay scaled": (
+        "fusedtrain/compat/_apex_optimizer.py", '{"gradient_writeback": "unscaled", **options}',
+        "options"),
+    "LAMB: no step count for timm": (
+        "fusedtrain/optim/lamb.py", "return torch.tensor(count)  # as timm's", "return None"),
+    "Apex: a step too many for theirs": (
+        "fusedtrain/compat/_apex_optimizer.py", "return int(count) if", "return int(count) + 1 if"),
+    "steps of theirs are forgotten on the way back": (
+        SAVED, "own[name] = own[name] + ahead", "pass"),
+    "NovoGrad: norms of theirs are forgotten": (
+        LAYERWISE, "if known and sorted(roots)", "if False and sorted(roots)"),
+    "counts of float64 are cut": (
+        SAVED, "if torch.get_default_dtype() is torch.float64 and not fused:", "if False:"),
+    "states of the user are lost": (
+        SAVED, 'self._without_a_step(), dict(state_dict["state"])', "self._without_a_step(), {}"),
+    "SGD without momentum keeps empty states": (
+        PLAN, "if own:  # torch's", "if True:  # torch's"),
     "master not written": (
         LOOPS, "param.open(t.master, Dtype::kFloat32, i, n);\n    else\n      param.open",
         "param.open(t.master, Dtype::kFloat32, i, n, true), param.memory = nullptr;\n"
@@ -215,7 +242,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "const Tensor grad = is_dense(grads[i]) ? grads[i]\n"
         "                                        : walkable(grads[i], param, writes_grads);"),
     "states cast on load": (
-        ENGINE, "value.to(self._dtype_of(name, p), copy=True)", "value.to(p.dtype, copy=True)"),
+        SAVED, "value.to(self._dtype_of(name, p), copy=True)", "value.to(p.dtype, copy=True)"),
     "plan: other dictionaries go unseen": (
         PLAN, "if not all(map(is_, map(state.get, self.params), self.dicts)):", "if False:"),
     "plan: other states go unseen": (
@@ -273,9 +300,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "if (*u.growth_tracker == u.growth_interval) {",
         "if (*u.growth_tracker > u.growth_interval) {"),
     "scaler: hears of no skipped step": (
-        ENGINE, "plan.store.control[0].clone() for", "plan.store.control[6].clone() for"),
+        REPORTS, "plan.store.control[0].clone() for", "plan.store.control[6].clone() for"),
     "applied steps of the last plan only": (
-        ENGINE, "if self._last else list(self._controls.values())", "if self._last else []"),
+        REPORTS, "if self._last else list(self._controls.values())", "if self._last else []"),
     "empty tensors are not dense": (
         "csrc/checks.h", "return total == 0 || expected == total;", "return expected == total;"),
     "the tail of a block is lost": (

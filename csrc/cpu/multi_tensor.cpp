@@ -148,6 +148,18 @@ void measure_range(const OptimizerCall& call, const OptimizerTensor& t, int64_t 
   });
 }
 
+template <class T>
+void unscale_range(const OptimizerCall& call, const OptimizerTensor& t, int64_t begin,
+                   int64_t end) {
+  const T factor = static_cast<T>(unscale(call));
+  Block<T> g;
+  by_block(begin, end, is_direct(t), [&](int64_t i, int64_t n) {
+    g.open(t.grad, t.grad_dtype, i, n);
+    table(T()).multiply(g.values, factor, n);
+    g.close(n);
+  });
+}
+
 void measure_one(const OptimizerCall& call, const OptimizerTensor& t, int64_t begin, int64_t end,
                  double* sums) {
   if (in_double(t))
@@ -481,13 +493,18 @@ void update(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
   }
 }
 
-void zero_gradients(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
-                    int64_t last) {
+void write_skipped_gradients(const OptimizerCall& call, const OptimizerWork& work, int64_t first,
+                             int64_t last) {
   for (int64_t c = first; c < last; ++c) {
     const OptimizerChunk& chunk = work.chunks[c];
     const OptimizerTensor& t = call.tensors[chunk.tensor];
-    memset(at(t.grad, t.grad_dtype, chunk.begin), 0,
-           (chunk.end - chunk.begin) * bytes_of(t.grad_dtype));
+    if (call.options->write_back == 2)
+      memset(at(t.grad, t.grad_dtype, chunk.begin), 0,
+             (chunk.end - chunk.begin) * bytes_of(t.grad_dtype));
+    else if (in_double(t))
+      unscale_range<double>(call, t, chunk.begin, chunk.end);
+    else
+      unscale_range<float>(call, t, chunk.begin, chunk.end);
   }
 }
 

@@ -183,9 +183,20 @@ __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
   const int64_t begin = chunk.number * kChunk;
   const int end = chunk_length(t, begin);
   if (sweep.verdict->skip != 0) {
-    if (sweep.write_back != 2) return;
-    const T zero[1] = {};
-    for (int i = threadIdx.x; i < end; i += kSweepThreads) store(grad_of(t, begin), i, zero);
+    const bool unscales = sweep.write_back == 1 && sweep.scale != nullptr;
+    if (!unscales && sweep.write_back != 2) return;
+    const Stream grad = grad_of(t, begin);
+    const T factor = T(unscale(sweep.scale));
+    for (int i = threadIdx.x; i < end; i += kSweepThreads) {
+      Loaded<T, 1> loaded;
+      T g[1] = {};
+      if (unscales) {
+        loaded.load(grad, i);
+        loaded.get(grad, g);
+        g[0] *= factor;
+      }
+      store(grad, i, g);
+    }
     return;
   }
   const Work<Stepper, kStates> work(sweep, chunk.tensor, begin);

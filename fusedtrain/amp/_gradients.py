@@ -194,13 +194,18 @@ class ScaledGradients(GradientState):
             self.unscale()  # of a second step without a backward pass between
         told: dict[str, Any] = {}  # only what is known here: a GradScaler tells the rest itself
         if self.scaled_by is not None:
-            told = {"grad_scale": self.scaled_by, "_checks_gradients": found is not None}
+            told = {
+                "grad_scale": self.scaled_by,
+                "_checks_gradients": found is not None,
+                # Of parameters that have masters only those of the masters are, and these are gone.
+                "_unscaled_by_reading": not self.with_masters,
+            }
         if found is not None:
             told["found_inf"] = found
         vars(optimizer).update(told)
         try:
             result = original()
-            if optimizer.gradient_writeback != "none":
+            if optimizer._writeback() != "none":
                 self.scaled_by = None
             return result
         finally:

@@ -57,6 +57,7 @@ class FusedLAMB(ApexOptimizer):
     _tries = True
     _norm_eps = 0.0
     _attributes = ("adam_w_mode", "use_nvlamb")
+    _counts = True
 
     def __init__(
         self,
@@ -146,6 +147,7 @@ class FusedNovoGrad(ApexOptimizer):
     _scalar_names = ("step", "exp_avg_sq", None)
     _norms = 2  # of gradients
     _attributes = ("moment_mode",)
+    _counts = True
 
     def __init__(
         self,
@@ -188,7 +190,25 @@ class FusedNovoGrad(ApexOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             _check_norm_type(group.get("norm_type", 2))
-        super().load_state_dict(state_dict)
+        super().load_state_dict(_without_old_norms(state_dict))
+
+    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = super()._as_torch_has_it(state_dict)
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            norms: tuple[list[Tensor], list[Tensor]] = ([], [])
+            for number, p in zip(saved["params"], group["params"], strict=True):
+                square = state_dict["state"].get(number, {}).get("exp_avg_sq")
+                if square is not None:
+                    norms[p.dtype not in _HALF].append(square.float().sqrt())
+            if any(norms):
+                device = group["params"][0].device
+                saved["exp_avg_sq"] = [
+                    torch.stack([norm.to(device) for norm in some])
+                    if some
+                    else torch.empty(0, device=device)
+                    for some in norms
+                ]
+        return state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
@@ -210,6 +230,19 @@ class FusedNovoGrad(ApexOptimizer):
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("exp_avg",)
+
+
+def _without_old_norms(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Norms by parameter are ours, and exact; after steps of Apex only the group's are right."""
+    state = dict(state_dict["state"])
+    for group in state_dict["param_groups"]:
+        known = [float(norm) for some in group.get("exp_avg_sq", ()) for norm in some.flatten()]
+        own = [n for n in group["params"] if "exp_avg_sq" in state.get(n, {})]
+        roots = [float(state[n]["exp_avg_sq"].float().sqrt()) for n in own]
+        if known and sorted(roots) != sorted(known):
+            for n in own:
+                state[n] = {k: v for k, v in state[n].items() if k != "exp_avg_sq"}
+    return {**state_dict, "state": state}
 
 
 def _check_norm_type(norm_type: int) -> None:

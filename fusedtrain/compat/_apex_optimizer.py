@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..optim import FusedOptimizer
@@ -12,10 +13,18 @@ class ApexOptimizer(FusedOptimizer):
 
     set_grad_none: bool
     _attributes: ClassVar[tuple[str, ...]]  # that are options of the whole optimizer
+    _counts: ClassVar[bool] = False  # whether Apex's has a step count, by group
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Makes gradients None, or 0: as ``set_grad_none`` says where `set_to_none` is None."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        # As after a step of Apex's own under a loss scale, or after torch's scaler has unscaled.
+        super()._set_options({"gradient_writeback": "unscaled", **options})
+
+    def _group_step(self, group: dict[str, Any], count: float) -> Any:
+        return int(count) if self._counts else None
 
     def _refuse_amsgrad(self, amsgrad: bool) -> None:
         if amsgrad:

@@ -77,6 +77,7 @@ class FusedAdam(ApexOptimizer):
     _rule = "adam"
     _wide_states = True
     _attributes = ("adam_w_mode", "capturable")
+    _counts = True
 
     def __init__(
         self,
@@ -117,6 +118,11 @@ class FusedAdam(ApexOptimizer):
         if self.capturable and group["params"]:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device, copy=True)
+
+    def _group_step(self, group: dict[str, Any], count: float) -> Any:
+        if not self.capturable:
+            return int(count)
+        return torch.tensor([int(count)], dtype=torch.int32, device=group["params"][0].device)
 
     def step(
         self,

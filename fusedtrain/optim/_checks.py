@@ -40,3 +40,13 @@ def refuse_differentiable(differentiable: bool) -> None:
     """Raises what torch raises of its fused optimizers."""
     if differentiable:
         raise RuntimeError("`fused` does not support `differentiable`")
+
+
+def check_written(grads: list[list[Tensor]]) -> None:
+    """Raises RuntimeError where a gradient that is to be written overlaps itself."""
+    for grad in (grad for some in grads for grad in some):
+        if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
+            raise RuntimeError(
+                f"gradient_writeback: a gradient of shape {tuple(grad.shape)} has several elements "
+                "at one place in memory"
+            )

@@ -97,6 +97,8 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
     measures, max_norm, eps = options[:3].tolist()
     if max_norm:
         coefficient = (max_norm / (norm + eps)).clamp(max=1)
+    if int(measures) & 1:  # a skipped step clips nothing, but may write unscaled gradients
+        coefficient = torch.where(total[0] != 0, 1.0, coefficient)
     for plan, arguments in calls:
         device = plan.sums.device
         here = coefficient.to(device)

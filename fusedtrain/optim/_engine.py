@@ -1,4 +1,4 @@
-"""What all optimizers share: options, the step as one call, averages, checkpoints.
+"""What all optimizers share: options, and the step as one call.
 
 A step collects the gradients, finds the plan of exactly these parameters (or builds it, see
 `_plan.py`), and calls ``torch.ops.fusedtrain.optimizer_step`` once a device. Nothing that is
@@ -7,8 +7,7 @@ decided on the device is read back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import chain, compress
 from operator import attrgetter, is_
 from types import MappingProxyType
@@ -21,8 +20,11 @@ from torch.autograd.graph import increment_version
 
 from .. import _ops as _ops  # defines and loads the ops
 from . import _distributed
+from ._checkpoints import Checkpoints
+from ._checks import check_written
 from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
+from ._reports import Reports
 
 _FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
@@ -53,7 +55,7 @@ def _option(name: str, doc: str) -> Any:
     return property(read, change, doc=doc)
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Reports, Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
     # torch's GradScaler leaves unscaling and skipping to an optimizer that says so.
@@ -66,6 +68,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
+    _unscaled_by_reading = (
+        False  # whether who looks at a gradient finds it unscaled: fusedtrain.amp
+    )
 
     # What an optimizer says of itself.
     _rule: ClassVar[str]
@@ -166,15 +171,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._average_parameters_without_gradients(1 - decay)
 
     def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
-        options = self._fused_options
-        if options["gradient_writeback"] != "none":
-            _check_written(grads)
+        writes_grads = self._writeback() != "none"
+        if writes_grads:
+            check_written(grads)
         trial = self._tries or any(self._numbers(group).cautious for group in self.param_groups)
         measures = self._measures()
         self._measured = measures != 0
         calls = self._calls(plans, grads, measures, trial)
         if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
-            if options["agc"] is not None:
+            if self._fused_options["agc"] is not None:
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
             _distributed.step(calls, trial)
         else:
@@ -187,7 +192,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             increment_version(plan.written)
             increment_version(plan.states)
             plan.note_versions()
-            if options["gradient_writeback"] != "none":
+            if writes_grads:
                 increment_version([g for g in plan_grads if not g.is_inference()])
 
     def _calls(
@@ -205,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         head = (
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
             options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
-            WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
+            WRITE_BACK[self._writeback()], float(options["stochastic_rounding"]),
             float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
         )  # fmt: skip
         lrs: list[Tensor] = []
@@ -295,6 +300,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._fused_options["agc"] is not None:
             measures |= _GRADIENTS | _PARAMETERS
         return measures
+
+    def _writeback(self) -> str:
+        """What this step is to leave in gradients; "none" where they hold that already."""
+        options = self._fused_options
+        kind: str = options["gradient_writeback"]
+        scaled = getattr(self, "grad_scale", None) is not None and not self._unscaled_by_reading
+        clips = self._clip_norm() != 0 or options["agc"] is not None
+        return "none" if kind == "unscaled" and not scaled and not clips else kind
 
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
@@ -414,210 +427,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._measured = False
         self._loaded = {id(p) for p, own in self.state.items() if own}
 
-    # --- what the last step did ---
-
-    def _control(self, which: int) -> Tensor:
-        controls = [self._last[0].store.control] if self._last else list(self._controls.values())
-        return controls[0][which].clone() if controls else torch.zeros((), dtype=torch.float32)
-
-    @property
-    def last_step_skipped(self) -> Tensor:
-        """Whether the last step was skipped, for gradients that were not finite.
-
-        A bool tensor of no dimensions on the device of the parameters; nothing waits for it.
-        """
-        return self._control(0) != 0
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """How many steps were skipped: an int64 tensor of no dimensions, on the device."""
-        return self._control(1).long()
-
-    @property
-    def applied_steps(self) -> Tensor:
-        """How many steps were not skipped: an int64 tensor of no dimensions, on the device."""
-        return self._control(5).long()
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """Norm of all gradients at the last step, unscaled and before clipping.
-
-        A float32 tensor of no dimensions on the device, or None where the step had no reason to
-        measure it: no loss scaling, no clipping, no rule that needs norms.
-        """
-        return self._control(2) if self._measured else None
-
-    def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter of the last step, and how many of its gradient's values were not finite.
-
-        The counts are float64 tensors of no dimensions, on the device. Empty where the last step
-        had no reason to look (see `grad_norm`).
-        """
-        if not self._measured:
-            return []
-        return [
-            (p, count)
-            for plan in self._last
-            if plan.sums is not None
-            for p, count in zip(plan.params, plan.sums[:, 0].unbind(), strict=True)
-        ]
-
-    def _found_inf(self) -> dict[torch.device, Tensor]:
-        """Of the last step, for GradScaler.update: 1 where it was skipped, by device."""
-        return {plan.store.control.device: plan.store.control[0].clone() for plan in self._last[:1]}
-
-    # --- averages ---
-
-    def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and its moving average where ``ema_decay`` has made one.
-
-        Averages of 16-bit parameters are float32. A parameter that had no step yet is its own.
-        """
-        return [
-            (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
-            for group in self.param_groups
-            for p in group["params"]
-        ]
-
-    @contextmanager
-    def swap_averages(self) -> Iterator[None]:
-        """Within it the parameters hold their averages: evaluate, or save the model."""
-        if self.ema_decay is None:
-            raise RuntimeError("swap_averages needs an optimizer with ema_decay")
-        pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
-        with torch.no_grad():
-            kept = [p.detach().clone() for p, _ in pairs]
-            for p, average in pairs:
-                self._write(p, average)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for (p, _), value in zip(pairs, kept, strict=True):
-                    self._write(p, value)
-
-    def _write(self, p: Tensor, value: Tensor) -> None:
-        p.copy_(value)
-        low = self._low_precision.get(id(p))
-        if low is not None:
-            low.copy_(value)
-
-    def _average_parameters_without_gradients(self, weight: float) -> None:
-        """Their averages go on, as those of ModelEma would, unless the step was skipped."""
-        stepped = {id(p) for plan in self._last for p in plan.params}
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state.get(p, {}).get("ema")
-                if average is not None and id(p) not in stepped:
-                    skipped = self._control(0).to(p.device, average.dtype)
-                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
-
-    # --- checkpoints ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's: same keys, shapes and dtypes for optimizers that torch has.
-
-        Momentum buffers that every step so far skipped are left out, as torch would not have made
-        them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
-        """
-        hook = self.register_state_dict_post_hook(
-            lambda _, saved: self._as_torch_has_it(saved), prepend=True
-        )
-        try:
-            state_dict: dict[str, Any] = super().state_dict()
-        finally:
-            hook.remove()
-        return state_dict
-
-    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        params = [(p, group) for group in self.param_groups for p in group["params"]]
-        unborn = self._without_a_step()
-        state = {}
-        for number, own in state_dict["state"].items():
-            kept = dict(own)
-            if isinstance(number, int):
-                p, group = params[number]
-                if id(p) in unborn:
-                    kept.pop("momentum_buffer", None)
-                if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
-                    step = kept["step"].clone()
-                    on_device = group.get("capturable") or group.get("fused")
-                    kept["step"] = step if on_device else step.cpu()
-            if kept:
-                state[number] = kept
-        state_dict["state"] = state
-        return state_dict
-
-    def _without_a_step(self) -> set[int]:
-        """Parameters that were never updated, for optimizers whose states do not tell."""
-        if self._scalar_names[0] is not None:
-            return set()
-        return {
-            id(p)
-            for store in self._stores.values()
-            if not store.scalars.is_meta
-            for p, step in zip(store.params, store.scalars[0].tolist(), strict=True)
-            if step == 0
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep the dtype that this optimizer holds them in.
-
-        torch casts them to the parameter's, which cuts float32 states of 16-bit parameters.
-        """
-        given: list[dict[str, Any]] = []
-        hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, saved: given.append(saved)),
-            self.register_load_state_dict_post_hook(lambda _: self._load(given[0]), prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _load(self, saved: dict[str, Any]) -> None:
-        """States once more, in their dtypes."""
-        numbers = [n for group in saved["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(numbers, params, strict=True):
-            for name, value in saved["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
-                    self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
-
-    def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
-        if name in ("ema", "master_param"):
-            return torch.float64 if p.dtype is torch.float64 else torch.float32
-        if name in self._scalar_names:
-            return torch.float32
-        return self._state_needs().dtype(p)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
-        unborn = self._without_a_step()
-        if unborn:
-            state["state"] = self.state.copy()
-            for p in self.state:
-                if id(p) in unborn:
-                    kept = {k: v for k, v in self.state[p].items() if k != "momentum_buffer"}
-                    state["state"][p] = kept
-        return {
-            **state,
-            "_fused_options": self._fused_options,
-            "_rounding_seed": self._rounding_seed,
-            "_controls": self._controls,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        name = self._scalar_names[0]
-        for group in state["param_groups"]:
-            step = group.pop("step", None)  # Apex and timm's Lamb count by group
-            for p in group["params"] if step is not None and name is not None else ():
-                if state["state"].get(p):
-                    state["state"][p].setdefault(name, torch.as_tensor(float(step)))
-        super().__setstate__(state)
-        self._forget()
-
 
 def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
     tensors = list(chain(*grads))
@@ -627,15 +436,6 @@ def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> li
         return list(map(_VERSION, tensors))
     except RuntimeError:  # tensors made in inference mode have none
         return [0 if t.is_inference() else t._version for t in tensors]
-
-
-def _check_written(grads: list[list[Tensor]]) -> None:
-    for grad in (grad for some in grads for grad in some):
-        if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
-            raise RuntimeError(
-                f"gradient_writeback: a gradient of shape {tuple(grad.shape)} has several elements "
-                "at one place in memory"
-            )
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:

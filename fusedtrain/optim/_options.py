@@ -29,8 +29,9 @@ class FusedOptions(OtherOptions, total=False):
     agc: clips unit by unit (adaptive gradient clipping), to this fraction of the weights' norm.
     agc_eps: least norm that a unit's weights count with.
     ema_decay: keeps an exponential moving average of the weights, with this decay.
-    gradient_writeback: what a step leaves in ``.grad``: "none" (what was there), "unscaled"
-        (divided by the loss scale, and clipped) or "zero" (also after a skipped step).
+    gradient_writeback: what a step leaves in ``.grad``, also a skipped one: "none" (what was
+        there), "unscaled" (divided by the loss scale, and clipped unless the step is skipped; the
+        default of `fusedtrain.compat.optimizers`) or "zero".
     state_dtype: of the states that are as large as the parameter; the parameter's where None.
     master_weights: keeps float32 weights of float16 and bfloat16 parameters.
     stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.

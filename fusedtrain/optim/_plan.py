@@ -99,7 +99,7 @@ class Plan:
         self.models = [low_precision.get(id(p), p) for p in params]
         self.local_params = [local(p) for p in self.models]
         self.distributed = any(map(is_distributed, params))
-        self.dicts: list[dict[str, Any]] = []
+        self.dicts: list[dict[str, Any] | None] = []
         # What the dictionaries held: tensor k was found in owner k under name k.
         self.owners: list[dict[str, Any]] = []
         self.names: list[str] = []
@@ -112,13 +112,13 @@ class Plan:
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
         for p, inner, group in zip(params, self.local_params, groups, strict=True):
-            own = state[p]
-            self.dicts.append(own)
+            own = state.get(p, {})
             column = store.columns[id(p)]
             row = [group, column]
             slots = needs.slots[group]
             if needs.scalar_names[0] is None and any(n and own.get(n) is None for n in slots):
                 store.views[0][column].zero_()  # without a count of their own states start anew
+            self._scalar(own, needs.scalar_names[0], store.views[0][column])  # first, as torch's
             for name in slots:
                 row.append(-1 if name is None else self._large(own, name, p, inner, needs))
             row += [-1] * (STATES - len(slots))
@@ -132,8 +132,11 @@ class Plan:
             if is_master or has_master:
                 self.with_master.append(inner)
             row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
-            for which, name in enumerate(needs.scalar_names):
+            for which, name in enumerate(needs.scalar_names[1:], 1):
                 self._scalar(own, name, store.views[which][column])
+            if own:  # torch's SGD without momentum has no states either
+                state[p] = own
+            self.dicts.append(state.get(p))
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.stateless_rows = self.rows.clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """
 
     _rule = "adagrad"
+    _absent: ClassVar = {"lr_decay": 0, "initial_accumulator_value": 0}  # Apex's has neither
 
     def __init__(
         self,
@@ -67,6 +68,13 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             maximize=maximize, differentiable=differentiable, fused=fused,
         )  # fmt: skip
         self._set_options(options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            for p in group["params"]:
+                if state["state"].get(p):  # Apex's do not count their steps, nor need to
+                    state["state"][p].setdefault("step", torch.tensor(0.0))
+        super().__setstate__(state)
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
         return Numbers(

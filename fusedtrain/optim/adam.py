@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -163,6 +163,10 @@ class NAdamW(FusedOptimizer):
     """
 
     _rule = "nadamw"
+    _absent: ClassVar = {
+        "caution": False, "corrected_weight_decay": False, "foreach": None, "maximize": False,
+        "capturable": False,
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
@@ -18,6 +19,11 @@ class LAMB(FusedOptimizer):
     """LAMB (arXiv 1904.00962), as timm's ``Lamb`` has it: Adam's update, scaled by |p| / |update|.
 
     The norm of the update is that of a trial: gradients, parameters and states are read twice.
+
+    Bias correction goes by the steps of each parameter, as Adam's does. timm counts steps by
+    group, whether a parameter has a gradient or not, and so corrects one that had fewer too little.
+    A ``state_dict`` has both: the group's ``"step"`` is for timm, the largest of its parameters'.
+    From a checkpoint of timm all parameters with states take over their group's.
 
     Args:
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
@@ -54,6 +60,10 @@ class LAMB(FusedOptimizer):
     _norms = 2 | 4  # of gradients and parameters
     _tries = True
     _norm_eps = 0.0
+    _absent: ClassVar = {
+        "trust_clip": False, "always_adapt": False, "caution": False, "decoupled_decay": False,
+        "corrected_weight_decay": False,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -107,6 +117,9 @@ class LAMB(FusedOptimizer):
             max_lr=self._max_lr(group),
             cautious=group["caution"],
         )
+
+    def _group_step(self, group: dict[str, Any], count: float) -> Tensor:
+        return torch.tensor(count)  # as timm's
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("exp_avg", "exp_avg_sq")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -48,6 +48,7 @@ class LARS(FusedOptimizer):
     _rule = "lars"
     _scalar_names = (None, None, None)
     _norms = 2 | 4  # of gradients and parameters
+    _absent: ClassVar = {"nesterov": False}
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -46,6 +46,9 @@ class Lion(FusedOptimizer):
 
     _rule = "lion"
     _scalar_names = (None, None, None)
+    _absent: ClassVar = {
+        "caution": False, "corrected_weight_decay": False, "maximize": False, "foreach": None,
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -44,6 +44,7 @@ class NovoGrad(FusedOptimizer):
     _rule = "novograd"
     _scalar_names = ("step", "exp_avg_sq", "max_exp_avg_sq")
     _norms = 2  # of gradients
+    _absent: ClassVar = {"amsgrad": False}
 
     def __init__(
         self,
@@ -68,6 +69,14 @@ class NovoGrad(FusedOptimizer):
         }
         super().__init__(params, defaults)
         self._set_options(options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if any("exp_avg_sq" in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                "norms by group are of Apex's FusedNovoGrad, whose update is another: load them "
+                "into fusedtrain.compat.optimizers.FusedNovoGrad"
+            )
+        super().load_state_dict(state_dict)
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
         return Numbers(

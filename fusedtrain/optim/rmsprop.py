@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -120,6 +120,9 @@ class RMSpropTF(FusedOptimizer):
     """
 
     _rule = "rmsprop_tf"
+    _absent: ClassVar = {
+        "momentum": 0, "centered": False, "caution": False, "corrected_weight_decay": False,
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -111,6 +111,10 @@ class SGDW(FusedOptimizer):
 
     _rule = "sgd"
     _scalar_names = (None, None, None)
+    _absent: ClassVar = {
+        "caution": False, "corrected_weight_decay": False, "nesterov": False, "maximize": False,
+        "foreach": None, "differentiable": False,
+    }  # fmt: skip
 
     def __init__(
         self,

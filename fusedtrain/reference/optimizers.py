@@ -260,7 +260,10 @@ class _Call:
             param = stochastic_bfloat16(param, memory_index(stored), key)
         write(stored, param)
         if self.option["write_back"] == 1:
-            write(self.grads[i], grad * plan.gradient[i].abs().to(dtype))
+            clipped = grad * plan.gradient[i].abs().to(dtype)
+            unscaled = self.grad(i, None) * self.unscale().to(dtype)
+            left = self.grads[i] if self.scale is None else unscaled.to(self.grads[i].dtype)
+            self.grads[i].copy_(torch.where(plan.skip, left, clipped.to(left.dtype)))
         elif self.option["write_back"] == 2:
             self.grads[i].zero_()
 

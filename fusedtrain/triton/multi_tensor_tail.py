@@ -128,14 +128,15 @@ def prepare_kernel(
     PREPARE: tl.constexpr, FINISH: tl.constexpr, CLIPPED: tl.constexpr, TRIED: tl.constexpr,
     COMMITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the update is told, in NUMBERS of float64 each: of the step skip? and how many were
-    applied before; then of each tensor. Before a trial of the update it commits nothing.
+    """What the update is told, in NUMBERS of float64 each: of the step skip?, how many were applied
+    before, and what unscales; then of each tensor. Before a trial of the update it commits nothing.
     """
     skip, bad, norm, clip = judge(sums_ptr, options_ptr, found_inf_ptr, count, BLOCK)
     if tl.program_id(0) == 0:
         skipped, applied = skip.to(tl.float32), tl.load(control_ptr + 5)
         tl.store(k_ptr, skipped)
         tl.store(k_ptr + 1, applied)
+        tl.store(k_ptr + 2, unscale(tl.load(scale_ptr)).to(tl.float64))
         if COMMITS:
             measured = tl.load(options_ptr + _MEASURES) != 0.0
             tl.store(control_ptr, skipped)

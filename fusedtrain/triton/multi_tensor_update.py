@@ -233,7 +233,13 @@ def update_kernel(
                 RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, True,
             )  # fmt: skip
     else:  # the step is skipped
-        if WRITE_BACK == 2:
+        if WRITE_BACK == 1:
+            factor = tl.load(k_ptr + 2).to(WIDE)
+            for i in range(tl.cdiv(n, BLOCK)):
+                at = i * BLOCK + tl.arange(0, BLOCK)
+                stored = read(grad, at, at < n, True, WIDE)
+                write(grad, at, at < n, stored * factor, True)
+        elif WRITE_BACK == 2:
             for i in range(tl.cdiv(n, BLOCK)):
                 at = i * BLOCK + tl.arange(0, BLOCK)
                 tl.store(grad + at, tl.zeros((BLOCK,), G), mask=at < n)

@@ -1,0 +1,167 @@
+"""State dicts and pickles of the optimizers, from and for torch, timm and Apex."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ._plan import Needs, Store
+
+
+class Checkpoints(torch.optim.Optimizer):
+    """The part of `FusedOptimizer` that saves and loads."""
+
+    _scalar_names: ClassVar[tuple[str | None, ...]]
+    # Keys of groups that checkpoints of others or of old may lack, with what the lack means.
+    _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    _stores: dict[torch.device, Store]
+    _controls: dict[torch.device, Tensor]
+    _fused_options: dict[str, Any]
+    _rounding_seed: int
+
+    def _state_needs(self) -> Needs:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _group_step(self, group: dict[str, Any], count: float) -> Any:
+        """The step count of a group in a checkpoint, where the counterpart has one; or None."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: same keys, shapes and dtypes for optimizers that torch has.
+
+        Momentum buffers that every step so far skipped are left out, as torch would not have made
+        them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
+        Where timm or Apex count steps by group, the group has the largest of its parameters'.
+        """
+        hook = self.register_state_dict_post_hook(
+            lambda _, saved: self._as_torch_has_it(saved), prepend=True
+        )
+        try:
+            state_dict: dict[str, Any] = super().state_dict()
+        finally:
+            hook.remove()
+        return state_dict
+
+    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        unborn, state = self._without_a_step(), dict(state_dict["state"])
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            counts = []
+            for number, p in zip(saved["params"], group["params"], strict=True):
+                own = self.state.get(p)
+                if not own:
+                    continue
+                kept = dict(own)
+                if id(p) in unborn:
+                    kept.pop("momentum_buffer", None)
+                if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
+                    kept["step"] = _saved_step(kept["step"], group)
+                    counts.append(kept["step"])
+                state[number] = kept
+                if not kept:
+                    del state[number]
+            count = self._group_step(group, max(map(float, counts))) if counts else None
+            if count is not None:
+                saved["step"] = count
+        state_dict["state"] = state
+        return state_dict
+
+    def _without_a_step(self) -> set[int]:
+        """Parameters that were never updated, for optimizers whose states do not tell."""
+        if self._scalar_names[0] is not None:
+            return set()
+        return {
+            id(p)
+            for store in self._stores.values()
+            if not store.scalars.is_meta
+            for p, step in zip(store.params, store.scalars[0].tolist(), strict=True)
+            if step == 0
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep the dtype that this optimizer holds them in.
+
+        torch casts them to the parameter's, which cuts float32 states of 16-bit parameters.
+        """
+        given: list[dict[str, Any]] = []
+        hooks = [
+            self.register_load_state_dict_pre_hook(lambda _, saved: given.append(saved)),
+            self.register_load_state_dict_post_hook(lambda _: self._load(given[0]), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """States once more, in their dtypes."""
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, params, strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                    self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
+
+    def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
+        if name in ("ema", "master_param"):
+            return torch.float64 if p.dtype is torch.float64 else torch.float32
+        if name in self._scalar_names:
+            return torch.float32
+        return self._state_needs().dtype(p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        unborn = self._without_a_step()
+        if unborn:
+            state["state"] = self.state.copy()
+            for p in self.state:
+                if id(p) in unborn:
+                    kept = {k: v for k, v in self.state[p].items() if k != "momentum_buffer"}
+                    state["state"][p] = kept
+        return {
+            **state,
+            "_fused_options": self._fused_options,
+            "_rounding_seed": self._rounding_seed,
+            "_controls": self._controls,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        name = self._scalar_names[0]
+        for group in state["param_groups"]:
+            for key, value in self._absent.items():
+                group.setdefault(key, value)
+            step = group.pop("step", None)  # Apex and timm's Lamb count by group
+            if step is not None and name is not None:
+                _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
+        super().__setstate__(state)
+        self._forget()
+
+
+def _take_over(count: float, name: str, states: list[dict[str, Any] | None]) -> None:
+    """Steps by parameter from the group's, which is ahead where others have gone on from ours."""
+    stepped = [own for own in states if own]
+    known = [float(own[name]) for own in stepped if name in own]
+    ahead = count - max(known, default=0.0)
+    for own in stepped:
+        if name not in own:
+            own[name] = torch.as_tensor(count)
+        elif ahead:
+            own[name] = own[name] + ahead
+
+
+def _saved_step(step: Tensor, group: dict[str, Any]) -> Tensor:
+    """A count of steps with the dtype and on the device that torch would give it."""
+    fused = group.get("fused")
+    dtype = torch.float32
+    if torch.get_default_dtype() is torch.float64 and not fused:
+        dtype = torch.float64
+    on_device = group.get("capturable") or fused
+    return step.to(dtype=dtype, device=step.device if on_device else "cpu", copy=True)

@@ -1,0 +1,118 @@
+"""What an optimizer tells of its last step, and its averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._plan import Plan
+
+
+class Reports(torch.optim.Optimizer):
+    """The part of `FusedOptimizer` that a user looks at between steps."""
+
+    _last: list[Plan]  # of the last step
+    _measured: bool  # whether that looked at the gradients
+    _controls: dict[torch.device, Tensor]
+    _low_precision: Mapping[int, Tensor]
+    ema_decay: Any
+
+    def _control(self, which: int) -> Tensor:
+        controls = [self._last[0].store.control] if self._last else list(self._controls.values())
+        return controls[0][which].clone() if controls else torch.zeros((), dtype=torch.float32)
+
+    @property
+    def last_step_skipped(self) -> Tensor:
+        """Whether the last step was skipped, for gradients that were not finite.
+
+        A bool tensor of no dimensions on the device of the parameters; nothing waits for it.
+        """
+        return self._control(0) != 0
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """How many steps were skipped: an int64 tensor of no dimensions, on the device."""
+        return self._control(1).long()
+
+    @property
+    def applied_steps(self) -> Tensor:
+        """How many steps were not skipped: an int64 tensor of no dimensions, on the device."""
+        return self._control(5).long()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients at the last step, unscaled and before clipping.
+
+        A float32 tensor of no dimensions on the device, or None where the step had no reason to
+        measure it: no loss scaling, no clipping, no rule that needs norms.
+        """
+        return self._control(2) if self._measured else None
+
+    def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter of the last step, and how many of its gradient's values were not finite.
+
+        The counts are float64 tensors of no dimensions, on the device. Empty where the last step
+        had no reason to look (see `grad_norm`).
+        """
+        if not self._measured:
+            return []
+        return [
+            (p, count)
+            for plan in self._last
+            if plan.sums is not None
+            for p, count in zip(plan.params, plan.sums[:, 0].unbind(), strict=True)
+        ]
+
+    def _found_inf(self) -> dict[torch.device, Tensor]:
+        """Of the last step, for GradScaler.update: 1 where it was skipped, by device."""
+        return {plan.store.control.device: plan.store.control[0].clone() for plan in self._last[:1]}
+
+    # --- averages ---
+
+    def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
+        """Each parameter, and its moving average where ``ema_decay`` has made one.
+
+        Averages of 16-bit parameters are float32. A parameter that had no step yet is its own.
+        """
+        return [
+            (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
+    @contextmanager
+    def swap_averages(self) -> Iterator[None]:
+        """Within it the parameters hold their averages: evaluate, or save the model."""
+        if self.ema_decay is None:
+            raise RuntimeError("swap_averages needs an optimizer with ema_decay")
+        pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
+        with torch.no_grad():
+            kept = [p.detach().clone() for p, _ in pairs]
+            for p, average in pairs:
+                self._write(p, average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (p, _), value in zip(pairs, kept, strict=True):
+                    self._write(p, value)
+
+    def _write(self, p: Tensor, value: Tensor) -> None:
+        p.copy_(value)
+        low = self._low_precision.get(id(p))
+        if low is not None:
+            low.copy_(value)
+
+    def _average_parameters_without_gradients(self, weight: float) -> None:
+        """Their averages go on, as those of ModelEma would, unless the step was skipped."""
+        stepped = {id(p) for plan in self._last for p in plan.params}
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state.get(p, {}).get("ema")
+                if average is not None and id(p) not in stepped:
+                    skipped = self._control(0).to(p.device, average.dtype)
+                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
