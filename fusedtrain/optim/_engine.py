@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from .. import _ops as _ops  # defines and loads the ops
+from ..reference.stochastic_rounding import seed_after
 from . import _distributed
 from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
@@ -28,6 +29,7 @@ _FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
 # Over hundreds of tensors, several times a step: mapped, they take a third of a loop's time.
 _GRAD, _VERSION, _LAYOUT = attrgetter("grad"), attrgetter("_version"), attrgetter("layout")
+_STREAM = "rounding_stream"  # of a state dict: the seed of stochastic rounding from its place on
 _GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
@@ -103,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._check_group(group)
         self._fused_options: dict[str, Any] = merged
-        self._rounding_seed = torch.initial_seed() & ((1 << 53) - 1)
+        self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
         self._controls: dict[torch.device, Tensor] = {}  # outlive the plans
         self._forget()
 
@@ -206,7 +208,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
             options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
             WRITE_BACK[options["gradient_writeback"]], float(options["stochastic_rounding"]),
-            float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
+            float(self._rounding_seed % 2**32), float(trial), float(self._rounding_seed >> 32),
+            0.0, 0.0, 0.0,
         )  # fmt: skip
         lrs: list[Tensor] = []
         table = torch.tensor(
@@ -517,6 +520,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
 
+        Stochastic rounding adds one: "rounding_stream", an integer, from which its random numbers
+        go on after `load_state_dict`.
+
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
         """
@@ -546,6 +552,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if kept:
                 state[number] = kept
         state_dict["state"] = state
+        if self._fused_options["stochastic_rounding"]:
+            state_dict[_STREAM] = seed_after(self._rounding_seed, int(self.applied_steps))
         return state_dict
 
     def _without_a_step(self) -> set[int]:
@@ -577,7 +585,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 hook.remove()
 
     def _load(self, saved: dict[str, Any]) -> None:
-        """States once more, in their dtypes."""
+        """States once more, in their dtypes, and the stream of random numbers."""
+        if _STREAM in saved:  # this optimizer goes on counting its own steps
+            self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
