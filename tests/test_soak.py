@@ -12,7 +12,7 @@ import pytest
 import torch
 from soak import checkpoint, memory
 from soak.recipes import RECIPES
-from soak.runs import differences
+from soak.runs import Process, differences
 from soak.training import PARTS, Row, Training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,6 +97,19 @@ def test_a_checkpoint_whose_writing_fails_leaves_the_earlier_one(tmp_path: Path)
     assert not checkpoint.temporary(path).exists()
 
 
+def test_what_a_killed_process_left_is_not_being_written(tmp_path: Path) -> None:
+    process = Process.__new__(Process)
+    process.folder, process._left = tmp_path, None
+    path = checkpoint.temporary(tmp_path / "checkpoint.pt")
+    assert process.writing() is None
+    path.write_bytes(b"abc")
+    assert process.writing() == 3
+    process._left = path.stat().st_mtime_ns
+    assert process.writing() is None
+    os.utime(path, ns=(0, process._left + 1))
+    assert process.writing() == 3
+
+
 def test_growth_is_judged_by_medians() -> None:
     level = [(10 * i, 2**28, 100) for i in range(40)]
     assert not memory.growth(level).too_much  # type: ignore[union-attr]
@@ -111,9 +124,9 @@ def test_growth_is_judged_by_medians() -> None:
 
 def soak(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "soak", "--minutes", "0.8", "--pairs", "1", "--kills", "3",
+        [sys.executable, "-m", "soak", "--minutes", "2", "--pairs", "1", "--kills", "3",
          "--steps", "120", "--recipe", str(STOCHASTIC), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

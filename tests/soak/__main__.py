@@ -101,8 +101,8 @@ def _say(number: int, name: str, outcome: Outcome) -> None:
     )
     print(f"  {len(outcome.kills)} kills: {'; '.join(outcome.kills) or 'none'}")
     print(
-        f"  compared: {outcome.rows:,} steps of the killed run, {outcome.rows - outcome.steps:,} of "
-        f"them made again, and {outcome.digests} digests of {outcome.bits / 1e6:,.0f} million bits"
+        f"  compared: {outcome.rows:,} steps of the killed run, {outcome.rows - outcome.steps:,} "
+        f"made again, and {outcome.digests} digests of {outcome.bits / 1e6:,.0f} million bits"
     )
     print(f"  memory: {outcome.growth or 'too few steps to tell'}")
     for failure in outcome.failures():

@@ -37,6 +37,7 @@ class Process:
         self.samples: list[memory.Sample] = []
         self.ended: int | None = None
         self._read = 0
+        self._left: int | None = None  # when an unfinished checkpoint was last written to
         self._arguments = [str(folder), *arguments]
         self.start()
 
@@ -50,9 +51,14 @@ class Process:
     def step(self) -> int:
         return self.rows[-1]["step"] if self.rows else 0
 
-    @property
-    def writing(self) -> Path:
-        return checkpoint.temporary(self.folder / "checkpoint.pt")
+    def writing(self) -> int | None:
+        """How many bytes of a checkpoint are written so far; None while none is being written."""
+        try:
+            found = checkpoint.temporary(self.folder / "checkpoint.pt").stat()
+        except FileNotFoundError:
+            return None
+        # A process that was killed may have left its own, which the next one finds.
+        return None if found.st_mtime_ns == self._left else found.st_size
 
     def look(self) -> None:
         """Reads what the log has got; raises where the process has failed."""
@@ -81,7 +87,10 @@ class Process:
         self._process.join()
         if self._process.exitcode != -signal.SIGKILL:
             return ""  # it was at its end already
-        size = self.writing.stat().st_size if self.writing.exists() else None
+        size = self.writing()
+        if size is not None:
+            left = checkpoint.temporary(self.folder / "checkpoint.pt")
+            self._left = left.stat().st_mtime_ns
         with contextlib.suppress(SoakError):  # it has not ended by itself
             self.look()
         if size is None:
@@ -162,7 +171,7 @@ class Killer:
             return
         if len(self.done) % 2 == 1:
             until = time.monotonic() + 0.05
-            while not process.writing.exists():
+            while process.writing() is None:
                 if time.monotonic() > until:
                     return  # look at the other process, then come back
         else:
