@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,4 +146,7 @@ def test_planted_faults_are_noticed() -> None:
     code, text = soak("--plant", "random", "leak")
     assert code == 1, text
     assert "FAILED: step" in text
-    assert "FAILED: memory grows" in text
+    grown = re.search(r"FAILED: memory grows: \+([\d.]+) MiB .* and \+(\d+) tensors", text)
+    assert grown is not None, text
+    assert float(grown[1]) > 8  # 60 steps of 256 KiB
+    assert 40 < int(grown[2]) < 80

@@ -44,7 +44,7 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     add("--save-every", type=int, default=20)
     add("--look-every", type=int, default=10, help="steps from one digest and sample to the next")
     add("--forget", choices=PARTS, nargs="*", default=[], help="a fault: not loaded on resuming")
-    add("--leak", type=int, default=0, help="a fault: tensors kept at each step")
+    add("--leak", type=int, default=0, help="a fault: tensors of 256 KiB kept at each step")
     return parser.parse_args(argv)
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     last = args.steps
     while run.done < last and os.getppid() == parent:
         row = run.step()
-        leaked += [torch.zeros(8) for _ in range(args.leak)]
+        leaked += [torch.ones(1 << 16) for _ in range(args.leak)]
         if end.exists():
             last = min(last, int(end.read_text()))
         if run.done % args.look_every == 0 or run.done >= last:
