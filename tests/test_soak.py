@@ -125,9 +125,9 @@ def test_growth_is_judged_by_medians() -> None:
 
 def soak(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "soak", "--minutes", "2", "--pairs", "1", "--kills", "3",
+        [sys.executable, "-m", "soak", "--minutes", "4", "--pairs", "1", "--kills", "3",
          "--steps", "120", "--recipe", str(STOCHASTIC), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

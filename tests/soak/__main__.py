@@ -128,8 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         while not outcomes or (
             end - time.monotonic() > _LEAST_SECONDS and len(outcomes) != args.pairs
         ):
-            share = max(_LEAST_SECONDS, 60 * args.minutes / len(RECIPES))
             number = len(outcomes)
+            left = (end - time.monotonic()) / max(1, len(RECIPES) - number)
             seed = args.seed + number
             recipe = seed % len(RECIPES) if args.recipe is None else args.recipe
             name = RECIPES[recipe].name
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 outcome = run_pair(
                     Path(folder) / str(number),
                     ["--images", str(data), "--recipe", str(recipe), *leak],
-                    args.kills, args.steps, seed, min(end, time.monotonic() + share) - 2,
+                    args.kills, args.steps, seed, time.monotonic() + max(_LEAST_SECONDS, left) - 2,
                     _teller(number + 1, name, started), forget,
                 )  # fmt: skip
             except SoakError as error:

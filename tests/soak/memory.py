@@ -15,7 +15,7 @@ Sample = tuple[int, int, int]  # step, resident bytes, live tensors
 # What the medians of a run's second and last quarter may differ by. A tensor leaked at each step
 # shows in the count, a graph of a step (100 KB and more) in the bytes.
 TENSORS = 16
-BYTES = 8 << 20
+BYTES = 4 << 20  # ten minutes have shown 0.1 MiB
 LEAST = 12  # samples
 
 
