@@ -124,9 +124,10 @@ def test_growth_is_judged_by_medians() -> None:
 
 
 def soak(*arguments: str) -> tuple[int, str]:
+    """Seed 32 plans its kills for the first third: each finds a write, also on a busy machine."""
     done = subprocess.run(
         [sys.executable, "-m", "soak", "--minutes", "4", "--pairs", "1", "--kills", "3",
-         "--steps", "120", "--recipe", str(STOCHASTIC), *arguments],
+         "--steps", "160", "--seed", "32", "--recipe", str(STOCHASTIC), *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
@@ -136,7 +137,7 @@ def soak(*arguments: str) -> tuple[int, str]:
 def test_killed_processes() -> None:
     code, text = soak()
     assert code == 0, text
-    assert "120 steps of training" in text
+    assert "160 steps of training" in text
     assert "3 kills by SIGKILL, 1 of them inside the writing of a checkpoint" in text
     assert "bit for bit" in text
     assert "1 runs; the largest growth" in text
@@ -148,5 +149,5 @@ def test_planted_faults_are_noticed() -> None:
     assert "FAILED: step" in text
     grown = re.search(r"FAILED: memory grows: \+([\d.]+) MiB .* and \+(\d+) tensors", text)
     assert grown is not None, text
-    assert float(grown[1]) > 8  # 60 steps of 256 KiB
-    assert 40 < int(grown[2]) < 80
+    assert float(grown[1]) > 8  # 80 steps of 256 KiB
+    assert 60 < int(grown[2]) < 100
