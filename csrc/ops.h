@@ -158,7 +158,8 @@ struct StepOptions {
   double stochastic;      // 1: bfloat16 parameters are rounded stochastically
   double seed;            // an integer below 2^53
   double trial;           // 1: the rule needs sums over a trial of the update
-  double unused[4];
+  double seed_high;       // an integer below 2^32: the stream's seed is seed + 2^32 seed_high
+  double unused[3];
 };
 static_assert(sizeof(OptionGroup) == 14 * sizeof(double) &&
               sizeof(StepOptions) == sizeof(OptionGroup));

@@ -469,6 +469,11 @@ FT_INLINE uint32_t random_bits(uint32_t index, uint32_t key) {
   return x;
 }
 
+// The seed of a step's options.
+FT_INLINE int64_t whole_seed(const StepOptions& options) {
+  return int64_t(uint64_t(options.seed) + (uint64_t(options.seed_high) << 32));
+}
+
 // The key of a tensor at a step (splitmix64's finaliser).
 FT_INLINE uint32_t random_key(int64_t seed, int64_t tensor, int64_t step) {
   uint64_t x = uint64_t(seed) + uint64_t(tensor) * 0x9e3779b97f4a7c15u +

@@ -87,7 +87,7 @@ def laid_out(values: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
 GROUP = ("lr", "lr_index", "weight_decay", "sign", "max_lr", "cautious")
 STEP = (
     "measures", "max_norm", "norm_eps", "unit_factor", "unit_eps", "average_weight", "write_back",
-    "stochastic", "seed", "trial",
+    "stochastic", "seed", "trial", "seed_high",
 )  # fmt: skip
 
 
@@ -138,9 +138,9 @@ class Call:
         self.control = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8])
         step: dict[str, float] = {
             "measures": rule.measures, "norm_eps": 1e-6, "unit_eps": 1e-3, "seed": 2**40 + 17,
-            "trial": rule.trial, **case.step,
+            "seed_high": 2**31 + 3, "trial": rule.trial, **case.step,
         }  # fmt: skip
-        table = [[*(float(step.get(name, 0)) for name in STEP), *[0.0] * 4]]
+        table = [[*(float(step.get(name, 0)) for name in STEP), *[0.0] * 3]]
         self.lrs = []
         for g in range(case.groups):
             group = {

@@ -313,6 +313,53 @@ def test_order_of_groups_does_not_matter(name: str) -> None:
         assert_close(a.detach(), b.detach())
 
 
+# --- stochastic rounding
+
+
+@pytest.mark.parametrize("other_seed", [False, True], ids=["same seed", "other seed"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "stepped"])
+@ALL
+def test_stochastic_rounding_goes_on_after_loading(
+    name: str, stepped: bool, other_seed: bool
+) -> None:
+    """As the uninterrupted run does: its stream neither starts again nor depends on the seed."""
+    options = {**EACH[name], "stochastic_rounding": True}
+    runs = []
+    for interrupted in (False, True):
+        torch.manual_seed(-5)  # 2^64 - 5
+        p = parameters(torch.bfloat16)
+        optimizer = getattr(fusedtrain.optim, name)(p, **options)
+        steps(optimizer, p, range(3))
+        skipped_step(optimizer, p)
+        if interrupted:
+            torch.manual_seed(2 if other_seed else -5)
+            saved = saved_and_loaded(optimizer.state_dict())
+            optimizer = getattr(fusedtrain.optim, name)(p, **options)
+            if stepped:
+                kept = [x.detach().clone() for x in p]
+                steps(optimizer, p, range(7, 9))
+                with torch.no_grad():
+                    for x, before in zip(p, kept, strict=True):
+                        x.copy_(before)
+            optimizer.load_state_dict(saved)
+        steps(optimizer, p, range(3, 6))
+        runs.append((p, optimizer.state_dict()))
+    assert same_bits(runs[0][0], runs[1][0])
+    assert same_bits(runs[0][1], runs[1][1])
+
+
+def test_only_stochastic_rounding_adds_a_key() -> None:
+    p = parameters(torch.bfloat16)
+    optimizer = fusedtrain.optim.AdamW(p, stochastic_rounding=True)
+    steps(optimizer, p, [0])
+    saved = optimizer.state_dict()
+    assert isinstance(saved.pop("rounding_stream"), int)
+    optimizer.load_state_dict(saved)  # of an earlier version
+    torch.optim.AdamW(p).load_state_dict(optimizer.state_dict())
+    optimizer.stochastic_rounding = False
+    assert optimizer.state_dict().keys() == {"state", "param_groups"}
+
+
 # --- copies
 
 

@@ -25,7 +25,7 @@ from _optimizer_cases import (
 )
 
 from fusedtrain.reference import optimizers
-from fusedtrain.reference.stochastic_rounding import random_bits, random_key
+from fusedtrain.reference.stochastic_rounding import random_bits, random_key, seed_after, whole_seed
 
 
 @pytest.fixture
@@ -278,14 +278,25 @@ def test_random_numbers() -> None:
         assert random_bits(index, key).tolist() == expected
 
 
+def test_streams_of_random_numbers() -> None:
+    """A seed of 64 bits, and one that stands for the steps done with another."""
+    for seed, tensor, done, step in [(0, 0, 1, 1), (2**53 - 1, 12345, 2**24, 7), (7, 1, 3, 0)]:
+        later = seed_after(seed, done)
+        assert seed_after(later, -done) == seed
+        whole = whole_seed({"seed": later % 2**32, "seed_high": later // 2**32})
+        key = random_key(whole, tensor, torch.tensor(float(step)))
+        assert key.item() == _key(seed, tensor, done + step)
+
+
 def test_stochastic_rounding(kernels: Any) -> None:
     """The same bits, where the arithmetic is exact; up and down so often that the mean stays."""
     layouts = ["contiguous", "channels_last", "transposed", "sliced", "contiguous"]
     specs = [Spec((32, 8, 8, 10), BF16, layout, F32) for layout in layouts]
     specs[4].master = True
     case = Case(
-        "sgd", specs, [{"lr": 0.5}], measures=0, stochastic=1, seed=2**52 + 1, average_weight=1
-    )
+        "sgd", specs, [{"lr": 0.5}], measures=0, stochastic=1, seed=2**52 + 1, average_weight=1,
+        seed_high=2**31 + 3,
+    )  # fmt: skip
     for param, grad in zip(case.params, case.grads):
         param.copy_(1 + torch.randint(0, 128, param.shape) / 128)
         grad.copy_(torch.randint(0, 2**14, grad.shape) / 2**16)

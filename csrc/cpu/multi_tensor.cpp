@@ -417,7 +417,7 @@ bool prepare(const OptimizerCall& call, const OptimizerWork& work) {
     k.key = -1;
     if (options.stochastic != 0 && tensor.param_dtype == Dtype::kBFloat16 &&
         tensor.master == nullptr)
-      k.key = formulas::random_key(static_cast<int64_t>(options.seed), tensor.scalar,
+      k.key = formulas::random_key(formulas::whole_seed(options), tensor.scalar,
                                    static_cast<int64_t>(call.control[5]));
     kPrepare[call.rule](facts, k);
   }

@@ -149,7 +149,7 @@ class Step {
     s.unit_factor = options.unit_factor;
     s.unit_eps = options.unit_eps;
     s.average_weight = options.average_weight;
-    s.seed = static_cast<int64_t>(options.seed);
+    s.seed = formulas::whole_seed(options);
     s.rule = call_.rule;
     s.measures = static_cast<int>(options.measures);
     s.write_back = static_cast<int>(options.write_back);

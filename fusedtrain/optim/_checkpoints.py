@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..reference.stochastic_rounding import seed_after
 from ._plan import Needs, Store
+
+_STREAM = "rounding_stream"  # of a state dict: the seed of stochastic rounding from its place on
 
 
 class Checkpoints(torch.optim.Optimizer):
@@ -30,12 +33,19 @@ class Checkpoints(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
+    @property
+    def applied_steps(self) -> Tensor:
+        raise NotImplementedError
+
     def _group_step(self, group: dict[str, Any], count: float) -> Any:
         """The step count of a group in a checkpoint, where the counterpart has one; or None."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
+
+        Stochastic rounding adds one: "rounding_stream", an integer, from which its random numbers
+        go on after `load_state_dict`.
 
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
@@ -71,6 +81,8 @@ class Checkpoints(torch.optim.Optimizer):
             if count is not None:
                 saved["step"] = count
         state_dict["state"] = state
+        if self._fused_options["stochastic_rounding"]:
+            state_dict[_STREAM] = seed_after(self._rounding_seed, int(self.applied_steps))
         return state_dict
 
     def _without_a_step(self) -> set[int]:
@@ -102,7 +114,9 @@ class Checkpoints(torch.optim.Optimizer):
                 hook.remove()
 
     def _load(self, saved: dict[str, Any]) -> None:
-        """States once more, in their dtypes."""
+        """States once more, in their dtypes, and the stream of random numbers."""
+        if _STREAM in saved:  # this optimizer goes on counting its own steps
+            self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):

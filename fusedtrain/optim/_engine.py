@@ -108,7 +108,7 @@ class FusedOptimizer(Reports, Checkpoints):
         for group in self.param_groups:
             self._check_group(group)
         self._fused_options: dict[str, Any] = merged
-        self._rounding_seed = torch.initial_seed() & ((1 << 53) - 1)
+        self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
         self._controls: dict[torch.device, Tensor] = {}  # outlive the plans
         self._forget()
 
@@ -211,7 +211,8 @@ class FusedOptimizer(Reports, Checkpoints):
             float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
             options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
             WRITE_BACK[self._writeback()], float(options["stochastic_rounding"]),
-            float(self._rounding_seed), float(trial), 0.0, 0.0, 0.0, 0.0,
+            float(self._rounding_seed % 2**32), float(trial), float(self._rounding_seed >> 32),
+            0.0, 0.0, 0.0,
         )  # fmt: skip
         lrs: list[Tensor] = []
         table = torch.tensor(

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
-from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16
+from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16, whole_seed
 
 WIDTH = 14  # of the table
 STEP_OPTIONS = (
     "measures", "max_norm", "norm_eps", "unit_factor", "unit_eps", "average_weight", "write_back",
-    "stochastic", "seed", "trial",
+    "stochastic", "seed", "trial", "seed_high",
 )  # fmt: skip
 GROUP_OPTIONS = ("lr", "lr_index", "weight_decay", "sign", "max_lr", "cautious")
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
@@ -256,7 +256,7 @@ class _Call:
         write(self.master[i], param)
         stored = self.params[i]
         if self.option["stochastic"] and stored.dtype == torch.bfloat16 and self.master[i] is None:
-            key = random_key(int(self.option["seed"]), self.column[i], self.control[5])
+            key = random_key(whole_seed(self.option), self.column[i], self.control[5])
             param = stochastic_bfloat16(param, memory_index(stored), key)
         write(stored, param)
         if self.option["write_back"] == 1:

@@ -5,10 +5,13 @@ torch has no arithmetic of unsigned integers: theirs is done in int64, which wra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 _BITS32 = 0xFFFFFFFF
+_STEP = 0xD1B54A32D192ED03  # from one step of the optimizer to the next
 
 
 def _signed(x: int) -> int:
@@ -21,10 +24,20 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def whole_seed(option: Mapping[str, float]) -> int:
+    """The seed of a step's options, an int64."""
+    return _signed(int(option["seed"]) + (int(option["seed_high"]) << 32))
+
+
+def seed_after(seed: int, steps: int) -> int:
+    """The seed, from 0 to 2^64 - 1, whose stream starts where this seed's is after the steps."""
+    return (seed + steps * _STEP) % (1 << 64)
+
+
 def random_key(seed: int, tensor: int, step: Tensor) -> Tensor:
     """The key of a tensor at a step (splitmix64's finaliser), 32 bits in an int64."""
     start = _signed(seed + tensor * 0x9E3779B97F4A7C15)
-    x = start + step.to(torch.int64) * _signed(0xD1B54A32D192ED03)
+    x = start + step.to(torch.int64) * _signed(_STEP)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return (_shift(x, 32) ^ x) & _BITS32

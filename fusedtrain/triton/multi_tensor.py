@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import MEASURE_PARAMETERS
+from ..reference.stochastic_rounding import whole_seed
 from . import optimizers
 from ._layout import cdiv
 from ._tables import CHUNK, NUMBERS, DeviceCall, Kind
@@ -176,7 +177,7 @@ def _try(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> Tensor:
 
 def _update(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> None:
     rule, option = RULES[call.rule].name, call.option
-    weight, seed = option["average_weight"], int(option["seed"])
+    weight, seed = option["average_weight"], whole_seed(option)
     write_back, stochastic = int(option["write_back"]), option["stochastic"] != 0
     for kind, first, chunks, _, _ in call.launches:
         variant = (rule, kind, call.clips_units, weight != 0, write_back, stochastic)
