@@ -17,7 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
-from .._rewritten import passes_on, rewritten_of
+from .._fx import handle as _handle
+from .._fx import follow, path_of
+from .._records import record_of
+from .._rewritten import passes_on
 from ..reference.batch_norm import POINTWISE, Pointwise
 from . import activation as _activations
 
@@ -111,6 +114,10 @@ def _apply(module: nn.Module, z: Tensor) -> Tensor:
     return output
 
 
+def _plus(z: Tensor, residual: Tensor | None) -> Tensor:
+    return z if residual is None else z + residual
+
+
 def _create_activation(
     act_layer: Any, act_kwargs: Mapping[str, Any] | None, inplace: bool
 ) -> nn.Module:
@@ -190,11 +197,13 @@ class _BatchNormAct(_BatchNorm):
         shown = super().extra_repr()
         return f"{shown}, overwrite_input=True" if self.overwrite_input else shown
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, alone: bool = False
+    ) -> Tensor:
         if _scripting():
             self._check_input_dim(input)
             return self._scripted(input, residual)
-        return self._fused(input, residual)
+        return self._fused(input, residual, alone)
 
     def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
         factor = 0.0 if self.momentum is None else self.momentum
@@ -223,30 +232,21 @@ class _BatchNormAct(_BatchNorm):
         return z
 
     @torch.jit.unused
-    def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        if residual is None and self._adds:
+    def _fused(self, input: Tensor, residual: Tensor | None, alone: bool = False) -> Tensor:
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            return self._traced(input, residual)
+        if residual is None and self._adds and not alone:
             raise RuntimeError(
                 "this batch norm adds a residual since fusedtrain.convert, and was called without "
                 "one: not by the forward that was converted. fusedtrain.revert undoes it"
             )
-        if _has(input) and isinstance(input, torch.fx.Proxy):
-            root = rewritten_of(input.tracer.root)
-            if root is not None and root.source:
-                raise RuntimeError(
-                    "torch.fx reads the forward of a class, and fusedtrain.convert has given this "
-                    "module another one, without the activations that its batch norms apply. "
-                    "Trace what contains it, or fusedtrain.revert first"
-                )
-            # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
-            arguments = (input,) if residual is None else (input, residual)
-            path = input.tracer.path_of_module(self)
-            node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
-            return node
         self._check_input_dim(input)
-        if self._adds == "in place" and residual is not None:
+        if self._adds == "in place" and residual is not None and not alone:
             residual = residual.to(input.dtype)
-        activation, branch_scale = activation_of(self.act), None
-        drop = None if type(self.drop) is nn.Identity else self.drop
+        act, drop = self._own_parts() if alone else (self.act, self.drop)
+        activation, branch_scale = activation_of(act), None
+        if type(drop) is nn.Identity:
+            drop = None
         if drop is not None and is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
         apart = drop is not None or activation is None
@@ -255,6 +255,7 @@ class _BatchNormAct(_BatchNorm):
             None if apart else residual,
             branch_scale,
             _NOTHING if apart or activation is None else activation,
+            self.overwrite_input and not alone,
         )
         if not apart:
             return z
@@ -262,7 +263,48 @@ class _BatchNormAct(_BatchNorm):
             z = _apply(drop, z)
         if residual is not None:
             z = z + residual
-        return _apply(self.act, z)
+        return _apply(act, z)
+
+    def _own_parts(self) -> tuple[nn.Module, nn.Module]:
+        """Activation and drop layer, but none that convert took from other modules."""
+        children = self._modules
+        return children.get("act") or nn.Identity(), children.get("drop") or nn.Identity()
+
+    def _traced(self, input: Any, residual: Any) -> Any:
+        """In a graph of torch.fx: one call of the module, as of torch's own batch norms.
+
+        A converted one is `alone` there, without the work of other modules: the forwards around it
+        are traced as those of their classes, which have calls for that.
+        """
+        follow(input.tracer)
+        path = path_of(input.tracer, self)
+        if path is not None:
+            given = (input,) if residual is None else (input, residual)
+            kwargs = {} if record_of(self) is None else {"alone": True}
+            return input.tracer.create_proxy("call_module", path, given, kwargs)
+        act, drop = self._own_parts()
+        z = drop(self._as_function(input))
+        if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
+            z = input.tracer.create_proxy("call_function", _plus, (z, residual), {})
+        return act(z)
+
+    def _as_function(self, input: Any) -> Any:
+        """Of a graph that cannot call the module: the norm, in the mode that the module is in."""
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            if self.momentum is None:
+                raise RuntimeError(
+                    "torch.fx cannot trace a batch norm with momentum=None in training mode by "
+                    "itself, or with hooks: trace what contains it, without its hooks"
+                )
+            counter = (self.num_batches_tracked, 1)
+            input.tracer.create_proxy("call_function", torch.ops.aten.add_.Tensor, counter, {})
+        kept = not self.training or self.track_running_stats
+        return _batch_norm.batch_norm_act(
+            input, self.running_mean if kept else None, self.running_var if kept else None,
+            self.weight, self.bias, self.training or self.running_mean is None,
+            self.momentum or 0.0, self.eps, activation="identity",
+        )  # fmt: skip
 
     def _updates(self) -> tuple[float, bool]:
         """The weight of this batch in the running statistics, and whether these are to move.
@@ -282,6 +324,7 @@ class _BatchNormAct(_BatchNorm):
         residual: Tensor | None,
         branch_scale: Tensor | None,
         activation: Pointwise,
+        overwrite_input: bool,
     ) -> Tensor:
         running_mean, running_var = self.running_mean, self.running_var
         training = self.training or (running_mean is None and running_var is None)
@@ -301,7 +344,7 @@ class _BatchNormAct(_BatchNorm):
             factor,
             self.eps,
             activation,
-            self.overwrite_input,
+            overwrite_input,
         )
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -399,6 +442,21 @@ class BatchNormAddAct(_BatchNormAct):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
+def _drop_path(input: Tensor, p: float, training: bool, scale_by_keep: bool) -> Tensor:
+    if not _scripting():
+        if _has(input):
+            return _handle(_drop_path, (input,), input, p, training, scale_by_keep)  # type: ignore[no-any-return]
+    if p == 0.0 or not training:
+        return input
+    keep = 1.0 - p
+    scale = torch.empty(
+        [input.shape[0]] + [1] * (input.dim() - 1), dtype=input.dtype, device=input.device
+    ).bernoulli_(keep)
+    if keep > 0.0 and scale_by_keep:
+        scale.div_(keep)
+    return input * scale
+
+
 class DropPath(nn.Module):
     """Stochastic depth (arXiv:1603.09382): in training each sample of the input [N, ...] becomes 0
     with probability `drop_prob`, else is multiplied by ``1 / (1 - drop_prob)``.
@@ -415,15 +473,7 @@ class DropPath(nn.Module):
         self.drop_prob, self.scale_by_keep = drop_prob, scale_by_keep
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return input
-        keep = 1.0 - self.drop_prob
-        scale = torch.empty(
-            [input.shape[0]] + [1] * (input.dim() - 1), dtype=input.dtype, device=input.device
-        ).bernoulli_(keep)
-        if keep > 0.0 and self.scale_by_keep:
-            scale.div_(keep)
-        return input * scale
+        return _drop_path(input, self.drop_prob, self.training, self.scale_by_keep)
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob}"
