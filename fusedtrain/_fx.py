@@ -55,7 +55,7 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     call = proxy.tracer.create_proxy("call_module", path, given, {})
     if passes_on(module):
         # Under the name of the module, but not by its forward, which hands on its input.
-        node = call.node
+        node: Any = call.node
         node.op, node.target = "call_function", function
         node.args, node.kwargs = proxy.tracer.create_arg(args), proxy.tracer.create_arg(kwargs)
     return call
@@ -119,7 +119,9 @@ def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
                 found[module].add(part)
                 found.setdefault(part, set()).add(module)
         forward = rewritten_of(module)
-        if forward is not None and any(path.endswith(":gated") for path in forward.imports.values()):
+        if forward is not None and any(
+            path.endswith(":gated") for path in forward.imports.values()
+        ):
             for part in filter(passes_on, module.modules()):
                 found.setdefault(part, set()).add(module)
     return found

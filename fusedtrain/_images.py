@@ -52,9 +52,8 @@ def normalize_with(
     input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: MemoryFormat
 ) -> Tensor:
     """:func:`normalize_images` with its numbers made ready, [3, C] or [3, 1]."""
-    if not _scripting():
-        if _has_any((input,)):
-            return _handle(normalize_with, (input,), input, coefficients, dtype, memory_format)
+    if not _scripting() and _has_any((input,)):
+        return _handle(normalize_with, (input,), input, coefficients, dtype, memory_format)
     check_input(input)
     channels, given = input.size(-3), coefficients.size(1)
     if given != channels and given != 1:

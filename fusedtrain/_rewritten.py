@@ -96,12 +96,13 @@ class Rewritten:
         return types.MethodType(function, self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
         if is_fx_symbolic_tracing() and self._is_traced(args, kwargs):
-            return _of_class(self._module(), *args, **kwargs)
+            return _of_class(module, *args, **kwargs)
         if self.recomputes and not torch.compiler.is_compiling():
             with recompute():
-                return self._function(self._module(), *args, **kwargs)
-        return self._function(self._module(), *args, **kwargs)
+                return self._function(module, *args, **kwargs)
+        return self._function(module, *args, **kwargs)
 
     def _is_traced(self, *values: Any) -> bool:
         """Whether a tracer follows that shall see the forward of the class."""

@@ -3,8 +3,6 @@
 Numerics, layouts and what backward saves: :func:`fusedtrain.functional.batch_norm_act`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -17,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
-from .._fx import handle as _handle
 from .._fx import follow, path_of
+from .._fx import handle as _handle
 from .._records import record_of
 from .._rewritten import passes_on
 from ..reference.batch_norm import POINTWISE, Pointwise
@@ -114,7 +112,10 @@ def _apply(module: nn.Module, z: Tensor) -> Tensor:
     return output
 
 
-def _plus(z: Tensor, residual: Tensor | None) -> Tensor:
+def _plus(z: Tensor, residual: Any) -> Tensor:
+    if _has(z):  # torch.fx, once more: one call
+        output: Tensor = _handle(_plus, (z,), z, residual)
+        return output
     return z if residual is None else z + residual
 
 
@@ -197,9 +198,7 @@ class _BatchNormAct(_BatchNorm):
         shown = super().extra_repr()
         return f"{shown}, overwrite_input=True" if self.overwrite_input else shown
 
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, alone: bool = False
-    ) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, alone: bool = False) -> Tensor:
         if _scripting():
             self._check_input_dim(input)
             return self._scripted(input, residual)
@@ -243,10 +242,9 @@ class _BatchNormAct(_BatchNorm):
         self._check_input_dim(input)
         if self._adds == "in place" and residual is not None and not alone:
             residual = residual.to(input.dtype)
-        act, drop = self._own_parts() if alone else (self.act, self.drop)
+        act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
-        if type(drop) is nn.Identity:
-            drop = None
+        drop = None if type(drop_layer) is nn.Identity else drop_layer
         if drop is not None and is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
         apart = drop is not None or activation is None
@@ -285,7 +283,7 @@ class _BatchNormAct(_BatchNorm):
         act, drop = self._own_parts()
         z = drop(self._as_function(input))
         if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
-            z = input.tracer.create_proxy("call_function", _plus, (z, residual), {})
+            z = _plus(z, residual)
         return act(z)
 
     def _as_function(self, input: Any) -> Any:
@@ -443,9 +441,8 @@ class BatchNormAddAct(_BatchNormAct):
 
 
 def _drop_path(input: Tensor, p: float, training: bool, scale_by_keep: bool) -> Tensor:
-    if not _scripting():
-        if _has(input):
-            return _handle(_drop_path, (input,), input, p, training, scale_by_keep)  # type: ignore[no-any-return]
+    if not _scripting() and _has(input):
+        return _handle(_drop_path, (input,), input, p, training, scale_by_keep)
     if p == 0.0 or not training:
         return input
     keep = 1.0 - p
