@@ -75,18 +75,12 @@ CASES: dict[tuple[str, str], list[str]] = {
         "features.0", "features.1.block.1", "features.3.block.2", "features.3.add", "features.5",
         "features.5.block.2", "classifier.1",
     ],
-    ("torchvision", "efficientnet_b0"): [
-        "features.1.0.block.1", "features.2.1.block.3", "features.2.1.add", "features.4",
-    ],
     ("torchvision", "regnet_y_400mf"): [
         "stem", "trunk_output.block1.block1-0.add", "trunk_output.block1.block1-0.activation",
         "trunk_output.block1.block1-0.f.c", "trunk_output.block2.block2-0.f.se",
     ],
     ("torchvision", "ConvNeXt"): [
         "features.1.0.block", "features.1.0.mul", "features.1.0.add", "features.3.0",
-    ],
-    ("timm", "resnet18"): [
-        "bn1", "act1", "layer1.0.act1", "layer1.0.act2", "layer2.0.bn2", "layer3",
     ],
     ("timm", "efficientnet_b0"): [
         "bn1", "blocks.0.0.se.gate", "blocks.0.0.se.mul", "blocks.1.1.add", "blocks.2",
@@ -100,15 +94,9 @@ CASES: dict[tuple[str, str], list[str]] = {
 ALL_MODES = ("mobilenet_v3_small", "ConvNeXt")
 
 
-def nodes_there(functions: Any, model: nn.Module, wanted: list[str]) -> list[str]:
-    names, _ = functions.get_graph_node_names(copy.deepcopy(model))
-    return [w for w in wanted if any(n == w or n.startswith(f"{w}.") for n in names)]
-
-
 @pytest.mark.parametrize(("library", "name"), CASES, ids=map("-".join, CASES))
 def test_features_of_a_converted_model(library: str, name: str) -> None:
     functions, model, wanted = extraction(library), stock(library, name), CASES[library, name]
-    assert nodes_there(functions, model, wanted) == wanted
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     extractor = functions.create_feature_extractor(copy.deepcopy(model), wanted)
     expected = {training: results(extractor, x, training) for training in (True, False)}
