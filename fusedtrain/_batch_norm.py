@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _ops, _recompute
 from . import _batch_norm_in_place as in_place
 from ._definitions import wide_of
+from ._fx import handle as _handle
 from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
 
 _INDEX = {row.name: i for i, row in enumerate(POINTWISE)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -55,6 +56,9 @@ def add_branch(
 ) -> Tensor:
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
     and stochastic depth, else as it is written. `drop` draws the numbers that it would draw."""
+    if isinstance(branch, fx.Proxy):  # fusedtrain.fold looks into forwards as they run
+        call: Any = branch.tracer.create_proxy
+        return call("call_function", add_branch, (shortcut, branch, scale, drop), {})
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
     shift = 0 if scale is None else branch.dim() - scale.dim()
     fits = shortcut.shape == branch.shape and branch.dim() > 1 and shift >= 0 and len(dims) <= 1

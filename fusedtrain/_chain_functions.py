@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
-from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
 from . import _chains, _ops
 from ._batch_norm import activation_of, pointwise
+from ._fx import handle as _handle
 from .reference.batch_norm import POINTWISE, Pointwise
 
 _IDENTITY = Pointwise()

@@ -97,6 +97,7 @@ for _name in IN_PLACE:
 class _Tracer(fx.Tracer):
     # So that a forward which updates a buffer in place updates nothing here.
     proxy_buffer_attributes = True
+    sees_conversions = True  # forwards as they run, not as they were before `convert`
 
     def __init__(self, choices: _Choices) -> None:
         super().__init__()

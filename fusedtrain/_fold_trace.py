@@ -21,6 +21,7 @@ _MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 class _Tracer(fx.Tracer):
     # Buffers show as nodes, and a forward that updates one in place updates nothing here.
     proxy_buffer_attributes = True
+    sees_conversions = True  # forwards as they run, not as they were before `convert`
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool] = lambda _: True) -> None:
         super().__init__()

@@ -7,10 +7,10 @@ import functools
 import torch
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
-from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 
 from . import _ops
+from ._fx import handle as _handle
 from .reference import images as _reference
 from .reference.images import (
     MemoryFormat,
@@ -52,6 +52,8 @@ def normalize_with(
     input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: MemoryFormat
 ) -> Tensor:
     """:func:`normalize_images` with its numbers made ready, [3, C] or [3, 1]."""
+    if not _scripting() and _has_any((input,)):
+        return _handle(normalize_with, (input,), input, coefficients, dtype, memory_format)
     check_input(input)
     channels, given = input.size(-3), coefficients.size(1)
     if given != channels and given != 1:

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._jit_internal import BroadcastingList2  # type: ignore[attr-defined]
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
-from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops, _recompute
 from ._chains import fits, needs_grad
+from ._fx import handle as _handle
 from ._pool_ops import out_size
 from .reference import pool as reference
 

@@ -1,7 +1,7 @@
 """Another forward for one module, kept in its `__dict__`, which is as good as the one of its class.
 
-It survives deepcopy and pickle, torch.compile and torch.export trace it, and to TorchScript and
-inspect it shows the forward of the class. The module is not kept alive by it.
+It survives deepcopy and pickle, torch.compile and torch.export trace it, and to TorchScript,
+inspect and torch.fx it shows the forward of the class. The module is not kept alive by it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from ._recompute import recompute
 
@@ -29,6 +30,17 @@ def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _same(module: nn.Module, input: Tensor) -> Tensor:
     return input
+
+
+def _proxy_in(values: Any) -> fx.Proxy | None:
+    """A proxy of torch.fx among values, in lists and dicts, too."""
+    if isinstance(values, fx.Proxy):
+        return values
+    if isinstance(values, dict):
+        values = list(values.values())
+    if not isinstance(values, (tuple, list)):
+        return None
+    return next((p for p in map(_proxy_in, values) if p is not None), None)
 
 
 class Rewritten:
@@ -84,10 +96,23 @@ class Rewritten:
         return types.MethodType(function, self)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        if is_fx_symbolic_tracing() and self._is_traced(args, kwargs):
+            return _of_class(module, *args, **kwargs)
         if self.recomputes and not torch.compiler.is_compiling():
             with recompute():
-                return self._function(self._module(), *args, **kwargs)
-        return self._function(self._module(), *args, **kwargs)
+                return self._function(module, *args, **kwargs)
+        return self._function(module, *args, **kwargs)
+
+    def _is_traced(self, *values: Any) -> bool:
+        """Whether a tracer follows that shall see the forward of the class."""
+        proxy = _proxy_in(values)
+        if proxy is None or getattr(proxy.tracer, "sees_conversions", False):
+            return False
+        from ._fx import follow  # which imports this file
+
+        follow(proxy.tracer)
+        return True
 
 
 class PassesOn(Rewritten):

@@ -104,6 +104,13 @@ def convert(
     another method than forward is not. `example_inputs` shows the difference; exclude that module
     then.
 
+    To torch.fx (feature extraction of torchvision and timm, FX quantisation) a converted model
+    shows the forwards of its classes: a graph has the values of the unconverted model under their
+    names, at a norm its output before the activation. Fused activations, pooling and timm's norms
+    with an activation stay fused in the graph; what else norms, products and sums have taken over
+    is computed apart there. Where that matters, make the graph first and convert it.
+    :func:`revert` leaves graphs that were made before without what they call: make them anew.
+
     `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
     these stay as they are, with all that is in them.
 

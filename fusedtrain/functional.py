@@ -21,7 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
-from torch.overrides import handle_torch_function as _handle
 from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
 
@@ -37,6 +36,7 @@ from ._chain_functions import glu as glu
 from ._chain_functions import reglu as reglu
 from ._chain_functions import residual_add as residual_add
 from ._chain_functions import swiglu as swiglu
+from ._fx import handle as _handle
 from ._images import normalize_images as normalize_images
 from ._pool import max_pool2d as max_pool2d
 from .reference import activations as _reference

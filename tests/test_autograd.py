@@ -274,11 +274,13 @@ def test_trace_records_plain_aten() -> None:
     assert "fusedtrain::" not in str(traced.inlined_graph)
 
 
-def test_fx_keeps_the_fused_function() -> None:
+def test_fx_keeps_the_fused_module_and_function() -> None:
     model = nn.Sequential(nn.Linear(3, 3), fnn.SiLU(), fnn.PReLU(), fnn.StarReLU())
     pickle.loads(pickle.dumps(torch.fx.symbolic_trace(fnn.SiLU())))
     traced = torch.fx.symbolic_trace(model)
-    assert any(node.target is F.silu for node in traced.graph.nodes)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2", "3"]
+    function = torch.fx.symbolic_trace(lambda t: F.silu(t))
+    assert any(node.target is F.silu for node in function.graph.nodes)
     x = torch.randn(2, 3)
     assert torch.equal(traced(x), model(x))
 

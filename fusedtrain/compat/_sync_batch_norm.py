@@ -63,9 +63,12 @@ class SyncBatchNorm(SyncBatchNormAct):
         """Whether ReLU follows. After a conversion another activation may: see `act`."""
         return isinstance(self.act, nn.ReLU)
 
-    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
-        """The activation of the normalised input, to which z is added first."""
-        return self._fused(input, z)
+    def forward(self, input: Tensor, z: Tensor | None = None, alone: bool = False) -> Tensor:
+        """The activation of the normalised input, to which z is added first.
+
+        `alone`: nothing but the norm; for graphs of torch.fx.
+        """
+        return self._fused(input, z, alone)
 
     def _normalise(
         self,
@@ -73,11 +76,12 @@ class SyncBatchNorm(SyncBatchNormAct):
         residual: Tensor | None,
         branch_scale: Tensor | None,
         activation: Pointwise,
+        overwrite_input: bool,
     ) -> Tensor:
         if self.channel_last:
             input = input.movedim(-1, 1)
             residual = None if residual is None else residual.movedim(-1, 1)
-        output = super()._normalise(input, residual, branch_scale, activation)
+        output = super()._normalise(input, residual, branch_scale, activation, overwrite_input)
         return output.movedim(1, -1) if self.channel_last else output
 
     def extra_repr(self) -> str:

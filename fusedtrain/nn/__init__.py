@@ -30,10 +30,11 @@ from .activation import (
     Threshold,
 )
 from .conv import ConvBnAct
+from .drop_path import DropPath
 from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
 from .images import NormalizeImages
-from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, DropPath
+from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct
 from .pool import MaxPool2d
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 

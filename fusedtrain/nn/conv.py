@@ -1,7 +1,5 @@
 """A convolution, a batch norm and an activation, as a building block for new models."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dropout as a module, alone and behind a bias and an activation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Gated linear units as modules of a packed input; see :mod:`fusedtrain.functional`."""
 
-from __future__ import annotations
-
 import torch  # noqa: F401 (the examples)
 from torch import Tensor, nn
 

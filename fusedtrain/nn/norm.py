@@ -3,8 +3,6 @@
 Numerics, layouts and what backward saves: :func:`fusedtrain.functional.batch_norm_act`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -17,9 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm
-from .._rewritten import passes_on, rewritten_of
+from .._fx import follow, path_of
+from .._fx import handle as _handle
+from .._records import record_of
+from .._rewritten import passes_on
 from ..reference.batch_norm import POINTWISE, Pointwise
 from . import activation as _activations
+from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
 
 # Under torch.utils.checkpoint (and in reversible networks) a forward runs again inside of backward,
 # whose number this tells; -1 outside.
@@ -111,6 +113,13 @@ def _apply(module: nn.Module, z: Tensor) -> Tensor:
     return output
 
 
+def _plus(z: Tensor, residual: Any) -> Tensor:
+    if _has(z):  # torch.fx, once more: one call
+        output: Tensor = _handle(_plus, (z,), z, residual)
+        return output
+    return z if residual is None else z + residual
+
+
 def _create_activation(
     act_layer: Any, act_kwargs: Mapping[str, Any] | None, inplace: bool
 ) -> nn.Module:
@@ -193,11 +202,11 @@ class _BatchNormAct(_BatchNorm):
         shown = super().extra_repr()
         return f"{shown}, overwrite_input=True" if self.overwrite_input else shown
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, alone: bool = False) -> Tensor:
         if _scripting():
             self._check_input_dim(input)
             return self._scripted(input, residual)
-        return self._fused(input, residual)
+        return self._fused(input, residual, alone)
 
     def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
         factor = 0.0 if self.momentum is None else self.momentum
@@ -226,34 +235,24 @@ class _BatchNormAct(_BatchNorm):
         return z
 
     @torch.jit.unused
-    def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        if residual is None and self._adds:
+    def _fused(self, input: Tensor, residual: Tensor | None, alone: bool = False) -> Tensor:
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            return self._traced(input, residual)
+        if residual is None and self._adds and not alone:
             raise RuntimeError(
                 "this batch norm adds a residual since fusedtrain.convert, and was called without "
                 "one: not by the forward that was converted. fusedtrain.revert undoes it"
             )
-        if _has(input) and isinstance(input, torch.fx.Proxy):
-            root = rewritten_of(input.tracer.root)
-            if root is not None and root.source:
-                raise RuntimeError(
-                    "torch.fx reads the forward of a class, and fusedtrain.convert has given this "
-                    "module another one, without the activations that its batch norms apply. "
-                    "Trace what contains it, or fusedtrain.revert first"
-                )
-            # One call of a module in the graph, as torch.fx has it of torch's own batch norms.
-            arguments = (input,) if residual is None else (input, residual)
-            path = input.tracer.path_of_module(self)
-            node: Any = input.tracer.create_proxy("call_module", path, arguments, {})
-            return node
         if self._as_torch and residual is None:
             output = _BatchNorm.forward(self, input)
             _batch_norm.recomputed_as_torch(self, input, output)
             return output
         self._check_input_dim(input)
-        if self._adds == "in place" and residual is not None:
+        if self._adds == "in place" and residual is not None and not alone:
             residual = residual.to(input.dtype)
-        activation, branch_scale = activation_of(self.act), None
-        drop = None if type(self.drop) is nn.Identity else self.drop
+        act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
+        activation, branch_scale = activation_of(act), None
+        drop = None if type(drop_layer) is nn.Identity else drop_layer
         if drop is not None and is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
         apart = drop is not None or activation is None
@@ -262,6 +261,7 @@ class _BatchNormAct(_BatchNorm):
             None if apart else residual,
             branch_scale,
             _NOTHING if apart or activation is None else activation,
+            self.overwrite_input and not alone,
         )
         if not apart:
             return z
@@ -269,7 +269,48 @@ class _BatchNormAct(_BatchNorm):
             z = _apply(drop, z)
         if residual is not None:
             z = z + residual
-        return _apply(self.act, z)
+        return _apply(act, z)
+
+    def _own_parts(self) -> tuple[nn.Module, nn.Module]:
+        """Activation and drop layer, but none that convert took from other modules."""
+        children = self._modules
+        return children.get("act") or nn.Identity(), children.get("drop") or nn.Identity()
+
+    def _traced(self, input: Any, residual: Any) -> Any:
+        """In a graph of torch.fx: one call of the module, as of torch's own batch norms.
+
+        A converted one is `alone` there, without the work of other modules: the forwards around it
+        are traced as those of their classes, which have calls for that.
+        """
+        follow(input.tracer)
+        path = path_of(input.tracer, self)
+        if path is not None:
+            given = (input,) if residual is None else (input, residual)
+            kwargs = {} if record_of(self) is None else {"alone": True}
+            return input.tracer.create_proxy("call_module", path, given, kwargs)
+        act, drop = self._own_parts()
+        z = drop(self._as_function(input))
+        if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
+            z = _plus(z, residual)
+        return act(z)
+
+    def _as_function(self, input: Any) -> Any:
+        """Of a graph that cannot call the module: the norm, in the mode that the module is in."""
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            if self.momentum is None:
+                raise RuntimeError(
+                    "torch.fx cannot trace a batch norm with momentum=None in training mode by "
+                    "itself, or with hooks: trace what contains it, without its hooks"
+                )
+            counter = (self.num_batches_tracked, 1)
+            input.tracer.create_proxy("call_function", torch.ops.aten.add_.Tensor, counter, {})
+        kept = not self.training or self.track_running_stats
+        return _batch_norm.batch_norm_act(
+            input, self.running_mean if kept else None, self.running_var if kept else None,
+            self.weight, self.bias, self.training or self.running_mean is None,
+            self.momentum or 0.0, self.eps, activation="identity",
+        )  # fmt: skip
 
     def _updates(self) -> tuple[float, bool]:
         """The weight of this batch in the running statistics, and whether these are to move.
@@ -289,6 +330,7 @@ class _BatchNormAct(_BatchNorm):
         residual: Tensor | None,
         branch_scale: Tensor | None,
         activation: Pointwise,
+        overwrite_input: bool,
     ) -> Tensor:
         running_mean, running_var = self.running_mean, self.running_var
         training = self.training or (running_mean is None and running_var is None)
@@ -308,7 +350,7 @@ class _BatchNormAct(_BatchNorm):
             factor,
             self.eps,
             activation,
-            self.overwrite_input,
+            overwrite_input,
         )
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -404,33 +446,3 @@ class BatchNormAddAct(_BatchNormAct):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-
-class DropPath(nn.Module):
-    """Stochastic depth (arXiv:1603.09382): in training each sample of the input [N, ...] becomes 0
-    with probability `drop_prob`, else is multiplied by ``1 / (1 - drop_prob)``.
-
-    Draws what timm's DropPath draws. As `drop` of a batch norm of this module it is part of its op.
-
-    Example:
-        >>> DropPath(0.5).eval()(torch.ones(2)).tolist()
-        [1.0, 1.0]
-    """
-
-    def __init__(self, drop_prob: float = 0.0, scale_by_keep: bool = True) -> None:
-        super().__init__()
-        self.drop_prob, self.scale_by_keep = drop_prob, scale_by_keep
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.drop_prob == 0.0 or not self.training:
-            return input
-        keep = 1.0 - self.drop_prob
-        scale = torch.empty(
-            [input.shape[0]] + [1] * (input.dim() - 1), dtype=input.dtype, device=input.device
-        ).bernoulli_(keep)
-        if keep > 0.0 and self.scale_by_keep:
-            scale.div_(keep)
-        return input * scale
-
-    def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob}"

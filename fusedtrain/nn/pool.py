@@ -3,8 +3,6 @@
 # A pair with return_indices: TorchScript finds out which.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 

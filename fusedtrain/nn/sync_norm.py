@@ -137,18 +137,25 @@ class SyncBatchNormAct(_BatchNormAct):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
+    def _as_function(self, input: Any) -> Any:
+        raise RuntimeError(
+            "torch.fx cannot trace a synchronised batch norm by itself, or with hooks: trace what "
+            "contains it, without its hooks"
+        )
+
     def _normalise(
         self,
         input: Tensor,
         residual: Tensor | None,
         branch_scale: Tensor | None,
         activation: Pointwise,
+        overwrite_input: bool,
     ) -> Tensor:
         ranks = 1
         if self.training and dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
-            return super()._normalise(input, residual, branch_scale, activation)
+            return super()._normalise(input, residual, branch_scale, activation, overwrite_input)
         synchronise = self._synchronise
         if torch.compiler.is_compiling():
             # As a decorator it would import torch._dynamo, which takes a second.
