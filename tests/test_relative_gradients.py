@@ -136,9 +136,7 @@ def test_plain_torch_is_finite_where_the_kernel_is(name: str, dtype: torch.dtype
     arguments = tuple(a.to(x) if isinstance(a, Tensor) else a for a in arguments)
     ops = torch.ops.fusedtrain
     kernel = getattr(ops, name)(x, *arguments)
-    plain, slope = torch.func.jvp(
-        lambda t: row.forward(t, *arguments), (x,), (torch.ones_like(x),)
-    )
+    plain, slope = torch.func.jvp(lambda t: row.forward(t, *arguments), (x,), (torch.ones_like(x),))
     assert plain[kernel.isfinite()].isfinite().all()
     if name == "squareplus":
         torch.testing.assert_close(plain, kernel, rtol=torch.finfo(dtype).eps, atol=0)

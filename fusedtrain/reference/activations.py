@@ -337,8 +337,8 @@ def tanhshrink_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 def hardswish_backward(grad: Tensor, input: Tensor) -> Tensor:
     x = _wide(input)
-    slope = torch.where(x >= 3, 1.0, x / 3 + 0.5).masked_fill(x <= -3, 0)
-    return (_wide(grad) * slope).to(grad.dtype)
+    slope = torch.where(x >= 3, 1.0, x / 3 + 0.5)
+    return (_wide(grad) * slope).to(grad.dtype).masked_fill(x <= -3, 0)
 
 
 def threshold_backward(grad: Tensor, input: Tensor, threshold: float, value: float) -> Tensor:
@@ -352,7 +352,7 @@ def hard_mish_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def squareplus_backward(grad: Tensor, input: Tensor, b: float) -> Tensor:
-    x = _wide(input)
+    x = _wide(input).clamp(-1e18, 1e18)
     if b == 0:
         slope = 0.5 + 0.5 * x.sign()
     else:
