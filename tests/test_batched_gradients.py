@@ -4,6 +4,7 @@ is_grads_batched=True, jacobian(vectorize=True), torch.func.vmap over the backwa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ def norm(activation: str, training: bool) -> Callable[..., Tensor]:
     return run
 
 
+def in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: function(x * 1, inplace=True)
+
+
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(*tensors: Tensor) -> Tensor:
         with fusedtrain.recompute():
@@ -79,11 +84,12 @@ def cases() -> dict[str, Case]:
         "silu, in place, save": (lambda x: F.silu(x * 1, True, save="q4"), (ROWS,)),
     }
     for name in ("glu", "swiglu", "geglu", "reglu", "bilinear_glu"):
-        found[name] = (getattr(F, name), (ROWS,))
+        function = getattr(F, name)
+        found[name] = (function, (ROWS,))
         if name != "glu":
-            found[f"{name}, apart"] = (getattr(F, name), (ROWS, ROWS))
+            found[f"{name}, apart"] = (function, (ROWS, ROWS))
             found[f"{name}, dim"] = (
-                lambda x, f=getattr(F, name): f(x, dim=1, gate_last=True), (IMAGE,),
+                partial(function, dim=1, gate_last=True), (IMAGE,),
             )  # fmt: skip
     for act in ("linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish"):
         found[f"bias_act, {act}"] = (
@@ -96,9 +102,9 @@ def cases() -> dict[str, Case]:
                 norm(act, training), (IMAGE, (4,), (4,), IMAGE),
             )  # fmt: skip
     for name in ("silu", "mish", "quick_gelu", "hardswish", "gelu"):
-        found[f"{name}, save"] = (lambda x, f=getattr(F, name): f(x, save="q8"), (ROWS,))
+        found[f"{name}, save"] = (partial(getattr(F, name), save="q8"), (ROWS,))
     for name in ("elu", "silu", "relu", "relu_squared"):
-        found[f"{name}, in place"] = (lambda x, f=getattr(F, name): f(x * 1, inplace=True), (ROWS,))
+        found[f"{name}, in place"] = (in_place(getattr(F, name)), (ROWS,))
     for name in ("silu", "swiglu", "max_pool2d", "norm, relu, True"):
         found[f"recomputed {name}"] = (recomputed(found[name][0]), found[name][1])
     return found

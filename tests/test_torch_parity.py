@@ -1,5 +1,5 @@
-"""Where a function of torch.nn.functional has its like here, it behaves as torch's: keywords, gradients
-at the special values, expanded tensors."""
+"""Functions that torch.nn.functional has too behave as torch's: keywords, gradients at the special
+values, expanded tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def special(dtype: torch.dtype) -> Tensor:
 
 
 def torchs(name: str, x: Tensor, grad: float, copies: int) -> Tensor:
-    """Each element by itself: through the tail of torch's loop, or in copies through its vectors."""
+    """Each element by itself: through the tail of torch's loop; in copies, through its vectors."""
     row, found = ACTIVATIONS[name], []
     for one in x:
         leaf = one.repeat(copies).requires_grad_()

@@ -385,7 +385,7 @@ def star_relu_backward(
     grad: Tensor, input: Tensor, scale: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     g, r = _wide(grad), _wide(input).clamp_min(0)
-    grad_input = (g * (2 * r * _channels(scale, input))).to(grad.dtype).masked_fill(input <= 0, 0)
+    grad_input = (g * (2 * _channels(scale, input) * r)).to(grad.dtype).masked_fill(input <= 0, 0)
     return grad_input, _sum_to(g * (r * r), scale), _sum_to(g, bias)
 
 
