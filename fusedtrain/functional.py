@@ -241,7 +241,7 @@ def logsigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
         tensor([-1.3133, -0.1269])
     """
     if out is not None:
-        return torch.nn.functional.logsigmoid(input, out=out)
+        return torch.nn.functional.logsigmoid(input, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.logsigmoid(input)
     if _has(input):
@@ -384,7 +384,7 @@ def softshrink(input: Tensor, lambd: float = 0.5, *, out: Tensor | None = None) 
         tensor([-0.5000,  0.2500])
     """
     if out is not None:
-        return torch.nn.functional.softshrink(input, lambd, out=out)
+        return torch.nn.functional.softshrink(input, lambd, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.softshrink(input, lambd)
     if _has(input):
@@ -472,7 +472,7 @@ def gelu(
         tensor([-0.1587,  1.9545])
     """
     if out is not None:
-        return torch.nn.functional.gelu(input, approximate=approximate, out=out)
+        return torch.nn.functional.gelu(input, approximate=approximate, out=out)  # type: ignore[call-arg]
     if _scripting():
         return torch.nn.functional.gelu(input, approximate=approximate)
     if _has(input):
@@ -499,7 +499,7 @@ def softplus(
         tensor([0.3133, 2.1269])
     """
     if out is not None:
-        return torch.nn.functional.softplus(input, beta, threshold, out=out)
+        return torch.nn.functional.softplus(input, beta, threshold, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.softplus(input, beta, threshold)
     if _has(input):
