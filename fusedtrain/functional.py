@@ -6,7 +6,7 @@ Shared by all activations: ``input`` has any shape, dtype float32, float64, floa
 layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the
 input. Backward saves one tensor: the output where the derivative is an exact function of it, else
 the input; the docstrings say which. Raised: what torch raises for the same mistake, with nothing
-modified. ``out`` is a keyword of those that have it in torch, whose function then runs.
+modified. ``out``, of those that have it in torch, is to be named; torch's function then runs.
 
 Those with an argument ``save`` can keep the derivative instead, in ``"q8"``, ``"q4"``, ``"q3"`` or
 ``"q2"``: as many bits of each element, of a tensor of uint8. What is rounded is the value of the
@@ -217,7 +217,7 @@ def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) ->
     return _quick_gelu(input, inplace)
 
 
-def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+def sigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``1 / (1 + exp(-x))``; saves the output. See :func:`torch.sigmoid`.
 
     Example:
@@ -233,7 +233,7 @@ def sigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _sigmoid(input, False)
 
 
-def logsigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+def logsigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``log(sigmoid(x))``; saves the output. See :func:`torch.nn.functional.logsigmoid`.
 
     Example:
@@ -249,7 +249,7 @@ def logsigmoid(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _logsigmoid(input, False)
 
 
-def tanh(input: Tensor, *, out: Tensor | None = None) -> Tensor:
+def tanh(input: Tensor, out: Tensor | None = None) -> Tensor:
     """Hyperbolic tangent; saves the output. See :func:`torch.tanh`.
 
     Example:
@@ -355,7 +355,7 @@ def hardtanh(
     return _hardtanh(input, inplace, min_val, max_val)
 
 
-def hardshrink(input: Tensor, lambd: float = 0.5, *, out: Tensor | None = None) -> Tensor:
+def hardshrink(input: Tensor, lambd: float = 0.5, out: Tensor | None = None) -> Tensor:
     """``x if |x| > lambd else 0``; saves the output. See
     :func:`torch.nn.functional.hardshrink`.
 
@@ -372,7 +372,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5, *, out: Tensor | None = None) 
     return _hardshrink(input, False, lambd)
 
 
-def softshrink(input: Tensor, lambd: float = 0.5, *, out: Tensor | None = None) -> Tensor:
+def softshrink(input: Tensor, lambd: float = 0.5, out: Tensor | None = None) -> Tensor:
     """``sign(x) * max(|x| - lambd, 0)``; saves the output. See
     :func:`torch.nn.functional.softshrink`.
 
@@ -453,7 +453,6 @@ def gelu(
     input: Tensor,
     approximate: str = "none",
     save: str | None = None,
-    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """``x * Phi(x)`` (arXiv:1606.08415); saves the input. See :func:`torch.nn.functional.gelu`.
@@ -486,7 +485,7 @@ def gelu(
 
 
 def softplus(
-    input: Tensor, beta: float = 1.0, threshold: float = 20.0, *, out: Tensor | None = None
+    input: Tensor, beta: float = 1.0, threshold: float = 20.0, out: Tensor | None = None
 ) -> Tensor:
     """``log(1 + exp(beta * x)) / beta``; ``x`` where ``beta * x > threshold``. Saves the output.
 
