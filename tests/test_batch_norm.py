@@ -130,7 +130,7 @@ def test_arguments_and_results_of_timm() -> None:
     import timm.layers as layers
 
     theirs = list(signature(layers.BatchNormAct2d).parameters)
-    assert list(signature(fnn.BatchNormAct2d).parameters) == [*theirs, "overwrite_input"]
+    assert list(signature(fnn.BatchNormAct2d).parameters) == [*theirs, "bias", "overwrite_input"]
     x = torch.randn(3, 4, 5, 2)
     for options in (
         {}, {"apply_act": False}, {"act_layer": "silu"}, {"act_layer": nn.Hardswish},
