@@ -348,7 +348,7 @@ def squareplus_forward(x, a, b):
 def squareplus_backward(g, saved, a, b):
     x = clamp(saved, -1e18, 1e18)
     s = squareplus_root(x, a)
-    return g * tl.where(s > 0.0, squareplus_value(x, s, a) / s, 0.5)
+    return g * tl.where(s == 0.0, 0.5, squareplus_value(x, s, a) / s)
 
 
 # --- channelwise: backward also gives the gradients of the parameters, element by element
