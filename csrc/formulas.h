@@ -15,32 +15,32 @@
 
 // name of the op, struct, number of float parameters, whether these are rounded to the tensor's
 // dtype first (where backward compares the saved output with them), what backward takes
-#define FT_POINTWISE(X)                           \
-  X(relu, Relu, 0, false, kOutput)                \
-  X(relu6, Relu6, 0, false, kOutput)              \
-  X(leaky_relu, LeakyRelu, 1, false, kOutput)     \
-  X(elu, Elu, 1, false, kOutput)                  \
-  X(celu, Celu, 1, false, kOutput)                \
-  X(selu, Selu, 0, false, kOutput)                \
-  X(silu, Silu, 0, false, kInput)                 \
-  X(mish, Mish, 0, false, kInput)                 \
-  X(gelu, Gelu, 0, false, kInput)                 \
-  X(gelu_tanh, GeluTanh, 0, false, kInput)        \
-  X(quick_gelu, QuickGelu, 0, false, kInput)      \
-  X(sigmoid, Sigmoid, 0, false, kOutput)          \
-  X(logsigmoid, LogSigmoid, 0, false, kOutput)    \
-  X(tanh, Tanh, 0, false, kOutput)                \
-  X(tanhshrink, Tanhshrink, 0, false, kInput)     \
-  X(softplus, Softplus, 2, false, kOutput)        \
-  X(softsign, Softsign, 0, false, kOutput)        \
-  X(hardswish, Hardswish, 0, false, kInput)       \
-  X(hardsigmoid, Hardsigmoid, 0, false, kOutput)  \
-  X(hardtanh, Hardtanh, 2, true, kOutput)         \
-  X(hardshrink, Hardshrink, 1, true, kOutput)     \
-  X(softshrink, Softshrink, 1, false, kOutput)    \
-  X(threshold, Threshold, 2, false, kInput)       \
-  X(relu_squared, ReluSquared, 0, false, kOutput) \
-  X(hard_mish, HardMish, 0, false, kInput)        \
+#define FT_POINTWISE(X)                          \
+  X(relu, Relu, 0, false, kOutput)               \
+  X(relu6, Relu6, 0, false, kOutput)             \
+  X(leaky_relu, LeakyRelu, 1, false, kOutput)    \
+  X(elu, Elu, 1, false, kInput)                  \
+  X(celu, Celu, 1, false, kInput)                \
+  X(selu, Selu, 0, false, kInput)                \
+  X(silu, Silu, 0, false, kInput)                \
+  X(mish, Mish, 0, false, kInput)                \
+  X(gelu, Gelu, 0, false, kInput)                \
+  X(gelu_tanh, GeluTanh, 0, false, kInput)       \
+  X(quick_gelu, QuickGelu, 0, false, kInput)     \
+  X(sigmoid, Sigmoid, 0, false, kOutput)         \
+  X(logsigmoid, LogSigmoid, 0, false, kOutput)   \
+  X(tanh, Tanh, 0, false, kOutput)               \
+  X(tanhshrink, Tanhshrink, 0, false, kInput)    \
+  X(softplus, Softplus, 2, false, kOutput)       \
+  X(softsign, Softsign, 0, false, kOutput)       \
+  X(hardswish, Hardswish, 0, false, kInput)      \
+  X(hardsigmoid, Hardsigmoid, 0, false, kOutput) \
+  X(hardtanh, Hardtanh, 2, true, kOutput)        \
+  X(hardshrink, Hardshrink, 1, true, kOutput)    \
+  X(softshrink, Softshrink, 1, false, kOutput)   \
+  X(threshold, Threshold, 2, false, kInput)      \
+  X(relu_squared, ReluSquared, 0, false, kInput) \
+  X(hard_mish, HardMish, 0, false, kInput)       \
   X(squareplus, Squareplus, 1, false, kInput)
 
 // name of the op, struct, number of parameter tensors (one value a channel, or one in all)
@@ -80,29 +80,35 @@ struct LeakyRelu {  // saves the output; slope >= 0
 };
 
 template <class T>
-struct Elu {  // saves the output; alpha >= 0
+struct Elu {  // from the output, y + alpha would cancel
   T alpha;
   FT_METHOD explicit Elu(const double* p) : alpha(T(p[0])) {}
   FT_METHOD T forward(T x) const {
     const T e = alpha * math::expm1(math::at_most(x, T(0)));
     return x > T(0) ? x : e;
   }
-  FT_METHOD T backward(T g, T y) const { return y > T(0) ? g : g * (y + alpha); }
+  FT_METHOD T backward(T g, T x) const {
+    const T slope = alpha * math::exp(math::at_most(x, T(0)));
+    return x > T(0) ? g : g * slope;
+  }
 };
 
 template <class T>
-struct Celu {  // saves the output; alpha > 0
+struct Celu {  // alpha > 0
   T alpha, inverse;
   FT_METHOD explicit Celu(const double* p) : alpha(T(p[0])), inverse(T(1.0 / p[0])) {}
   FT_METHOD T forward(T x) const {
     const T e = alpha * math::expm1(math::at_most(x, T(0)) * inverse);
     return x > T(0) ? x : e;
   }
-  FT_METHOD T backward(T g, T y) const { return y > T(0) ? g : g * (y * inverse + T(1)); }
+  FT_METHOD T backward(T g, T x) const {
+    const T slope = math::exp(math::at_most(x, T(0)) * inverse);
+    return x > T(0) ? g : g * slope;
+  }
 };
 
 template <class T>
-struct Selu : NoParameters {  // saves the output
+struct Selu : NoParameters {
   using NoParameters::NoParameters;
   static constexpr double kScale = 1.0507009873554804934193349852946;
   static constexpr double kScaledAlpha = 1.0507009873554804934193349852946 * 1.6732632423543772848;
@@ -110,8 +116,9 @@ struct Selu : NoParameters {  // saves the output
     const T e = T(kScaledAlpha) * math::expm1(math::at_most(x, T(0)));
     return x > T(0) ? T(kScale) * x : e;
   }
-  FT_METHOD T backward(T g, T y) const {
-    return y > T(0) ? T(kScale) * g : g * (y + T(kScaledAlpha));
+  FT_METHOD T backward(T g, T x) const {
+    const T slope = T(kScaledAlpha) * math::exp(math::at_most(x, T(0)));
+    return g * (x > T(0) ? T(kScale) : slope);
   }
 };
 
@@ -326,7 +333,8 @@ struct Hardsigmoid : NoParameters {  // saves the output
     const T t = math::at_least(T(3) - math::abs(x), T(0)) / T(6);
     return x < T(0) ? t : T(1) - t;
   }
-  FT_METHOD T backward(T g, T y) const { return y <= T(0) || y >= T(1) ? T(0) : g * T(1.0 / 6.0); }
+  // 0 at NaN, as torch has it.
+  FT_METHOD T backward(T g, T y) const { return y > T(0) && y < T(1) ? g * T(1.0 / 6.0) : T(0); }
 };
 
 template <class T>
@@ -364,13 +372,13 @@ struct Threshold {
 };
 
 template <class T>
-struct ReluSquared : NoParameters {  // saves the output
+struct ReluSquared : NoParameters {  // the square leaves the range of float16
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
     x = math::at_least(x, T(0));
     return x * x;
   }
-  FT_METHOD T backward(T g, T y) const { return g * (T(2) * math::sqrt(y)); }
+  FT_METHOD T backward(T g, T x) const { return x <= T(0) ? T(0) : g * (T(2) * x); }
 };
 
 template <class T>
@@ -427,7 +435,7 @@ struct StarRelu {
     const T r = math::at_least(x, T(0));
     scale_grad = g * (r * r);
     bias_grad = g;
-    return g * (T(2) * scale * r);
+    return x <= T(0) ? T(0) : g * (T(2) * scale * r);
   }
 };
 

@@ -297,7 +297,7 @@ def residual_add(
     assert factors is not None
     factors = factors.to(input.dtype) if branch_scale is not None and scale is None else factors
     # Samples are told apart in dimension 0, which cannot be that of the channels, too.
-    apart = factors.shape[0] > 1 and channel == 0
+    apart = factors.shape[0] != 1 and channel == 0
     # Their gradients would be as many as the input's: 1024 x 4096 took twice eager's time.
     many = factors.shape[0] > 1 and factors.requires_grad and factors.numel() * 16 > input.numel()
     if (

@@ -33,6 +33,12 @@ def _plain_backward(grad: Tensor) -> bool:
     return torch.is_grad_enabled() or not _ops.takes(grad)
 
 
+def _plain_gated_backward(grad: Tensor) -> bool:
+    """The same of an op that writes into given tensors: torch.autograd.grad(is_grads_batched=True)
+    loops over all other ops."""
+    return _plain_backward(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -76,7 +82,7 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, value = ctx.saved_tensors
-        if _plain_backward(grad):
+        if _plain_gated_backward(grad):
             return (*reference.gated_gradients(grad, gate, value, *ctx.activation), None)
         grad_gate, grad_value = torch.empty_like(gate), torch.empty_like(value)
         _gated_backward(grad, gate, value, grad_gate, grad_value, *ctx.activation)
@@ -116,7 +122,7 @@ class GatedHalves(torch.autograd.Function):
         (input,) = ctx.saved_tensors
         dim, gate_last = ctx.layout
         gate, value = halves(input, dim, gate_last)
-        if _plain_backward(grad):
+        if _plain_gated_backward(grad):
             found = reference.gated_gradients(grad, gate, value, *ctx.activation)
             return torch.cat(found[::-1] if gate_last else found, dim), None, None, None
         grad_input = torch.empty_like(input)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._definitions import laid_out
+from ._definitions import laid_out, wide_of
 from .reference.batch_norm import POINTWISE
 from .reference.few_bit import TABLES
 
@@ -31,16 +31,24 @@ def check_save(name: str, save: str | None) -> None:
         raise ValueError(f"{name}: save must be None or one of {known}, not {save!r}")
 
 
+def _times_slope(ctx: Any, grad: Tensor, codes: Tensor) -> Tensor:
+    """The gradient in operators of torch, the slope itself as a tensor."""
+    ones = torch.empty_strided(grad.shape, ctx.strides, dtype=wide_of(grad), device=codes.device)
+    slope = _backward(ones.fill_(1), codes, ctx.activation, ctx.bits)
+    return (grad * slope).to(grad.dtype)
+
+
 def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     (codes,) = ctx.saved_tensors
     if torch.is_grad_enabled() and ctx.bits == 1:  # the derivative of that is 0
-        ones = laid_out(torch.ones_like(grad), ctx.strides)
-        return grad * _backward(ones, codes, ctx.activation, ctx.bits)
+        return _times_slope(ctx, grad, codes)
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{POINTWISE[ctx.activation].name} with save='q{ctx.bits}' kept no input to "
             "differentiate its derivative by: create_graph=True needs save=None"
         )
+    if not _ops.takes(grad):  # torch.func.vmap over gradients
+        return _times_slope(ctx, grad, codes)
     gradient: Tensor = _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
     return gradient
 

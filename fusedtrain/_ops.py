@@ -167,6 +167,7 @@ class Kernel:
         self._forward = _callable(row.name)
         self._inplace = _callable(f"{row.name}_")
         self._valid = row.valid
+        self._keeps_output = row.saves == "output" or row.backward_in_place is not None
         self._reference = row.forward
         function, function_inplace = _functions(row)
         self._apply, self._apply_inplace = _apply_of(function), _apply_of(function_inplace)
@@ -221,7 +222,7 @@ class Kernel:
                 return input.copy_(self(input.clone(), False, *parameters))
             if input.requires_grad:
                 # The clone is made here, so that second derivatives reach the input through it.
-                saved = None if self.row.saves == "output" else input.clone()
+                saved = None if self._keeps_output else input.clone()
                 return self._apply_inplace(input, saved, *parameters)
         self._inplace(input, *parameters)
         if not input.is_inference():
@@ -247,7 +248,7 @@ def _functions(
     backward_op = _callable(f"{row.name}_backward")
     saves_output = row.saves == "output"
     has_parameters = bool(row.parameters)
-    reference_backward = row.backward
+    reference_backward, from_output = row.backward, row.backward_in_place
 
     def forward(ctx: Any, input: Tensor, *parameters: float) -> Tensor:
         output: Tensor = forward_op(input, *parameters)
@@ -279,6 +280,10 @@ def _functions(
         return (formula(grad, saved, *ctx.parameters), *(None for _ in ctx.parameters))
 
     def backward_inplace(ctx: Any, grad: Tensor) -> Any:
+        if from_output is not None:
+            parameters = ctx.parameters if has_parameters else ()
+            result = from_output(grad, *ctx.saved_tensors, *parameters)
+            return (result, None, *(None for _ in parameters))
         gradients = backward(ctx, grad)
         grad_input, *rest = gradients if has_parameters else (gradients,)
         return (grad_input, None, *rest)

@@ -6,7 +6,7 @@ Shared by all activations: ``input`` has any shape, dtype float32, float64, floa
 layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the
 input. Backward saves one tensor: the output where the derivative is an exact function of it, else
 the input; the docstrings say which. Raised: what torch raises for the same mistake, with nothing
-modified.
+modified. ``out``, of those that have it in torch, is to be named; torch's function then runs.
 
 Those with an argument ``save`` can keep the derivative instead, in ``"q8"``, ``"q4"``, ``"q3"`` or
 ``"q2"``: as many bits of each element, of a tensor of uint8. What is rounded is the value of the
@@ -36,6 +36,7 @@ from ._chain_functions import glu as glu
 from ._chain_functions import reglu as reglu
 from ._chain_functions import residual_add as residual_add
 from ._chain_functions import swiglu as swiglu
+from ._chains import needs_grad as _needs_grad
 from ._fx import handle as _handle
 from ._images import normalize_images as normalize_images
 from ._pool import max_pool2d as max_pool2d
@@ -105,8 +106,9 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the output where
-    ``0 <= alpha <= 1000``, else runs eager torch. See :func:`torch.nn.functional.elu`.
+    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the input. ``inplace=True`` saves the output
+    alone, as torch does: gradients where it is near ``-alpha`` lose digits then. See
+    :func:`torch.nn.functional.elu`.
 
     Example:
         >>> elu(torch.tensor([-1.0, 2.0]))
@@ -122,8 +124,8 @@ def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the output where
-    ``0.001 <= alpha <= 1000``, else runs eager torch. See :func:`torch.nn.functional.celu`.
+    """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the input, in place the output,
+    as :func:`elu`. See :func:`torch.nn.functional.celu`.
 
     Example:
         >>> celu(torch.tensor([-1.0, 2.0]), 2.0)
@@ -140,7 +142,8 @@ def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 def selu(input: Tensor, inplace: bool = False) -> Tensor:
     """``scale * (max(x, 0) + min(0, alpha * (exp(x) - 1)))`` with the constants of
-    arXiv:1706.02515; saves the output. See :func:`torch.nn.functional.selu`.
+    arXiv:1706.02515; saves the input, in place the output, as :func:`elu`. See
+    :func:`torch.nn.functional.selu`.
 
     Example:
         >>> selu(torch.tensor([-1.0, 2.0]))
@@ -214,13 +217,15 @@ def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) ->
     return _quick_gelu(input, inplace)
 
 
-def sigmoid(input: Tensor) -> Tensor:
+def sigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``1 / (1 + exp(-x))``; saves the output. See :func:`torch.sigmoid`.
 
     Example:
         >>> sigmoid(torch.tensor([-1.0, 2.0]))
         tensor([0.2689, 0.8808])
     """
+    if out is not None:
+        return torch.sigmoid(input, out=out)
     if _scripting():
         return _reference.sigmoid(input)
     if _has(input):
@@ -228,13 +233,15 @@ def sigmoid(input: Tensor) -> Tensor:
     return _sigmoid(input, False)
 
 
-def logsigmoid(input: Tensor) -> Tensor:
+def logsigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``log(sigmoid(x))``; saves the output. See :func:`torch.nn.functional.logsigmoid`.
 
     Example:
         >>> logsigmoid(torch.tensor([-1.0, 2.0]))
         tensor([-1.3133, -0.1269])
     """
+    if out is not None:
+        return torch.nn.functional.logsigmoid(input, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.logsigmoid(input)
     if _has(input):
@@ -242,13 +249,15 @@ def logsigmoid(input: Tensor) -> Tensor:
     return _logsigmoid(input, False)
 
 
-def tanh(input: Tensor) -> Tensor:
+def tanh(input: Tensor, out: Tensor | None = None) -> Tensor:
     """Hyperbolic tangent; saves the output. See :func:`torch.tanh`.
 
     Example:
         >>> tanh(torch.tensor([-1.0, 2.0]))
         tensor([-0.7616,  0.9640])
     """
+    if out is not None:
+        return torch.tanh(input, out=out)
     if _scripting():
         return _reference.tanh(input)
     if _has(input):
@@ -346,7 +355,7 @@ def hardtanh(
     return _hardtanh(input, inplace, min_val, max_val)
 
 
-def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+def hardshrink(input: Tensor, lambd: float = 0.5, out: Tensor | None = None) -> Tensor:
     """``x if |x| > lambd else 0``; saves the output. See
     :func:`torch.nn.functional.hardshrink`.
 
@@ -354,6 +363,8 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
         >>> hardshrink(torch.tensor([-1.0, 0.25]))
         tensor([-1.,  0.])
     """
+    if out is not None:
+        return torch.hardshrink(input, lambd, out=out)
     if _scripting():
         return _reference.hardshrink(input, lambd)
     if _has(input):
@@ -361,7 +372,7 @@ def hardshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
     return _hardshrink(input, False, lambd)
 
 
-def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
+def softshrink(input: Tensor, lambd: float = 0.5, out: Tensor | None = None) -> Tensor:
     """``sign(x) * max(|x| - lambd, 0)``; saves the output. See
     :func:`torch.nn.functional.softshrink`.
 
@@ -372,6 +383,8 @@ def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
         >>> softshrink(torch.tensor([-1.0, 0.75]))
         tensor([-0.5000,  0.2500])
     """
+    if out is not None:
+        return torch.nn.functional.softshrink(input, lambd, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.softshrink(input, lambd)
     if _has(input):
@@ -380,8 +393,8 @@ def softshrink(input: Tensor, lambd: float = 0.5) -> Tensor:
 
 
 def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
-    """``x if x > threshold else value``; saves the input. See
-    :func:`torch.nn.functional.threshold`.
+    """``x if x > threshold else value``; saves the input. `inplace` takes expanded tensors,
+    too, where no gradient is needed: twice is as once. See :func:`torch.nn.functional.threshold`.
 
     Example:
         >>> threshold(torch.tensor([-1.0, 2.0]), 0.5, -3.0)
@@ -395,6 +408,8 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
         return _handle(
             _public_threshold, (input,), input, threshold=threshold, value=value, inplace=inplace
         )
+    if inplace and _ops.takes(input) and 0 in input.stride() and not _needs_grad(input):
+        return torch.nn.functional.threshold(input, threshold, value, True)
     return _threshold(input, inplace, threshold, value)
 
 
@@ -402,8 +417,8 @@ _public_threshold = threshold  # the argument of the same name hides it
 
 
 def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
-    """``max(x, 0)^2`` (arXiv:2109.08668); saves the output, whose square root the backward
-    takes: in float16 an output below 6e-8 is 0 and so is the gradient (absolute error 5e-4).
+    """``max(x, 0)^2`` (arXiv:2109.08668); saves the input: in float16 the square of a number below
+    2e-4 is 0, and the gradient is not.
 
     Example:
         >>> relu_squared(torch.tensor([-1.0, 3.0]))
@@ -434,7 +449,12 @@ def hard_mish(input: Tensor, inplace: bool = False) -> Tensor:
     return _hard_mish(input, inplace)
 
 
-def gelu(input: Tensor, approximate: str = "none", save: str | None = None) -> Tensor:
+def gelu(
+    input: Tensor,
+    approximate: str = "none",
+    save: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """``x * Phi(x)`` (arXiv:1606.08415); saves the input. See :func:`torch.nn.functional.gelu`.
 
     Args:
@@ -450,6 +470,8 @@ def gelu(input: Tensor, approximate: str = "none", save: str | None = None) -> T
         >>> gelu(torch.tensor([-1.0, 2.0]))
         tensor([-0.1587,  1.9545])
     """
+    if out is not None:
+        return torch.nn.functional.gelu(input, approximate=approximate, out=out)  # type: ignore[call-arg]
     if _scripting():
         return torch.nn.functional.gelu(input, approximate=approximate)
     if _has(input):
@@ -462,7 +484,9 @@ def gelu(input: Tensor, approximate: str = "none", save: str | None = None) -> T
     return kernel(input, False)
 
 
-def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+def softplus(
+    input: Tensor, beta: float = 1.0, threshold: float = 20.0, out: Tensor | None = None
+) -> Tensor:
     """``log(1 + exp(beta * x)) / beta``; ``x`` where ``beta * x > threshold``. Saves the output.
 
     A ``threshold`` below 20, where the output does not tell the branches apart, and a ``beta``
@@ -473,6 +497,8 @@ def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tenso
         >>> softplus(torch.tensor([-1.0, 2.0]))
         tensor([0.3133, 2.1269])
     """
+    if out is not None:
+        return torch.nn.functional.softplus(input, beta, threshold, out=out)  # type: ignore[call-arg]
     if _scripting():
         return _reference.softplus(input, beta, threshold)
     if _has(input):

@@ -145,7 +145,7 @@ def test_special_values(name: str, dtype: torch.dtype) -> None:
         zeros = (y == 0) & (want == 0) & (x.detach() == 0)
         assert torch.equal(torch.signbit(y[zeros]), torch.signbit(want[zeros]))
     at_infinity = g[:2]
-    assert not torch.isnan(at_infinity).any() or name in ("relu_squared", "star_relu")
+    assert not torch.isnan(at_infinity).any()
 
 
 @pytest.mark.parametrize("name", POINTWISE)
@@ -182,7 +182,10 @@ def test_inplace(name: str, dtype: torch.dtype) -> None:
         out.sum().backward()
         outside = leaf.detach().clone().requires_grad_()
         row.function(outside).sum().backward()
-        assert torch.equal(leaf.grad, outside.grad), kind
+        if row.backward_in_place is None:
+            assert torch.equal(leaf.grad, outside.grad), kind
+        else:  # from the output
+            assert_close(leaf.grad, outside.grad.double(), 2.0)
 
 
 @pytest.mark.parametrize("name", INPLACE)

@@ -379,6 +379,8 @@ def test_wrong_inplace_use_raises_and_modifies_nothing(name: str) -> None:
         (split, "multiple views|inplace"),
         (inference, "[Ii]nference"),
     ):
+        if name == "threshold" and x is expanded:
+            continue  # as torch's: tests/test_torch_parity.py
         before = x.detach().clone()
         with pytest.raises(RuntimeError, match=words):
             run(x)

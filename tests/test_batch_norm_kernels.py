@@ -23,7 +23,7 @@ from torch import Tensor
 
 F32, F64, F16, BF16 = DTYPES
 # Backward takes: nothing, the output, the input.
-THREE = ("identity", "elu", "silu")
+THREE = ("identity", "softplus", "silu")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -90,7 +90,7 @@ def of_layout(kind: str) -> list[tuple[torch.dtype, str, dict[str, Any]]]:
         {"residual": True}, {"branch": True}, {}, {"residual": True, "branch": True},
         {"training": False}, {"training": False, "residual": True, "branch": True},
     ]  # fmt: skip
-    names = ("silu", "relu", "identity", "elu", "gelu", "leaky_relu")
+    names = ("silu", "relu", "identity", "softplus", "gelu", "leaky_relu")
     count = 2 if "70000" in kind else 6
     return [
         (DTYPES[(at + i) % 4], names[(at + 2 * i + i // 3) % 6], options[(i + at) % 6])
@@ -375,7 +375,7 @@ ops, results = torch.ops.fusedtrain, []
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     for x in (torch.randn(3, 7, 61), last(3, 7, 61), torch.randn(2, 3, 1100), last(3, 130, 5)):
-        for name in ("silu", "elu"):
+        for name in ("silu", "softplus"):
             for residual in (False, True):
                 case = Case(x, dtype, name, residual=residual, branch=residual)
                 arguments = case.forward()

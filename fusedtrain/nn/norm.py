@@ -187,16 +187,26 @@ class _BatchNormAct(_BatchNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         overwrite_input: bool = False,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
+        if not bias:  # a keyword of torch's from 2.13 on
+            self.register_parameter("bias", None)
         self.overwrite_input = overwrite_input
         self.drop = nn.Identity() if drop_layer is None else drop_layer()
         self.act = (
             _create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
         )
+
+    def reset_parameters(self) -> None:
+        """As torch's from 2.13 on, which knows norms without a bias."""
+        self.reset_running_stats()
+        for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
+            if parameter is not None:
+                nn.init.constant_(parameter, value)
 
     def extra_repr(self) -> str:
         shown = super().extra_repr()
@@ -377,8 +387,9 @@ class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     statistics and `num_batches_tracked` do not move a second time.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype: as of
-            :class:`torch.nn.BatchNorm2d`.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of
+            :class:`torch.nn.BatchNorm2d`; `bias` with every torch, whose own norms have it from
+            2.13 on.
         apply_act: False is no activation.
         act_layer: class or name of an activation module. Those of torch.nn and fusedtrain.nn
             without trained parameters are part of the op; any other one is called after it.

@@ -30,9 +30,12 @@ class Activation:
     example: tuple[Any, ...] = ()  # values of the parameters in tests and benchmarks
     tensors: bool = False
     per_channel: bool = False  # tensors may have one value for each channel (dimension 1)
-    # Where `saves="output"` is exact only for some parameter values; elsewhere eager torch runs.
-    # The bounds of 1e-3 and 1e3 keep the saved output within float16's range and resolution.
+    # For which parameter values the kernel is exact; elsewhere eager torch runs. The bounds of 1e-3
+    # and 1e3 keep a saved output within float16's range and resolution.
     valid: Callable[..., bool] | None = None
+    # From the output, for `inplace`: torch's function keeps no copy of the input either, and loses
+    # the same digits.
+    backward_in_place: Callable[..., Tensor] | None = None
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -62,7 +65,7 @@ class Activation:
 
 def _wide(t: Tensor) -> Tensor:
     """Math of 16-bit tensors is done in float32, as in the kernels."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+    return t.float() if t.dtype == torch.float16 or t.dtype == torch.bfloat16 else t
 
 
 # --- forward: every function scripts ---
@@ -168,8 +171,23 @@ def hard_mish(input: Tensor) -> Tensor:
     return 0.5 * input * (input + 2).clamp(min=0, max=2)
 
 
+def _squareplus_root(x: Tensor, b: float) -> Tensor:
+    """sqrt(x^2 + b), whose square does not overflow."""
+    far = 1e18  # beyond it, x^2 + b is x^2
+    return torch.where(x.abs() > far, x.abs(), torch.sqrt(x.clamp(-far, far).square() + b))
+
+
+def _squareplus(x: Tensor, b: float) -> Tensor:
+    """In the form that does not cancel where x < 0."""
+    if b == 0:
+        return 0.5 * x + 0.5 * x.abs()
+    root = _squareplus_root(x, b)
+    return torch.where(x < 0, 0.5 * b / (root + x.abs()), 0.5 * root + 0.5 * x)
+
+
 def squareplus(input: Tensor, b: float) -> Tensor:
-    return 0.5 * (input + torch.sqrt(input * input + b))
+    y = _squareplus(_wide(input), b)
+    return y.to(input.dtype) if input.is_floating_point() else y
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
@@ -177,6 +195,10 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    if input.dtype == scale.dtype and input.dtype == bias.dtype:
+        r = _wide(F.relu(input))
+        y = _wide(scale) * r * r + _wide(bias)
+        return y.to(input.dtype)
     return scale * F.relu(input) ** 2 + bias
 
 
@@ -194,25 +216,6 @@ def relu6_backward(grad: Tensor, output: Tensor) -> Tensor:
 
 def leaky_relu_backward(grad: Tensor, output: Tensor, negative_slope: float) -> Tensor:
     return torch.where(output > 0, grad, (_wide(grad) * negative_slope).to(grad.dtype))
-
-
-def _elu_like(grad: Tensor, output: Tensor, linear: float, rate: float, offset: float) -> Tensor:
-    """grad * (linear where output > 0 else rate * output + offset)."""
-    slope = torch.where(output > 0, linear, _wide(output) * rate + offset)
-    return (_wide(grad) * slope).to(grad.dtype)
-
-
-def elu_backward(grad: Tensor, output: Tensor, alpha: float) -> Tensor:
-    return _elu_like(grad, output, 1.0, 1.0, alpha)
-
-
-def celu_backward(grad: Tensor, output: Tensor, alpha: float) -> Tensor:
-    return _elu_like(grad, output, 1.0, 1.0 / alpha, 1.0)
-
-
-def selu_backward(grad: Tensor, output: Tensor) -> Tensor:
-    scale, alpha = 1.0507009873554804934, 1.6732632423543772848  # arXiv:1706.02515
-    return _elu_like(grad, output, scale, 1.0, scale * alpha)
 
 
 def sigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
@@ -241,8 +244,8 @@ def softsign_backward(grad: Tensor, output: Tensor) -> Tensor:
 
 
 def hardsigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
-    flat = (output <= 0) | (output >= 1)
-    return (_wide(grad) * (1.0 / 6.0)).to(grad.dtype).masked_fill(flat, 0)
+    inside = (output > 0) & (output < 1)  # not NaN, where torch has 0 too
+    return (_wide(grad) * (1.0 / 6.0)).to(grad.dtype).masked_fill(~inside, 0)
 
 
 def hardtanh_backward(grad: Tensor, output: Tensor, min_val: float, max_val: float) -> Tensor:
@@ -257,15 +260,40 @@ def softshrink_backward(grad: Tensor, output: Tensor, lambd: float) -> Tensor:
     return grad.masked_fill(output == 0, 0)
 
 
-def relu_squared_backward(grad: Tensor, output: Tensor) -> Tensor:
-    y = _wide(output)
-    # sqrt has an infinite slope at 0: both branches of the where must have a finite one.
-    positive = y > 0
-    root = torch.where(positive, torch.where(positive, y, 1.0).sqrt(), y)
-    return (_wide(grad) * (2 * root)).to(grad.dtype)
-
-
 # --- backward from the input ---
+
+
+def elu_backward(grad: Tensor, input: Tensor, alpha: float) -> Tensor:
+    x = _wide(input)
+    slope = torch.where(x > 0, 1.0, alpha * x.clamp(max=0).exp())
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def celu_backward(grad: Tensor, input: Tensor, alpha: float) -> Tensor:
+    x = _wide(input)
+    slope = torch.where(x > 0, 1.0, (x.clamp(max=0) * (1.0 / alpha)).exp())
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+_SELU_SCALE, _SELU_ALPHA = 1.0507009873554804934, 1.6732632423543772848  # arXiv:1706.02515
+
+
+def selu_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    slope = torch.where(x > 0, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA * x.clamp(max=0).exp())
+    return (_wide(grad) * slope).to(grad.dtype)
+
+
+def _elu_backward_in_place(
+    grad: Tensor, output: Tensor, alpha: float, scale: float, rate: float
+) -> Tensor:
+    result: Tensor = torch.ops.aten.elu_backward(grad, alpha, scale, rate, True, output)
+    return result
+
+
+def relu_squared_backward(grad: Tensor, input: Tensor) -> Tensor:
+    x = _wide(input)
+    return (_wide(grad) * (2 * x)).to(grad.dtype).masked_fill(input <= 0, 0)
 
 
 def silu_backward(grad: Tensor, input: Tensor) -> Tensor:
@@ -289,6 +317,7 @@ def gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
     x = _wide(input)
+    x = x.clamp(-30, 30)  # beyond it the slope is 0 or 1, and the cube overflows
     linear, cubic = math.sqrt(2 / math.pi), math.sqrt(2 / math.pi) * 0.044715
     t = torch.tanh(x * (linear + cubic * x * x))
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (linear + 3 * cubic * x * x)
@@ -296,7 +325,7 @@ def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def quick_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = _wide(input).clamp(-1e3, 1e3)  # beyond it the slope is 0 or 1
     s = torch.sigmoid(1.702 * x)
     return (_wide(grad) * (s * (1 + 1.702 * x * (1 - s)))).to(grad.dtype)
 
@@ -308,8 +337,8 @@ def tanhshrink_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 def hardswish_backward(grad: Tensor, input: Tensor) -> Tensor:
     x = _wide(input)
-    slope = torch.where(x >= 3, 1.0, x / 3 + 0.5).masked_fill(x <= -3, 0)
-    return (_wide(grad) * slope).to(grad.dtype)
+    slope = torch.where(x >= 3, 1.0, x / 3 + 0.5)
+    return (_wide(grad) * slope).to(grad.dtype).masked_fill(x <= -3, 0)
 
 
 def threshold_backward(grad: Tensor, input: Tensor, threshold: float, value: float) -> Tensor:
@@ -323,9 +352,12 @@ def hard_mish_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def squareplus_backward(grad: Tensor, input: Tensor, b: float) -> Tensor:
-    x = _wide(input)
-    root = torch.sqrt(x * x + b)
-    return (_wide(grad) * (0.5 * (1 + x / root))).to(grad.dtype)
+    x = _wide(input).clamp(-1e18, 1e18)
+    if b == 0:
+        slope = 0.5 + 0.5 * x.sign()
+    else:
+        slope = _squareplus(x, b) / _squareplus_root(x, b)
+    return (_wide(grad) * slope).to(grad.dtype)
 
 
 def _sum_to(t: Tensor, parameter: Tensor) -> Tensor:
@@ -353,7 +385,7 @@ def star_relu_backward(
     grad: Tensor, input: Tensor, scale: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     g, r = _wide(grad), _wide(input).clamp_min(0)
-    grad_input = (g * (2 * r * _channels(scale, input))).to(grad.dtype)
+    grad_input = (g * (2 * _channels(scale, input) * r)).to(grad.dtype).masked_fill(input <= 0, 0)
     return grad_input, _sum_to(g * (r * r), scale), _sum_to(g, bias)
 
 
@@ -365,14 +397,24 @@ _ROWS = (
         valid=lambda negative_slope: negative_slope >= 0,
     ),
     Activation(
-        "elu", elu, elu_backward, "output", ("alpha",), (1.0,),
-        valid=lambda alpha: 0 <= alpha <= 1e3,
+        "elu", elu, elu_backward, "input", ("alpha",), (1.0,),
+        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
+            grad, output, alpha, 1.0, 1.0
+        ),
     ),
     Activation(
-        "celu", celu, celu_backward, "output", ("alpha",), (1.0,),
-        valid=lambda alpha: 1e-3 <= alpha <= 1e3,
+        "celu", celu, celu_backward, "input", ("alpha",), (1.0,),
+        valid=lambda alpha: abs(alpha) >= 1e-30,  # whose inverse float32 holds
+        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
+            grad, output, alpha, 1.0, 1.0 / alpha
+        ),
     ),
-    Activation("selu", selu, selu_backward, "output"),
+    Activation(
+        "selu", selu, selu_backward, "input",
+        backward_in_place=lambda grad, output: _elu_backward_in_place(
+            grad, output, _SELU_ALPHA, _SELU_SCALE, 1.0
+        ),
+    ),
     Activation("silu", silu, silu_backward, "input"),
     Activation("mish", mish, mish_backward, "input"),
     Activation("gelu", gelu, gelu_backward, "input"),
@@ -402,7 +444,7 @@ _ROWS = (
     Activation(
         "threshold", threshold, threshold_backward, "input", ("threshold", "value"), (0.5, -1.0)
     ),
-    Activation("relu_squared", relu_squared, relu_squared_backward, "output"),
+    Activation("relu_squared", relu_squared, relu_squared_backward, "input"),
     Activation("hard_mish", hard_mish, hard_mish_backward, "input"),
     Activation(
         "squareplus", squareplus, squareplus_backward, "input", ("b",), (4.0,),

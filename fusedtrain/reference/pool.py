@@ -23,6 +23,8 @@ def _in_memory_order(t: Tensor, channels_last: bool) -> Tensor:
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    if torch._C._are_functorch_transforms_active():  # vmap refuses to ask for channels_last
+        return t
     if channels_last:
         return t.contiguous(memory_format=torch.channels_last)
     return t.contiguous()

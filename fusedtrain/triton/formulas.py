@@ -110,7 +110,7 @@ def hardsigmoid_forward(x, a, b):
 
 @triton.jit
 def hardsigmoid_backward(g, saved, a, b):  # output
-    return tl.where((saved <= 0.0) | (saved >= 1.0), 0.0, g * 0.16666666666666666)
+    return tl.where((saved > 0.0) & (saved < 1.0), g * 0.16666666666666666, 0.0)  # 0 at NaN
 
 
 # --- piecewise quadratic
@@ -146,8 +146,8 @@ def relu_squared_forward(x, a, b):
 
 
 @triton.jit
-def relu_squared_backward(g, saved, a, b):  # output
-    return g * (2.0 * sqrt(saved))
+def relu_squared_backward(g, saved, a, b):
+    return tl.where(saved <= 0.0, 0.0, g * (2.0 * saved))
 
 
 # --- exponential tails
@@ -160,8 +160,8 @@ def elu_forward(x, a, b):
 
 
 @triton.jit
-def elu_backward(g, saved, a, b):  # output
-    return tl.where(saved > 0.0, g, g * (saved + a))
+def elu_backward(g, saved, a, b):
+    return tl.where(saved > 0.0, g, g * (a * tl.exp(at_most(saved, 0.0))))
 
 
 @triton.jit
@@ -171,8 +171,8 @@ def celu_forward(x, a, b):
 
 
 @triton.jit
-def celu_backward(g, saved, a, b):  # output
-    return tl.where(saved > 0.0, g, g * (saved * reciprocal(a) + 1.0))
+def celu_backward(g, saved, a, b):
+    return tl.where(saved > 0.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))
 
 
 @triton.jit
@@ -182,8 +182,9 @@ def selu_forward(x, a, b):  # scale, and scale times alpha: arXiv:1706.02515
 
 
 @triton.jit
-def selu_backward(g, saved, a, b):  # output
-    return tl.where(saved > 0.0, 1.0507009873554804934 * g, g * (saved + 1.7580993408473766))
+def selu_backward(g, saved, a, b):
+    slope = 1.7580993408473766 * tl.exp(at_most(saved, 0.0))
+    return g * tl.where(saved > 0.0, 1.0507009873554804934, slope)
 
 
 @triton.jit
@@ -347,7 +348,7 @@ def squareplus_forward(x, a, b):
 def squareplus_backward(g, saved, a, b):
     x = clamp(saved, -1e18, 1e18)
     s = squareplus_root(x, a)
-    return g * tl.where(s > 0.0, squareplus_value(x, s, a) / s, 0.5)
+    return g * tl.where(s == 0.0, 0.5, squareplus_value(x, s, a) / s)
 
 
 # --- channelwise: backward also gives the gradients of the parameters, element by element
@@ -373,4 +374,4 @@ def star_relu_forward(x, a, b):
 @triton.jit
 def star_relu_backward(g, saved, a, b):
     r = at_least(saved, 0.0)
-    return g * (2.0 * a * r), g * (r * r), g
+    return tl.where(saved <= 0.0, 0.0, g * (2.0 * a * r)), g * (r * r), g
