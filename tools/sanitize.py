@@ -1,0 +1,224 @@
+"""`make sanitize`: the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python tools/sanitize.py [--short] [--only PART ...] [--examples N] [--workers N] [--list]
+
+The parts, one after another; each stops at nothing and all are counted at the end:
+
+    faults    planted faults are reported, else nothing below means anything
+    build     _C.so and the emulated CUDA kernels, into build/sanitize
+    default, avx2, avx512
+              the tests of the CPU kernels with this instruction set, where the processor has it
+    emulated  the tests of the CUDA kernels on the emulator
+    fuzz      generated cases of every op (python -m tests.fuzz --only ops)
+
+--short is what CI runs: the best instruction set alone, a sample of the tests, few generated cases.
+Logs lie in build/sanitize/logs. The exit code is 0 where everything ran and nothing was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+
+import _sanitized as sanitized
+from _planted import (
+    PLUGINS,
+    Result,
+    emulator_environment,
+    judge,
+    reports,
+    run_emulated_faults,
+    run_faults,
+)
+
+LOGS = sanitized.BUILD / "logs"
+EVERY = 10.0  # seconds between two lines of progress
+KERNEL_TESTS = [
+    f"tests/test_{name}.py"
+    for name in (
+        "kernels", "batch_norm_kernels", "chain_kernels", "fold_kernels", "optimizer_kernels",
+        "pool_kernels", "pool", "images", "few_bit", "bits", "vecmath",
+    )
+]  # fmt: skip
+EMULATED_TESTS = KERNEL_TESTS + ["tests/test_cuda_batch_norm.py", "tests/test_cuda_optimizers.py"]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def stream(part: str, command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Runs a command in the tree with its output in a log, a line of progress now and then."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{part.replace(' ', '-')}.log"
+    process = subprocess.Popen(
+        command, cwd=sanitized.TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    assert process.stdout is not None
+    start = said = time.monotonic()
+    lines, done = [], 0
+    with log.open("w") as file:
+        for line in process.stdout:
+            file.write(line)
+            lines.append(line.rstrip("\n"))
+            done += bool(re.search(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b.*tests/", line))
+            if time.monotonic() - said > EVERY:
+                said = time.monotonic()
+                count = f"{done} tests, " if done else ""
+                say(f"  {part}: {count}{said - start:.0f} s; {lines[-1][:100]}")
+    return process.wait(), lines
+
+
+def run_tests(
+    part: str, tests: list[str], chosen: str, env: dict[str, str], workers: int, every: int
+) -> Result:
+    """pytest in the tree. A test whose process a sanitizer ends has failed; the others go on."""
+    start = time.monotonic()
+    # --capture=sys: what a sanitizer writes to stderr must outlive the process that it ends.
+    code, lines = stream(
+        part,
+        [sys.executable, "-m", "pytest", *tests, "-v", "-k", chosen, "-n", str(workers),
+         "--capture=sys", "-p", "no:cacheprovider", "-p", "_every_nth", "--every", str(every)],
+        env,
+    )  # fmt: skip
+    wrong = reports(lines)
+    wrong += [line for line in lines if re.match(r"(FAILED|ERROR) tests/", line)]
+    counts = next((m for line in reversed(lines)
+                   if (m := re.fullmatch(r"=+ (.*?) in [\d.]+s.*=+", line))), None)  # fmt: skip
+    if code != 0 and not wrong:
+        wrong = [f"pytest ended with {code}", *lines[-5:]]
+    if counts is None or " passed" not in counts.group(1):
+        wrong.append("no test passed")
+    return Result(part, counts.group(1) if counts else "", time.monotonic() - start, wrong)
+
+
+def loads_the_sanitized_file(isa: str) -> list[str]:
+    """What is wrong with the _C.so that a process in the tree imports."""
+    code = (
+        "import fusedtrain, pathlib; file = pathlib.Path(fusedtrain.__file__).parent / '_C.so'; "
+        f"assert file.is_relative_to({str(sanitized.TREE)!r}), file; content = file.read_bytes(); "
+        "assert b'__asan_report_load' in content and b'__ubsan_handle' in content, 'plain'; "
+        "found = fusedtrain.backend_info().backends['cpu'].architectures; "
+        f"assert found == ({isa!r},), found"
+    )
+    return judge(f"the file for {isa}", "", code, sanitized.environment(isa), sanitized.TREE)
+
+
+def run_isa(isa: str, workers: int, every: int) -> Result:
+    if wrong := loads_the_sanitized_file(isa):
+        return Result(isa, "", 0.0, wrong)
+    # Small libraries that tests compile themselves get the sanitizers too.
+    env = sanitized.environment(isa, CXX=str(sanitized.compiler_script()), **PLUGINS)
+    chosen = "not emulated and not triton and not reference and not cuda and not inductor"
+    # Another instruction set in a process of its own: here each one has a part of its own.
+    chosen += " and not every_instruction_set and not capabilities_agree"
+    return run_tests(isa, KERNEL_TESTS, chosen, env, workers, every)
+
+
+def run_emulated(workers: int, every: int) -> Result:
+    chosen = "emulated or test_cuda_batch_norm or test_cuda_optimizers"
+    return run_tests("emulated", EMULATED_TESTS, chosen, emulator_environment(), workers, every)
+
+
+def run_fuzz(isa: str, examples: int) -> Result:
+    start = time.monotonic()
+    part = f"fuzz {isa}"
+    if not (sanitized.TREE / "tests/fuzz").exists():
+        return Result(part, "", 0.0, ["tests/fuzz is not there: no generated case was run"])
+    command = [sys.executable, "-m", "tests.fuzz", "--examples", str(examples), "--only", "ops"]
+    code, lines = stream(part, command, sanitized.environment(isa))
+    wrong = reports(lines)
+    if code != 0 and not wrong:
+        wrong = [f"the fuzz ended with {code}", *lines[-10:]]
+    return Result(part, f"{examples} generated cases", time.monotonic() - start, wrong)
+
+
+PARTS = ("faults", *sanitized.ISAS, "emulated", "fuzz")
+# Of --short: every nth case of each test function, and generated cases.
+SHORT_EVERY, SHORT_EXAMPLES = {"cpu": 8, "emulated": 16}, 100
+
+
+def chosen_parts() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--short", action="store_true", help="what CI runs (about 4 minutes)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART",
+                        help=f"of {', '.join(PARTS)}")  # fmt: skip
+    parser.add_argument("--examples", type=int, help="generated cases per instruction set "
+                        f"(2000; {SHORT_EXAMPLES} with --short)")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
+                        help="test processes at a time (the processors)")  # fmt: skip
+    options = parser.parse_args()
+    if options.workers < 1 or (options.examples is not None and options.examples < 1):
+        parser.error("--workers and --examples: at least 1")
+    if options.examples is None:
+        options.examples = SHORT_EXAMPLES if options.short else 2000
+    return options
+
+
+def run(options: argparse.Namespace) -> list[Result]:
+    isas = sanitized.machine_isas()
+    isas = isas[-1:] if options.short else isas
+    every = SHORT_EVERY if options.short else {"cpu": 1, "emulated": 1}
+    asked = set(options.only)
+    results = []
+
+    def note(result: Result) -> Result:
+        results.append(result)
+        found = f"{len(result.wrong)} FAULTS" if result.wrong else "clean"
+        say(f"{result.part}: {result.ran or 'nothing ran'}, {found} ({result.seconds:.0f} s)")
+        for line in result.wrong:
+            say(f"    {line}")
+        return result
+
+    if note(run_faults(sanitized.build_faults(sanitized.BUILD / "faults"))).wrong:
+        return results
+    sanitized.copy_tree()
+    if asked - {"faults", "emulated"}:
+        start = time.monotonic()
+        sanitized.build_cpu(isas)
+        say(f"built _C.so: {', '.join(isas)} ({time.monotonic() - start:.0f} s)")
+    if "emulated" in asked:
+        start = time.monotonic()
+        sanitized.build_emulator()
+        say(f"built the emulated CUDA kernels ({time.monotonic() - start:.0f} s)")
+        if not note(run_emulated_faults()).wrong:
+            note(run_emulated(options.workers, every["emulated"]))
+    for isa in isas:
+        if isa in asked:
+            note(run_isa(isa, options.workers, every["cpu"]))
+        if "fuzz" in asked:
+            note(run_fuzz(isa, options.examples))
+    return results
+
+
+def main() -> int:
+    options = chosen_parts()
+    start = time.monotonic()
+    say(f"sanitize: {', '.join(options.only)}; logs in {LOGS}")
+    try:
+        results = run(options)
+    except (sanitized.CannotRun, subprocess.CalledProcessError, OSError) as reason:
+        say(f"sanitize: cannot run: {reason}")
+        return 1
+    absent = [isa for isa in sanitized.ISAS if isa not in sanitized.machine_isas()]
+    wrong = sum(len(r.wrong) for r in results)
+    say(f"sanitize: {time.monotonic() - start:.0f} s with AddressSanitizer and UBSan")
+    for r in results:
+        say(f"  {r.part:<16} {r.ran or 'nothing ran'}: {'FAULTS' if r.wrong else 'clean'}")
+    for isa in absent:
+        say(f"  {isa:<16} not run: this processor does not have it")
+    if options.short:
+        say("  (--short: one instruction set, a sample of the tests; `make sanitize` runs all)")
+    say(f"sanitize: {f'{wrong} faults found' if wrong else 'nothing found'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
