@@ -28,6 +28,7 @@ FAULTS = {
     "write_past_the_end": "out of bounds: writes 4 bytes .* 0 bytes past the end",
     "write_an_input": "writes to an input",
     "read_an_output": "reads global memory that nothing has written",
+    "atomic_past_the_end": "out of bounds: writes 4 bytes .* 0 bytes past the end",
     "misaligned_vector": "misaligned: reads 16 bytes at an address that is 4 more",
     "vector_over_the_end": "out of bounds: writes 16 bytes",
     "uninitialised_shared": rf"{UNWRITTEN} .*thread \(0, 0, 0\)",

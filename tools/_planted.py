@@ -40,6 +40,8 @@ EMULATED_FAULTS = {
     "read_past_the_end": "heap-buffer-overflow",
     "read_before_the_start": "heap-buffer-overflow",
     "write_past_the_end": "heap-buffer-overflow",
+    "atomic_past_the_end": "heap-buffer-overflow",
+    "atomics": "",
     "misaligned_vector": "misaligned address",
     "dynamic_shared too small": "use-after-poison",
     "shared_into_shared": "global-buffer-overflow",

@@ -4,7 +4,7 @@
 // The argument is 16 floats, 16-byte aligned, or a number that the compiler cannot know.
 #include <stdint.h>
 
-#define FT_FAULT(name) \
+#define FT_FAULT(name)                                                               \
   extern "C" __attribute__((visibility("default"))) double name(float* x, int64_t n)
 
 namespace {
@@ -49,7 +49,7 @@ FT_FAULT(misaligned) {
 }
 FT_FAULT(signed_overflow) { return static_cast<int32_t>(n) * 0x10000000 + x[0]; }
 FT_FAULT(shift_by_too_much) { return (1 << (n * 2)) + x[0]; }
-FT_FAULT(float_that_no_integer_holds) { return static_cast<int32_t>(1e20f * static_cast<float>(n)); }
-FT_FAULT(pointer_overflow) {
-  return x + (INT64_MIN / 4 + n) == nullptr ? 1 : 0;
+FT_FAULT(float_that_no_integer_holds) {
+  return static_cast<int32_t>(1e20f * static_cast<float>(n));
 }
+FT_FAULT(pointer_overflow) { return x + (INT64_MIN / 4 + n) == nullptr ? 1 : 0; }

@@ -82,6 +82,10 @@ __global__ void write_an_input(const float* x, float* y) {
 }
 __global__ void read_an_output(const float*, float* y) { y[threadIdx.x] += 1; }
 
+__global__ void atomic_past_the_end(const float* x, float* y) {
+  if (threadIdx.x == kThreads - 1) atomicAdd(y + kThreads, x[0]);
+}
+
 __global__ void misaligned_vector(const float* x, float* y) {
   using V = fusedtrain::cuda::Vec<float>;
   V v;
@@ -214,6 +218,7 @@ const Case kCases[] = {
     FT_CASE(write_past_the_end),
     FT_CASE(write_an_input),
     FT_CASE(read_an_output),
+    FT_CASE(atomic_past_the_end),
     FT_CASE(misaligned_vector),
     FT_CASE(vector_over_the_end),
     FT_CASE(uninitialised_shared),
