@@ -76,7 +76,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(tree: Path, library: Path, names: list[str], every: int = 1) -> _planted.Result:
     text = TESTS.format(library=str(library), names=names)
     (tree / "tests/test_it.py").write_text(text)
-    env = _sanitized.environment(**_planted.PLUGINS)
+    env = _sanitized.environment(more=_planted.PLUGINS)
     return sanitize.run_tests("it", ["tests/test_it.py"], "not other", env, 1, every)
 
 

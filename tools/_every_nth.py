@@ -16,7 +16,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     every: int = config.getoption("--every")
     seen: Counter[str] = Counter()
-    chosen, left_out = [], []
+    chosen: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         function = item.nodeid.partition("[")[0]
         (left_out if seen[function] % every else chosen).append(item)

@@ -77,9 +77,8 @@ def reports(lines: list[str]) -> list[str]:
 
 
 def emulator_environment() -> dict[str, str]:
-    return sanitized.environment(
-        after_return=False, FUSEDTRAIN_TEST_EMULATOR_SANITIZERS=sanitized.SANITIZERS, **PLUGINS
-    )
+    flags = {"FUSEDTRAIN_TEST_EMULATOR_SANITIZERS": sanitized.SANITIZERS}
+    return sanitized.environment(after_return=False, more={**flags, **PLUGINS})
 
 
 def judge_fault(library: Path, name: str, expected: str) -> list[str]:

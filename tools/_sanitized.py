@@ -6,11 +6,13 @@ sanitized file; `faults`, the planted ones. Nothing is built twice where no sour
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +44,7 @@ class CannotRun(Exception):
     """Why nothing can be sanitized here."""
 
 
+@functools.cache
 def setup_module() -> ModuleType:
     """setup.py, which knows the sources and their flags."""
     spec = importlib.util.spec_from_file_location("fusedtrain_setup", ROOT / "setup.py")
@@ -52,6 +55,7 @@ def setup_module() -> ModuleType:
     return module
 
 
+@functools.cache
 def runtime() -> list[str]:
     """The libraries to load before all others: Python is not linked with them.
 
@@ -72,12 +76,14 @@ def runtime() -> list[str]:
     return found
 
 
-def environment(isa: str = "", after_return: bool = True, **more: str) -> dict[str, str]:
+def environment(
+    isa: str = "", after_return: bool = True, more: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Of a process that loads sanitized code: the runtime, its options, the instruction set."""
     options = {k: v.format(after_return=int(after_return)) for k, v in OPTIONS.items()}
     forced = {"FUSEDTRAIN_CPU_CAPABILITY": isa} if isa else {}
     preload = {"LD_PRELOAD": " ".join(runtime()), "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **preload, **options, **forced, **more}
+    return {**os.environ, **preload, **options, **forced, **(more or {})}
 
 
 def machine_isas() -> list[str]:

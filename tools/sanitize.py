@@ -1,8 +1,8 @@
 """`make sanitize`: the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python tools/sanitize.py [--short] [--only PART ...] [--examples N] [--workers N] [--list]
+    python tools/sanitize.py [--short] [--only PART ...] [--examples N] [--workers N]
 
-The parts, one after another; each stops at nothing and all are counted at the end:
+The parts, one after another; a fault stops the test that has it alone, and all are counted:
 
     faults    planted faults are reported, else nothing below means anything
     build     _C.so and the emulated CUDA kernels, into build/sanitize
@@ -23,6 +23,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import _sanitized as sanitized
 from _planted import (
@@ -113,7 +115,7 @@ def run_isa(isa: str, workers: int, every: int) -> Result:
     if wrong := loads_the_sanitized_file(isa):
         return Result(isa, "", 0.0, wrong)
     # Small libraries that tests compile themselves get the sanitizers too.
-    env = sanitized.environment(isa, CXX=str(sanitized.compiler_script()), **PLUGINS)
+    env = sanitized.environment(isa, more={"CXX": str(sanitized.compiler_script()), **PLUGINS})
     chosen = "not emulated and not triton and not reference and not cuda and not inductor"
     # Another instruction set in a process of its own: here each one has a part of its own.
     chosen += " and not every_instruction_set and not capabilities_agree"
@@ -163,11 +165,39 @@ def chosen_parts() -> argparse.Namespace:
     return options
 
 
+def instruction_sets(asked: set[str], short: bool) -> list[str]:
+    """Which ones to build: those asked for by name, of those that this processor has."""
+    found = sanitized.machine_isas()
+    found = found[-1:] if short else found
+    if named := asked & set(sanitized.ISAS):
+        found = [isa for isa in found if isa in named]
+    if not found:
+        best = f"--short takes {sanitized.machine_isas()[-1]} alone" if short else "not here"
+        raise sanitized.CannotRun(f"{', '.join(sorted(named))}: {best}")
+    return found
+
+
+def build(asked: set[str], isas: list[str]) -> None:
+    """Both at a time: one unit of _C.so takes longer than all of its others."""
+    builds: dict[str, Callable[[], object]] = {}
+    if asked - {"faults", "emulated"}:
+        builds[f"_C.so ({', '.join(isas)})"] = lambda: sanitized.build_cpu(isas)
+    if "emulated" in asked:
+        builds["the emulated CUDA kernels"] = sanitized.build_emulator
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        running = {pool.submit(function): name for name, function in builds.items()}
+        while running:
+            say(f"building {' and '.join(running.values())}: {time.monotonic() - start:.0f} s")
+            for future in wait(running, timeout=EVERY, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                future.result()
+
+
 def run(options: argparse.Namespace) -> list[Result]:
-    isas = sanitized.machine_isas()
-    isas = isas[-1:] if options.short else isas
-    every = SHORT_EVERY if options.short else {"cpu": 1, "emulated": 1}
     asked = set(options.only)
+    isas = instruction_sets(asked, options.short)
+    every = SHORT_EVERY if options.short else {"cpu": 1, "emulated": 1}
     results = []
 
     def note(result: Result) -> Result:
@@ -181,16 +211,9 @@ def run(options: argparse.Namespace) -> list[Result]:
     if note(run_faults(sanitized.build_faults(sanitized.BUILD / "faults"))).wrong:
         return results
     sanitized.copy_tree()
-    if asked - {"faults", "emulated"}:
-        start = time.monotonic()
-        sanitized.build_cpu(isas)
-        say(f"built _C.so: {', '.join(isas)} ({time.monotonic() - start:.0f} s)")
-    if "emulated" in asked:
-        start = time.monotonic()
-        sanitized.build_emulator()
-        say(f"built the emulated CUDA kernels ({time.monotonic() - start:.0f} s)")
-        if not note(run_emulated_faults()).wrong:
-            note(run_emulated(options.workers, every["emulated"]))
+    build(asked, isas)
+    if "emulated" in asked and not note(run_emulated_faults()).wrong:
+        note(run_emulated(options.workers, every["emulated"]))
     for isa in isas:
         if isa in asked:
             note(run_isa(isa, options.workers, every["cpu"]))
@@ -205,7 +228,8 @@ def main() -> int:
     say(f"sanitize: {', '.join(options.only)}; logs in {LOGS}")
     try:
         results = run(options)
-    except (sanitized.CannotRun, subprocess.CalledProcessError, OSError) as reason:
+    except (sanitized.CannotRun, sanitized.setup_module().CannotBuild, OSError,
+            subprocess.CalledProcessError) as reason:  # fmt: skip
         say(f"sanitize: cannot run: {reason}")
         return 1
     absent = [isa for isa in sanitized.ISAS if isa not in sanitized.machine_isas()]

@@ -46,10 +46,10 @@ def build() -> Path:
     import ninja
 
     torch_folder = Path(torch.__file__).parent
-    no_hooks = "-DFT_NO_HOOKS " if _SANITIZERS else ""
     host = (
-        f"{_FLAGS} {no_hooks}-O2 -I{HERE}/include -DFT_EMULATED -DTORCH_TARGET_VERSION=0x020A000000000000 "
+        f"{_FLAGS} -O2 -I{HERE}/include -DFT_EMULATED -DTORCH_TARGET_VERSION=0x020A000000000000 "
         f"-isystem {torch_folder}/include -isystem {torch_folder}/include/torch/csrc/api/include"
+        f"{' -DFT_NO_HOOKS' if _SANITIZERS else ''}"
     )
     sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
