@@ -99,7 +99,7 @@ def test_no_test_at_all_is_a_failure(library: Path, tree: Path) -> None:
 
 
 def test_a_fuzz_that_is_not_there_is_a_failure(tree: Path) -> None:
-    (line,) = sanitize.run_fuzz("default", 10).wrong
+    (line,) = sanitize.run_fuzz("default", 10, 1).wrong
     assert "no generated case was run" in line
 
 
