@@ -109,3 +109,48 @@ def test_help() -> None:
     )
     assert run.returncode == 0
     assert "--short" in run.stdout
+
+
+def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sanitized, "machine_isas", lambda: ["default", "avx2"])
+    everything = set(sanitize.PARTS)
+    assert sanitize.instruction_sets(everything, short=False) == ["default", "avx2"]
+    assert sanitize.instruction_sets(everything, short=True) == ["avx2"]
+    assert sanitize.instruction_sets({"fuzz"}, short=True) == ["avx2"]
+    assert sanitize.instruction_sets({"default", "fuzz"}, short=False) == ["default"]
+    for asked, short in (({"avx512"}, False), ({"default"}, True)):
+        with pytest.raises(_sanitized.CannotRun, match=next(iter(asked))):
+            sanitize.instruction_sets(asked, short)
+
+
+def test_the_copy_follows_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, tree = tmp_path / "root", tmp_path / "root/build/tree"
+    (root / "package").mkdir(parents=True)
+    monkeypatch.setattr(_sanitized, "ROOT", root)
+    monkeypatch.setattr(_sanitized, "TREE", tree)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    (root / ".gitignore").write_text("build/\n*.so\n")
+    for name in ("package/one.py", "package/two.py", "package/_C.so"):
+        (root / name).write_text(name)
+    _sanitized.copy_tree()
+    assert not (tree / "package/_C.so").exists()
+    (tree / "package/_C.so").write_text("sanitized")
+    (tree / "build").mkdir()
+    (tree / "build/made.cpp").write_text("made by a test")
+    (root / "package/one.py").write_text("changed")
+    (root / "package/two.py").unlink()
+    _sanitized.copy_tree()
+    assert (tree / "package/one.py").read_text() == "changed"
+    assert not (tree / "package/two.py").exists()
+    assert (tree / "package/_C.so").read_text() == "sanitized"
+    assert (tree / "build/made.cpp").exists()
+
+
+def test_reports_are_told_once() -> None:
+    lines = [
+        "==12==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x60 at pc 0x7f",
+        "==13==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x61 at pc 0x7e",
+        "csrc/ops.h:3:4: runtime error: signed integer overflow: 1 + 2",
+        "RuntimeError: runtime error",
+    ]
+    assert len(_planted.reports(lines)) == 2
