@@ -140,7 +140,8 @@ def run_fuzz(isa: str, examples: int, workers: int) -> Result:
     code, lines = stream(part, command, sanitized.environment(isa))
     wrong = reports(lines)
     if code != 0 and not wrong:
-        wrong = [f"the fuzz ended with {code}", *lines[-10:]]
+        said = [line for line in lines if line.startswith("Failed:")] or lines[-5:]
+        wrong = [f"no report of a sanitizer, but the fuzz ended with {code}", *said]
     ran = next((line.strip() for line in reversed(lines) if re.match(r" +ops: [1-9]", line)), "")
     if not ran and not wrong:
         wrong = ["the fuzz does not say that it ran a case", *lines[-5:]]
