@@ -7,10 +7,10 @@ WORKERS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
+CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants soak lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants sanitize soak lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
@@ -27,6 +27,9 @@ mutants: build  ## break the optimizers in one place at a time; the tests must n
 
 soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS="--minutes 1 --seed 7")
 	PYTHONPATH=tests $(PY) -m soak $(ARGS)
+
+sanitize: $(VENV)/.installed  ## the kernels under AddressSanitizer and UBSan (ARGS="--only avx2 fuzz")
+	$(PY) tools/sanitize.py $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .

@@ -117,7 +117,8 @@ class Ninja:
         ]
 
     def compile(self, source: Path, compiler: str, flags: str, rule: str = "cxx") -> str:
-        out = self.folder / f"{source.relative_to(CSRC)}.o"
+        name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.name
+        out = self.folder / f"{name}.o"
         self._build(rule, out, [str(source)], compiler, flags)
         return str(out)
 
@@ -154,26 +155,37 @@ def torch_flags(torch: Path) -> tuple[str, str]:
     return include, link
 
 
-def build_cpu(out: Path, work: Path) -> dict[str, object]:
+def cpu_units() -> dict[Path, str]:
+    """The sources of _C.so, each with the flags of its own. tools/sanitize.py builds them too."""
+    include, _ = torch_flags(torch_folder())
+    names = ("dispatch", "multi_tensor", "batch_norm", "fold", "chains", "images", "pool")
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return {
+        CSRC / "binding_cpu.cpp": include,
+        **{CSRC / f"cpu/{name}.cpp": "" for name in names},
+        **{CSRC / f"cpu/isa_{isa}.cpp": flags for isa, flags in ISA_FLAGS.items()
+           if x86 or isa == "default"},
+    }  # fmt: skip
+
+
+def build_cpu(
+    out: Path, work: Path, units: dict[Path, str] | None = None, more: str = ""
+) -> dict[str, object]:
+    """Builds _C.so.
+
+    Args:
+        out: the file.
+        work: the folder of the objects.
+        units: sources and their flags; those of cpu_units() where None.
+        more: flags of every compilation and of the link, behind all others.
+    """
     torch, compiler, program = torch_folder(), cxx(), ninja()
-    include, link = torch_flags(torch)
     n = Ninja(work / "cpu")
     objects = [
-        n.compile(CSRC / "binding_cpu.cpp", compiler, f"{CXX_FLAGS} {include}"),
-        n.compile(CSRC / "cpu/dispatch.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/multi_tensor.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/batch_norm.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/fold.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/chains.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/images.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/pool.cpp", compiler, CXX_FLAGS),
-        n.compile(CSRC / "cpu/isa_default.cpp", compiler, CXX_FLAGS),
+        n.compile(source, compiler, f"{CXX_FLAGS} {flags} {more}".strip())
+        for source, flags in (cpu_units() if units is None else units).items()
     ]
-    if platform.machine() in ("x86_64", "AMD64"):
-        for isa in ("avx2", "avx512"):
-            source = CSRC / f"cpu/isa_{isa}.cpp"
-            objects.append(n.compile(source, compiler, f"{CXX_FLAGS} {ISA_FLAGS[isa]}"))
-    n.link(out, objects, compiler, link)
+    n.link(out, objects, compiler, f"{torch_flags(torch)[1]} {more}".strip())
     n.run(program)
     return {"compiler": version_of(compiler), "torch": torch_version(torch)}
 
@@ -266,7 +278,8 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(
-    ext_modules=[Extension("fusedtrain._C", sources=[])],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("fusedtrain._C", sources=[])],
+        cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
+    )

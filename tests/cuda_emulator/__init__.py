@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import importlib.util
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,8 +23,11 @@ ORDERS = ("forward", "reverse", "shuffled")
 # Fortified, longjmp refuses to go from one stack to another.
 # -O1 -fno-tree-sra: the sanitizer's hooks see each access as the kernel has it, 16 bytes in one.
 _FLAGS = "-U_FORTIFY_SOURCE -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unused-function"
+# `make sanitize` sets the variable: GCC has no other sanitizer beside -fsanitize=thread.
+_SANITIZERS = os.environ.get("FUSEDTRAIN_TEST_EMULATOR_SANITIZERS", "")
+_WATCH = _SANITIZERS or "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"
 _KERNEL_FLAGS = (
-    f"{_FLAGS} -O1 -fno-tree-sra -fsanitize=thread --param tsan-instrument-func-entry-exit=0 "
+    f"{_FLAGS} -O1 -fno-tree-sra {_WATCH} "
     f"-Wno-unknown-pragmas -I{HERE}/include -include cuda_runtime.h -x c++"
 )
 
@@ -45,11 +49,12 @@ def build() -> Path:
     host = (
         f"{_FLAGS} -O2 -I{HERE}/include -DFT_EMULATED -DTORCH_TARGET_VERSION=0x020A000000000000 "
         f"-isystem {torch_folder}/include -isystem {torch_folder}/include/torch/csrc/api/include"
+        f"{' -DFT_NO_HOOKS' if _SANITIZERS else ''}"
     )
     sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
     sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory")]
-    sources += [(ROOT / "csrc/binding_cuda.cpp", host)]
+    sources += [(ROOT / "csrc/binding_cuda.cpp", f"{host} {_SANITIZERS}".strip())]
     library = BUILD / "_emulated.so"
     lines = [
         "rule compile",
@@ -58,7 +63,7 @@ def build() -> Path:
         "  deps = gcc",
         "rule link",
         f"  command = c++ -shared $in -L{torch_folder}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu "
-        "-lc10 -o $out",
+        f"-lc10 {_SANITIZERS} -o $out",
     ]
     for source, flags in sources:
         lines += [f"build {source.stem}.o: compile {source}", f"  flags = {flags}"]

@@ -82,6 +82,10 @@ __global__ void write_an_input(const float* x, float* y) {
 }
 __global__ void read_an_output(const float*, float* y) { y[threadIdx.x] += 1; }
 
+__global__ void atomic_past_the_end(const float* x, float* y) {
+  if (threadIdx.x == kThreads - 1) atomicAdd(y + kThreads, x[0]);
+}
+
 __global__ void misaligned_vector(const float* x, float* y) {
   using V = fusedtrain::cuda::Vec<float>;
   V v;
@@ -126,6 +130,22 @@ __global__ void others_stack(const float* x, float* y) {
   if (threadIdx.x == 0) p = &mine;
   __syncthreads();
   y[threadIdx.x] = *const_cast<const volatile float*>(p) + mine;
+}
+
+// Seen by AddressSanitizer alone (`make sanitize`): to the emulator both are memory of the thread.
+__global__ void shared_into_shared(const float* x, float* y) {
+  __shared__ float s[kThreads];
+  __shared__ float behind[kThreads];
+  s[threadIdx.x] = behind[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  const volatile float* p = s;
+  y[threadIdx.x] = p[threadIdx.x + 1] + behind[kThreads - 1 - threadIdx.x];
+}
+__global__ void local_array(const float* x, float* y) {
+  volatile float local[8];
+  for (int i = 0; i < 8; ++i) local[i] = x[i];
+  const volatile float* p = local;
+  y[threadIdx.x] = p[8 + threadIdx.x / kThreads];
 }
 
 // Right: a block's sum by shuffles and shared memory, votes, atomics, a warp that synchronises
@@ -198,6 +218,7 @@ const Case kCases[] = {
     FT_CASE(write_past_the_end),
     FT_CASE(write_an_input),
     FT_CASE(read_an_output),
+    FT_CASE(atomic_past_the_end),
     FT_CASE(misaligned_vector),
     FT_CASE(vector_over_the_end),
     FT_CASE(uninitialised_shared),
@@ -207,6 +228,8 @@ const Case kCases[] = {
     {"dynamic_shared", &dynamic_shared, 1, kThreads, kThreads * sizeof(float)},
     {"dynamic_shared too small", &dynamic_shared, 1, kThreads, kThreads * sizeof(float) - 4},
     FT_CASE(others_stack),
+    FT_CASE(shared_into_shared),
+    FT_CASE(local_array),
     {"too many threads", &read_an_output, 1, 1025, 0},
     {"no blocks", &read_an_output, 0, kThreads, 0},
     {"block_sums", &block_sums, 1, kThreads, 0},

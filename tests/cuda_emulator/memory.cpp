@@ -5,6 +5,11 @@
 #include <stdio.h>
 #include <string.h>
 
+extern "C" {
+__attribute__((weak)) void __asan_poison_memory_region(const volatile void* data, size_t bytes);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* data, size_t bytes);
+}
+
 namespace emulator {
 namespace {
 
@@ -146,9 +151,16 @@ void Memory::add(const void* data, size_t bytes, bool writable) {
   if (writable) memset(const_cast<void*>(data), 0xff, bytes);
 }
 
+void mark(const void* data, size_t bytes, bool accessible) {
+  const auto tell = accessible ? __asan_unpoison_memory_region : __asan_poison_memory_region;
+  if (tell != nullptr) tell(data, bytes);
+}
+
 void Memory::new_block(size_t dynamic_bytes) {
   static_shared_.clear();
   dynamic_bytes_ = dynamic_bytes;
+  mark(dynamic_, kDynamicMost, false);
+  mark(dynamic_, dynamic_bytes, true);
   memset(dynamic_, 0xff, dynamic_bytes);
   dynamic_shadow_.resize(dynamic_bytes, false);
 }

@@ -54,6 +54,9 @@ struct Buffer {
   Shadow shadow;
 };
 
+// Tells AddressSanitizer, where it is loaded (`make sanitize`), which memory may be touched.
+void mark(const void* data, size_t bytes, bool accessible);
+
 class Memory {
  public:
   void clear() { buffers_.clear(); }

@@ -153,16 +153,31 @@ inline int __all_sync(unsigned mask, int predicate) {
   return emulator::ballot(mask, predicate != 0, "__all_sync") == mask;
 }
 
+namespace emulator {
+// AddressSanitizer checks what is compiled with it, and atomic() is not.
+template <class T>
+__forceinline__ void touch(T* p) {
+#ifdef __SANITIZE_ADDRESS__
+  static_cast<void>(*const_cast<volatile T*>(p));
+#else
+  (void)p;
+#endif
+}
+}  // namespace emulator
+
 template <class T>
 __forceinline__ T atomicAdd(T* p, T value) {
+  emulator::touch(p);
   return emulator::atomic(p, value, emulator::Atomic::kAdd);
 }
 template <class T>
 __forceinline__ T atomicMax(T* p, T value) {
+  emulator::touch(p);
   return emulator::atomic(p, value, emulator::Atomic::kMax);
 }
 template <class T>
 __forceinline__ T atomicExch(T* p, T value) {
+  emulator::touch(p);
   return emulator::atomic(p, value, emulator::Atomic::kExchange);
 }
 
