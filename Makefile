@@ -10,7 +10,7 @@ PY := $(BIN)/python
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants fuzz lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
@@ -24,6 +24,9 @@ test: build  ## the whole test-suite (ARGS="-k mish")
 
 mutants: build  ## break the optimizers in one place at a time; the tests must notice (ARGS="-k LAMB")
 	$(PY) tools/mutants.py $(ARGS)
+
+fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --seed 1", or "--minutes 2")
+	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .
