@@ -95,7 +95,14 @@ def _tell(outcome: Outcome) -> None:
     assert outcome.failure is not None
     alone = ""
     try:
-        done = subprocess.run([sys.executable, "-c", outcome.failure], capture_output=True, timeout=120)
+        source = outcome.failure
+        if "import timm" in source:  # it imports where torchvision is half installed, too
+            source = "import _models; _models.timm()\n" + source
+        path = os.pathsep.join(sys.path)
+        done = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, timeout=120,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
         alone = "also alone in a new process" if done.returncode else "NOT alone in a new process"
     except subprocess.TimeoutExpired:
         alone = "and alone takes more than 2 minutes"

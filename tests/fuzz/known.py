@@ -11,6 +11,7 @@ _GATED = ("gated", "glu", "swiglu", "geglu", "reglu", "bilinear_glu")
 KNOWN: list[tuple[str, tuple[str, ...]]] = [
     *(("i", ("is_grads_batched", f"F.{name}(")) for name in _GATED),
     ("i", ("is_grads_batched", "fusedtrain.nn.", "GLU(")),
+    ("o", ("fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')",)),
 ]
 
 
