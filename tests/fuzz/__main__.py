@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
     parser.add_argument("--examples", type=int, help="how many cases in all")
     parser.add_argument("--minutes", type=float, help="how long; 1 if neither this nor --examples")
-    parser.add_argument("--seed", type=int, help="the same seed draws the same programs; else a new one")
+    parser.add_argument(
+        "--seed", type=int, help="the same seed draws the same programs; else a new one"
+    )
     parser.add_argument("--only", choices=list(SHARES), help="one of the families")
     parser.add_argument("--name", default="", help="generators with this in their name")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
@@ -41,7 +44,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _queue(options: argparse.Namespace, seed: int, families: list[str]) -> dict[str, Iterator[Task]]:
+def _queue(
+    options: argparse.Namespace, seed: int, families: list[str]
+) -> dict[str, Iterator[Task]]:
     from .engine import tasks
 
     total = sum(SHARES[family] for family in families)
@@ -76,7 +81,10 @@ class Progress:
         if time.time() - self.told >= EVERY:
             self.told = time.time()
             counts = ", ".join(f"{n} {family}" for family, n in self.ran.items())
-            print(f"{self.told - self.began:4.0f} s: {counts or 'starting'}; {len(self.failed)} failed; at {now}", flush=True)
+            print(
+                f"{self.told - self.began:4.0f} s: {counts or 'starting'}; {len(self.failed)} failed; at {now}",
+                flush=True,
+            )
 
     def summary(self, families: list[str]) -> int:
         print(f"\nRan for {time.time() - self.began:.0f} s:")
@@ -117,11 +125,9 @@ def _next(queues: dict[str, Iterator[Task]], progress: Progress, busy: Counter[s
     """Of the family that has had the least time. A generator that has failed is not tried again."""
     while queues:
         family = min(queues, key=lambda f: progress.spent[f] + busy[f])
-        for task in queues[family]:
+        for task in islice(queues[family], len(_names(family))):
             if task.name not in progress.failed:
                 return task
-            if all(name in progress.failed for name in _names(family)):
-                break
         del queues[family]
     return None
 

@@ -4,7 +4,7 @@ float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
@@ -46,7 +46,15 @@ class Generator:
     """Calls of one function, and what may be done with them."""
 
     make: Callable[[Pick, Context], Call]
-    modes: tuple[str, ...] = ("gradient", "second", "checkpoint", "recompute", "batched", "vmap", "jvp")
+    modes: tuple[str, ...] = (
+        "gradient",
+        "second",
+        "checkpoint",
+        "recompute",
+        "batched",
+        "vmap",
+        "jvp",
+    )
     dtypes: tuple[str, ...] = DTYPES
     precise: tuple[str, ...] = ("float64",)  # for derivatives of functions of derivatives
 
@@ -79,10 +87,22 @@ def source(pick: Pick, call: Call, mode: str, dtype: str) -> str:
     lines = [_HEAD.rstrip(), *call.setup, "", f"torch.manual_seed({pick(*range(20))})"]
     lines += [f"{name} = {made}" for name, made in call.tensors.items()]
     ours = call.inplace if mode == "in place" else call.ours
-    plain = f"x.copy_({call.plain.replace('(x', '(x.clone()', 1)})" if mode == "in place" else call.plain
+    plain = (
+        f"x.copy_({call.plain.replace('(x', '(x.clone()', 1)})"
+        if mode == "in place"
+        else call.plain
+    )
     if mode == "in place" and "(x" not in call.plain:
         plain = f"x.copy_((lambda x: {call.plain})(x.clone()))"
-    lines += ["", f"def ours({names}):", f"    return {ours}", "", f"def plain({names}):", f"    return {plain}", ""]
+    lines += [
+        "",
+        f"def ours({names}):",
+        f"    return {ours}",
+        "",
+        f"def plain({names}):",
+        f"    return {plain}",
+        "",
+    ]
     wide = ", ".join(f"{name}.double()" for name in call.tensors)
     limit = call.tolerance(dtype, call.forward) if dtype in DTYPES else 0.0
     backward = call.tolerance(dtype, call.backward) if dtype in DTYPES else 0.0
@@ -109,7 +129,14 @@ def _comparison(forward: float, backward: float) -> list[str]:
 
 
 # What an in-place call is given of a tensor; the last two only where that has dimensions.
-_PARTS = ("whole", "whole[...]", "whole.transpose(0, -1)", "whole.unsqueeze(0)", "whole[:1]", "whole[..., ::2]")
+_PARTS = (
+    "whole",
+    "whole[...]",
+    "whole.transpose(0, -1)",
+    "whole.unsqueeze(0)",
+    "whole[:1]",
+    "whole[..., ::2]",
+)
 
 
 def _run(pick: Pick, call: Call, mode: str, dtype: str) -> list[str]:
@@ -127,7 +154,11 @@ def _run(pick: Pick, call: Call, mode: str, dtype: str) -> list[str]:
     if mode == "in place":
         part = pick(*_PARTS[: None if "[]" not in call.tensors["x"] else -2])
         rest = ", ".join(name for name in call.tensors if name != "x")
-        lines += ["    whole = x * 1", f"    f({', '.join(filter(None, [part, rest]))})", "    y = whole"]
+        lines += [
+            "    whole = x * 1",
+            f"    f({', '.join(filter(None, [part, rest]))})",
+            "    y = whole",
+        ]
     elif mode == "recompute":
         lines += ["    import fusedtrain", "    with fusedtrain.recompute():"]
         lines += [f"        y = f({names}).square()"]

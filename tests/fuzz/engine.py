@@ -144,9 +144,7 @@ def run_task(
     return outcome
 
 
-def tasks(
-    family: str, seed: int, cases: int, only: str = "", most: int = 10**9
-) -> Iterator[Task]:
+def tasks(family: str, seed: int, cases: int, only: str = "", most: int = 10**9) -> Iterator[Task]:
     """All generators of a family in turn, `cases` at a time, with other seeds every time round."""
     names = [name for name in FAMILIES[family] if only in name]
     turn = 0
@@ -157,4 +155,3 @@ def tasks(
             yield Task(family, name, seed_of(seed, name, turn), min(cases, most))
             most -= cases
         turn += 1
-

@@ -11,6 +11,8 @@ _GATED = ("gated", "glu", "swiglu", "geglu", "reglu", "bilinear_glu")
 KNOWN: list[tuple[str, tuple[str, ...]]] = [
     *(("i", ("is_grads_batched", f"F.{name}(")) for name in _GATED),
     ("i", ("is_grads_batched", "fusedtrain.nn.", "GLU(")),
+    ("d", ("fusedtrain.optim.LAMB(", "give({")),
+    ("d", ("fusedtrain.optim.LAMB(", "other([")),
     ("o", ("fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')",)),
 ]
 

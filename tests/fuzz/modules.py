@@ -111,7 +111,10 @@ def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     channels = f"{sizes[1]}, dtype=torch.{vector}"
     values = "3 * torch.randn({shape}, dtype=torch.float64)"
     tensors = {"x": in_memory(pick, sizes, values, context.dtype)}
-    tensors |= {"running_mean": f"torch.randn({channels})", "running_var": f"0.5 + torch.rand({channels})"}
+    tensors |= {
+        "running_mean": f"torch.randn({channels})",
+        "running_var": f"0.5 + torch.rand({channels})",
+    }
     if affine:
         tensors |= {"weight": f"torch.randn({channels})", "bias": f"torch.randn({channels})"}
     given = ", ".join(f"{n!r}: {n}" for n in tensors if n != "x")
@@ -142,7 +145,7 @@ def conv_bn_act(pick: Pick, context: Context) -> Call:
     tensors = {
         "x": in_memory(pick, (n, 2, 5, 4), values, context.dtype),
         "kernel": f"torch.randn({c}, 2, 3, 3).to(torch.{context.dtype})",
-        **{k: f"torch.randn({c}, dtype=torch.{vector})" for k in ("weight", "bias", "mean")},
+        **dict.fromkeys(("weight", "bias", "mean"), f"torch.randn({c}, dtype=torch.{vector})"),
         "var": f"0.5 + torch.rand({c}, dtype=torch.{vector})",
     }
     names = {"conv.weight": "kernel", "bn.weight": "weight", "bn.bias": "bias",
@@ -241,7 +244,7 @@ _MAKERS = {
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{f"nn.{name}": generator.programs for name, generator in _MAKERS.items()},
-    "nn.Dropout": ops.dropout,
+    "nn.Dropout": partial(ops.dropout, module=True),
     "nn.DropPath": drop_path,
     "nn.NormalizeImages": normalize_images,
     "nn.SyncBatchNormAct": sync_batch_norm,

@@ -97,11 +97,25 @@ class Network:
         if "{inplace}" in form:
             inplace = self.named("inplace", "nn.ReLU(inplace=True)")
         if "{container}" in form:
-            container = self.named("container", "nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))")
+            container = self.named(
+                "container", "nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))"
+            )
         self.statements.append(form.format(a=a, b=self.any(), inplace=inplace, container=container))
 
     def statement(self) -> None:
-        kind = self.pick("norm", "residual", "residual", "residual", "act", "gate", "scale", "mix", "write", "sum", "buffer")
+        kind = self.pick(
+            "norm",
+            "residual",
+            "residual",
+            "residual",
+            "act",
+            "gate",
+            "scale",
+            "mix",
+            "write",
+            "sum",
+            "buffer",
+        )
         if kind == "norm":
             self.new(f"self.{self.module('norm')}(self.{self.module('conv')}({self.any()}))")
         elif kind == "residual":
@@ -114,11 +128,17 @@ class Network:
                 self.new(self.pick(*ACTIVATED).format(a=a))
         elif kind == "gate":
             a, b = self.any(), self.any()
-            self.new(self.pick(f"{a} * self.{self.module('gate')}({b})", f"{a} * torch.sigmoid({b})"))
+            self.new(
+                self.pick(f"{a} * self.{self.module('gate')}({b})", f"{a} * torch.sigmoid({b})")
+            )
         elif kind == "scale":
             a, b = self.any(), self.any()
             gamma = self.pick("gamma", "gamma[:, None, None]")
-            form = "nn.Parameter(torch.ones(4, 1, 1))" if gamma == "gamma" else "nn.Parameter(torch.ones(4))"
+            form = (
+                "nn.Parameter(torch.ones(4, 1, 1))"
+                if gamma == "gamma"
+                else "nn.Parameter(torch.ones(4))"
+            )
             name = self.named("gamma" if gamma == "gamma" else "flat", form)
             self.new(f"{a} + {b} * self.{gamma.replace('gamma', name)}")
         elif kind == "mix":
@@ -126,7 +146,11 @@ class Network:
         elif kind == "write":
             self.write(self.any())
         elif kind == "sum":
-            self.new(self.pick("{a} + {b}", "torch.add({a}, {b})", "{a}.add_({b})", "{a} + {a}").format(a=self.any(), b=self.any()))
+            self.new(
+                self.pick("{a} + {b}", "torch.add({a}, {b})", "{a}.add_({b})", "{a} + {a}").format(
+                    a=self.any(), b=self.any()
+                )
+            )
         else:
             norm = self.module("norm")
             if "track" in self.modules[norm]:
@@ -141,18 +165,28 @@ class Network:
         if between == "write":
             self.write(self.pick(shortcut, shortcut, branch))
         elif between == "drop":
-            branch = self.new(f"self.{self.named('drop', 'fusedtrain.nn.DropPath(0.25)')}({branch})")
+            branch = self.new(
+                f"self.{self.named('drop', 'fusedtrain.nn.DropPath(0.25)')}({branch})"
+            )
         elif between == "statement":
             self.statement()
         form = self.pick("{b} + {a}", "{a} + {b}", "{b}.add_({a})", "torch.add({b}, {a})")
         total = self.new(form.format(a=shortcut, b=branch))
         if self.pick(True, True, False):
-            self.new(self.pick("torch.relu({a})", f"self.{self.module('act')}({{a}})").format(a=total))
+            self.new(
+                self.pick("torch.relu({a})", f"self.{self.module('act')}({{a}})").format(a=total)
+            )
 
     def share(self) -> None:
         """Parameters and buffers that two modules have in common."""
-        convs = [n for n, s in self.modules.items() if n.startswith("conv") and "groups" not in s and "Transpose" not in s]
-        same = [(a, b) for a in convs for b in convs if a < b and self.modules[a] == self.modules[b]]
+        convs = [
+            n
+            for n, s in self.modules.items()
+            if n.startswith("conv") and "groups" not in s and "Transpose" not in s
+        ]
+        same = [
+            (a, b) for a in convs for b in convs if a < b and self.modules[a] == self.modules[b]
+        ]
         norms = [n for n, s in self.modules.items() if s == "nn.BatchNorm2d(4)"]
         if same and self.pick.chance(4):
             a, b = self.pick(*same)
@@ -261,7 +295,9 @@ def _network(pick: Pick) -> Network:
     return network
 
 
-def _program(network: Network, found: str, mode: str = "", first: str = "", bits: bool = False) -> str:
+def _program(
+    network: Network, found: str, mode: str = "", first: str = "", bits: bool = False
+) -> str:
     pick = network.pick
     source = _PROGRAM.format(
         net=network.source(), seed=pick(*range(20)), mode=mode, hook=network.hook(), first=first,
@@ -324,9 +360,13 @@ def reverted(draw: Callable[..., Any]) -> str:
     """Converted and back: the same bits, names and classes."""
     pick = Pick(draw)
     network = _network(pick)
-    call = pick("convert(twin)", "convert(twin)", "convert(twin, memory='recompute')", "tune_mode(twin)")
+    call = pick(
+        "convert(twin)", "convert(twin)", "convert(twin, memory='recompute')", "tune_mode(twin)"
+    )
     first = f"fusedtrain.{call}\nfusedtrain.revert(twin)\n"
-    first += "assert str(twin) == str(net) and twin.state_dict().keys() == net.state_dict().keys()\n"
+    first += (
+        "assert str(twin) == str(net) and twin.state_dict().keys() == net.state_dict().keys()\n"
+    )
     return _program(network, "found = train(twin)", "", first, bits=True)
 
 

@@ -35,7 +35,9 @@ class Pick:
         return [choice for choice in choices if self(True, False)]
 
 
-def shape(pick: Pick, dims: tuple[int, ...] = (1, 2, 3, 4, 0, 5), sizes: Any = None) -> tuple[int, ...]:
+def shape(
+    pick: Pick, dims: tuple[int, ...] = (1, 2, 3, 4, 0, 5), sizes: Any = None
+) -> tuple[int, ...]:
     """Of up to some thousand elements; now and then of none."""
     count = pick(*dims)
     sizes = sizes or ((2, 1, 3, 17, 64, 513) if count < 3 else (2, 1, 3, 4, 7))
