@@ -3,10 +3,12 @@
 A case is the source of a short program: it makes tensors, calls fusedtrain and plain torch, and
 asserts that the results agree. Hypothesis draws the programs and shrinks those that fail.
 
-    ops.py         functions of fusedtrain.functional: every layout, dtype and derivative
+    ops.py         functions of fusedtrain.functional: every layout, dtype and derivative;
+                   chains.py and norms.py have those of more than one tensor
     modules.py     classes of fusedtrain.nn, which are functions of their parameters
     optimizers.py  fusedtrain.optim and GradScaler beside torch.optim and timm.optim
-    networks.py    convert, fold_conv_bn, tune_mode, drop_redundant_bias on whole networks
+    conversions.py convert, fold_conv_bn, tune_mode, drop_redundant_bias, revert on whole networks
+    networks.py    the source of a network
     tensors.py     the source of one tensor: shapes, values, memory
     calls.py       the source of a program that compares two functions of tensors
     compare.py     how large a difference may be

@@ -81,10 +81,8 @@ class Progress:
         if time.time() - self.told >= EVERY:
             self.told = time.time()
             counts = ", ".join(f"{n} {family}" for family, n in self.ran.items())
-            print(
-                f"{self.told - self.began:4.0f} s: {counts or 'starting'}; {len(self.failed)} failed; at {now}",
-                flush=True,
-            )
+            line = f"{counts or 'starting'}; {len(self.failed)} failed; at {now}"
+            print(f"{self.told - self.began:4.0f} s: {line}", flush=True)
 
     def summary(self, families: list[str]) -> int:
         print(f"\nRan for {time.time() - self.began:.0f} s:")

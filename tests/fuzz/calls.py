@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from . import compare
-from .tensors import DTYPES, OTHER_DTYPES, Pick, gradient
+from .tensors import DTYPES, OTHER_DTYPES, VALUES, Pick, gradient, in_memory
 
 
 @dataclass
@@ -23,6 +23,12 @@ class Context:
     def smooth(self) -> bool:
         """Whether two right answers could differ by much where a derivative jumps."""
         return self.mode in ("second", "jvp")
+
+    def random(self, pick: Pick, shape: tuple[int, ...], values: str = "normal") -> str:
+        """The source of a tensor of this shape."""
+        if self.mode == "other dtype":
+            return OTHER_DTYPES[self.dtype].format(shape=list(shape))
+        return in_memory(pick, shape, VALUES[values], self.dtype)
 
 
 @dataclass
@@ -75,6 +81,11 @@ class Generator:
         return program()
 
 
+EVERY = ("gradient", "second", "checkpoint", "recompute", "batched", "vmap", "jvp", "other dtype")
+STRAIGHT = (*EVERY, "special")
+# No other dtype: integers times floats are floats, of which torch's operators each think their own.
+CHAINED = EVERY[:-1]
+
 _HEAD = """\
 import torch
 import torch.nn.functional as N
@@ -124,7 +135,8 @@ def _comparison(forward: float, backward: float) -> list[str]:
     return [
         "for i, (a, b) in enumerate(zip(found, want, strict=True)):",
         f"    limit = {forward:.2g}{rest}",
-        "    torch.testing.assert_close(a.double(), b.double(), rtol=limit, atol=limit, equal_nan=True)",
+        "    a, b = a.double(), b.double()",
+        "    torch.testing.assert_close(a, b, rtol=limit, atol=limit, equal_nan=True)",
     ]
 
 
@@ -174,8 +186,10 @@ def _run(pick: Pick, call: Call, mode: str, dtype: str) -> list[str]:
         lines += [
             "    grad.requires_grad_()",
             f"    first = torch.autograd.grad(y, {wrt}, grad, create_graph=True)",
-            "    total = sum((t * torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape).to(t)).sum() for t in first)",
-            f"    second = torch.autograd.grad(total, [grad, {', '.join(trained)}], materialize_grads=True)",
+            "    ramps = [torch.linspace(0.5, 1.5, t.numel()).reshape(t.shape) for t in first]",
+            "    total = sum((t * ramp.to(t)).sum() for t, ramp in zip(first, ramps))",
+            f"    others = [grad, {', '.join(trained)}]",
+            "    second = torch.autograd.grad(total, others, materialize_grads=True)",
         ]
         results.append("*first, *second")
     elif trained and mode == "batched":
@@ -190,8 +204,8 @@ def _transformed(mode: str, names: str, wide: str, limit: float) -> list[str]:
     lines = [f"tensors, wide = [{names}], [{wide}]"]
     if mode == "vmap":
         lines += [
-            "stacks, wide = ([torch.stack([t, 0.5 * t]) for t in some] for some in (tensors, wide))",
-            "found = torch.vmap(ours)(*stacks)",
+            "tensors, wide = ([torch.stack([t, 0.5 * t]) for t in s] for s in (tensors, wide))",
+            "found = torch.vmap(ours)(*tensors)",
             "want = torch.stack([plain(*some) for some in zip(*wide, strict=True)])",
             "found, want = [found], [want]",
         ]

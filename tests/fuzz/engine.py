@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from . import known, modules, networks, ops, optimizers
+from . import conversions, known, modules, ops, optimizers
 
 Programs = st.SearchStrategy[str]
 
@@ -25,7 +25,7 @@ Programs = st.SearchStrategy[str]
 FAMILIES: dict[str, dict[str, Callable[[], Programs]]] = {
     "ops": {**ops.PROGRAMS, **modules.PROGRAMS},
     "optimizers": optimizers.PROGRAMS,
-    "models": networks.PROGRAMS,
+    "models": conversions.PROGRAMS,
 }
 SHRINK_SECONDS = 20.0
 

@@ -12,6 +12,8 @@ KNOWN: list[tuple[str, tuple[str, ...]]] = [
     *(("i", ("is_grads_batched", f"F.{name}(")) for name in _GATED),
     ("i", ("is_grads_batched", "fusedtrain.nn.", "GLU(")),
     ("d", ("fusedtrain.optim.LAMB(", "give({")),
+    ("d", ("fusedtrain.optim.LAMB(", "give(range")),
+    ("d", ("fusedtrain.optim.LAMB(", "give_scaled({")),
     ("d", ("fusedtrain.optim.LAMB(", "other([")),
     ("o", ("fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')",)),
 ]

@@ -1,4 +1,4 @@
-"""Programs that call the modules of fusedtrain.nn, as functions of input, parameters and buffers."""
+"""Programs that call the modules of fusedtrain.nn, as functions of input and parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fusedtrain import nn as fused_nn
 
-from . import ops
-from .calls import Call, Context, Generator
+from . import chains, norms, ops
+from .calls import CHAINED, Call, Context, Generator
 from .tensors import Pick, in_memory, shape
 
 # What a module has been through before it is called.
@@ -43,10 +43,15 @@ def _setup(pick: Pick, made: str) -> tuple[str, ...]:
     return (*imports, "import fusedtrain", "from torch.func import functional_call", "", life)
 
 
+FUNCTIONS = {
+    "HardMish": "hard_mish", "QuickGELU": "quick_gelu", "ReLUSquared": "relu_squared",
+    "LeakyReLU": "leaky_relu",
+}  # fmt: skip
+
+
 def activation(name: str, pick: Pick, context: Context) -> Call:
     """Of the classes without parameters."""
-    function = {"LogSigmoid": "logsigmoid", "HardMish": "hard_mish", "QuickGELU": "quick_gelu",
-                "ReLUSquared": "relu_squared", "LeakyReLU": "leaky_relu"}.get(name, name.lower())  # fmt: skip
+    function = FUNCTIONS.get(name, name.lower())
     listed = pick(*ARGUMENTS.get(name, ("",)))
     call = ops.activation(function, pick, context)
     call.ours, call.setup = "m(x)", _setup(pick, f"{name}({listed})")
@@ -71,7 +76,7 @@ def star_relu(pick: Pick, context: Context) -> Call:
 
 def gated_unit(name: str, pick: Pick, context: Context) -> Call:
     function = {"BilinearGLU": "bilinear_glu"}.get(name, name.lower())
-    call = ops.gated_unit(function, pick, context, halves=True)
+    call = chains.gated_unit(function, pick, context, halves=True)
     call.setup = _setup(pick, f"{name}({call.ours.partition('(x, ')[2]}")
     call.ours = "m(x)"
     return call
@@ -80,7 +85,7 @@ def gated_unit(name: str, pick: Pick, context: Context) -> Call:
 def bias_act_dropout(pick: Pick, context: Context) -> Call:
     sizes = shape(pick, (2, 3, 4, 1))
     dim = pick(*range(len(sizes)))
-    act, form = ops.an_activation(pick, context)
+    act, form = chains.an_activation(pick, context)
     around = [1] * len(sizes)
     around[dim] = -1
     x, bias = (
@@ -105,7 +110,7 @@ def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     """The BatchNormAct classes, in training or not, with a residual or without."""
     rank = {"1": pick(2, 3), "2": 4, "3": 5}.get(name[-2], 4)
     sizes = (pick(4, 2, 6), pick(3, 1, 5), *(pick(3, 2, 5) for _ in range(rank - 2)))
-    act, form = ops.an_activation(pick, context)
+    act, form = chains.an_activation(pick, context)
     training, affine = pick(True, False), pick(True, False)
     vector = "float64" if context.dtype == "float64" else "float32"
     channels = f"{sizes[1]}, dtype=torch.{vector}"
@@ -151,16 +156,18 @@ def conv_bn_act(pick: Pick, context: Context) -> Call:
     names = {"conv.weight": "kernel", "bn.weight": "weight", "bn.bias": "bias",
              "bn.running_mean": "mean", "bn.running_var": "var"}  # fmt: skip
     given = ", ".join(f"{k!r}: {v}" for k, v in names.items())
-    form = f"{act}()(N.batch_norm(N.conv2d(x, kernel, padding=1), mean, var, weight, bias, {training}, 0.1, 1e-5))"
+    z = "N.conv2d(x, kernel, padding=1)"
+    form = f"{act}()(N.batch_norm({z}, mean, var, weight, bias, {training}, 0.1, 1e-5))"
+    moved = ("mean", "var") if training and context.mode != "checkpoint" else ()
     return Call(
         f"functional_call(m, {{{given}}}, x)", form, tensors, ("x", "kernel", "weight", "bias"),
-        ("mean", "var") if training and context.mode != "checkpoint" else (), forward=20.0, backward=400.0,
+        moved, forward=20.0, backward=400.0,
         setup=_setup(pick, f"ConvBnAct(2, {c}, 3, padding=1, act_layer={act}).train({training})"),
     )  # fmt: skip
 
 
 def max_pool2d(pick: Pick, context: Context) -> Call:
-    call = ops.max_pool2d(pick, context)
+    call = norms.max_pool2d(pick, context)
     call.setup = _setup(pick, f"MaxPool2d({call.ours.partition('(x, ')[2]}")
     call.ours = "m(x)"
     return call
@@ -186,14 +193,14 @@ assert torch.equal(m.eval()(x), x)
 def drop_path(draw: Callable[..., Any]) -> str:
     pick = Pick(draw)
     return _DROP_PATH.format(
-        seed=pick(*range(20)), shape=list(shape(pick, (2, 1, 3, 4))), dtype=pick("float64", "float32"),
-        p=pick(0.25, 0.5), scale=pick(True, False),
+        seed=pick(*range(20)), shape=list(shape(pick, (2, 1, 3, 4))), p=pick(0.25, 0.5),
+        dtype=pick("float64", "float32"), scale=pick(True, False),
     )  # fmt: skip
 
 
 @st.composite
 def normalize_images(draw: Callable[..., Any]) -> str:
-    source: str = draw(ops.normalize_images())
+    source: str = draw(norms.normalize_images())
     call = "F.normalize_images(x, mean, std, "
     return source.replace("import fusedtrain.functional as F", "import fusedtrain").replace(
         call, "fusedtrain.nn.NormalizeImages(mean, std, "
@@ -217,7 +224,8 @@ x = torch.randn({pick(4, 2)}, 3, {pick(5, 2)}, 2, dtype=torch.float64)
 results = []
 for m in (norm, synced):
     y = m(x.requires_grad_())
-    grads = torch.autograd.grad(y, [x, *m.parameters()], torch.linspace(-1, 2, y.numel()).reshape(y.shape).double())
+    grad = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).reshape(y.shape)
+    grads = torch.autograd.grad(y, [x, *m.parameters()], grad)
     results.append([y, *grads, *m.buffers()])
 for a, b in zip(*results, strict=True):
     torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -228,15 +236,15 @@ _GLUS = ("GLU", "SwiGLU", "GEGLU", "ReGLU", "BilinearGLU")
 _NORMS = ("BatchNormAct1d", "BatchNormAct2d", "BatchNormAct3d", "BatchNormAddAct")
 _TRAINED = ("gradient", "second", "checkpoint", "recompute")
 _MAKERS = {
-    "PReLU": Generator(prelu, ops.CHAINED),
-    "StarReLU": Generator(star_relu, ops.CHAINED),
-    "MaxPool2d": Generator(max_pool2d, ops.CHAINED),
-    "BiasActDropout": Generator(bias_act_dropout, ops.CHAINED),
+    "PReLU": Generator(prelu, CHAINED),
+    "StarReLU": Generator(star_relu, CHAINED),
+    "MaxPool2d": Generator(max_pool2d, CHAINED),
+    "BiasActDropout": Generator(bias_act_dropout, CHAINED),
     "ConvBnAct": Generator(conv_bn_act, _TRAINED, ("float64", "float32")),
-    **{name: Generator(partial(gated_unit, name), ops.CHAINED) for name in _GLUS},
+    **{name: Generator(partial(gated_unit, name), CHAINED) for name in _GLUS},
     **{name: Generator(partial(batch_norm, name), _TRAINED) for name in _NORMS},
     **{
-        name: Generator(partial(activation, name), ops.CHAINED)
+        name: Generator(partial(activation, name), CHAINED)
         for name, cls in vars(fused_nn.activation).items()
         if name in fused_nn.__all__ and name not in ("PReLU", "StarReLU") and inspect.isclass(cls)
         and issubclass(cls, torch.nn.Module)
@@ -244,7 +252,7 @@ _MAKERS = {
 }  # fmt: skip
 PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{f"nn.{name}": generator.programs for name, generator in _MAKERS.items()},
-    "nn.Dropout": partial(ops.dropout, module=True),
+    "nn.Dropout": partial(chains.dropout, module=True),
     "nn.DropPath": drop_path,
     "nn.NormalizeImages": normalize_images,
     "nn.SyncBatchNormAct": sync_batch_norm,

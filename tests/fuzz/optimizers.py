@@ -1,4 +1,4 @@
-"""Programs that drive an optimizer of fusedtrain and its counterpart through the same operations."""
+"""Programs that drive an optimizer of fusedtrain and its counterpart in the same way."""
 
 from __future__ import annotations
 
@@ -24,25 +24,43 @@ _SQUARES = {
     "centered": ("False", "True"),
 }  # fmt: skip
 # Optimizer -> its counterpart, and the arguments that are drawn.
+_BOOL, _DOUBT = ("False", "True"), ("True", "False")
 COUNTERPARTS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "SGD": ("torch.optim.SGD", {**_SGD, **_UP}),
     "Adam": ("torch.optim.Adam", _ADAM),
     "AdamW": ("torch.optim.AdamW", _ADAM),
     "RMSprop": ("torch.optim.RMSprop", {**_SQUARES, **_UP}),
-    "Adagrad": ("torch.optim.Adagrad", {"lr_decay": ("0", "0.5"), "eps": ("1e-2", "1e-8"), **_L2,
-                                        "initial_accumulator_value": ("0", "0.25"), **_UP}),
+    "Adagrad": (
+        "torch.optim.Adagrad",
+        {
+            "lr_decay": ("0", "0.5"), "eps": ("1e-2", "1e-8"), **_L2,
+            "initial_accumulator_value": ("0", "0.25"), **_UP,
+        },
+    ),
     "SGDW": ("timm.optim.SGDW", {**_SGD, **_CAUTION, **_UP}),
     "NAdamW": ("timm.optim.NAdamW", {**_BETAS, **_L2, **_CAUTION, **_UP}),
-    "Lion": ("timm.optim.Lion", {"betas": ("(0.9, 0.99)", "(0.5, 0.75)"), **_L2, **_CAUTION, **_UP}),
-    "RMSpropTF": ("timm.optim.RMSpropTF", {**_SQUARES, **_CAUTION, "decoupled_decay": ("False", "True"),
-                                           "lr_in_momentum": ("True", "False")}),
-    "LARS": ("timm.optim.Lars", {**_SGD, "trust_coeff": ("0.02", "0.5"), "trust_clip": ("False", "True"),
-                                 "always_adapt": ("False", "True")}),
-    "LAMB": ("timm.optim.Lamb", {**_BETAS, **_L2, **_CAUTION, "bias_correction": ("True", "False"),
-                                 "grad_averaging": ("True", "False"), "trust_clip": ("False", "True"),
-                                 "always_adapt": ("False", "True"), "max_grad_norm": ("None", "1.0")}),
-    "NovoGrad": ("timm.optim.NvNovoGrad", {**_BETAS, **_L2, "grad_averaging": ("False", "True"),
-                                           "amsgrad": ("False", "True")}),
+    "Lion": (
+        "timm.optim.Lion",
+        {"betas": ("(0.9, 0.99)", "(0.5, 0.75)"), **_L2, **_CAUTION, **_UP},
+    ),
+    "RMSpropTF": (
+        "timm.optim.RMSpropTF",
+        {**_SQUARES, **_CAUTION, "decoupled_decay": _BOOL, "lr_in_momentum": _DOUBT},
+    ),
+    "LARS": (
+        "timm.optim.Lars",
+        {**_SGD, "trust_coeff": ("0.02", "0.5"), "trust_clip": _BOOL, "always_adapt": _BOOL},
+    ),
+    "LAMB": (
+        "timm.optim.Lamb",
+        {
+            **_BETAS, **_L2, **_CAUTION, "bias_correction": _DOUBT, "grad_averaging": _DOUBT,
+            "trust_clip": _BOOL, "always_adapt": _BOOL, "max_grad_norm": ("None", "1.0"),
+        },
+    ),
+    "NovoGrad": (
+        "timm.optim.NvNovoGrad", {**_BETAS, **_L2, "grad_averaging": _BOOL, "amsgrad": _BOOL},
+    ),
 }  # fmt: skip
 _SHAPES = ("(3, 5)", "(7,)", "()", "(2, 0)", "(4, 3, 2, 2)", "(33,)", "(1,)")
 
@@ -52,15 +70,28 @@ import torch, fusedtrain{timm}
 
 def run(make, other, GradScaler):
     torch.manual_seed({seed})
-    params = [{params}]
+    values = [
+{params}
+    ]
+    params = [torch.nn.Parameter(value) for value in values]
     spare = torch.nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
     optimizer = make({groups})
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=2)
 
     def give(missing=(), scale=1.0):
         for i, p in enumerate(params):
-            p.grad = None if i in missing else (torch.randn(p.shape, dtype=torch.float64) * scale).to(p)
+            grad = torch.randn(p.shape, dtype=torch.float64).to(p) * scale
+            p.grad = None if i in missing else grad
+{scaled}
+"""
+_SCALED = """
+    def give_scaled(missing=()):
+        scaler.scale(torch.ones(()))
+        give(missing, scaler.get_scale())
 
+    def step_scaled():
+        scaler.step(optimizer)
+        scaler.update()
 """
 _TAIL = """\
     return [*params, spare]
@@ -78,6 +109,7 @@ for a, b in zip(found, want, strict=True):
 """
 
 # What may be done to an optimizer, as lines; {k} is a number of a parameter.
+_AGAIN = "([{{'params': g['params']}} for g in optimizer.param_groups])"
 STEPS = {
     "step": "give(); optimizer.step()",
     "without a gradient": "give({{{k}}}); optimizer.step()",
@@ -88,28 +120,30 @@ STEPS = {
     "new lr": "optimizer.param_groups[0]['lr'] *= 0.5",
     "tensor lr": "optimizer.param_groups[0]['lr'] = torch.tensor(0.02, dtype=torch.float64)",
     "new decay": "optimizer.param_groups[-1]['weight_decay'] = 0.05",
-    "add group": "optimizer.add_param_group({{'params': [spare], 'lr': 0.005}}); params.append(spare)",
+    "add group": "params.append(spare)\n"
+    "optimizer.add_param_group({{'params': [spare], 'lr': 0.005}})",
     "round trip": "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
-    "into a new one": "old, optimizer = optimizer, make([{{'params': g['params']}} for g in optimizer.param_groups])\n"
+    "into a new one": f"old, optimizer = optimizer, make{_AGAIN}\n"
     "optimizer.load_state_dict(old.state_dict())",
-    "into the other": "old, optimizer = optimizer, other([{{'params': g['params']}} for g in optimizer.param_groups])\n"
+    "into the other": f"old, optimizer = optimizer, other{_AGAIN}\n"
     "optimizer.load_state_dict(copy.deepcopy(old.state_dict()))",
     "from a file": "file = io.BytesIO(); torch.save(optimizer.state_dict(), file); file.seek(0)\n"
     "optimizer.load_state_dict(torch.load(file))",
     "deepcopy": "params, spare, optimizer = copy.deepcopy((params, spare, optimizer))",
     "pickle": "params, spare, optimizer = pickle.loads(pickle.dumps((params, spare, optimizer)))",
-    "scaled step": "scaler.scale(torch.ones(())); give(scale=scaler.get_scale()); scaler.step(optimizer); scaler.update()",
-    "scaled, missing": "scaler.scale(torch.ones(())); give({{{k}}}, scaler.get_scale()); scaler.step(optimizer); scaler.update()",
-    "overflow": "scaler.scale(torch.ones(())); give(); params[{k}].grad.fill_({bad}); scaler.step(optimizer); scaler.update()",
-    "unscale, clip": "scaler.scale(torch.ones(())); give(scale=scaler.get_scale()); scaler.unscale_(optimizer)\n"
-    "torch.nn.utils.clip_grad_norm_(params, 0.5); scaler.step(optimizer); scaler.update()",
+    "scaled step": "give_scaled(); step_scaled()",
+    "scaled, missing": "give_scaled({{{k}}}); step_scaled()",
+    "overflow": "give_scaled(); params[{k}].grad.fill_({bad}); step_scaled()",
+    "unscale, clip": "give_scaled(); scaler.unscale_(optimizer)\n"
+    "torch.nn.utils.clip_grad_norm_(params, 0.5); step_scaled()",
     "clip": "give(); torch.nn.utils.clip_grad_norm_(params, 0.5); optimizer.step()",
     "new memory": "for p in params:\n    p.data = p.data.clone()",
     "written": "with torch.no_grad():\n    params[{k}].mul_(0.5)",
-    "channels last": "for p in params:\n    p.data = p.data.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p.data",
+    "turned": "for p in params:\n    p.data = p.data.mT.contiguous().mT if p.dim() > 1 else p.data",
     "scaler state": "scaler.load_state_dict(copy.deepcopy(scaler.state_dict()))",
-    "frozen": "params[{k}].requires_grad_(False); give({{{k}}}); optimizer.step(); params[{k}].requires_grad_()",
-}  # fmt: skip
+    "frozen": "params[{k}].requires_grad_(False)\n"
+    "give({{{k}}}); optimizer.step(); params[{k}].requires_grad_()",
+}
 
 
 @st.composite
@@ -124,15 +158,9 @@ def programs(draw: Callable[..., Any], name: str) -> str:
     lr = pick("0.01", "0.05")
     count = pick(2, 1, 3)
     shapes = [pick(*_SHAPES) for _ in range(count)]
-    params = ", ".join(
-        f"torch.nn.Parameter(torch.randn({s}, dtype=torch.float64){_memory(pick, s)})"
-        for s in shapes
-    )
-    groups = pick(
-        "params", "[{'params': params[:1]}, {'params': params[1:], 'lr': 0.02}]", "iter(params)"
-    )
-    if count == 1:
-        groups = "params"
+    values = [f"torch.randn({s}, dtype=torch.float64){_memory(pick, s)}" for s in shapes]
+    two = "[{'params': params[:1]}, {'params': params[1:], 'lr': 0.02}]"
+    groups = pick("params", "iter(params)", *([two] if count > 1 else []))
     arguments = "".join(f", {k}={v}" for k, v in {"lr": lr, **chosen}.items())
     lines: list[str] = []
     steps = list(STEPS)
@@ -146,22 +174,20 @@ def programs(draw: Callable[..., Any], name: str) -> str:
             added = True
         if step == "into the other":
             other = "theirs"
-        scaled = scaled or "scaler" in STEPS[step]
-        numbers = {
-            "k": pick(*range(count)),
-            "none": pick("", "set_to_none=False"),
-            "bad": pick("torch.inf", "torch.nan"),
-        }
-        lines += STEPS[step].format(**numbers).split("\n")
+        scaled = scaled or "_scaled" in STEPS[step]
+        lines += STEPS[step].format(
+            k=pick(*range(count)), none=pick("", "set_to_none=False"),
+            bad=pick("torch.inf", "torch.nan"),
+        ).split("\n")  # fmt: skip
     lines.append("give(); optimizer.step()")
     body = "\n".join(f"    {line}" for line in lines) + "\n"
     timm = "\nimport timm.optim" if theirs.startswith("timm") else ""
-    scaler = (
-        pick("fusedtrain.amp.GradScaler", "torch.amp.GradScaler")
-        if scaled
-        else "torch.amp.GradScaler"
-    )
-    return _HEAD.format(timm=timm, seed=pick(*range(20)), params=params, groups=groups) + body + _TAIL.format(
+    scaler = pick("torch", *(["fusedtrain"] if scaled else [])) + ".amp.GradScaler"
+    head = _HEAD.format(
+        timm=timm, seed=pick(*range(20)), params="\n".join(f"        {v}," for v in values),
+        groups=groups, scaled=_SCALED if scaled else "",
+    )  # fmt: skip
+    return head + body + _TAIL.format(
         ours=name, theirs=theirs, arguments=arguments, other=other, scaler=scaler,
         limit=1e-5 if name == "NovoGrad" else 1e-9,  # timm's second moments are float32
     )  # fmt: skip
@@ -207,7 +233,8 @@ def scheduled(draw: Callable[..., Any]) -> str:
     return _SCHEDULED.format(
         seed=pick(*range(20)), steps=pick(3, 1, 6), name=pick("SGD", "AdamW"),
         scheduler=pick(
-            "StepLR(optimizer, 1, 0.5)", "CosineAnnealingLR(optimizer, 4)", "OneCycleLR(optimizer, 0.5, 9, cycle_momentum=False)",
+            "StepLR(optimizer, 1, 0.5)", "CosineAnnealingLR(optimizer, 4)",
+            "OneCycleLR(optimizer, 0.5, 9, cycle_momentum=False)",
             "LinearLR(optimizer, 0.25, 1.0, 3)",
         ),
     )  # fmt: skip
@@ -234,7 +261,9 @@ def zeroed(draw: Callable[..., Any]) -> str:
     return _ZEROED.format(
         seed=pick(*range(20)), shape=pick("3, 4", "[]", "0", "33"), count=pick(3, 2, 0),
         dtype=pick("float32", "float64", "float16", "bfloat16"), none=pick(False, True),
-        given=pick("params", "iter(params)", "torch.optim.SGD(params)", "fusedtrain.optim.SGD(params)"),
+        given=pick(
+            "params", "iter(params)", "torch.optim.SGD(params)", "fusedtrain.optim.SGD(params)"
+        ),
     )  # fmt: skip
 
 

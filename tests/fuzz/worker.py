@@ -19,7 +19,7 @@ def prepare() -> None:
 
 
 def work(task: Task, folder: str) -> Outcome:
-    """Runs a task; the folder has the program of the moment, for those who find the process dead."""
+    """Runs a task; the program of the moment is in the folder, should the process die."""
     from .engine import run_task
 
     return run_task(task, notes=Path(folder) / f"{os.getpid()}.py")

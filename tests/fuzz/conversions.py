@@ -1,0 +1,167 @@
+"""Programs that train a network beside its converted, folded or tuned copy, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .networks import Network, drawn
+from .tensors import Pick
+
+_PROGRAM = """\
+import copy
+import fusedtrain
+import torch
+import torch.nn.functional as N
+from torch import nn
+
+{net}
+
+torch.manual_seed({seed})
+net = Net().double(){mode}
+for t in net.state_dict().values():
+    if t.is_floating_point():
+        nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
+{hook}inputs = [torch.randn(3, 4, 6, 5, dtype=torch.float64) for _ in range(20)]
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    seen = []
+    for seed, x in enumerate(inputs):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        y = model(x.clone())
+        (y * y.detach().sin()).mean().backward()
+        grads = [0 * p if p.grad is None else p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        seen.append([y.detach().clone(), *grads, *(b.clone() for b in model.buffers())])
+    return seen
+
+twin = copy.deepcopy(net)
+{first}want = train(net)
+{found}
+for step, (a, b) in enumerate(zip(found, want, strict=True)):
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7, msg=lambda m: f"step {{step}}: {{m}}")
+"""
+# torch raises where a converted model modifies what backward needs; convert's docstring says so.
+_FOUND = """\
+try:
+    {convert}
+    found = train(twin)
+except RuntimeError as error:
+    found = want if "inplace operation" in str(error) else [error]"""
+_FOLDED = """\
+import copy
+import fusedtrain
+import torch
+import torch.nn.functional as N
+from torch import nn
+
+{net}
+
+torch.manual_seed({seed})
+net = Net().double()
+for t in net.state_dict().values():
+    if t.is_floating_point():
+        nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
+{hook}net.eval()
+x = torch.randn(3, 4, 6, 5, dtype=torch.float64)
+state = copy.deepcopy(net.state_dict())
+with torch.no_grad():
+    want = net(x.clone())
+    folded, _ = fusedtrain.fold_conv_bn(net{example})
+    found = folded(x.clone())
+torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+"""
+
+
+def _program(
+    network: Network, found: str, mode: str = "", first: str = "", bits: bool = False
+) -> str:
+    pick = network.pick
+    source = _PROGRAM.format(
+        net=network.source(), seed=pick(*range(20)), mode=mode, hook=network.hook(), first=first,
+        found=found,
+    )  # fmt: skip
+    return source.replace("rtol=1e-7, atol=1e-7", "rtol=0, atol=0") if bits else source
+
+
+@st.composite
+def converted(draw: Callable[..., Any], memory: str, example: bool) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    norms = [name for name in network.modules if name.startswith("norm")]
+    mode = "".join(f"\nnet.{name}.eval()" for name in norms if pick.chance(5))
+    arguments = ["twin"] + ["inputs[0].clone()"] * example
+    arguments += [f"memory={memory!r}"] * (memory != "store")
+    call = f"fusedtrain.convert({', '.join(arguments)})"
+    return _program(network, _FOUND.format(convert=call), mode)
+
+
+@st.composite
+def store_and_recompute(draw: Callable[..., Any]) -> str:
+    """Not a bit may differ."""
+    first = "fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')\n"
+    return _program(drawn(Pick(draw)), "found = train(twin)", "", first, bits=True)
+
+
+@st.composite
+def folded(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    example = pick("", ", x.clone()", ", fuse_activation=False")
+    return _FOLDED.format(
+        net=network.source(), seed=pick(*range(20)), hook=network.hook(), example=example
+    )
+
+
+@st.composite
+def tuned(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    frozen = [n for n in network.modules if n.startswith("norm") and pick(True, True, False)]
+    mode = "".join(f"\nnet.{name}.eval()" for name in frozen)
+    return _program(network, "fusedtrain.tune_mode(twin)\nfound = train(twin)", mode)
+
+
+@st.composite
+def without_bias(draw: Callable[..., Any]) -> str:
+    """Parameters and running means differ by the biases; outputs do not, and revert undoes it."""
+    network = drawn(Pick(draw))
+    found = "fusedtrain.drop_redundant_bias(twin{})\nfound = train(twin)".format(
+        network.pick("", ", example_inputs=inputs[0].clone()")
+    )
+    source = _program(network, found)
+    return source.replace(", *grads, *(b.clone() for b in model.buffers())]", "]")
+
+
+@st.composite
+def reverted(draw: Callable[..., Any]) -> str:
+    """Converted and back: the same bits, names and classes."""
+    pick = Pick(draw)
+    network = drawn(pick)
+    call = pick(
+        "convert(twin)", "convert(twin)", "convert(twin, memory='recompute')", "tune_mode(twin)"
+    )
+    first = f"fusedtrain.{call}\nfusedtrain.revert(twin)\n"
+    first += (
+        "assert str(twin) == str(net) and twin.state_dict().keys() == net.state_dict().keys()\n"
+    )
+    return _program(network, "found = train(twin)", "", first, bits=True)
+
+
+PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
+    "convert": partial(converted, "store", False),
+    "convert with example": partial(converted, "store", True),
+    "convert recompute": partial(converted, "recompute", False),
+    "convert inplace": partial(converted, "inplace", False),
+    "store and recompute": store_and_recompute,
+    "fold_conv_bn": folded,
+    "tune_mode": tuned,
+    "drop_redundant_bias": without_bias,
+    "revert": reverted,
+}
