@@ -23,8 +23,6 @@ from .worker import prepare, work
 if TYPE_CHECKING:
     from .engine import Outcome, Task
 
-CASES = 20  # of a task: of one generator, before it is the next one's turn
-CASES_OF_A_MODEL = 5
 SHARES = {"ops": 0.7, "optimizers": 0.2, "models": 0.1}  # of --examples
 EVERY = 5.0  # seconds between lines of progress
 
@@ -52,7 +50,7 @@ def _queue(
     total = sum(SHARES[family] for family in families)
     return {
         family: tasks(
-            family, seed, CASES_OF_A_MODEL if family == "models" else CASES, options.name,
+            family, seed, 10 if family == "models" else 20, options.name,
             10**9 if options.examples is None else round(options.examples * SHARES[family] / total),
         )
         for family in families

@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Callable[[], Programs]]] = {
     "optimizers": optimizers.PROGRAMS,
     "models": conversions.PROGRAMS,
 }
-SHRINK_SECONDS = 20.0
+SHRINK_SECONDS = 45.0
 
 
 @dataclass
@@ -71,7 +71,7 @@ def run_program(source: str) -> str | None:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         line = next(f.lineno or 0 for f in frames if f.filename == "<fuzz>")
-        if source.splitlines()[line - 1].startswith("want = "):
+        if source.splitlines()[line - 1].lstrip().startswith("want = "):
             return ""
         return "".join(traceback.format_exception_only(error)).strip() or repr(error)
     finally:

@@ -15,6 +15,8 @@ KNOWN: list[tuple[str, tuple[str, ...]]] = [
     ("d", ("fusedtrain.optim.LAMB(", "give(range")),
     ("d", ("fusedtrain.optim.LAMB(", "give_scaled({")),
     ("d", ("fusedtrain.optim.LAMB(", "other([")),
+    # fold_conv_bn puts Identity in the place of a norm whose buffers forward reads: AttributeError.
+    ("b", ("fusedtrain.fold_conv_bn(", ".running_var[")),
     ("o", ("fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')",)),
 ]
 

@@ -46,8 +46,8 @@ WRITES = (
     "self.{inplace}({a})", "{a} += 0.5", "{a}.add_({b})", "{a}[:, :2].mul_(0.5)",
     "{a}.flatten(1).mul_(0.5)", "{a}.detach().mul_(0.5)", "{a}.clamp_(-0.5, 0.5)",
     "{a}.data.mul_(0.5)", "{a}.copy_({b})", "nn.init.constant_({a}.detach()[:1], 0.5)",
-    "torch.mul({a}, 0.5, out={a}.detach())", "{a}[0] = 0.25", "N.dropout({a}, 0.25, inplace=True)",
-    "self.{container}({a})",
+    "torch.mul({a}, 0.5, out={a}.detach())", "{a}[0] = 0.25", "self.{container}({a})",
+    "N.dropout({a}, 0.25, self.training, inplace=True)",
 )  # fmt: skip
 SUMS = ("{b} + {a}", "{a} + {b}", "{b}.add_({a})", "torch.add({b}, {a})")
 HOOKS = (
