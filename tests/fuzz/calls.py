@@ -21,7 +21,7 @@ class Context:
 
     @property
     def smooth(self) -> bool:
-        """Whether two right answers could differ by much where a derivative jumps."""
+        """Whether values stay away from kinks, where derivatives of derivatives do not exist."""
         return self.mode in ("second", "jvp")
 
     def random(self, pick: Pick, shape: tuple[int, ...], values: str = "normal") -> str:
@@ -52,15 +52,7 @@ class Generator:
     """Calls of one function, and what may be done with them."""
 
     make: Callable[[Pick, Context], Call]
-    modes: tuple[str, ...] = (
-        "gradient",
-        "second",
-        "checkpoint",
-        "recompute",
-        "batched",
-        "vmap",
-        "jvp",
-    )
+    modes: tuple[str, ...]
     dtypes: tuple[str, ...] = DTYPES
     precise: tuple[str, ...] = ("float64",)  # for derivatives of functions of derivatives
 
@@ -97,23 +89,11 @@ def source(pick: Pick, call: Call, mode: str, dtype: str) -> str:
     names = ", ".join(call.tensors)
     lines = [_HEAD.rstrip(), *call.setup, "", f"torch.manual_seed({pick(*range(20))})"]
     lines += [f"{name} = {made}" for name, made in call.tensors.items()]
-    ours = call.inplace if mode == "in place" else call.ours
-    plain = (
-        f"x.copy_({call.plain.replace('(x', '(x.clone()', 1)})"
-        if mode == "in place"
-        else call.plain
-    )
-    if mode == "in place" and "(x" not in call.plain:
-        plain = f"x.copy_((lambda x: {call.plain})(x.clone()))"
-    lines += [
-        "",
-        f"def ours({names}):",
-        f"    return {ours}",
-        "",
-        f"def plain({names}):",
-        f"    return {plain}",
-        "",
-    ]
+    ours, plain = call.ours, call.plain
+    if mode == "in place":
+        ours, plain = call.inplace, f"x.copy_((lambda x: {plain})(x.clone()))"
+    lines += ["", f"def ours({names}):", f"    return {ours}", ""]
+    lines += [f"def plain({names}):", f"    return {plain}", ""]
     wide = ", ".join(f"{name}.double()" for name in call.tensors)
     limit = call.tolerance(dtype, call.forward) if dtype in DTYPES else 0.0
     backward = call.tolerance(dtype, call.backward) if dtype in DTYPES else 0.0

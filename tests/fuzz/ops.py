@@ -39,6 +39,13 @@ PARAMETERS: dict[str, tuple[tuple[float, ...], ...]] = {
 }
 # torch's own float64 kernels of these have 1/6 rounded to float32.
 COARSE = ("hardsigmoid", "hardswish")
+# Of tensors whose sums must not overflow float16.
+SMALL = (2, 1, 3, 7)
+# Whose derivative may be kept in few bits.
+FEW_BITS = {
+    "relu": "q1",
+    **dict.fromkeys(("silu", "mish", "gelu", "quick_gelu", "hardswish"), "q8"),
+}
 
 
 def special(pick: Pick, name: str, dtype: str) -> str:
@@ -77,18 +84,25 @@ def activation(name: str, pick: Pick, context: Context) -> Call:
         plain = plain.format(b=values[0])
     coarse = 1e3 if context.dtype == "float64" else 1.0
     scale = 1e7 if name in COARSE and context.dtype == "float64" else 1.0
+    if name == "squareplus" and context.dtype == "float64":
+        scale = 16.0  # of plain torch's formula, which cancels at -300
     if context.smooth and name not in COARSE:
         scale *= coarse
+    backward = scale * backward_scale(row)
+    if name in FEW_BITS and context.mode == "gradient" and pick(False, False, True):
+        extra += f", save={FEW_BITS[name]!r}"
+        if name != "relu":  # derivatives rounded to 256 levels
+            backward = max(backward, 0.03 / compare.pointwise(context.dtype, 1.0))
     inplace = f"F.{name}(x{listed}, inplace=True)" if name in INPLACE else ""
     return Call(
         f"F.{name}(x{listed}{extra})", plain, {"x": argument(pick, context, name, shape(pick))},
         ("x",), inplace=inplace, tolerance=compare.pointwise, forward=scale,
-        backward=scale * backward_scale(row),
+        backward=backward,
     )  # fmt: skip
 
 
 def prelu(pick: Pick, context: Context) -> Call:
-    sizes = shape(pick, (2, 1, 3, 4))
+    sizes = shape(pick, (2, 1, 3, 4), SMALL)
     channels = sizes[1] if len(sizes) > 1 and sizes[1] else 1
     count = pick(1, channels)
     x = argument(pick, context, "prelu", sizes)
@@ -100,7 +114,7 @@ def prelu(pick: Pick, context: Context) -> Call:
 
 
 def star_relu(pick: Pick, context: Context) -> Call:
-    x = argument(pick, context, "star_relu", shape(pick, (2, 1, 3, 4)))
+    x = argument(pick, context, "star_relu", shape(pick, (2, 1, 3, 4), SMALL))
     kind = _kind(context)
     return Call(
         "F.star_relu(x, scale, bias)", "scale * N.relu(x) ** 2 + bias",
