@@ -126,7 +126,7 @@ class Network:
         else:
             norm = self.module("norm")
             if "track" not in self.modules[norm]:
-                self.new(f"{a} * self.{norm}.running_var[:, None, None].clone()")
+                self.new(f"{a} * self.{norm}.running_var[:, None, None].tanh()")
 
     def residual(self, a: str) -> None:
         """A branch with a norm, and the sum with its start; anything may come between."""
