@@ -45,6 +45,8 @@ twin = copy.deepcopy(net)
 stock, ours = train(net), train(twin)
 for step in range(20):
     want = next(stock)
+    if not want[0].abs().max() < 1e4:
+        break  # it diverges, and rounding with it
 {found}
     message = f"step {{step}}: {{{{}}}}".format
     torch.testing.assert_close(found, want, rtol={limit}, atol={limit}, msg=message)
