@@ -10,7 +10,7 @@ PY := $(BIN)/python
 CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants sanitize soak lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants fuzz sanitize soak lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
@@ -30,6 +30,9 @@ soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS
 
 sanitize: $(VENV)/.installed  ## the kernels under AddressSanitizer and UBSan (ARGS="--only avx2 fuzz")
 	$(PY) tools/sanitize.py $(ARGS)
+
+fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --seed 1", or "--minutes 2")
+	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .

@@ -1,0 +1,162 @@
+"""Programs that train a network beside its converted, folded or tuned copy, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hypothesis import strategies as st
+
+from .networks import Network, drawn
+from .tensors import Pick
+
+_PROGRAM = """\
+import copy
+import fusedtrain
+import torch
+import torch.nn.functional as N
+from torch import nn
+
+{net}
+
+torch.manual_seed({seed})
+net = Net().double(){mode}
+for t in net.state_dict().values():
+    if t.is_floating_point():
+        nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
+{hook}inputs = [torch.randn(3, 4, 6, 5, dtype=torch.float64) for _ in range(20)]
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    for seed, x in enumerate(inputs):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        y = model(x.clone())
+        (y * y.detach().tanh()).mean().backward()
+        grads = [0 * p if p.grad is None else p.grad.clone() for p in model.parameters()]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield [y.detach().clone(), *grads, *(b.clone() for b in model.buffers())]
+
+want = next(train(copy.deepcopy(net)))
+twin = copy.deepcopy(net)
+{convert}
+stock, ours = train(net), train(twin)
+for step in range(20):
+    want = next(stock)
+    if not want[0].abs().max() < 1e4:
+        break  # it diverges, and rounding with it
+{found}
+    message = f"step {{step}}: {{{{}}}}".format
+    torch.testing.assert_close(found, want, rtol={limit}, atol={limit}, msg=message)
+"""
+# torch raises where a converted model modifies what backward needs: convert's docstring says so.
+# The same holds after tune_mode, where the activation of a BatchNormAct2d is a call of its own.
+_FOUND = """\
+    try:
+        found = next(ours)
+    except RuntimeError as error:
+        assert "inplace operation" in str(error), error
+        break"""
+_FOLDED = """\
+import copy
+import fusedtrain
+import torch
+import torch.nn.functional as N
+from torch import nn
+
+{net}
+
+torch.manual_seed({seed})
+net = Net().double()
+for t in net.state_dict().values():
+    if t.is_floating_point():
+        nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
+{hook}net.eval()
+x = torch.randn(3, 4, 6, 5, dtype=torch.float64)
+state = copy.deepcopy(net.state_dict())
+with torch.no_grad():
+    want = net(x.clone())
+    folded, _ = fusedtrain.fold_conv_bn(net{example})
+    found = folded(x.clone())
+torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
+"""
+
+
+def _program(network: Network, convert: str, mode: str = "", limit: str = "1e-7") -> str:
+    may_raise = limit != "0" and any(call in convert for call in ("convert(twin", "tune_mode(twin"))
+    return _PROGRAM.format(
+        net=network.source(), seed=network.pick(*range(20)), mode=mode, hook=network.hook(),
+        convert=convert, found=_FOUND if may_raise else "    found = next(ours)", limit=limit,
+    )  # fmt: skip
+
+
+@st.composite
+def converted(draw: Callable[..., Any], memory: str, example: bool) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    norms = [name for name in network.modules if name.startswith("norm")]
+    mode = "".join(f"\nnet.{name}.eval()" for name in norms if pick.chance(5))
+    arguments = ["twin"] + ["inputs[0].clone()"] * example
+    arguments += [f"memory={memory!r}"] * (memory != "store")
+    return _program(network, f"fusedtrain.convert({', '.join(arguments)})", mode)
+
+
+@st.composite
+def store_and_recompute(draw: Callable[..., Any]) -> str:
+    """Not a bit may differ."""
+    convert = "fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')"
+    return _program(drawn(Pick(draw)), convert, limit="0")
+
+
+@st.composite
+def folded(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    example = pick("", ", x.clone()", ", fuse_activation=False")
+    return _FOLDED.format(
+        net=network.source(), seed=pick(*range(20)), hook=network.hook(), example=example
+    )
+
+
+@st.composite
+def tuned(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    network = drawn(pick)
+    frozen = [n for n in network.modules if n.startswith("norm") and pick(True, True, False)]
+    mode = "".join(f"\nnet.{name}.eval()" for name in frozen)
+    return _program(network, "fusedtrain.tune_mode(twin)", mode)
+
+
+@st.composite
+def without_bias(draw: Callable[..., Any]) -> str:
+    """Outputs are compared: parameters and running means differ by the biases."""
+    network = drawn(Pick(draw))
+    example = network.pick("", ", example_inputs=inputs[0].clone()")
+    source = _program(network, f"fusedtrain.drop_redundant_bias(twin{example})")
+    return source.replace(", *grads, *(b.clone() for b in model.buffers())]", "]")
+
+
+@st.composite
+def reverted(draw: Callable[..., Any]) -> str:
+    """Converted and back: the same bits, names and classes."""
+    pick = Pick(draw)
+    network = drawn(pick)
+    calls = ("convert(twin)", "convert(twin, memory='recompute')", "tune_mode(twin)")
+    convert = f"fusedtrain.{pick(*calls)}\nfusedtrain.revert(twin)\nassert str(twin) == str(net)"
+    return _program(network, convert, limit="0")
+
+
+PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
+    "convert": partial(converted, "store", False),
+    "convert with example": partial(converted, "store", True),
+    "convert recompute": partial(converted, "recompute", False),
+    "convert inplace": partial(converted, "inplace", False),
+    "store and recompute": store_and_recompute,
+    "fold_conv_bn": folded,
+    "tune_mode": tuned,
+    "drop_redundant_bias": without_bias,
+    "revert": reverted,
+}

@@ -1,0 +1,110 @@
+"""Programs that call batch norm, max pooling and the normalisation of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from . import compare
+from .calls import Call, Context
+from .chains import an_activation
+from .tensors import Pick, shape
+
+
+def batch_norm_act(pick: Pick, context: Context) -> Call:
+    sizes = shape(pick, (4, 2, 3, 5), (3, 2, 4, 7, 8))
+    training = pick(True, False) and (not sizes or _many(sizes))
+    name, form = an_activation(pick, context)
+    vector = "float64" if context.dtype == "float64" else "float32"
+    channels = sizes[1]
+    tensors = {"x": context.random(pick, sizes)}
+    moved: tuple[str, ...] = ()
+    if not training or pick(True, False):
+        tensors["mean"] = f"torch.randn({channels}, dtype=torch.{vector})"
+        tensors["var"] = f"0.5 + torch.rand({channels}, dtype=torch.{vector})"
+        moved = ("mean", "var") if training else ()
+    given = "mean, var" if "mean" in tensors else "None, None"
+    affine = "None, None"
+    if pick(True, False):
+        tensors["weight"] = f"torch.randn({channels}, dtype=torch.{vector})"
+        tensors["bias"] = f"torch.randn({channels}, dtype=torch.{vector})"
+        affine = "weight, bias"
+    z = f"N.batch_norm(x, {given}, {affine}, {training}, 0.25, 1e-3)"
+    more = f", activation={name!r}"
+    if pick(False, True):
+        tensors["branch"] = f"torch.rand({sizes[0]}, dtype=torch.{vector})"
+        more += ", branch_scale=branch"
+        z = f"{z} * branch.detach().reshape({[-1] + [1] * (len(sizes) - 1)})"
+    if pick(False, True):
+        tensors["residual"] = context.random(pick, sizes)
+        more += ", residual=residual"
+        z = f"({z} + residual)"
+    x = "x"
+    wide = context.mode == "gradient" and context.dtype in ("float64", "float32")
+    if wide and more.count("=") == 1 and name in ("identity", "leaky_relu") and pick(False, True):
+        x, more = "x * 1", more + ", overwrite_input=True"
+    trained = tuple(n for n in ("x", "weight", "bias", "residual") if n in tensors)
+    return Call(
+        f"F.batch_norm_act({x}, {given}, {affine}, {training}, 0.25, 1e-3{more})",
+        form.format(z=z), tensors, trained, moved, forward=5.0, backward=50.0,
+    )  # fmt: skip
+
+
+def _many(sizes: tuple[int, ...]) -> bool:
+    """Whether statistics are of enough values to be no accident."""
+    count = sizes[0]
+    for n in sizes[2:]:
+        count *= n
+    return count >= 4 and sizes[1] > 0
+
+
+def max_pool2d(pick: Pick, context: Context) -> Call:
+    sizes = (*shape(pick, (2, 1), (2, 1, 3)), pick(5, 6, 9), pick(5, 8, 3))
+    kernel = pick(2, 3, (2, 3), 1)
+    options = [f"kernel_size={kernel}"] + [
+        option for option in ("stride=1", "stride=2", "stride=(2, 1)") if pick(False, True)
+    ][:1]
+    if kernel in (2, 3):
+        options += pick([], ["padding=1"])
+    options += pick([], ["ceil_mode=True"])
+    listed = ", ".join(options)
+    x = context.random(pick, sizes, "normal" if context.smooth else pick("kinks", "normal"))
+    return Call(f"F.max_pool2d(x, {listed})", f"N.max_pool2d(x, {listed})", {"x": x}, ("x",),
+                backward=2.0)  # fmt: skip
+
+
+_IMAGES = """\
+import torch
+import fusedtrain.functional as F
+
+torch.manual_seed({seed})
+x = torch.randint(0, 256, {shape}, dtype=torch.uint8){memory}
+mean, std = {mean}, {std}
+y = F.normalize_images(x, mean, std, torch.{dtype}, torch.{format})
+mean, std = (torch.tensor(t, dtype=torch.float64).reshape(-1, 1, 1) for t in (mean, std))
+want = (x.double() / 255 - mean) / std
+assert y.dtype is torch.{dtype}
+torch.testing.assert_close(y.double(), want, rtol={limit}, atol={limit})
+"""
+
+
+@st.composite
+def normalize_images(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    channels, height, width = pick(3, 1, 4, 7), pick(2, 1, 17, 33), pick(3, 1, 16, 65)
+    sizes = (
+        (channels, height, width) if pick.chance(3) else (pick(2, 1, 0), channels, height, width)
+    )
+    memories = ["", ".flip(-1)", ".transpose(-1, -2)"]
+    if len(sizes) == 4:
+        memories.append(".to(memory_format=torch.channels_last)")
+    dtype = pick("float32", "float16", "bfloat16", "float64")
+    numbers = pick(0.5, [0.25 * (i + 1) for i in range(channels)])
+    return _IMAGES.format(
+        seed=pick(*range(20)), shape=list(sizes), memory=pick(*memories), dtype=dtype,
+        mean=pick(0.5, 0.0, [0.125 * i for i in range(channels)]), std=numbers,
+        format=pick("preserve_format", "contiguous_format", "channels_last"),
+        limit=compare.chained(dtype, 1),
+    )  # fmt: skip
