@@ -158,7 +158,7 @@ def test_tasks_share_the_cases() -> None:
     assert [t.name for t in engine.tasks("ops", 1, 5, "hard_mish", 10)] == ["hard_mish"] * 2
 
 
-def test_known_defects_are_told_by_letter() -> None:
-    for letter, words in known.KNOWN:
-        assert known.letter_of(" ".join(words)) == letter
-    assert known.letter_of("") == ""
+def test_known_differences_have_names() -> None:
+    for name, words in known.KNOWN:
+        assert known.known_in(" ".join(words)) == name
+    assert known.known_in("") == ""

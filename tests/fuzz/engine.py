@@ -108,7 +108,7 @@ def run_task(
             return
         if notes is not None:
             notes.write_text(source)
-        error = "" if known.letter_of(source) else run_program(source)
+        error = "" if known.known_in(source) else run_program(source)
         if error is None:
             outcome.ran += outcome.failure is None
         elif error == "":
