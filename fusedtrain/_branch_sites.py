@@ -52,16 +52,22 @@ class Branch:
 
 
 def add_branch(
-    shortcut: Tensor, branch: Tensor, scale: Tensor | None, drop: nn.Module | None
+    shortcut: Any,
+    branch: Tensor,
+    scale: Tensor | None,
+    drop: nn.Module | None,
+    in_place: bool = False,
 ) -> Tensor:
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
-    and stochastic depth, else as it is written. `drop` draws the numbers that it would draw."""
+    and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
+    written over the branch. `drop` draws the numbers that it would draw."""
     if isinstance(branch, fx.Proxy):  # fusedtrain.fold looks into forwards as they run
         call: Any = branch.tracer.create_proxy
-        return call("call_function", add_branch, (shortcut, branch, scale, drop), {})
+        return call("call_function", add_branch, (shortcut, branch, scale, drop, in_place), {})
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
     shift = 0 if scale is None else branch.dim() - scale.dim()
-    fits = shortcut.shape == branch.shape and branch.dim() > 1 and shift >= 0 and len(dims) <= 1
+    fits = isinstance(shortcut, Tensor) and shortcut.shape == branch.shape
+    fits = fits and branch.dim() > 1 and shift >= 0 and len(dims) <= 1
     if fits and scale is not None:
         dim = dims[0] + shift if dims else -1
         fits = bool(dims) and dim > 0 and scale.numel() == branch.shape[dim]
@@ -69,7 +75,8 @@ def add_branch(
     fits = fits and shortcut.dtype is branch.dtype and (drop is None or is_stochastic_depth(drop))
     if not fits:
         branch = branch if scale is None else branch * scale
-        return shortcut + (branch if drop is None else drop(branch))
+        branch = branch if drop is None else drop(branch)
+        return branch.add_(shortcut) if in_place else shortcut + branch
     kept = None if drop is None else branch_scale_of(drop, branch)
     if scale is None:
         return residual_add(shortcut, branch, None, kept)

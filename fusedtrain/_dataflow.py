@@ -7,26 +7,39 @@ through the forward are traced. The forward runs on stand-ins: the model's own s
 
 from __future__ import annotations
 
+import dis
+import functools
 import operator
-import random
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._optional_arguments import looks_at, optional_of, trials
+from ._optional_arguments import asks_results, looks_at, optional_of, trials
 from ._rewritten import rewritten_of
+from ._tracer import (
+    BYPASSED,
+    CONTEXT,
+    KEPT,
+    Choices,
+    Tracer,
+    Watch,
+    answering,
+    bypass,
+    context_now,
+    has_with,
+    random_states,
+    set_random_states,
+)
 
-_MOST_WAYS, _MOST_CHOICES = 16, 64
+_MOST_WAYS = 16
+_TRACING = ("torch.fx", "fusedtrain")
 _SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 # Made of other modules and without a forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -45,146 +58,24 @@ class Trace:
     module: nn.Module
     graphs: list[fx.Graph]
     inexact: str = ""
+    partial: bool = False  # ways are missing
+    bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
+
+    @staticmethod
+    def is_kept(node: fx.Node) -> bool:
+        """Whether its value outlives the forward, in an attribute or a global list, say."""
+        return KEPT in node.meta
+
+    @staticmethod
+    def are_alike(first: fx.Node, second: fx.Node) -> bool:
+        """Whether both are computed under the same no_grad, autocast and the like."""
+        return first.meta.get(CONTEXT) == second.meta.get(CONTEXT)
 
     def callee(self, node: object) -> nn.Module | None:
         """The module that a node calls, if it does."""
         if not isinstance(node, fx.Node) or node.op != "call_module":
             return None
         return self.module.get_submodule(str(node.target))
-
-
-@dataclass
-class _Choices:
-    """The answers of one way through a forward: those given, then always the first."""
-
-    given: tuple[bool, ...]
-    made: list[bool] = field(default_factory=list)
-
-    def choose(self, first: bool) -> bool:
-        place = len(self.made)
-        if place >= _MOST_CHOICES:  # `while not done:`
-            raise RuntimeError("its forward has too many branches")
-        self.made.append(self.given[place] if place < len(self.given) else first)
-        return self.made[-1]
-
-
-class _Proxy(fx.Proxy):
-    """Also records `x += y` for what it is, which fx would take for `x = x + y`, and refuses
-    `x.data = y`, which fx would not record."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("tracer", "node"):
-            raise AttributeError(f"its forward sets `{name}` of a tensor")
-        super().__setattr__(name, value)
-
-
-def _in_place(name: str) -> Any:
-    function = getattr(operator, name)
-
-    def record(self: fx.Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
-
-    return record
-
-
-IN_PLACE = (
-    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
-)  # fmt: skip
-for _name in IN_PLACE:
-    setattr(_Proxy, f"__{_name}__", _in_place(_name))
-
-
-class _Tracer(fx.Tracer):
-    # So that a forward which updates a buffer in place updates nothing here.
-    proxy_buffer_attributes = True
-    sees_conversions = True  # forwards as they run, not as they were before `convert`
-
-    def __init__(self, choices: _Choices) -> None:
-        super().__init__()
-        self.choices = choices
-        self.guessed = ""
-        self.kinds: dict[fx.Node, bool] = {}
-        self.context = _context()
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        if _context() != self.context:
-            self.guessed = "its forward works under no_grad, autocast or checkpoint"
-        if "set_" in args:  # Tensor.set_
-            self.guessed = "its forward puts one tensor into the place of another"
-        return super().create_node(*args, **kwargs)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        self.guessed = "what its forward does depends on its input"
-        return self.choices.choose(False)
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        self.guessed = "its forward takes a list of tensors"
-        item: Any = obj
-        return iter((item[0], item[1]))
-
-    def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
-        """A tensor at first, then a list."""
-        flat = kinds if isinstance(kinds, tuple) else (kinds,)
-        if not {torch.Tensor, list, tuple} & set(flat):
-            if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
-                self.guessed = "its forward asks for the type of its input"
-            return isinstance(obj, kinds)
-        self.guessed = "its forward asks for the type of its input"
-        if obj.node not in self.kinds:
-            self.kinds[obj.node] = self.choices.choose(True)
-        return (torch.Tensor in flat) == self.kinds[obj.node]
-
-
-@cache
-def _device_types() -> tuple[str, str]:
-    return "cpu", str(torch.accelerator.current_accelerator(False) or "cuda")
-
-
-def _context() -> tuple[Any, ...]:
-    """What a `with` around a call changes, and a graph does not tell."""
-    autocast = [
-        (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()
-    ]
-    # Those of torch.utils.checkpoint, say.
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks(False))
-
-
-class _Watch(TorchDispatchMode):
-    """Notes whether anything is computed while a forward runs on stand-ins."""
-
-    computed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.computed = True
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _answering(forward: Any, tracer: _Tracer) -> Iterator[None]:
-    """Lets the file that a forward was written in ask for the types of stand-ins."""
-    names = forward.__globals__
-    had, before = "isinstance" in names, names.get("isinstance")
-
-    def is_instance(obj: Any, kinds: Any) -> bool:
-        return (
-            tracer.is_instance(obj, kinds) if isinstance(obj, fx.Proxy) else isinstance(obj, kinds)
-        )
-
-    names["isinstance"] = is_instance
-    try:
-        yield
-    finally:
-        if had:
-            names["isinstance"] = before
-        else:
-            del names["isinstance"]
 
 
 def _clone(root: nn.Module) -> nn.Module:
@@ -232,34 +123,41 @@ def _forward_of(module: nn.Module, converted: bool) -> Any:
 
 def _trace_once(
     module: nn.Module,
-    choices: _Choices,
+    choices: Choices,
     mode: tuple[bool, bool, bool],
     defaults: dict[str, Any],
     converted: bool = False,
 ) -> tuple[fx.Graph, str]:
     """One way through a forward, and what makes it one of several."""
     own, children, gradients = mode
-    clone, tracer, watch = _clone(module), _Tracer(choices), _Watch()
+    clone, tracer, watch = _clone(module), Tracer(choices), Watch()
     forward, cls = _forward_of(module, converted), type(module)
     if forward is not cls.forward:
         clone.__class__ = type(cls.__name__, (cls,), {"forward": forward})
     for part in clone.modules():
         if not isinstance(part, _SCRIPTED):
             vars(part)["training"] = own if part is clone else children
-    state, stored = random.getstate(), _stored(clone)
+            if part is not clone and "forward" not in vars(part):
+                vars(part)["forward"] = functools.partial(bypass, tracer, part)
+    states, stored = random_states(), _stored(clone)
     try:
         with torch.set_grad_enabled(gradients):
-            tracer.context = _context()
-            with _answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
+            tracer.context = context_now()
+            with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about what the stand-ins lack
                 graph = tracer.trace(clone, defaults or None)
-        drawn = random.getstate() != state
+        tracer.mark_kept()
+        drawn = str(random_states()) != str(states)
     finally:
-        random.setstate(state)
+        set_random_states(states)
     if watch.computed or drawn:
         tracer.guessed = tracer.guessed or "its forward computes from more than its input"
     if _stored(clone) != stored:
         tracer.guessed = tracer.guessed or "its forward stores something"
+    for bypassed in tracer.bypassed:
+        graph.output_node().meta.setdefault(BYPASSED, set()).add(bypassed)
+    if has_with(forward):
+        tracer.guessed = tracer.guessed or "its forward has a with statement"
     return graph, tracer.guessed
 
 
@@ -274,7 +172,8 @@ def trace(module: nn.Module, converted: bool = False) -> Trace | str:
         return "its forward is no function"
     try:
         if forward is nn.Sequential.forward:
-            return Trace(module, [_trace_once(module, _Choices(()), _MODES[0], {})[0]])
+            graph, guessed = _trace_once(module, Choices(()), _MODES[0], {})
+            return _made(module, [graph], guessed)
         return _trace_all(module, optional_of(forward), converted)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
@@ -288,6 +187,7 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None, converted: bo
     if not inexact:
         optional = {}
     error: Exception | None = None
+    partial = False
     for mode in _MODES:
         for defaults in [{}, optional] if optional else [{}]:
             pending: list[tuple[bool, ...]] = [()]
@@ -296,13 +196,14 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None, converted: bo
                 ways += 1
                 if ways > _MOST_WAYS:
                     raise RuntimeError("its forward has too many branches")
-                choices = _Choices(pending.pop())
+                choices = Choices(pending.pop())
                 try:
                     graph, guessed = _trace_once(module, choices, mode, defaults, converted)
-                    graphs.setdefault(graph.python_code("self").src, graph)
+                    _note(graph, graphs.setdefault(graph.python_code("self").src, graph))
                     inexact = inexact or guessed
                 except Exception as raised:  # of an assertion, say: other ways remain
                     error = raised
+                    partial = partial or not _is_refusal(raised)
                     if not choices.made and not optional:
                         raise
                     inexact = inexact or "what its forward does depends on its input"
@@ -314,7 +215,35 @@ def _trace_all(module: nn.Module, optional: dict[str, Any] | None, converted: bo
         raise error
     if len(graphs) > 1:
         inexact = inexact or "its forward depends on the mode of training"
-    return Trace(module, list(graphs.values()), inexact)
+    if not inexact and asks_results(type(module)):
+        inexact = "its forward asks whether a call returns None"
+    return _made(module, list(graphs.values()), inexact, partial)
+
+
+def _made(module: nn.Module, graphs: list[fx.Graph], inexact: str, partial: bool = False) -> Trace:
+    names = {name for graph in graphs for name in graph.output_node().meta.get(BYPASSED, ())}
+    bypassed = {id(module.get_submodule(name)) for name in names}
+    return Trace(module, graphs, inexact, partial, bypassed)
+
+
+def _note(graph: fx.Graph, same: fx.Graph) -> None:
+    """Hands what is known of the values of a graph on to one of the same code."""
+    for node, twin in zip(graph.nodes, same.nodes):
+        twin.meta.update({key: node.meta[key] for key in (KEPT,) if key in node.meta})
+    bypassed = graph.output_node().meta.get(BYPASSED)
+    if bypassed:
+        same.output_node().meta.setdefault(BYPASSED, set()).update(bypassed)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a forward raises an error by itself, which is no fault of the stand-ins."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or last.tb_frame.f_globals.get("__name__", "").startswith(_TRACING):
+        return False
+    code = last.tb_frame.f_code.co_code
+    return dis.opname[code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None, converted: bool) -> bool:
@@ -323,14 +252,14 @@ def _is_indifferent(module: nn.Module, optional: dict[str, Any] | None, converte
         return optional is not None
     for mode in _MODES:
         try:
-            plain, guessed = _trace_once(module, _Choices(()), mode, {}, converted)
+            plain, guessed = _trace_once(module, Choices(()), mode, {}, converted)
         except Exception:
             return False
         if guessed:
             return False
         for number, values in enumerate(trials(optional)):
             try:
-                traced, guessed = _trace_once(module, _Choices(()), mode, values, converted)
+                traced, guessed = _trace_once(module, Choices(()), mode, values, converted)
             except Exception:
                 if number == 0:
                     return False
@@ -360,6 +289,12 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
             yield child
             if _is_container(child):
                 yield from _near(child)
+
+
+def _refers(module: nn.Module) -> bool:
+    """Whether an attribute holds a module without registering it: `self.parent = [parent]`."""
+    held = (v if type(v) in (list, tuple) else (v,) for v in vars(module).values())
+    return any(isinstance(item, nn.Module) for values in held for item in values)
 
 
 @dataclass
@@ -414,7 +349,8 @@ class Flow:
             return True
         if forward is nn.Sequential.forward:
             return False
-        return any(map(self.others, _near(module))) or self.worth(module)
+        reaches = any(map(self.others, module.modules())) or _refers(module)
+        return reaches or self.worth(module)
 
     def calls(self, module: nn.Module) -> list[tuple[Trace, fx.Graph, fx.Node]]:
         """Every call of a module, on every way through every forward."""

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ._dataflow import IN_PLACE, Flow, Trace, trace
+from ._dataflow import Flow, Trace, trace
 from ._rewritten import passes_on
+from ._tracer import IN_PLACE
 from .nn.norm import _HOOKS, _STOCHASTIC_DEPTH, _package_and_name
 
 Place = tuple[str, Any]  # ("call", node), ("argument", placeholder) or ("storage", number)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._dataflow import _Proxy
+from ._tracer import Proxy
 
 _MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
@@ -31,7 +31,7 @@ class _Tracer(fx.Tracer):
         return self._is_leaf(m)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)  # which records `x += y` for what it is
+        return Proxy(node, self)  # which records `x += y` for what it is
 
 
 @dataclass

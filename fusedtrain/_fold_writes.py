@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from ._dataflow import IN_PLACE
 from ._fold_kinds import conv_kind, is_hooked, is_norm
 from ._fold_trace import Trace, input_of
+from ._tracer import IN_PLACE
 
 _WRITING = {operator.setitem, operator.delitem, *(getattr(operator, name) for name in IN_PLACE)}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

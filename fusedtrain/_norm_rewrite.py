@@ -8,6 +8,7 @@ calls of a module stay.
 from __future__ import annotations
 
 import math
+import operator
 import types
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,9 +178,11 @@ def apply(plan: Plan) -> list[nn.Module]:
             if step.kind == "add":
                 traces = [trace for trace, _ in site.levels]
                 level = traces.index(step.trace)
-                edit(step.trace).adds.append((site.levels[level][1], step))
+                keyword = "residual"
                 for trace, callee in site.levels[:level]:
-                    edit(trace).routed = callee
+                    edit(trace).routed, edit(trace).keyword = callee, keyword
+                    keyword = _keyword(trace)
+                edit(step.trace).adds.append((site.levels[level][1], step, keyword))
             elif not (step.is_call and id(step.module) in plan.passing):
                 edit(step.trace).removed.append(step.nodes[0])
     for product in plan.products:
@@ -241,28 +244,29 @@ class _Edit:
 
     trace: Trace
     removed: list[fx.Node] = field(default_factory=list)
-    adds: list[tuple[fx.Node, Step]] = field(default_factory=list)
+    adds: list[tuple[fx.Node, Step, str]] = field(default_factory=list)  # with a keyword
     products: list[Product] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     routed: fx.Node | None = None  # is handed a residual from outside
+    keyword: str = ""  # by which it takes that
 
     def rewritten(self) -> tuple[str, dict[str, str], str]:
         graph, new = _copied(self.trace)
         if self.routed is not None:
             last = [node for node in graph.nodes if node.op == "placeholder"][-1]
             with graph.inserting_after(last):
-                residual = graph.placeholder("residual", default_value=None)
-            new[self.routed].kwargs = {"residual": residual}
+                residual = graph.placeholder(_keyword(self.trace), default_value=None)
+            new[self.routed].kwargs = {self.keyword: residual}
         for node in self.removed:
             _replace(graph, new[node], new[node].args[0])
-        for callee, step in self.adds:
+        for callee, step, keyword in self.adds:
             total, call = new[step.nodes[0]], new[callee]
             branch, other = total.args[step.place], total.args[1 - step.place]
             order = {node: i for i, node in enumerate(graph.nodes)}
             if isinstance(other, fx.Node) and order[other] > order[call]:
                 for node in _chain(call, branch):
                     total.prepend(node)
-            call.kwargs = {"residual": other}
+            call.kwargs = {keyword: other}
             _replace(graph, total, branch)
         # Operands are read off the calls as they are by now: one may be another sum or product.
         for product in self.products:
@@ -281,11 +285,22 @@ class _Edit:
                 if scale is not None and scale.op == "call_module":
                     scale = graph.get_attr(f"{scale.target}.gamma")
                 drop = None if one.drop is None else graph.get_attr(str(one.drop.target))
-                call = graph.call_function(add_branch, (shortcut, branch, scale, drop))
+                in_place = node.target in (operator.iadd, "add_")
+                arguments = (shortcut, branch, scale, drop, *([True] if in_place else []))
+                call = graph.call_function(add_branch, arguments)
             _replace(graph, node, call)
             for call in gone:
                 graph.erase_node(call)
         return _source(self.trace.module, graph)
+
+
+def _keyword(trace: Trace) -> str:
+    """The name by which a rewritten forward takes a residual: none of its own arguments."""
+    own = {str(node.target) for node in trace.graphs[0].nodes if node.op == "placeholder"}
+    name = "residual"
+    while name in own:
+        name = f"outer_{name}"
+    return name
 
 
 def _other(call: fx.Node, than: fx.Node | None) -> Any:

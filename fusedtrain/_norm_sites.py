@@ -209,6 +209,8 @@ class Finder:
         if not (len(node.args) == 1 and not node.kwargs):
             return _Walk(steps, False)
         while True:
+            if trace.is_kept(value):
+                return _Walk(steps, False, "its output is stored, too")
             users = list(value.users)
             if len(users) != 1:
                 kinds = [self._step(trace, value, user) for user in users]
@@ -218,6 +220,8 @@ class Finder:
             if user.op == "output":
                 return _Walk(steps, user.args[0] is value)
             step = self._step(trace, value, user)
+            if step is not None and not trace.are_alike(node, user):
+                step = "what follows it is under another no_grad, autocast or checkpoint"
             if isinstance(step, str):
                 return _Walk(steps, False, step)
             if step is not None:

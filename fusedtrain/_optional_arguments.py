@@ -7,6 +7,7 @@ in the first one, too, the forward hands the argument on and does not look at it
 
 from __future__ import annotations
 
+import dis
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -23,7 +24,51 @@ def optional_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
     parameters = list(inspect.signature(forward).parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
+    known = {p.name: p.default for p in parameters if p.default is not p.empty}
+    asked, _ = _asked(inspect.unwrap(forward))
+    return known | {p.name: None for p in parameters if p.default is p.empty and p.name in asked}
+
+
+def asks_results(module: type) -> bool:
+    """Whether a forward, or a method that it calls, asks whether the result of a call is None."""
+    forward: Any = inspect.unwrap(getattr(module, "forward"))  # noqa: B009
+    code = getattr(forward, "__code__", None)
+    methods = () if code is None else (getattr(module, name, None) for name in code.co_names)
+    return any(_asked(one)[1] for one in (forward, *methods) if inspect.isfunction(one))
+
+
+def _asked(function: Any) -> tuple[set[str], bool]:
+    """Local variables that a function compares with None, and whether it so compares the result of
+    a call or an item of something."""
+    made: set[str] = set()  # by calls
+    asked: set[str] = set()
+    results = False
+    code = getattr(function, "__code__", None)
+    steps = [] if code is None else list(dis.get_instructions(code))
+    for i, step in enumerate(steps):
+        before = steps[:i]
+        if step.opname.startswith("STORE_FAST") and _is_call(before):
+            made.add(str(step.argval))
+        jumps = step.opname.startswith("POP_JUMP") and step.opname.endswith("NONE")
+        if step.opname == "IS_OP" and before[-1].argrepr == "None":
+            jumps, before = True, before[:-1]
+        if not jumps or not before:
+            continue
+        if before[-1].opname.startswith("LOAD_FAST"):
+            last = before[-1].argval
+            asked.add(last[-1] if isinstance(last, tuple) else str(last))
+        results |= _is_call(before)
+    return asked, results or bool(asked & made)
+
+
+def _is_call(steps: list[dis.Instruction]) -> bool:
+    """Whether code ends with a call or an item; not `getattr(self, name, None)`, which Python
+    answers while a forward is traced."""
+    if not steps or not (
+        steps[-1].opname.startswith(("CALL", "BINARY_SUBSCR")) or steps[-1].argrepr == "[]"
+    ):
+        return False
+    return not any(s.opname == "LOAD_GLOBAL" and s.argval == "getattr" for s in steps[-7:])
 
 
 def trials(optional: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -258,14 +258,19 @@ class _BatchNormAct(_BatchNorm):
             _batch_norm.recomputed_as_torch(self, input, output)
             return output
         self._check_input_dim(input)
-        if self._adds == "in place" and residual is not None and not alone:
-            residual = residual.to(input.dtype)
+        in_place = self._adds == "in place" and not alone
+        # A number, or a tensor that torch would not add in place.
+        odd = residual is not None and not isinstance(residual, Tensor)
+        if in_place and isinstance(residual, Tensor):
+            odd = torch.broadcast_shapes(input.shape, residual.shape) != input.shape
+            odd = odd or not torch.can_cast(residual.dtype, input.dtype)
+            residual = residual if odd else residual.to(input.dtype)
         act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
         drop = None if type(drop_layer) is nn.Identity else drop_layer
         if drop is not None and is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
-        apart = drop is not None or activation is None
+        apart = drop is not None or activation is None or odd
         z = self._normalise(
             input,
             None if apart else residual,
@@ -278,7 +283,7 @@ class _BatchNormAct(_BatchNorm):
         if drop is not None:
             z = _apply(drop, z)
         if residual is not None:
-            z = z + residual
+            z = z.add_(residual) if in_place else z + residual
         return _apply(act, z)
 
     def _own_parts(self) -> tuple[nn.Module, nn.Module]:
