@@ -24,6 +24,9 @@ from ._norm_sites import Site, Step, fused_class, has_own_steps
 from ._records import assign, record_of, restore
 from ._reordering import Unit, obstacle_of, places_of
 from ._rewritten import PassesOn, Rewritten, install, remove, resolve
+from ._unseen_calls import numbers_of
+from .nn.norm import activation_of
+from .reference.batch_norm import POINTWISE
 
 _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
 
@@ -191,7 +194,7 @@ def apply(plan: Plan) -> list[nn.Module]:
         edit(branch.trace).branches.append(branch)
     for one in edits.values():
         source, imports, _ = one.rewritten()
-        install(Rewritten(one.trace.module, source, imports))
+        install(Rewritten(one.trace.module, source, imports, frozen=one.frozen()))
         changed.append(one.trace.module)
     for module in plan.passing.values():
         install(PassesOn(module))
@@ -249,6 +252,16 @@ class _Edit:
     branches: list[Branch] = field(default_factory=list)
     routed: fx.Node | None = None  # is handed a residual from outside
     keyword: str = ""  # by which it takes that
+
+    def frozen(self) -> dict[str, Any]:
+        """Numbers of the module and of its gates that stand in the source as they are now."""
+        found = numbers_of(self.trace.module)
+        for product in self.products:
+            row = POINTWISE[activation_of(product.module).op]  # type: ignore[union-attr]
+            for name in (*row.parameters, "approximate"):
+                if hasattr(product.module, name):
+                    found[f"{product.gate.target}.{name}"] = getattr(product.module, name)
+        return found
 
     def rewritten(self) -> tuple[str, dict[str, str], str]:
         graph, new = _copied(self.trace)

@@ -32,6 +32,12 @@ def _same(module: nn.Module, input: Tensor) -> Tensor:
     return input
 
 
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
 def _proxy_in(values: Any) -> fx.Proxy | None:
     """A proxy of torch.fx among values, in lists and dicts, too."""
     if isinstance(values, fx.Proxy):
@@ -49,6 +55,7 @@ class Rewritten:
     `source` is a function named "forward", `imports` what the names in it stand for, written as
     "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
     source it is the forward of the class. `recomputes`: it runs within `fusedtrain.recompute`.
+    `frozen`: attributes, by their paths, whose values the source was made with.
     """
 
     def __init__(
@@ -57,13 +64,13 @@ class Rewritten:
         source: str = "",
         imports: Mapping[str, str] | None = None,
         recomputes: bool = False,
+        frozen: Mapping[str, Any] | None = None,
     ) -> None:
-        imports = dict(imports or {})
-        state = {"module": module, "source": source, "imports": imports, "recomputes": recomputes}
-        self.__setstate__(state)
+        state = {"module": module, "source": source, "recomputes": recomputes}
+        self.__setstate__(state | {"imports": dict(imports or {}), "frozen": dict(frozen or {})})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("source", "imports", "recomputes")
+        names = ("source", "imports", "recomputes", "frozen")
         return {"module": self._module()} | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -71,6 +78,7 @@ class Rewritten:
         self.source: str = state["source"]
         self.imports: dict[str, str] = state["imports"]
         self.recomputes: bool = state["recomputes"]
+        self.frozen: dict[str, Any] = state.get("frozen", {})
         self._function = self._compiled()
 
     def _compiled(self) -> Callable[..., Any]:
@@ -99,6 +107,14 @@ class Rewritten:
         module: Any = self._module()
         if is_fx_symbolic_tracing() and self._is_traced(args, kwargs):
             return _of_class(module, *args, **kwargs)
+        for path, value in self.frozen.items():
+            now = _attribute(module, path)
+            if now is not value and now != value:
+                raise RuntimeError(
+                    f"{path} of this {type(module).__name__} was {value!r} when fusedtrain.convert "
+                    f"wrote its forward, and is {now!r} now: call fusedtrain.revert, and convert "
+                    "once more"
+                )
         if self.recomputes and not torch.compiler.is_compiling():
             with recompute():
                 return self._function(module, *args, **kwargs)
@@ -160,9 +176,9 @@ def set_recomputing(module: nn.Module, wanted: bool) -> None:
     now = rewritten_of(module)
     if (now is not None and now.recomputes) == wanted or passes_on(module):
         return
-    source, imports = ("", {}) if now is None else (now.source, now.imports)
-    if wanted or source:
-        install(Rewritten(module, source, imports, wanted))
+    if wanted or (now is not None and now.source):
+        state = ("", {}, {}) if now is None else (now.source, now.imports, now.frozen)
+        install(Rewritten(module, *state[:2], wanted, state[2]))
     else:
         remove(module)
 

@@ -183,3 +183,19 @@ def _read(code: types.CodeType, first: str = "") -> _Names:
             found.globals |= inner.globals
             found.takes |= inner.takes
     return found
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers, flags and strings among the attributes of a module that its methods read."""
+    names: set[str] = set()
+    for cls in type(module).__mro__:
+        for name, value in () if cls.__module__.startswith("torch.") else vars(cls).items():
+            value = value.fget if isinstance(value, property) else value
+            if isinstance(value, types.FunctionType) and name not in ("__init__", "extra_repr"):
+                names |= _read(value.__code__).own
+    plain = (int, float, bool, str, types.NoneType)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name in names and type(value) in plain and name != "training"
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -356,3 +357,31 @@ def test_numpy_is_asked_in_the_forward() -> None:
         expected = stock(x)
         numpy.random.seed(seed)
         torch.testing.assert_close(converted(x), expected)
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.LeakyReLU(0.1)
+        self.slope, self.label = 0.5, "unread"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn(self.conv(x)) + x) * self.slope
+        return y * self.act(x)
+
+
+@pytest.mark.parametrize("path", ["slope", "act.negative_slope"])
+def test_a_number_that_the_new_forward_was_made_with(path: str) -> None:
+    """A changed one would be ignored."""
+    model, x = Slope(), torch.randn(2, 3, 4, 4)
+    twin = copy.deepcopy(model)
+    fusedtrain.convert(model, memory="recompute")
+    model.label = "changed"
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(one(x), copy.deepcopy(twin)(x))
+        *before, name = path.split(".")
+        setattr(one.get_submodule(".".join(before)), name, 0.9)
+        with pytest.raises(RuntimeError, match=rf"^{path} of this Slope was 0\.\d when"):
+            one(x)
+        fusedtrain.revert(one)
+        one(x)
