@@ -186,13 +186,16 @@ def _read(code: types.CodeType, first: str = "") -> _Names:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers, flags and strings among the attributes of a module that its methods read."""
+    """Numbers, flags and strings among the attributes that a module's forward may read."""
     names: set[str] = set()
-    for cls in type(module).__mro__:
-        for name, value in () if cls.__module__.startswith("torch.") else vars(cls).items():
-            value = value.fget if isinstance(value, property) else value
-            if isinstance(value, types.FunctionType) and name not in ("__init__", "extra_repr"):
-                names |= _read(value.__code__).own
+    pending: list[tuple[types.FunctionType, nn.Module | None]] = []
+    _add(pending, type(module).forward, module)
+    while pending:
+        function, _ = pending.pop()
+        fresh = _read(function.__code__).own - names
+        names |= fresh
+        for name in fresh:
+            _add(pending, getattr(type(module), name, None), module)
     plain = (int, float, bool, str, types.NoneType)
     return {
         name: value

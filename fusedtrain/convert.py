@@ -94,6 +94,9 @@ def convert(
     units in the last place of the dtype); where that says little, the two run in float64, too. A
     swap that differs by more is undone. Gradients, buffers and random number generators stay.
 
+    A new forward has the numbers of its module as they are now: when one of them is changed later,
+    the next call raises RuntimeError.
+
     One thing a converted model may not do: modify the output of an activation in place,
     `y = act(x); y += z`, where backward needs that output (see fusedtrain.functional): torch raises
     RuntimeError then, naming the function. Exclude that module, or write `y = y + z`.

@@ -366,8 +366,14 @@ class Slope(nn.Module):
         self.slope, self.label = 0.5, "unread"
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn(self.conv(x)) + x) * self.slope
+        y = torch.relu(self.bn(self.conv(x)) + x) * self.scale()
         return y * self.act(x)
+
+    def scale(self) -> float:
+        return self.slope
+
+    def shown(self) -> str:
+        return self.label
 
 
 @pytest.mark.parametrize("path", ["slope", "act.negative_slope"])
