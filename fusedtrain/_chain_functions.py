@@ -82,7 +82,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
         return torch_functional.glu(input, dim)
     if _has_any((input,)):
         return _handle(glu, (input,), input, dim=dim)
-    if not isinstance(input, Tensor) or input.dim() == 0:
+    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
         return torch_functional.glu(input, dim)
     return _glu(_SIGMOID, input, None, dim, True)
 

@@ -23,6 +23,9 @@ _NO_METHOD = {
     "a list: TypeError instead of AttributeError": _METHOD,
     "no tensor: TypeError instead of AttributeError": _METHOD,
 }
+_ORDER = "timm's order: arguments of the activation come before device and dtype"
+_TIMM = {"device has another position": _ORDER, "dtype has another position": _ORDER}
+_CHILDREN = {"children": "drop and act, as timm's; they have no state"}
 
 # "file/check/case", or that and a dtype -> what differs -> why that is accepted.
 ACCEPTED: dict[str, dict[str, str]] = {
@@ -41,6 +44,13 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "functions/mistakes/tanh": _NO_METHOD,
     "functions/numbers/batch_norm+hardsigmoid/float64": {"gradient": _SIXTH},
     "functions/numbers/hardsigmoid/float64": {"gradient": _SIXTH},
+    "modules/constructor/BatchNormAct1d": _TIMM,
+    "modules/constructor/BatchNormAct2d": _TIMM,
+    "modules/constructor/BatchNormAct3d": _TIMM,
+    "modules/numbers/Hardsigmoid/float64": {"gradient of input 0": _SIXTH},
+    "modules/state/BatchNormAct1d": _CHILDREN,
+    "modules/state/BatchNormAct2d": _CHILDREN,
+    "modules/state/BatchNormAct3d": _CHILDREN,
 }
 
 
