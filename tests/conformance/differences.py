@@ -26,6 +26,10 @@ _NO_METHOD = {
 _ORDER = "timm's order: arguments of the activation come before device and dtype"
 _TIMM = {"device has another position": _ORDER, "dtype has another position": _ORDER}
 _CHILDREN = {"children": "drop and act, as timm's; they have no state"}
+_CAPTURABLE = "torch asserts a GPU; ours is capturable everywhere, and says so"
+_DIFFERENTIABLE = "one kernel call has no graph: torch's fused optimizers refuse it, too"
+_COMPLEX = "the kernels take real numbers: an error before anything has changed"
+_SPARSE = "the kernels read dense gradients: an error before anything has changed"
 
 # "file/check/case", or that and a dtype -> what differs -> why that is accepted.
 ACCEPTED: dict[str, dict[str, str]] = {
@@ -51,6 +55,33 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "modules/state/BatchNormAct1d": _CHILDREN,
     "modules/state/BatchNormAct2d": _CHILDREN,
     "modules/state/BatchNormAct3d": _CHILDREN,
+    "optimizers/keywords/Adagrad": {
+        "differentiable: RuntimeError instead of list": _DIFFERENTIABLE
+    },
+    "optimizers/keywords/Adam": {
+        "capturable: list instead of AssertionError": _CAPTURABLE,
+        "differentiable: RuntimeError instead of list": _DIFFERENTIABLE,
+    },
+    "optimizers/keywords/AdamW": {
+        "capturable: list instead of AssertionError": _CAPTURABLE,
+        "differentiable: RuntimeError instead of list": _DIFFERENTIABLE,
+    },
+    "optimizers/keywords/RMSprop": {
+        "capturable: list instead of AssertionError": _CAPTURABLE,
+        "differentiable: RuntimeError instead of list": _DIFFERENTIABLE,
+    },
+    "optimizers/keywords/SGD": {"differentiable: RuntimeError instead of list": _DIFFERENTIABLE},
+    "optimizers/parameters/Adagrad": {
+        "complex: RuntimeError instead of Tensor": _COMPLEX,
+        "sparse: RuntimeError instead of Tensor": _SPARSE,
+    },
+    "optimizers/parameters/Adam": {"complex: RuntimeError instead of Tensor": _COMPLEX},
+    "optimizers/parameters/AdamW": {"complex: RuntimeError instead of Tensor": _COMPLEX},
+    "optimizers/parameters/RMSprop": {"complex: RuntimeError instead of Tensor": _COMPLEX},
+    "optimizers/parameters/SGD": {
+        "complex: RuntimeError instead of Tensor": _COMPLEX,
+        "sparse: RuntimeError instead of Tensor": _SPARSE,
+    },
 }
 
 
