@@ -10,7 +10,7 @@ PY := $(BIN)/python
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants conformance lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
@@ -24,6 +24,9 @@ test: build  ## the whole test-suite (ARGS="-k mish")
 
 mutants: build  ## break the optimizers in one place at a time; the tests must notice (ARGS="-k LAMB")
 	$(PY) tools/mutants.py $(ARGS)
+
+conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": 70 models more)
+	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .

@@ -105,9 +105,16 @@ def error(actual: Tensor, truth: Tensor) -> float:
         return 0.0
     finite = t[t.isfinite()].abs()
     largest = max(1.0, float(finite.max()) if finite.numel() else 1.0)
-    fine = max(torch.finfo(torch.float32).eps, info.eps) if info.bits == 64 else 0.0
     fine = info.eps if info.bits >= 32 else torch.finfo(torch.float32).eps
     unit = info.eps * t.abs() + fine * largest + info.smallest_normal * info.eps
     off = ((a - t).abs() / unit)[~same]
     worst = float(off.max())
     return worst if worst == worst else float("inf")
+
+
+def spread(actual: Tensor, truth: Tensor) -> float:
+    """Norm of the error by the norm of what float64 says, in units of the last place."""
+    a, t = actual.detach().double(), truth.detach().double()
+    finite = t.isfinite() & a.isfinite()
+    difference, size = float((a - t)[finite].norm()), float(t[finite].norm())
+    return difference / size / torch.finfo(actual.dtype).eps if size else 0.0

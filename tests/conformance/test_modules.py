@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from _tables import DTYPES, error, module_info, outcome, short, tensors
+from _tables import DTYPES, error, module_info, outcome, short, spread, tensors
 from differences import judge, unknown_keys
 from torch import Tensor, nn
 from torch.testing import make_tensor
@@ -123,8 +123,11 @@ def test_numbers(name: str, dtype: torch.dtype, training: bool) -> None:
                 count += 1
                 if not a.is_floating_point():
                     assert torch.equal(a, b)
-                elif not error(a, truth[what]) <= max(LIMIT[dtype], 4 * error(b, truth[what])):
-                    found.add(what)
+                    continue
+                for measure in (error, spread):
+                    allowed = max(LIMIT[dtype], 4 * measure(b, truth[what]))
+                    if not measure(a, truth[what]) <= allowed:
+                        found.add(what)
     assert count
     judge(f"modules/numbers/{name}", found, dtype)
 
