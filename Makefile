@@ -25,7 +25,7 @@ test: build  ## the whole test-suite (ARGS="-k mish")
 mutants: build  ## break the optimizers in one place at a time; the tests must notice (ARGS="-k LAMB")
 	$(PY) tools/mutants.py $(ARGS)
 
-conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": 70 models more)
+conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": as many models again)
 	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house

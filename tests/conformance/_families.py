@@ -84,10 +84,49 @@ _TORCHVISION: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
-ONE = {"layers": (1, 1, 1, 1)}
+def _timm(size: int, *names: str, **options: Any) -> list[Family]:
+    return [Family(f"timm:{name}", size, options) for name in names]
+
+
+def _of_torchvision(size: int, *names: str) -> list[Family]:
+    return [Family(f"torchvision:{name}", size) for name in names]
+
+
+_ONE = (1, 1, 1, 1)
 SHORT = [
-    Family("timm:test_byobnet", 64),
-    Family("timm:test_convnext", 64),
-]
-LONG = []
+    *_timm(
+        64, "test_byobnet", "test_convnext", "test_convnext2", "test_convnext3", "test_efficientnet",
+        "test_efficientnet_evos", "test_efficientnet_gn", "test_efficientnet_ln", "test_mambaout",
+        "test_nfnet", "test_resnet",
+    ),
+    *_timm(64, "test_vit", img_size=64),
+    *_timm(
+        64, "resnet26d", "resnetaa50", "resnetblur18", "resnext50_32x4d", "res2net50_26w_4s",
+        "seresnet50", "skresnet18", layers=_ONE,
+    ),
+    *_timm(
+        64, "edgenext_xx_small", "efficientvit_b0", "ghostnet_050", "lcnet_035", "mnasnet_small",
+        "mobilenetv2_035", "mobilenetv3_small_050", "mobilevit_xxs", "regnety_002", "repvgg_a0",
+        "resnest14d", "resnet10t", "resnetv2_18", "tinynet_e",
+    ),
+    *_of_torchvision(
+        64, "convnext", "densenet", "googlenet", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small",
+        "resnet_basic", "resnext", "shufflenet_v2_x0_5", "squeezenet1_1", "vgg_bn",
+    ),
+]  # fmt: skip
+LONG = [
+    *_timm(
+        64, "dla46_c", "dpn48b", "efficientnet_b0", "ese_vovnet19b_slim_dw", "fasternet_t0",
+        "fastvit_t8", "ghostnetv2_100", "hardcorenas_a", "hgnetv2_b0", "hrnet_w18_small",
+        "inception_next_atto", "legacy_seresnet18", "mixnet_s", "mobileone_s0", "mobilevitv2_050",
+        "nf_resnet26", "poolformer_s12", "pvt_v2_b0", "regnetx_002", "repghostnet_050",
+        "repvit_m0_9", "rexnet_100", "selecsls42", "spnasnet_100", "starnet_s050", "swiftformer_xs",
+    ),
+    *_timm(32, "vgg11_bn"),
+    *_timm(64, "densenet121", block_config=(2, 2, 2, 2), growth_rate=8),
+    *_timm(64, "convmixer_768_32", dim=32, depth=2),
+    *_timm(64, "resmlp_12_224", img_size=64, num_blocks=2, embed_dim=64),
+    *_timm(64, "coat_lite_tiny", "efficientformerv2_s0", "pit_ti_224", "visformer_tiny", img_size=64),
+    *_of_torchvision(64, "efficientnet_b0", "regnet_y_400mf"),
+]  # fmt: skip
 FAMILIES = [*SHORT, *LONG]

@@ -140,7 +140,8 @@ def test_every_function_of_torch_is_here() -> None:
 def test_numbers(case: str, dtype: torch.dtype) -> None:
     ours, theirs = ours_of(case), theirs_of(case)
     found: set[str] = set()
-    count, growth = 0, 4 if case.startswith("batch_norm") else 2
+    worst, slack, count = {"output": 0.0, "gradient": 0.0}, {"output": 0.0, "gradient": 0.0}, 0
+    growth = 4 if case.startswith("batch_norm") else 2
     for sample in samples(case, dtype):
         truth = run(theirs, sample, torch.float64)
         mine, stock = run(ours, sample), run(theirs, sample)
@@ -153,10 +154,13 @@ def test_numbers(case: str, dtype: torch.dtype) -> None:
             assert a.dtype == b.dtype
             assert i or same_layout(a, b), f"strides {a.stride()} instead of {b.stride()}"
             part = "gradient" if i else "output"
-            for measure in (error, spread):
-                if not measure(a, t) <= max(LIMIT[dtype], growth * measure(b, t)):
-                    found.add(part)
+            worst[part] = max(worst[part], error(a, t))
+            slack[part] = max(slack[part], growth * error(b, t))
+            # torch's worst element of 16 bits may be far off: the others are not.
+            if torch.finfo(dtype).bits == 16 and not spread(a, t) <= max(2.0, 2 * spread(b, t)):
+                found.add(part)
     assert count
+    found |= {p for p in worst if not worst[p] <= max(LIMIT[dtype], slack[p])}
     judge(f"functions/numbers/{case}", found, dtype)
 
 

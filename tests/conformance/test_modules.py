@@ -124,7 +124,8 @@ def test_numbers(name: str, dtype: torch.dtype, training: bool) -> None:
                 if not a.is_floating_point():
                     assert torch.equal(a, b)
                     continue
-                for measure in (error, spread):
+                measures = (error, spread) if torch.finfo(dtype).bits == 16 else (error,)
+                for measure in measures:
                     allowed = max(LIMIT[dtype], 4 * measure(b, truth[what]))
                     if not measure(a, truth[what]) <= allowed:
                         found.add(what)
