@@ -95,8 +95,9 @@ def _of_torchvision(size: int, *names: str) -> list[Family]:
 _ONE = (1, 1, 1, 1)
 SHORT = [
     *_timm(
-        64, "test_byobnet", "test_convnext", "test_convnext2", "test_convnext3", "test_efficientnet",
-        "test_efficientnet_evos", "test_efficientnet_gn", "test_efficientnet_ln", "test_mambaout",
+        64, "test_byobnet", "test_convnext", "test_convnext2", "test_convnext3",
+        "test_efficientnet", "test_efficientnet_evos", "test_efficientnet_gn",
+        "test_efficientnet_ln", "test_mambaout",
         "test_nfnet", "test_resnet",
     ),
     *_timm(64, "test_vit", img_size=64),
@@ -126,7 +127,9 @@ LONG = [
     *_timm(64, "densenet121", block_config=(2, 2, 2, 2), growth_rate=8),
     *_timm(64, "convmixer_768_32", dim=32, depth=2),
     *_timm(64, "resmlp_12_224", img_size=64, num_blocks=2, embed_dim=64),
-    *_timm(64, "coat_lite_tiny", "efficientformerv2_s0", "pit_ti_224", "visformer_tiny", img_size=64),
+    *_timm(
+        64, "coat_lite_tiny", "efficientformerv2_s0", "pit_ti_224", "visformer_tiny", img_size=64,
+    ),
     *_of_torchvision(64, "efficientnet_b0", "regnet_y_400mf"),
 ]  # fmt: skip
 FAMILIES = [*SHORT, *LONG]
