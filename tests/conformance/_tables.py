@@ -113,8 +113,11 @@ def error(actual: Tensor, truth: Tensor) -> float:
 
 
 def spread(actual: Tensor, truth: Tensor) -> float:
-    """Norm of the error by the norm of what float64 says, in units of the last place."""
+    """Norm of the error by the norm of what float64 says, in units of the last place.
+
+    Not of what has cancelled, or vanishes: `error` has an absolute part for these.
+    """
     a, t = actual.detach().double(), truth.detach().double()
     finite = t.isfinite() & a.isfinite()
     difference, size = float((a - t)[finite].norm()), float(t[finite].norm())
-    return difference / size / torch.finfo(actual.dtype).eps if size else 0.0
+    return difference / size / torch.finfo(actual.dtype).eps if size > 1e-3 else 0.0
