@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from _families import FAMILIES, LONG, SHORT, Family
+from _models import timm, torchvision
 from _tables import tensors
 from differences import judge, unknown_keys
 from torch import Tensor, nn
@@ -17,6 +20,9 @@ import fusedtrain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+# Whose feature extraction is compared; the others are in the long form.
+FEATURES = SHORT[::4]
+REST = [f for f in FAMILIES if f not in FEATURES]
 # Norm of the difference by norm of what it should be, in float64: torch's own backward of
 # Hardsigmoid has a factor that is rounded to float32.
 TOLERANCE = 1e-6
@@ -72,8 +78,9 @@ def differing(mine: Results, stock: Results) -> Iterator[str]:
 def off(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     assert a.shape == b.shape
     assert a.dtype == b.dtype
-    scale = max(float(b.double().norm()), floor)
-    difference = float((a.double() - b.double()).norm())
+    a, b = a.detach().double(), b.detach().double()
+    scale = max(float(b.norm()), floor)
+    difference = float((a - b).norm())
     return difference / scale if scale else difference
 
 
@@ -114,6 +121,44 @@ def test_family(family: Family) -> None:
     assert list(again.state_dict()) == keys
     found += [f"bits of {w}" for w in same_bits(run(again, x, True), run(stored, x, True))]
     judge(f"models/family/{family}", found)
+
+
+@pytest.mark.parametrize(
+    "family", [*FEATURES, *(pytest.param(f, marks=pytest.mark.long) for f in REST)], ids=str
+)
+def test_features(family: Family) -> None:
+    """The library's feature extraction gives the same values by the same names."""
+    tools = extraction(family.name.partition(":")[0])
+    stock, x = family.build().double().eval(), family.example().double()
+    try:
+        names = tools.get_graph_node_names(stock)
+    except Exception as error:
+        pytest.skip(f"torch.fx cannot trace it: {str(error).splitlines()[0]}")
+    if isinstance(names, tuple):  # of training and of evaluation: torchvision's
+        names = [name for name in names[1] if name in names[0]]
+    chosen = names[1 :: max(1, len(names) // 12)]
+    expected = features(tools, stock, chosen, x)
+    converted = copy.deepcopy(stock)
+    fusedtrain.convert(converted)
+    found = features(tools, converted, chosen, x)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        for a, b in zip(tensors(found[name]), tensors(value)):
+            assert off(a, b) <= TOLERANCE, name
+
+
+def extraction(library: str) -> Any:
+    timm() if library == "timm" else torchvision()
+    module = "timm.layers" if library == "timm" else "torchvision.models.feature_extraction"
+    return importlib.import_module(module)
+
+
+def features(tools: Any, model: nn.Module, names: list[str], x: Tensor) -> dict[str, Any]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # graphs of training and evaluation may have other nodes
+        extractor = tools.create_feature_extractor(model, names)
+        found: dict[str, Any] = extractor.eval()(x)
+    return found
 
 
 def test_forty_families_and_no_unknown_difference() -> None:
