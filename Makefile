@@ -10,7 +10,7 @@ PY := $(BIN)/python
 CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants fuzz sanitize soak lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants conformance fuzz sanitize soak lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
@@ -33,6 +33,9 @@ sanitize: $(VENV)/.installed  ## the kernels under AddressSanitizer and UBSan (A
 
 fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --seed 1", or "--minutes 2")
 	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
+
+conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": as many models again)
+	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house
 	$(BIN)/ruff check .

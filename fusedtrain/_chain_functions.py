@@ -82,7 +82,7 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
         return torch_functional.glu(input, dim)
     if _has_any((input,)):
         return _handle(glu, (input,), input, dim=dim)
-    if not isinstance(input, Tensor) or input.dim() == 0:
+    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
         return torch_functional.glu(input, dim)
     return _glu(_SIGMOID, input, None, dim, True)
 
@@ -357,10 +357,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if _has_any((input,)):
         return _handle(dropout, (input,), input, p=p, training=training, inplace=inplace)
     _check_probability(p)
-    if not training or p == 0.0:
+    if isinstance(input, Tensor) and (not training or p == 0.0):
         return input
-    if inplace or p == 1.0 or not _chains.fits(input):
-        return torch_functional.dropout(input, p, True, inplace)
+    if not isinstance(input, Tensor) or inplace or p == 1.0 or not _chains.fits(input):
+        return torch_functional.dropout(input, p, training, inplace)
     return _chains.run_bias_act(input, None, -1, _IDENTITY, p=p)
 
 

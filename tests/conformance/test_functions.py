@@ -1,0 +1,218 @@
+"""Every function of fusedtrain.functional that torch has, on all samples of torch's OpInfo: numbers
+and derivatives. What else a call may be: test_function_calls.py."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _functions import (
+    ACTIVATED,
+    CASES,
+    NAMES,
+    POINTWISE_NAMES,
+    few_samples,
+    fresh,
+    ours_of,
+    run,
+    same_layout,
+    samples,
+    theirs_of,
+    torch_functional,
+    weights_like,
+)
+from _tables import DTYPES, error, outcome, short, spread, tensors
+from differences import judge, unknown_keys
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fusedtrain import functional
+
+# Units in the last place (`_tables.error`); or twice what torch's own result is off, four times
+# where sums of a channel cancel.
+LIMIT = {torch.float32: 8.0, torch.float64: 64.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+CHECKS = ("numbers", "infinities", "out", "other dtypes", "mistakes", "in place", "vmap")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_every_function_of_torch_is_here() -> None:
+    public = {n for n, f in vars(functional).items() if inspect.isfunction(f) and n[0] != "_"}
+    shared = {n for n in public if hasattr(torch_functional, n) or hasattr(torch, n)}
+    assert shared == set(NAMES)
+    assert {"relu", "silu", "hardtanh"} <= set(ACTIVATED)
+    assert not unknown_keys("functions", (f"{check}/{n}" for check in CHECKS for n in CASES))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("case", CASES)
+def test_numbers(case: str, dtype: torch.dtype) -> None:
+    ours, theirs = ours_of(case), theirs_of(case)
+    found: set[str] = set()
+    worst, slack, count = {"output": 0.0, "gradient": 0.0}, {"output": 0.0, "gradient": 0.0}, 0
+    growth = 4 if case.startswith("batch_norm") else 2
+    for sample in samples(case, dtype):
+        truth = run(theirs, sample, torch.float64)
+        mine, stock = run(ours, sample), run(theirs, sample)
+        assert len(mine) == len(stock) == len(truth)
+        count += mine[0] is not None
+        for i, (a, b, t) in enumerate(zip(mine, stock, truth, strict=True)):
+            assert (a is None) == (b is None), "a gradient that one of them lacks"
+            if a is None or b is None or t is None:
+                continue
+            assert a.dtype == b.dtype
+            assert i or same_layout(a, b), f"strides {a.stride()} instead of {b.stride()}"
+            part = "gradient" if i else "output"
+            worst[part] = max(worst[part], error(a, t))
+            slack[part] = max(slack[part], growth * error(b, t))
+            # torch's worst element of 16 bits may be far off: the others are not.
+            if torch.finfo(dtype).bits == 16 and not spread(a, t) <= max(2.0, 2 * spread(b, t)):
+                found.add(part)
+    assert count
+    found |= {p for p in worst if not worst[p] <= max(LIMIT[dtype], slack[p])}
+    judge(f"functions/numbers/{case}", found, dtype)
+
+
+@pytest.mark.parametrize("case", [n for n in CASES if n != "dropout"])
+def test_samples_reach_the_kernels(case: str) -> None:
+    nodes = set()
+    for sample in few_samples(case):
+        args, kwargs = fresh(sample)
+        nodes.add(type(ours_of(case)(*args, **kwargs).grad_fn))
+    assert any(issubclass(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("case", POINTWISE_NAMES)
+def test_infinities(case: str, dtype: torch.dtype) -> None:
+    """Gradients at NaN, too. torch's vector loops and its scalar ones disagree about some: both
+    are right."""
+    values = [-float("inf"), float("inf"), float("nan"), -0.0, 0.0]
+    sample, found = next(samples(case, dtype)), set()
+
+    def call(function: Callable[..., Any], x: Tensor) -> tuple[Tensor, Tensor]:
+        x.requires_grad_()
+        y = function(x, *sample.args, **sample.kwargs)
+        return y.detach(), torch.autograd.grad(y, x, torch.ones_like(y))[0]
+
+    for value in values:
+        x = torch.full((85, 2), value, dtype=dtype)
+        scalar, vector = call(theirs_of(case), x[:, 0]), call(theirs_of(case), x[0].repeat(64))
+        for layout in (x[:, 0], x[:, 0].clone()):
+            mine = call(ours_of(case), layout)
+            for part, a, *both in zip(("output", "gradient"), mine, scalar, vector):
+                if not any(alike(a, b[:1], signed=part == "output") for b in both):
+                    found.add(f"{part} at {value}: {_number(a)} instead of {_number(both[1])}")
+    judge(f"functions/infinities/{case}", found, dtype)
+
+
+def alike(a: Tensor, b: Tensor, signed: bool) -> bool:
+    zero_signs = bool(((b != 0) | (a.signbit() == b.signbit())).all())
+    close = torch.allclose(a, b.expand_as(a), equal_nan=True, atol=1e-6, rtol=1e-2)
+    return close and (zero_signs or not signed)
+
+
+def _number(values: Tensor) -> str:
+    return f"{values[0].item():.2g}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_second_derivatives_float64(case: str) -> None:
+    if "hardsigmoid" in case:
+        pytest.skip("torch has none")
+    for sample in few_samples(case):
+        results = []
+        for function in (ours_of(case), theirs_of(case)):
+            args, kwargs = fresh(sample)
+            leaves = [t for t in tensors((args, kwargs)) if t.requires_grad]
+            output = function(*args, **kwargs)
+            if not output.requires_grad:
+                continue
+            weights = weights_like(output, torch.float64).requires_grad_()
+            first = torch.autograd.grad(
+                output, leaves, weights, create_graph=True, allow_unused=True
+            )
+            first = tuple(g for g in first if g is not None and g.requires_grad)
+            again = [weights_like(g, torch.float64) for g in first]
+            wanted = [weights, *leaves]
+            second = torch.autograd.grad(first, wanted, again, allow_unused=True)
+            results.append(
+                [torch.zeros_like(w) if g is None else g for g, w in zip(second, wanted)]
+            )
+        for a, b in zip(*results or ([], [])):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def directions(args: Any) -> tuple[Any, ...]:
+    return tuple(weights_like(a, torch.float64) for a in args)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_mode_float64(case: str) -> None:
+    for sample in few_samples(case):
+        results = []
+        for function in (ours_of(case), theirs_of(case)):
+            args, kwargs = fresh(sample)
+            flat, spec = pytree.tree_flatten((args, kwargs))
+            at = [
+                i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
+
+            def call(*leaves: Tensor, flat: Any = flat, at: Any = at, spec: Any = spec) -> Any:
+                full = list(flat)
+                for i, leaf in zip(at, leaves):
+                    full[i] = leaf
+                args, kwargs = pytree.tree_unflatten(full, spec)
+                return function(*args, **kwargs)  # noqa: B023 (called within the loop)
+
+            leaves = tuple(flat[i].detach() for i in at)
+            results.append(torch.func.jvp(call, leaves, directions(leaves)))
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vmap_float64(case: str) -> None:
+    """Of the function; of its backward, as jacobian(vectorize=True) calls it; and of both."""
+    found = set()
+    for sample in few_samples(case):
+        results = []
+        for function in (ours_of(case), theirs_of(case)):
+            args, kwargs = fresh(sample)
+            x = args[0].detach()
+
+            def call(x: Tensor, args: Any = args, kwargs: Any = kwargs) -> Any:
+                return function(x, *args[1:], **kwargs)  # noqa: B023 (called within the loop)
+
+            def batched_backward(x: Tensor, call: Any = call) -> Any:
+                output = call(x.requires_grad_())
+                weights = torch.stack(
+                    [weights_like(output, torch.float64), torch.ones_like(output)]
+                )
+                return torch.autograd.grad(output, x, weights, is_grads_batched=True)[0]
+
+            each = functools.partial(torch.vmap, randomness="same")
+            results.append(
+                {
+                    "forward": outcome(each(call), torch.stack([x, -x])),
+                    "batched backward": outcome(batched_backward, x.clone()),
+                    "vmap of grad": outcome(
+                        each(torch.func.grad(lambda x: call(x).sum())),
+                        torch.stack([x, -x]),
+                    ),
+                }
+            )
+        mine, stock = results
+        for part in mine:
+            a, b = mine[part], stock[part]
+            same = a is b or (
+                isinstance(a, Tensor) and isinstance(b, Tensor) and torch.allclose(a, b, rtol=1e-7)
+            )
+            if not same:
+                kinds = [v if isinstance(v, type) else "a tensor" for v in (a, b)]
+                found.add(f"{part}: {kinds}")
+    judge(f"functions/vmap/{case}", found)
