@@ -108,13 +108,16 @@ def follow(tracer: Any) -> None:
 def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
     """Of each module that gives away or takes over work: those that it does so with."""
     found: dict[nn.Module, set[nn.Module]] = {}
+    makers = _makers(root)
     for module in root.modules():
         mine = vars(module)
         if isinstance(module, _BatchNorm) and record_of(module) is not None:
             parts = [mine[kind] for kind in ("act", "drop") if kind in mine]
-            # The sum, and who made the input, are in a forward somewhere around it.
-            outside = mine.get("_adds") or mine.get("overwrite_input")
-            found.setdefault(module, set()).update([root] if outside else [])
+            mates = found.setdefault(module, set())
+            if mine.get("_adds"):
+                mates.add(root)  # the sum is in a forward somewhere around it
+            if mine.get("overwrite_input"):
+                mates.add(makers.get(module, root))
             for part in (part for part in parts if type(part) is not nn.Identity):
                 found[module].add(part)
                 found.setdefault(part, set()).add(module)
@@ -124,4 +127,13 @@ def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
         ):
             for part in filter(passes_on, module.modules()):
                 found.setdefault(part, set()).add(module)
+    return found
+
+
+def _makers(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Modules that are called with the value of another one, as far as containers tell."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            found.update(zip(list(module)[1:], module))
     return found

@@ -235,7 +235,7 @@ def _attributes(site: Site) -> dict[str, Any]:
     add = site.step("add")
     if add is not None:
         wanted["_adds"] = "in place" if add.in_place else "out of place"
-    if not site.steps and not site.overwrites and not has_own_steps(site.norm):
+    if not site.steps and not has_own_steps(site.norm):
         wanted["_as_torch"] = True
     wanted["overwrite_input"] = site.overwrites or getattr(site.norm, "overwrite_input", False)
     return wanted

@@ -107,6 +107,7 @@ with warnings.catch_warnings(record=True) as caught:
     import fusedtrain, fusedtrain.functional as F
     assert not caught, [str(w.message) for w in caught]
     from fusedtrain.reference import ACTIVATIONS
+    torch.manual_seed(0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for row in ACTIVATIONS.values():
             x = (torch.randn(5, 7) * 3).to(dtype).requires_grad_()

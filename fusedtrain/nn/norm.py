@@ -167,8 +167,8 @@ class _BatchNormAct(_BatchNorm):
     # By convert: the residual that must be given, since the forward around adds it no more, is
     # added "in place" of the norm's output or "out of place".
     _adds = ""
-    # By convert: a norm that nothing follows has torch's bits, and backward can compute its output
-    # again.
+    # By convert: a norm that nothing follows and that overwrites nothing has torch's bits, and
+    # backward can compute its output again.
     _as_torch = False
     overwrite_input = False
 
@@ -253,7 +253,7 @@ class _BatchNormAct(_BatchNorm):
                 "this batch norm adds a residual since fusedtrain.convert, and was called without "
                 "one: not by the forward that was converted. fusedtrain.revert undoes it"
             )
-        if self._as_torch and residual is None:
+        if self._as_torch and residual is None and not self.overwrite_input:
             output = _BatchNorm.forward(self, input)
             _batch_norm.recomputed_as_torch(self, input, output)
             return output
