@@ -24,6 +24,7 @@ from ._conversion_report import (
     title,
 )
 from ._dataflow import Flow
+from ._effects import Effects
 from ._gate_sites import find_products
 from ._norm_rewrite import Plan, apply, undo
 from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
@@ -47,9 +48,11 @@ class Conversion:
         set_recomputing(model, False)  # else the forward could not be traced
         try:
             self.flow = Flow(model, is_activation, may_have_branches)
-            self.readers = self.flow  # of what a norm may overwrite
+            self.effects = Effects(self.flow)
+            self.readers = self.effects  # of what a norm may overwrite
             if memory == "inplace" and any(map(rewritten_of, model.modules())):
-                self.readers = Flow(model, is_activation, may_have_branches, converted=True)
+                now = Flow(model, is_activation, may_have_branches, converted=True)
+                self.readers = Effects(now)
         finally:
             set_recomputing(model, self.recomputed)
         self.activations = [entry for entry in found if entry.fused and not entry.reason]
@@ -61,7 +64,7 @@ class Conversion:
         self.sources = {id(module): title(type(module)) for module in model.modules()}
         self.undone: dict[int, str] = {}  # id of a module: why
         self.swapped: list[Found] = []
-        self.plan = Plan(self.flow, [])
+        self.plan = Plan(self.effects, [])
         self.left: dict[int, str] = {}
 
     def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> Plan:
@@ -87,7 +90,7 @@ class Conversion:
         # Now that timm's activations have classes which are known.
         products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
         branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
-        self.plan = Plan(self.flow, sites, products, branches)
+        self.plan = Plan(self.effects, sites, products, branches)
         for site in sites:
             site.overwrites = self._overwrites(site.norm, site.steps)
             of_use = site.steps or has_own_steps(site.norm) or self._is_recomputed(site.norm)

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from ._branch_sites import Branch, add_branch
 from ._chain_functions import gated
-from ._dataflow import Flow, Trace
+from ._dataflow import Trace
 from ._effects import Effects
 from ._gate_sites import Product
 from ._norm_sites import Site, Step, fused_class, has_own_steps
@@ -35,7 +35,7 @@ _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
 class Plan:
     """Sites that can be installed together. `left`: why one lost what it would have taken over."""
 
-    flow: Flow
+    effects: Effects
     sites: list[Site]
     products: list[Product] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._unfit: dict[int, str] = {}
-        self.effects = Effects(self.flow)
+        self.flow = self.effects.flow
         self._arbitrate()
         self._settle()
         while self._reorders():

@@ -9,7 +9,7 @@ from torch.nn.modules import module as global_hooks
 
 from . import nn as fused_nn
 from ._batch_norm_in_place import slope_of
-from ._dataflow import Flow, Trace
+from ._dataflow import Trace
 from ._effects import Effects
 from .nn.norm import _HOOKS, activation_of
 from .reference.batch_norm import Pointwise
@@ -23,11 +23,12 @@ _CALLED = ("__call__", "forward", "_conv_forward")
 
 
 def can_overwrite(
-    flow: Flow, norm: nn.Module, act: nn.Module | None, ends: list[tuple[Trace, fx.Node]]
+    effects: Effects, norm: nn.Module, act: nn.Module | None, ends: list[tuple[Trace, fx.Node]]
 ) -> bool:
     """Whether a norm followed by an activation (None: by nothing) can write over its input: every
     call takes what a convolution or a linear layer made for it alone. `ends`: the values that it
     becomes, if not those of its own calls."""
+    flow = effects.flow
     activation = Pointwise() if act is None else activation_of(act)
     calls = flow.calls(norm)
     if activation is None or slope_of(activation, torch.float32) is None or flow.untraced(norm):
@@ -38,7 +39,6 @@ def can_overwrite(
         return False
     made = all(_is_made_for_it(trace, node) for trace, _, node in calls)
     values = ends or [(trace, node) for trace, _, node in calls]
-    effects = Effects(flow)
     return bool(calls) and made and not any(effects.is_overwritten(*v) for v in values)
 
 
