@@ -185,6 +185,7 @@ def _transformed(mode: str, names: str, wide: str, limit: float) -> list[str]:
     if mode == "vmap":
         lines += [
             "tensors, wide = ([torch.stack([t, 0.5 * t]) for t in s] for s in (tensors, wide))",
+            "want = torch.vmap(plain)(*wide)  # not all that torch computes can it batch",
             "found = torch.vmap(ours)(*tensors)",
             "want = torch.stack([plain(*some) for some in zip(*wide, strict=True)])",
             "found, want = [found], [want]",
