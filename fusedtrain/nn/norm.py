@@ -146,6 +146,14 @@ def _create_activation(
     return module
 
 
+def _fits_in(tensor: Tensor, other: Tensor) -> bool:
+    """Whether torch adds a tensor to another one in place."""
+    if tensor.shape == other.shape:
+        return True
+    sizes = zip(reversed(tensor.shape), reversed(other.shape))
+    return tensor.dim() <= other.dim() and all(a in (1, b) for a, b in sizes)
+
+
 class _NoQconfig:
     """What torch.nn.SyncBatchNorm.convert_sync_batchnorm asks a batch norm for, once it has made a
     module that lacks the activation and is about to put it in this one's place."""
@@ -262,8 +270,7 @@ class _BatchNormAct(_BatchNorm):
         # A number, or a tensor that torch would not add in place.
         odd = residual is not None and not isinstance(residual, Tensor)
         if in_place and isinstance(residual, Tensor):
-            odd = torch.broadcast_shapes(input.shape, residual.shape) != input.shape
-            odd = odd or not torch.can_cast(residual.dtype, input.dtype)
+            odd = residual.is_complex() or not _fits_in(residual, input)
             residual = residual if odd else residual.to(input.dtype)
         act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
