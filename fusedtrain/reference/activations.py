@@ -186,8 +186,9 @@ def _squareplus(x: Tensor, b: float) -> Tensor:
 
 
 def squareplus(input: Tensor, b: float) -> Tensor:
-    y = _squareplus(_wide(input), b)
-    return y.to(input.dtype) if input.is_floating_point() else y
+    if not input.is_floating_point():  # booleans and complex numbers have no sign
+        return 0.5 * (input + torch.sqrt(input * input + b))
+    return _squareplus(_wide(input), b).to(input.dtype)
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:

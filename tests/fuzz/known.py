@@ -7,6 +7,7 @@ from __future__ import annotations
 
 KNOWN: list[tuple[str, tuple[str, ...]]] = [
     # By decision LAMB counts steps by parameter, timm's by group: see its docstring.
+    ("LAMB", ("fusedtrain.optim.LAMB(", "optimizer.zero_grad(")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give({")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give(range")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give_scaled({")),
