@@ -24,6 +24,7 @@ ORDERS = ("forward", "reverse", "shuffled")
 # -O1 -fno-tree-sra: the sanitizer's hooks see each access as the kernel has it, 16 bytes in one.
 _FLAGS = "-U_FORTIFY_SOURCE -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unused-function"
 # `make sanitize` sets the variable: GCC has no other sanitizer beside -fsanitize=thread.
+SANITIZED = bool(os.environ.get("FUSEDTRAIN_TEST_EMULATOR_SANITIZERS"))
 _SANITIZERS = os.environ.get("FUSEDTRAIN_TEST_EMULATOR_SANITIZERS", "")
 _WATCH = _SANITIZERS or "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"
 _KERNEL_FLAGS = (
@@ -104,6 +105,17 @@ class Emulator:
     def set_order(self, order: str) -> None:
         """In which order threads and blocks take turns: one of ORDERS."""
         self.c.emulator_order(ORDERS.index(order))
+
+    def traffic(self, least: int) -> tuple[int, int]:
+        """Bytes that the last call's kernels have read and written, of tensors of ``least`` bytes
+        or more: smaller ones stay in the caches."""
+        read, written = ctypes.c_uint64(), ctypes.c_uint64()
+        self.c.emulator_traffic(ctypes.c_uint64(least), ctypes.byref(read), ctypes.byref(written))
+        return read.value, written.value
+
+    def launches(self) -> int:
+        """Kernels started since the library was loaded."""
+        return int(self.c.emulator_launches())
 
     def call(self, name: str, *arguments: object) -> object:
         """One op, with no buffers but its own."""

@@ -188,6 +188,7 @@ std::string Memory::check(const Access& access, const Moment& now) {
         return text("out of bounds: %s %zu bytes at offset %zu of a buffer of %zu", verb,
                     access.bytes, size_t(begin - address), buffer.bytes);
       if (access.write && !buffer.writable) return text("writes to an input");
+      (access.write ? buffer.written : buffer.read) += access.bytes;
       return buffer.shadow.check(begin - address, access, now, launch_, "global");
     }
   }
@@ -212,6 +213,15 @@ std::string Memory::check(const Access& access, const Moment& now) {
           : text("%zu bytes before the start of one of %zu", before, after->second.bytes);
   return text("out of bounds: %s %zu bytes outside of every buffer: %s", verb, access.bytes,
               nearest.c_str());
+}
+
+void Memory::traffic(size_t least, uint64_t* read, uint64_t* written) const {
+  *read = *written = 0;
+  for (const auto& [address, buffer] : buffers_) {
+    if (buffer.bytes < least) continue;
+    *read += buffer.read;
+    *written += buffer.written;
+  }
 }
 
 }  // namespace emulator

@@ -51,6 +51,7 @@ class Shadow {
 struct Buffer {
   size_t bytes;
   bool readable, writable;
+  uint64_t read = 0, written = 0;  // bytes, by kernels
   Shadow shadow;
 };
 
@@ -67,6 +68,8 @@ class Memory {
   unsigned char* dynamic_shared() { return dynamic_; }
   // What is wrong with an access of a kernel, or nothing.
   std::string check(const Access& access, const Moment& now);
+  // The bytes that kernels have read and written in all buffers of that size at least.
+  void traffic(size_t least, uint64_t* read, uint64_t* written) const;
 
   static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
 

@@ -1,0 +1,270 @@
+"""What the CUDA kernels can reach, predicted from what nvcc made of them. Needs no GPU.
+
+    python tools/occupancy.py [--check] [--markdown] [-k NAME] [--library FILE]
+
+A kernel that streams through memory is as fast as memory if enough bytes are on their way at any
+time (Little's law): bandwidth <= bytes in flight / latency. The bytes come from the built file:
+threads that are resident on a multiprocessor (registers, shared memory, threads of a block), times
+the bytes of a thread's loads between the first load and the first use (its machine code).
+
+Nothing here is a measurement. `make gpu` prints measured bandwidth beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from _gpus import BUSY, GPUS, MULTIPROCESSORS, Gpu  # noqa: E402
+from _sass import Kernel, bytes_in_flight, kernels, widest  # noqa: E402
+from _traffic import TRAFFIC  # noqa: E402
+
+LIBRARY = ROOT / "fusedtrain/_C_cuda.so"
+# 27 KB for an H200 under load (BUSY of _gpus.py), and some to spare.
+ENOUGH = 32 << 10
+CHECKED = "90"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A kernel that goes over whole tensors.
+
+    Attributes:
+        chosen: part of the names of the variants that a training run meets; others are for what is
+            not aligned.
+        always, most: tensors that it reads in every call, and in a call with all options.
+    """
+
+    chosen: str
+    always: int
+    most: int
+    note: str = ""
+
+
+_WIDE = r", true>\("
+STREAMS = {
+    ("pointwise", "forward_kernel"): Stream("", 1, 1),
+    ("pointwise", "backward_kernel"): Stream("", 2, 2),
+    ("channelwise", "segments_kernel"): Stream(r", true, \w+>\(", 1, 1),
+    ("channelwise", "columns_kernel"): Stream(r", true, \w+>\(", 1, 1),
+    ("batch_norm", "statistics_kernel"): Stream(_WIDE, 1, 1),
+    ("batch_norm_normalise", "normalise_kernel"): Stream(_WIDE, 1, 2, "most: with a residual"),
+    ("batch_norm_reduce", "reduce_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
+    ("batch_norm_grad_input", "grad_input_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
+    ("batch_norm_restore", "restore_kernel"): Stream(_WIDE, 1, 1),
+    ("chains", "gated_kernel"): Stream(_WIDE, 2, 2),
+    ("chains", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
+    ("chains", "planes_kernel"): Stream(_WIDE, 1, 1),
+    ("chains", "columns_kernel"): Stream(_WIDE, 1, 1),
+    ("few_bit", "forward_kernel"): Stream("", 1, 1),
+    ("few_bit", "backward_kernel"): Stream("", 1, 1),
+    ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
+    ("images", "to_last_kernel"): Stream(r"true, (true|false)>\(", 1, 1),
+    ("multi_tensor", "measure_kernel"): Stream("", 1, 1),
+    ("multi_tensor", "measure_units_kernel"): Stream("", 1, 1),
+    ("multi_tensor_update", "update_kernel"): Stream("OneRule", 1, 1),
+    ("multi_tensor_update", "trial_kernel"): Stream("OneRule", 1, 1),
+    ("pool", "max_pool2d_kernel"): Stream("", 1, 1),
+    ("pool", "max_pool2d_backward_kernel"): Stream("", 1, 1),
+    ("fold", "fold_kernel"): Stream("", 1, 1),
+    ("fold", "fold_backward_kernel"): Stream("", 1, 1),
+}
+_SHARES = "shares of blocks: a thousandth of the tensors"
+# Kernels that are not held to it, and why.
+SMALL = {
+    ("batch_norm", "merge_statistics_kernel"): _SHARES,
+    ("batch_norm", "invert_kernel"): "one number a channel",
+    ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
+    ("channelwise", "add_shares_kernel"): _SHARES,
+    ("chains", "finish_kernel"): _SHARES,
+    ("multi_tensor", "add_kernel"): _SHARES,
+    ("multi_tensor", "prepare_kernel"): "one row a tensor",
+    ("multi_tensor", "finish_kernel"): "one row a tensor",
+    ("scaling", "update_scale_kernel"): "one number",
+    ("scaling", "zero_kernel"): "it reads nothing",
+}
+# Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
+EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One kernel in one dtype: the worst of its formulas."""
+
+    source: str
+    kernel: str
+    dtype: str
+    arch: str
+    registers: int
+    shared: int
+    threads: int
+    blocks: int
+    load: int  # bytes of the widest one
+    store: int
+    in_flight: int  # bytes of a thread
+    worst: str  # the formula
+
+    @property
+    def warps(self) -> int:
+        return self.blocks * self.threads // 32
+
+    @property
+    def bytes(self) -> int:
+        """In flight on a multiprocessor."""
+        return self.blocks * self.threads * self.in_flight
+
+    def bandwidth(self, gpu: Gpu, latency: float) -> float:
+        """The part of a device's peak that Little's law allows at that latency in s."""
+        return min(1.0, self.bytes * gpu.multiprocessors / latency / gpu.bandwidth)
+
+
+def dtype_of(kernel: Kernel) -> str:
+    """Of what is loaded and stored; the formula's own float comes before it in some names."""
+    arguments = kernel.name.split(">(")[0]
+    for cuda, name in (("__half", "float16"), ("__nv_bfloat16", "bfloat16")):
+        if cuda in arguments:
+            return name
+    return "float64" if "double" in arguments else "float32"
+
+
+def predict(kernel: Kernel, arch: str) -> Prediction:
+    """What one kernel has in flight; ``arch`` has the limits, the kernel the code."""
+    stream = STREAMS.get((kernel.source, kernel.base), Stream("", 1, 1))
+    blocks = MULTIPROCESSORS[arch].resident(kernel.threads, kernel.registers, kernel.shared)
+    return Prediction(
+        kernel.source, kernel.base, dtype_of(kernel), arch, kernel.registers, kernel.shared,
+        kernel.threads, blocks, widest(kernel.code), widest(kernel.code, store=True),
+        bytes_in_flight(kernel.code) * stream.always // stream.most,
+        kernel.name.split(">(")[0] + ">",
+    )  # fmt: skip
+
+
+def predictions(library: Path, arch: str, name: str = "") -> list[Prediction]:
+    """The worst prediction of each streaming kernel and dtype. ``arch``: a key of MULTIPROCESSORS.
+
+    Raises:
+        LookupError: the file has a kernel that is in neither table.
+    """
+    worst: dict[tuple[str, ...], Prediction] = {}
+    # The 4090 runs the code of sm_80.
+    for kernel in kernels(library, "80" if arch == "89" else arch):
+        key = (kernel.source, kernel.base)
+        if key not in STREAMS and key not in SMALL:
+            raise LookupError(
+                f"csrc/cuda/{key[0]}.cu: {key[1]} is in neither table of occupancy.py"
+            )
+        if key in SMALL or not re.search(STREAMS[key].chosen, kernel.name) or name not in str(key):
+            continue
+        found = predict(kernel, arch)
+        if found.dtype == "float64":
+            continue  # right rather than fast
+        place = (*key, found.dtype)
+        if place not in worst or found.bytes < worst[place].bytes:
+            worst[place] = found
+    return [worst[place] for place in sorted(worst)]
+
+
+def too_few(found: Iterable[Prediction]) -> list[str]:
+    """What --check prints: a line for each kernel with too few bytes in flight."""
+    lines = []
+    for p in found:
+        least, why = float(ENOUGH), ""
+        for (source, kernel, part), (allowed, reason) in EXCEPTIONS.items():
+            if (p.source, p.kernel) == (source, kernel) and part in p.worst:
+                least, why = allowed * 1024, reason
+        if p.bytes < least:
+            lines.append(
+                f"{p.source}.cu: {p.worst}: {p.bytes / 1024:.0f} KB in flight on an sm_{p.arch} "
+                f"multiprocessor, {least / 1024:.0f} are needed {why}".rstrip()
+            )
+    return lines
+
+
+COLUMNS = (
+    "", "kernel", "dtype", "arch", "regs", "shared", "warps", "load B", "store B", "KB in flight",
+)  # fmt: skip
+
+
+def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
+    """Cells of the table; the devices of an architecture share its columns."""
+    lines = []
+    for p in found:
+        reach = ", ".join(
+            f"{gpu.name} {100 * p.bandwidth(gpu, gpu.latency):.0f} / {100 * p.bandwidth(gpu, BUSY):.0f}"
+            for gpu in GPUS
+            if gpu.arch == p.arch
+        )
+        lines.append((
+            "predicted", f"{p.source}: {p.kernel}", p.dtype, f"sm_{p.arch}", str(p.registers),
+            str(p.shared), str(p.warps), str(p.load), str(p.store), f"{p.bytes / 1024:.0f}", reach,
+        ))  # fmt: skip
+    return lines
+
+
+def table(head: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool) -> str:
+    if markdown:
+        return "\n".join(
+            "| " + " | ".join(cells) + " |" for cells in (head, ("---",) * len(head), *lines)
+        )
+    widths = [max(map(len, column)) for column in zip(head, *lines)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
+        for cells in (head, *lines)
+    )
+
+
+def traffic(markdown: bool) -> str:
+    lines = [
+        ("counted", name, f"{t.passes:g}", f"{t.least:g}", f"{t.passes / t.least:.2f}",
+         str(t.launches), t.why)
+        for name, t in TRAFFIC.items()
+    ]  # fmt: skip
+    head = ("", "call", "passes", "least", "ratio", "launches", "why")
+    return table(head, lines, markdown)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="fail where too few bytes are in flight"
+    )
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/gpu.md")
+    parser.add_argument("--arch", action="append", choices=list(MULTIPROCESSORS), help="only these")
+    parser.add_argument("-k", default="", metavar="NAME", help="only kernels with this in the name")
+    parser.add_argument(
+        "--library", type=Path, default=LIBRARY, help="default: the built package's"
+    )
+    options = parser.parse_args()
+    if not options.library.exists():
+        print(f"{options.library} is not built: install the CUDA toolkit, then `make build`")
+        return 1
+    archs = options.arch or ([CHECKED] if options.check else ["80", "89", "90", "100", "120"])
+    found: list[Prediction] = []
+    for arch in archs:
+        print(f"reading the machine code for sm_{arch} (half a minute) ...", file=sys.stderr)
+        found += predictions(options.library, arch, options.k)
+    print(
+        table(
+            (*COLUMNS, "% of the peak bandwidth at most, idle / busy"),
+            rows(found),
+            options.markdown,
+        )
+    )
+    print()
+    print(traffic(options.markdown))
+    if not options.check:
+        return 0
+    wrong = too_few(found)
+    print(*wrong, sep="\n")
+    print(f"{len(wrong)} of {len(found)} kernels have too few bytes in flight")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
