@@ -45,17 +45,16 @@ MULTIPROCESSORS = {
     "100": Multiprocessor(warps=64, blocks=32, shared=228 << 10),
     "120": Multiprocessor(warps=48, blocks=24, shared=100 << 10),
 }
-# A memory that is asked for all it can give answers later. No maker publishes by how much; 740 ns is
-# the time for which H200's 27 KB a multiprocessor (4.8 TB/s over 132) are on their way.
+# A memory that is asked for all it can give answers later. No maker publishes by how much. In 740 ns
+# an H200 needs 27 KB on their way to each multiprocessor (4.8 TB/s over 132).
 BUSY = 740e-9
 _LUO = "latency: Luo et al., arXiv:2402.13499, table of memory latencies"
+_OF_PCIE = f"{_LUO} (of the H100 PCIe)"
 # Cycles of an otherwise idle memory over the boost clock. Under load it takes longer.
 GPUS = (
     Gpu("A100 SXM 80 GB", "80", 108, 2.039e12, 466.3 / 1.41e9, _LUO),
-    Gpu("H100 SXM", "90", 132, 3.35e12, 478.8 / 1.755e9, f"{_LUO} (of the H100 PCIe)"),
-    Gpu(
-        "H200", "90", 132, 4.8e12, 478.8 / 1.755e9, f"{_LUO} (of the H100 PCIe: none is published)"
-    ),
+    Gpu("H100 SXM", "90", 132, 3.35e12, 478.8 / 1.755e9, _OF_PCIE),
+    Gpu("H200", "90", 132, 4.8e12, 478.8 / 1.755e9, _OF_PCIE),
     Gpu("B200", "100", 148, 8.0e12, 478.8 / 1.755e9, "latency assumed to be the H100's"),
     Gpu("RTX 4090", "89", 128, 1.008e12, 541.5 / 2.52e9, _LUO),
 )

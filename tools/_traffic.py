@@ -45,7 +45,7 @@ TRAFFIC = {
         1.28125,
         1.75,
         1,
-        "the four inputs of a window read its gradient and code each, from the caches",
+        "each input of a window reads its gradient and code, from the caches",
     ),
     "normalize_images": Traffic(1.5, 1.5, 1, "bytes in, 16 bits out"),
     "fold_weight": Traffic(2, 2, 1),
