@@ -45,8 +45,8 @@ MULTIPROCESSORS = {
     "100": Multiprocessor(warps=64, blocks=32, shared=228 << 10),
     "120": Multiprocessor(warps=48, blocks=24, shared=100 << 10),
 }
-# A memory that is asked for all it can give answers later. No maker publishes by how much. In 740 ns
-# an H200 needs 27 KB on their way to each multiprocessor (4.8 TB/s over 132).
+# A memory that is asked for all it can give answers later. No maker publishes by how much. In
+# 740 ns an H200 needs 27 KB on their way to each multiprocessor (4.8 TB/s over 132).
 BUSY = 740e-9
 _LUO = "latency: Luo et al., arXiv:2402.13499, table of memory latencies"
 _OF_PCIE = f"{_LUO} (of the H100 PCIe)"

@@ -7,6 +7,8 @@ time (Little's law): bandwidth <= bytes in flight / latency. The bytes come from
 threads that are resident on a multiprocessor (registers, shared memory, threads of a block), times
 the bytes of a thread's loads between the first load and the first use (its machine code).
 
+The last column has two parts: at the latency of an idle memory, and of a busy one.
+
 Nothing here is a measurement. `make gpu` prints measured bandwidth beside it.
 """
 
@@ -196,7 +198,7 @@ def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
     lines = []
     for p in found:
         reach = ", ".join(
-            f"{gpu.name} {100 * p.bandwidth(gpu, gpu.latency):.0f} / {100 * p.bandwidth(gpu, BUSY):.0f}"
+            f"{gpu.name} {p.bandwidth(gpu, gpu.latency):.0%} / {p.bandwidth(gpu, BUSY):.0%}"
             for gpu in GPUS
             if gpu.arch == p.arch
         )
@@ -251,7 +253,7 @@ def main() -> int:
         found += predictions(options.library, arch, options.k)
     print(
         table(
-            (*COLUMNS, "% of the peak bandwidth at most, idle / busy"),
+            (*COLUMNS, "of the peak bandwidth, at most"),
             rows(found),
             options.markdown,
         )
