@@ -66,7 +66,12 @@ class Instruction:
     def registers(self) -> set[int]:
         """The registers that are read or written."""
         wide = 4 if ".128" in self.name else 2 if ".64" in self.name or self.name[0] == "D" else 1
-        return {int(r) + k for r in _REGISTER.findall(self.operands) for k in range(wide)}
+        found = set()
+        for operand in self.operands.split(","):
+            # An address is a pair.
+            each = 2 if "[" in operand else wide
+            found |= {int(r) + k for r in _REGISTER.findall(operand) for k in range(each)}
+        return found
 
     @property
     def loaded(self) -> set[int]:
