@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "../ops.h"
 
 namespace fusedtrain {
@@ -78,6 +80,30 @@ struct Vec {
     } else {
       *p = stored.lane[0];
     }
+  }
+};
+
+// What a vector is while it is on its way: as it is stored. Half the registers of floats, for the
+// 16-bit types, and nothing that a branch between two loads could make the first one wait for.
+template <class S, bool kWide = true>
+struct Packed {
+  using V = Vec<S, kWide>;
+  using Bits = std::conditional_t<kWide, uint4, S>;
+  Bits bits;
+
+  __device__ __forceinline__ void load(const S* p) { bits = *reinterpret_cast<const Bits*>(p); }
+  // Zeros where there is no tensor.
+  __device__ __forceinline__ void load_if(const S* p, int64_t at) {
+    if (p != nullptr)
+      load(p + at);
+    else
+      bits = Bits{};
+  }
+  __device__ __forceinline__ void get(typename V::T (&lane)[V::kLanes]) const {
+    typename V::Stored stored;
+    __builtin_memcpy(&stored, &bits, sizeof bits);
+#pragma unroll
+    for (int k = 0; k < V::kLanes; ++k) lane[k] = load_one(stored.lane[k]);
   }
 };
 
