@@ -10,11 +10,11 @@ PY := $(BIN)/python
 CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants conformance fuzz sanitize soak lint format bench wheel build abi-matrix clean \
+.PHONY: help train test mutants optimizer-mutants kernel-mutants conformance fuzz sanitize soak lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: build  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
 	$(PY) examples/train.py $(ARGS)
@@ -22,8 +22,13 @@ train: build  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS
 test: build  ## the whole test-suite (ARGS="-k mish")
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
-mutants: build  ## break the optimizers in one place at a time; the tests must notice (ARGS="-k LAMB")
+mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at a time; the tests must notice
+
+optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB")
 	$(PY) tools/mutants.py $(ARGS)
+
+kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --shard 1/4")
+	$(PY) tools/kernel_mutants.py $(ARGS)
 
 soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS="--minutes 1 --seed 7")
 	PYTHONPATH=tests $(PY) -m soak $(ARGS)

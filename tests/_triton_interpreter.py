@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from _triton_memory import fill_with_nan, watch
 
 ORDERS = ("forward", "reverse", "shuffled")
 
@@ -18,8 +19,10 @@ def round_to_nearest() -> None:
     And lets a kernel count up to a number that it has loaded, which numpy 2.4 takes ill; and does
     not patch triton.language again for every call of a kernel's functions, two thirds of the time.
     Checked in triton 3.6 and 3.9 (rounding), 3.6 (the others); once or many times, and of no
-    consequence to compiled kernels.
+    consequence to compiled kernels. Interpreted ones are watched besides (_triton_memory.py).
     """
+    watch()
+    fill_with_nan()
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter

@@ -1,0 +1,87 @@
+"""A mutant: one place of a source, changed; and what makes and judges mutants of a language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which begins at `line` (from 1) and `column` (from 0) of `file`, becomes `new`."""
+
+    file: str  # from the root of the repository
+    line: int
+    column: int
+    old: str
+    new: str
+    what: str  # in a few words: "mask dropped"
+    function: str  # or kernel
+    before: str  # the lines that change, in one, without indentation
+    after: str
+
+    @property
+    def key(self) -> Key:
+        """What tables of equivalents name: file, function, the line as it becomes. No numbers of
+        lines, which other changes move."""
+        return self.file, self.function, self.after
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line} {self.function}: {self.what}: {self.after}"
+
+    def applied(self, text: str) -> str:
+        start = _offset(text, self.line, self.column)
+        assert text.startswith(self.old, start), f"{self.name}: the source is another one"
+        return text[:start] + self.new + text[start + len(self.old) :]
+
+
+def _offset(text: str, line: int, column: int) -> int:
+    start = 0
+    for _ in range(line - 1):
+        start = text.index("\n", start) + 1
+    return start + column
+
+
+def mutant(
+    file: str, text: str, start: int, old: str, new: str, what: str, function: str
+) -> Mutant:
+    """Of `text`, the source of `file`, with `new` in the place of `old` at offset `start`."""
+    assert text.startswith(old, start)
+    first = text.rfind("\n", 0, start) + 1
+    last = text.find("\n", start + len(old))
+    last = len(text) if last < 0 else last
+
+    def lines(middle: str) -> str:
+        return " ".join((text[first:start] + middle + text[start + len(old) : last]).split())
+
+    line, column = text.count("\n", 0, start) + 1, start - first
+    return Mutant(file, line, column, old, new, what, function, lines(old), lines(new))
+
+
+class Kind(Protocol):
+    """A module that makes mutants of one language, and judges them."""
+
+    # Mutants that change nothing that can be seen, and why.
+    EQUIVALENT: Mapping[Key, str]
+
+    def mutants(self, root: Path) -> list[Mutant]:
+        """All of them, in a fixed order."""
+        ...
+
+    def prepare(self, tree: Path, files: set[str], seconds: float) -> str:
+        """Builds the copy and runs the tests of `files` on it. What is wrong; "" for nothing."""
+        ...
+
+    def judge(self, mutant: Mutant, seconds: float) -> str:
+        """The test that noticed the mutant, which has been written to the tree that was prepared;
+        "" for none. May modify what it builds in the tree, but no source."""
+        ...
+
+    def finish(self) -> None:
+        """Ends what prepare() began."""
+        ...

@@ -1,0 +1,214 @@
+"""Mutants of the Triton kernels: made of the syntax trees of all functions that Triton compiles,
+judged by tests that run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from _collected import Collected
+from _mutant import Key, Mutant, mutant
+
+FOLDER = "fusedtrain/triton"
+_NUMBERS = "tests/test_kernels.py"
+_NORMS = ["tests/test_triton_batch_norm.py", "tests/test_batch_norm_kernels.py"]
+_OPTIMIZERS = ["tests/test_triton_optimizers.py"]
+# The tests of a file, the narrowest first: the first that fails ends the trial.
+TESTS: dict[str, list[str]] = {
+    "_batch_norm_kernels.py": _NORMS,
+    "_batch_norm_tiles.py": _NORMS,
+    "_chain_kernels.py": ["tests/test_chain_kernels.py"],
+    "channelwise.py": ["tests/test_triton.py", _NUMBERS],
+    "few_bit.py": ["tests/test_few_bit.py"],
+    "fold.py": ["tests/test_fold_kernels.py"],
+    "formulas.py": [_NUMBERS],
+    "images.py": ["tests/test_images.py"],
+    "multi_tensor_measure.py": _OPTIMIZERS,
+    "multi_tensor_memory.py": _OPTIMIZERS,
+    "multi_tensor_tail.py": _OPTIMIZERS,
+    "multi_tensor_update.py": _OPTIMIZERS,
+    "optimizers.py": _OPTIMIZERS,
+    "pointwise.py": [_NUMBERS],
+    "pool.py": ["tests/test_pool_kernels.py"],
+    "scaling.py": _OPTIMIZERS,
+    "stochastic_rounding.py": _OPTIMIZERS,
+    "vecmath.py": [_NUMBERS],
+}
+# Not what compiles, or starts a process.
+_CHOSEN = ["-k", "triton and not (test_code or test_launches or test_import or registered)"]
+
+EQUIVALENT: dict[Key, str] = {}
+
+_COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
+_OPERATORS = {
+    "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "//", "&": "|", "|": "&", "^": "|",
+    ">>": "<<", "<<": ">>",
+}  # fmt: skip
+_SYMBOLS = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.RShift: ">>", ast.LShift: "<<",
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+_OTHERS = {
+    "minimum": "maximum", "maximum": "minimum", "at_least": "at_most", "at_most": "at_least",
+}  # fmt: skip
+Change = tuple[int, str, str, str]  # offset, old, new, what
+
+
+class _Source:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.starts = [0]
+        for line in text.splitlines(keepends=True):
+            assert line.isascii()  # columns of ast are bytes
+            self.starts.append(self.starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        start = self.starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        end = self.starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        return start, end
+
+    def of(self, node: ast.AST) -> str:
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def replaced(self, node: ast.AST, new: str, what: str) -> Change:
+        return self.span(node)[0], self.of(node), new, what
+
+    def symbol(self, left: ast.AST, right: ast.AST, old: str, new: str, what: str) -> Change:
+        """Of the operator between two operands."""
+        start, end = self.span(left)[1], self.span(right)[0]
+        at = self.text.index(old, start, end)
+        return at, old, new, what
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what is called."""
+    if not isinstance(node, ast.Call):
+        return ""
+    function = node.func
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _is_compiled(node: ast.FunctionDef) -> bool:
+    return any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+
+
+def _of_call(source: _Source, node: ast.Call) -> Iterator[Change]:
+    name = _called(node)
+    keywords = {k.arg: k.value for k in node.keywords}
+    if name in ("load", "store", "read", "write") and node.args:
+        pointer = node.args[0]
+        if isinstance(node.func, ast.Attribute):
+            yield source.replaced(pointer, f"{source.of(pointer)} + 1", f"{name}: next element")
+    mask = keywords.get("mask")
+    if mask is not None:
+        yield source.replaced(mask, f"({source.of(mask)}) | True", f"{name}: mask dropped")
+    axis = keywords.get("axis")
+    if isinstance(axis, ast.Constant) and isinstance(axis.value, int):
+        yield source.replaced(axis, str(1 - axis.value), "the other axis")
+    if name == "where" and len(node.args) == 3:
+        _, a, b = node.args
+        start, end = source.span(a)[0], source.span(b)[1]
+        between = source.text[source.span(a)[1] : source.span(b)[0]]
+        new = source.of(b) + between + source.of(a)
+        yield start, source.text[start:end], new, "where: sides swapped"
+    if name in _OTHERS:
+        new = source.of(node.func).removesuffix(name) + _OTHERS[name]
+        yield source.replaced(node.func, new, f"{_OTHERS[name]} for {name}")
+    if name == "cdiv":
+        a, b = node.args
+        yield source.replaced(node, f"(({source.of(a)}) // ({source.of(b)}))", "cdiv: rounds down")
+    if name == "range" and len(node.args) == 1:
+        last = node.args[0]
+        yield source.replaced(last, f"{source.of(last)} - 1", "range: one less")
+
+
+def _of_node(source: _Source, node: ast.AST) -> Iterator[Change]:
+    if isinstance(node, ast.Call):
+        yield from _of_call(source, node)
+    elif isinstance(node, ast.Compare):
+        operands = [node.left, *node.comparators]
+        for left, op, right in zip(operands, node.ops, operands[1:]):
+            old = _SYMBOLS.get(type(op))
+            if old is not None:
+                new = _COMPARISONS[old]
+                yield source.symbol(left, right, old, new, f"{new} for {old}")
+    elif isinstance(node, ast.BinOp):
+        old = _SYMBOLS[type(node.op)]
+        new = _OPERATORS[old]
+        yield source.symbol(node.left, node.right, old, new, f"{new} for {old}")
+    elif isinstance(node, ast.AugAssign):
+        old = _SYMBOLS[type(node.op)]
+        new = _OPERATORS[old]
+        change = source.symbol(node.target, node.value, f"{old}=", f"{new}=", f"{old}= turned")
+        yield change
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield source.replaced(node, f"({source.of(node.operand)})", "sign flipped")
+    elif (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float))
+        and not isinstance(node.value, bool)
+    ):
+        new = repr(node.value + 1) if node.value in (0, 1) else repr(node.value * 3)
+        yield source.replaced(node, new, "constant")
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        yield source.replaced(node.test, f"not ({source.of(node.test)})", "branch turned")
+    elif isinstance(node, ast.Expr) and _called(node.value) == "store":
+        yield source.replaced(node, "pass", "store dropped")
+
+
+def _walked(node: ast.AST) -> Iterator[ast.AST]:
+    """In the order of the source; not annotations, constants of signatures or docstrings."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+            continue
+        yield from _walked(child)
+
+
+def of_file(root: Path, file: str) -> Iterator[Mutant]:
+    text = (root / file).read_text()
+    source = _Source(text)
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef) or not _is_compiled(function):
+            continue
+        for statement in function.body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue
+            for node in _walked(statement):
+                for offset, old, new, what in _of_node(source, node):
+                    yield mutant(file, text, offset, old, new, what, function.name)
+
+
+def mutants(root: Path) -> list[Mutant]:
+    files = sorted(p.relative_to(root).as_posix() for p in (root / FOLDER).glob("*.py"))
+    return [m for file in files for m in of_file(root, file)]
+
+
+# What a run would import again and again; no kernels.
+_MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "numpy")
+_collected: list[Collected] = []
+_killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest first
+
+
+def prepare(tree: Path, files: set[str], seconds: float) -> str:
+    tests = sorted({test for file in files for test in TESTS[Path(file).name]})
+    _collected.append(Collected(tree, [*tests, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
+    return _collected[0].run(tests, 10 * seconds)
+
+
+def judge(mutant: Mutant, seconds: float) -> str:
+    known = _killers.setdefault(mutant.file, [])
+    killer = _collected[0].run(TESTS[Path(mutant.file).name], seconds, known)
+    if "::" in killer:
+        known[:] = [killer, *(k for k in known if k != killer)]
+    return killer
+
+
+def finish() -> None:
+    while _collected:
+        _collected.pop().close()
