@@ -22,7 +22,8 @@ class Multiprocessor:
         each = -(-registers * 32 // 256) * 256
         by_registers = self.registers // 4 // each * 4 // warps if each else self.blocks
         taken = -(-shared // 128) * 128 + self.reserved
-        return min(self.blocks, self.warps // warps, by_registers, self.shared // taken)
+        by_shared = self.shared // taken if taken else self.blocks
+        return min(self.blocks, self.warps // warps, by_registers, by_shared)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import shutil
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def one_of_each(mutants: list[Mutant]) -> Iterator[Mutant]:
 
 def chosen(mutants: list[Mutant], part: str, shard: str, every: bool) -> list[Mutant]:
     found = mutants if every else list(one_of_each(mutants))
-    found = [m for m in found if part in m.name]
+    found = [m for m in found if re.search(part, m.name)]
     index, count = (int(n) for n in shard.split("/"))
     if not 1 <= index <= count:
         raise SystemExit("--shard: i/n with i from 1 to n")
@@ -119,7 +120,9 @@ def run(name: str, arguments: argparse.Namespace) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", choices=KINDS, help="mutants of these kernels alone")
-    parser.add_argument("-k", default="", help="only with this in file, function or description")
+    parser.add_argument(
+        "-k", default="", help="only where this is found in the name (a regular expression)"
+    )
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts: i/n")
     parser.add_argument("--seconds", type=float, default=120, help="the limit of a mutant")
     parser.add_argument("--all", action="store_true", help="not one of each sort alone")

@@ -195,7 +195,7 @@ COLUMNS = (
 
 def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
     """Cells of the table; the devices of an architecture share its columns."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for p in found:
         reach = ", ".join(
             f"{gpu.name} {p.bandwidth(gpu, gpu.latency):.0%} / {p.bandwidth(gpu, BUSY):.0%}"
@@ -222,7 +222,7 @@ def table(head: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool) -
 
 
 def traffic(markdown: bool) -> str:
-    lines = [
+    lines: list[tuple[str, ...]] = [
         ("counted", name, f"{t.passes:g}", f"{t.least:g}", f"{t.passes / t.least:.2f}",
          str(t.launches), t.why)
         for name, t in TRAFFIC.items()

@@ -1,0 +1,234 @@
+"""Mutants of the CUDA kernels: all of them in one build, each switched on by its number.
+
+A mutant is a short insertion into a line (`i < n` becomes `i < ft_more(7) + n`), so that a file
+with all its mutants compiles once. The emulator runs the kernels, and notices by itself a mutant
+that reaches past a buffer, into another thread's memory or past a barrier.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from _collected import Collected
+from _mutant import Key, Mutant, mutant
+
+FOLDER = "csrc/cuda"
+_NORMS = ["tests/test_batch_norm_kernels.py", "tests/test_cuda_batch_norm.py"]
+_STEPS = ["tests/test_cuda_optimizers.py", "tests/test_optimizer_kernels.py"]
+# The tests of the files whose names begin so, the narrowest first: the first that fails ends the
+# trial.
+TESTS = {
+    "batch_norm": _NORMS,
+    "chains": ["tests/test_chain_kernels.py", "tests/test_bias_dropout.py"],
+    "channelwise": ["tests/test_kernels.py"],
+    "few_bit": ["tests/test_few_bit.py"],
+    "fold": ["tests/test_fold_kernels.py"],
+    "images": ["tests/test_images.py"],
+    "multi_tensor": _STEPS,
+    "pointwise": ["tests/test_kernels.py"],
+    "pool": ["tests/test_pool_kernels.py"],
+    "scaling": ["tests/test_cuda_optimizers.py"],
+    "launch": ["tests/test_kernels.py", *_NORMS],
+    "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
+    "vec": ["tests/test_kernels.py"],
+}
+EQUIVALENT: dict[Key, str] = {}
+
+# What is looked for, what stands there in the mutant, what is inserted behind it in the build of
+# all mutants, and the name of the sort.
+_SORTS = (
+    (r"__syncthreads\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
+    (r"__syncwarp\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
+    (r" < (?=[\w(*&-])", " <= ", "ft_more(#) + ", "<= for <"),
+    (r" <= (?=[\w(*&-])", " < ", "-ft_more(#) + ", "< for <="),
+    (r" > (?=[\w(*&-])", " >= ", "-ft_more(#) + ", ">= for >"),
+    (r" >= (?=[\w(*&-])", " > ", "ft_more(#) + ", "> for >="),
+    (r" [=!]= (?=[\w(*&-])(?!nullptr|\w*[dD]type\b)", "{}1 + ", "ft_more(#) + ", "one more"),
+    (r" \+= (?=[\w(*-])", " -= ", "ft_sign(#) * ", "-= for +="),
+    (r"(?<=[\w\])]) \+ (?=[\w(*])", " - ", "ft_sign(#) * ", "- for +"),
+    (r"(?<=[\w\])]) - (?=[\w(*])", " + ", "ft_sign(#) * ", "+ for -"),
+    (r"(?<=[\w\])]) \* (?=[\w(])", " * 2 * ", "ft_two(#) * ", "times two"),
+    (r" && ", " && false && ", "!ft_is(#) && ", "never"),
+    (r" \|\| ", " || true || ", "ft_is(#) || ", "always"),
+    (r"\bthreadIdx\.x\b", "threadIdx.x + 1", " + ft_more(#)", "the next thread"),
+    (r"\bblockIdx\.x\b", "blockIdx.x + 1", " + ft_more(#)", "the next block"),
+    (r"(?<=, )(?=(offset|0|lane)\))", "1 + ", "ft_more(#) + ", "lane of a shuffle"),
+)  # fmt: skip
+_SWITCHES = """\
+#ifndef FT_MUTANTS
+#define FT_MUTANTS
+extern "C" bool ft_is(int mutant);  // whether it is the one that is tried
+static inline int ft_more(int mutant) { return ft_is(mutant) ? 1 : 0; }
+static inline int ft_two(int mutant) { return ft_is(mutant) ? 2 : 1; }
+static inline int ft_sign(int mutant) { return ft_is(mutant) ? -1 : 1; }
+#endif
+"""
+# Asked for the first time by a kernel, in the fork that tries the mutant.
+_CHOICE = """
+#include <fstream>
+extern "C" bool ft_is(int mutant) {
+  static const int chosen = [] {
+    int number = -1;
+    std::ifstream(getenv("FT_MUTANT_FILE")) >> number;
+    return number;
+  }();
+  return mutant == chosen;
+}
+"""
+# Lines in which nothing may be inserted that is not known to the compiler.
+_CONSTANT = re.compile(
+    r"^\s*(#|using |enum |Packed<.*\(|template|namespace|struct |static_assert|return \[|case )|"
+    r"constexpr|alignas|__shared__|__launch_bounds__|operator|asm|FT_\w+\(|__global__|\"|\bnew\b|"
+    r"\bauto\* kernel|\[\w+ \+ 1\]"
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a mutant is inserted: ``text`` goes behind ``old`` at ``offset`` of the file."""
+
+    offset: int
+    old: str
+    text: str
+    new: str
+    what: str
+
+
+def _sites(text: str) -> Iterator[Site]:
+    start, constant = 0, False
+    for line in text.splitlines(keepends=True):
+        code = line.split("//")[0]
+        constant = constant or _CONSTANT.search(code) is not None
+        if not constant:
+            for pattern, new, insertion, what in _SORTS:
+                for found in re.finditer(pattern, code):
+                    before, after = code[: found.start()], code[found.end() :]
+                    in_template = re.search(r"\w<[^<>;()]*$", before) and re.match(
+                        r"[^<>;()]*>", after
+                    )
+                    shuffles = what != "lane of a shuffle" or "__shfl" in code
+                    if in_template or not shuffles:
+                        continue
+                    yield Site(
+                        start + found.start(), found[0], insertion, new.format(found[0]), what
+                    )
+        # A definition may go on in the next lines.
+        if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
+            constant = False
+        start += len(line)
+
+
+def _functions(text: str) -> list[tuple[int, str]]:
+    """Offsets from which functions begin, and their names."""
+    text = re.sub(r"__launch_bounds__\([^)]*\)", lambda m: " " * len(m[0]), text)
+    pattern = re.compile(r"^(?:[A-Za-z_][^;{}#/()]*?|  +)\b(\w+)\((?!\()[^;]*?\{", re.MULTILINE)
+    found = [(m.start(1), m[1]) for m in pattern.finditer(text)]
+    return [(at, name) for at, name in found if name not in ("if", "for", "while", "switch")]
+
+
+def _numbered(root: Path) -> Iterator[tuple[int, str, Site, Mutant]]:
+    number = 0
+    files = sorted(p.relative_to(root).as_posix() for p in (root / FOLDER).glob("*.cu*"))
+    for file in files:
+        text = (root / file).read_text()
+        functions = _functions(text)
+        for site in _sites(text):
+            name = next((n for at, n in reversed(functions) if at <= site.offset), "")
+            made = mutant(file, text, site.offset, site.old, site.new, site.what, name)
+            yield number, file, site, made
+            number += 1
+
+
+def mutants(root: Path) -> list[Mutant]:
+    return [m for *_, m in _numbered(root)]
+
+
+def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
+    """The source with all its mutants, by number."""
+    for number, site in sorted(sites, key=lambda item: -item[1].offset):
+        end = site.offset + len(site.old)
+        insertion = site.text.replace("#", str(number))
+        if site.what == "barrier deleted":
+            text = text[: site.offset] + insertion + text[site.offset :]
+        else:
+            text = text[:end] + insertion + text[end:]
+    return _SWITCHES + text
+
+
+_BUILD = "import cuda_emulator; cuda_emulator.build()"
+_collected: list[Collected] = []
+_numbers: dict[Mutant, int] = {}
+_killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest first
+_limits: dict[tuple[str, ...], float] = {}
+# One op of each loop; its formulas are those of the CPU.
+_CHOSEN = [
+    "-k", "(emulated or test_cuda) and (not test_kernels or silu or prelu or hardtanh)"
+    " and not 2_to_31",
+]  # fmt: skip
+
+
+def tests_of(file: str) -> tuple[str, ...]:
+    stem = Path(file).name.split(".")[0]
+    return tuple(next(tests for begin, tests in TESTS.items() if stem.startswith(begin)))
+
+
+def prepare(tree: Path, files: set[str], seconds: float) -> str:
+    sites: dict[str, list[tuple[int, Site]]] = {}
+    for number, file, site, made in _numbered(tree):
+        sites.setdefault(file, []).append((number, site))
+        _numbers[made] = number
+    sources = {file: (tree / file).read_text() for file in files}
+    for file, text in sources.items():
+        (tree / file).write_text(with_switches(text, sites[file]))
+    folder = tree / "tests/cuda_emulator"
+    with (folder / "emulator.cpp").open("a") as emulator:
+        emulator.write(_CHOICE)
+    print("the emulator is built with all mutants (five minutes of two processors)", flush=True)
+    environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD], cwd=tree, env=environment, capture_output=True, text=True
+    )
+    for file, text in sources.items():
+        (tree / file).write_text(text)
+    if done.returncode != 0:
+        return done.stderr[-6000:]
+    # The sources are newer now, and are going to change.
+    loader = folder / "__init__.py"
+    text = loader.read_text()
+    assert "path = build()" in text
+    loader.write_text(text.replace("path = build()", 'path = BUILD / "_emulated.so"'))
+    choice = tree / "mutant"
+    choice.write_text("-1")
+    tests = sorted({test for file in files for test in tests_of(file)})
+    _collected.append(Collected(tree, [*tests, *_CHOSEN], FT_MUTANT_FILE=str(choice)))
+    for chosen in sorted({tests_of(file) for file in files}):
+        began = time.monotonic()
+        if broken := _collected[0].run(chosen, 20 * seconds):
+            return broken
+        took = time.monotonic() - began
+        # A mutant may be slower, and so may be the machine.
+        _limits[chosen] = max(seconds, 4 * took)
+        print(f"  {took:4.0f} s: {' '.join(chosen)}", flush=True)
+    return ""
+
+
+def judge(mutant: Mutant, seconds: float) -> str:
+    chosen = tests_of(mutant.file)
+    (_collected[0].log.parent / "mutant").write_text(str(_numbers[mutant]))
+    known = _killers.setdefault(mutant.file, [])
+    killer = _collected[0].run(chosen, _limits[chosen], known)
+    if "::" in killer:
+        known[:] = [killer, *(k for k in known if k != killer)]
+    return killer
+
+
+def finish() -> None:
+    while _collected:
+        _collected.pop().close()
