@@ -170,6 +170,23 @@ def check(ops: Kernels, name: str, bits: int, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_codes_anywhere_in_memory(ops: Kernels, bits: int, dtype: torch.dtype) -> None:
+    """A slice of a buffer of codes begins at any byte; the gradient is the same, to the bit."""
+    name = "relu" if bits == 1 else "silu"
+    x = torch.randn(3 * BLOCK + 37).to(ops.device, dtype)
+    grad = torch.randn(x.shape).to(ops.device, dtype)
+    _, codes = ops("few_bit", x, INDEX[name], bits)
+    want = ops("few_bit_backward", grad, codes, INDEX[name], bits)
+    assert want.any()
+    for offset in (1, 2, 4, 8) if dtype in (torch.float32, torch.float16) else (3,):
+        buffer = codes.new_empty(codes.numel() + offset)
+        assert buffer.data_ptr() % 16 == 0
+        found = ops("few_bit_backward", grad, buffer[offset:].copy_(codes), INDEX[name], bits)
+        assert same_bits(found, want), offset
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", few_bit.TABLES)
 def test_special_inputs(ops: Kernels, name: str, dtype: torch.dtype) -> None:
     """Infinities have the slope of the limit; of NaN the output is NaN, and so is the gradient of

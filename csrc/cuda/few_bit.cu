@@ -83,19 +83,29 @@ __device__ __forceinline__ void pack(const Word* codes, uint8_t* to) {
   }
 }
 
-template <int kBits, class Word>
+// A word of codes. A slice of a buffer of codes may begin at any byte.
+template <class Word, bool kWhole>
+__device__ __forceinline__ Word load_word(const uint8_t* from) {
+  if constexpr (kWhole) return *reinterpret_cast<const Word*>(from);
+  Word word = 0;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(Word)); ++i) word |= Word(Word(from[i]) << 8 * i);
+  return word;
+}
+
+template <int kBits, bool kWhole, class Word>
 __device__ __forceinline__ void unpack(const uint8_t* from, Word* codes) {
   constexpr int kLow = low_bits(kBits);
   constexpr Word kOnes = Word(~Word(0)) / 255, kMask = kOnes * ((1 << kLow) - 1);
 #pragma unroll
   for (int run = 0; run < kLow; ++run) {
-    const Word word = *reinterpret_cast<const Word*>(from + run * kBitStep);
+    const Word word = load_word<Word, kWhole>(from + run * kBitStep);
 #pragma unroll
     for (int step = run; step < kBitSteps; step += kLow)
       codes[step] = word >> shift_of(step, kBits) & kMask;
   }
   if constexpr (kBits == 3) {
-    const Word word = *reinterpret_cast<const Word*>(from + 2 * kBitStep);
+    const Word word = load_word<Word, kWhole>(from + 2 * kBitStep);
 #pragma unroll
     for (int step = 0; step < kBitSteps; ++step) codes[step] |= Word((word >> step & kOnes) << 2);
   }
@@ -179,11 +189,11 @@ __device__ __forceinline__ void backward_column(const T* levels, const Slopes<T>
                                                 int64_t first, int64_t n) {
   using Word = Bytes<S>;
   Word step_codes[kBitSteps];
-  if (bits == 1) unpack<1>(codes, step_codes);
-  if (bits == 2) unpack<2>(codes, step_codes);
-  if (bits == 3) unpack<3>(codes, step_codes);
-  if (bits == 4) unpack<4>(codes, step_codes);
-  if (bits == 8) unpack<8>(codes, step_codes);
+  if (bits == 1) unpack<1, kWhole>(codes, step_codes);
+  if (bits == 2) unpack<2, kWhole>(codes, step_codes);
+  if (bits == 3) unpack<3, kWhole>(codes, step_codes);
+  if (bits == 4) unpack<4, kWhole>(codes, step_codes);
+  if (bits == 8) unpack<8, kWhole>(codes, step_codes);
 #pragma unroll
   for (int step = 0; step < kBitSteps; ++step) {
     const int64_t at = first + step * kBitStep;
