@@ -263,12 +263,18 @@ void Cpu::measure(const OptimizerCall& call) const { Work(call).measure(); }
 
 void Cpu::try_update(const OptimizerCall& call) const {
   const Work work(call);
-  if (cpu::prepare(call, work)) work.try_update();
+  if (cpu::prepare(call, work))
+    work.try_update();
+  else
+    std::fill_n(call.trial_sums, call.count * kTrialSums, 0.0);
 }
 
 void Cpu::step(const OptimizerCall& call, bool measures, bool tries) const {
   const Work work(call);
-  if (measures && call.options->measures != 0) work.measure();
+  if (measures && call.options->measures != 0)
+    work.measure();
+  else if (measures)
+    std::fill_n(call.sums, call.count * kTensorSums, 0.0);
   const bool applied = cpu::prepare(call, work);
   if (applied && call.options->trial != 0) {
     if (tries) work.try_update();

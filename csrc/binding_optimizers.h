@@ -202,23 +202,23 @@ struct OptimizerOps {
     }
   };
 
+  // The backend writes every element: no launch to fill them.
   static Tensor new_sums(const Tensor& scalars, int64_t count, int width) {
-    Tensor sums =
-        torch::stable::new_empty(scalars, {count, width}, torch::headeronly::ScalarType::Double);
-    torch::stable::zero_(sums);
-    return sums;
+    return torch::stable::new_empty(scalars, {count, width},
+                                    torch::headeronly::ScalarType::Double);
   }
   // Sums of another call do not tell what the units of its tensors are clipped by.
   static void check_sums(const Arguments& a) {
     STD_TORCH_CHECK(a.call.options->unit_factor == 0,
                     "fusedtrain: units are clipped by what their own call measures");
   }
+  // Sums of an earlier call, which are read.
   static double* sums_of(const Tensor& sums, const Arguments& a, int width) {
     STD_TORCH_CHECK(sums.scalar_type() == torch::headeronly::ScalarType::Double &&
                         sums.is_contiguous() && sums.numel() == a.call.count * width &&
                         Backend::on_device(sums),
                     "fusedtrain: sums");
-    return static_cast<double*>(update_data(sums));
+    return const_cast<double*>(static_cast<const double*>(read_data(sums)));
   }
 
 #define FT_OPTIMIZER_ARGUMENTS                                                                    \
@@ -235,7 +235,7 @@ struct OptimizerOps {
     Arguments a(FT_OPTIMIZER_CALL, false);
     Tensor sums = new_sums(scalars, a.call.count, kTensorSums);
     if (a.call.count == 0) return sums;
-    a.call.sums = sums_of(sums, a, kTensorSums);
+    a.call.sums = static_cast<double*>(write_data(sums));
     Backend(scalars).measure(a.call);
     return sums;
   }
@@ -247,12 +247,13 @@ struct OptimizerOps {
     Tensor trial_sums = new_sums(scalars, a.call.count, kTrialSums);
     if (a.call.count == 0) return trial_sums;
     a.call.sums = sums_of(sums, a, kTensorSums);
-    a.call.trial_sums = sums_of(trial_sums, a, kTrialSums);
+    a.call.trial_sums = static_cast<double*>(write_data(trial_sums));
     Backend(scalars).try_update(a.call);
     return trial_sums;
   }
 
-  // The step; `sums` and `trial_sums` are measured here where they are not given. Returns sums.
+  // The step; `sums` and `trial_sums` are measured here where they are not given. Returns sums,
+  // which are 0 where nothing is measured.
   static Tensor step(FT_OPTIMIZER_ARGUMENTS, MaybeTensor sums, MaybeTensor trial_sums) {
     Arguments a(FT_OPTIMIZER_CALL, true);
     // A copy, since an op must not return its argument.
@@ -260,10 +261,11 @@ struct OptimizerOps {
                                        : new_sums(scalars, a.call.count, kTensorSums);
     if (sums.has_value()) check_sums(a);
     if (a.call.count == 0) return measured;
-    Tensor tried =
-        trial_sums.has_value() ? *trial_sums : new_sums(scalars, a.call.count, kTrialSums);
-    a.call.sums = sums_of(measured, a, kTensorSums);
-    a.call.trial_sums = sums_of(tried, a, kTrialSums);
+    Tensor tried = new_sums(scalars, a.call.options->trial != 0 ? a.call.count : 0, kTrialSums);
+    a.call.sums = sums.has_value() ? sums_of(*sums, a, kTensorSums)
+                                   : static_cast<double*>(write_data(measured));
+    a.call.trial_sums = trial_sums.has_value() ? sums_of(*trial_sums, a, kTrialSums)
+                                               : static_cast<double*>(write_data(tried));
     Backend(scalars).step(a.call, !sums.has_value(), !trial_sums.has_value());
     a.write_back();
     return measured;

@@ -22,6 +22,17 @@ inline void check(cudaError_t error, const char* what) {
   throw std::runtime_error(message);
 }
 
+// The most that a launch's arguments may take (on sm_70 and newer, where the toolkit knows of it),
+// in whole pointers. A launch copies all bytes of its kernel's arguments, used or not, so kernels
+// that take tables have an instance with a smaller one, too; of 4 KB, which every toolkit allows,
+// where that is enough.
+#if CUDART_VERSION >= 12010
+constexpr int kArgumentBytes = 32760;
+#else
+constexpr int kArgumentBytes = 4096;
+#endif
+constexpr int kSmallArgumentBytes = 4096;
+
 // Dynamic shared memory of a kernel, 16-byte aligned (tests/cuda_emulator has a definition of its
 // own).
 #ifndef FT_DYNAMIC_SHARED

@@ -3,7 +3,7 @@
 // Four launches a step, whatever the number of groups: a sweep over gradients, sums by tensor, the
 // coefficients, and the update; a trial of the update makes three more. What the host knows of the
 // tensors travels as arguments, so that a CUDA graph keeps it; where there are more tensors than an
-// argument holds, a part is launched again.
+// argument holds, a part is launched again. The four launches of ResNet-50's step carry 40 KB.
 #include "multi_tensor_measure.cuh"
 #include "multi_tensor_tail.cuh"
 
@@ -108,41 +108,50 @@ class Step {
       : call_(call), plan_(call, measures), work_(plan_, workspace), stream_(stream) {}
 
   void measure() {
-    if (call_.options->measures == 0) return;
     sweep(plan_.measured_chunks(), false,
-          [&](const SweepArgument& argument, bool in_double, int64_t blocks) {
-            const auto kernel =
-                plan_.by_unit
-                    ? (in_double ? &measure_units_kernel<double> : &measure_units_kernel<float>)
-                    : (in_double ? &measure_kernel<double> : &measure_kernel<float>);
+          [&](const auto& argument, bool in_double, int64_t blocks) {
+            using Table = std::decay_t<decltype(argument)>;
+            const auto kernel = plan_.by_unit ? (in_double ? &measure_units_kernel<double, Table>
+                                                           : &measure_units_kernel<float, Table>)
+                                              : (in_double ? &measure_kernel<double, Table>
+                                                           : &measure_kernel<float, Table>);
             launch(kernel, blocks, kSweepThreads, stream_, 0, argument);
           });
     add(plan_.measured_chunks(), call_.sums, work_.clipped, nullptr);
   }
 
-  void prepare(bool commits) { tail(&prepare_kernel, commits); }
+  // `unmeasured`: sums that nobody has measured, which become 0; or null.
+  void prepare(bool commits, double* unmeasured) { tail(true, commits, unmeasured); }
 
   void try_update() {
-    sweep(plan_.chunks, false, [&](const SweepArgument& argument, bool in_double, int64_t blocks) {
+    sweep(plan_.chunks, false, [&](const auto& argument, bool in_double, int64_t blocks) {
       launch_trial(argument, call_.states, in_double, blocks, stream_);
     });
     add(plan_.chunks, call_.trial_sums, nullptr, work_.verdict);
   }
 
-  void finish() { tail(&finish_kernel, true); }
+  void finish() { tail(false, true, nullptr); }
 
   void update() {
-    sweep(plan_.chunks, true, [&](const SweepArgument& argument, bool in_double, int64_t blocks) {
+    sweep(plan_.chunks, true, [&](const auto& argument, bool in_double, int64_t blocks) {
       launch_update(argument, call_.states, in_double, blocks, stream_);
     });
   }
 
  private:
-  // Calls f(argument, in double?, blocks) for the launches of a sweep.
   template <class F>
   void sweep(const std::vector<int64_t>& chunks, bool backwards, const F& f) const {
+    if (call_.count <= FewSwept::kTensors)
+      sweep<FewSwept>(chunks, backwards, f);
+    else
+      sweep<ManySwept>(chunks, backwards, f);
+  }
+
+  // Calls f(argument, in double?, blocks) for the launches of a sweep.
+  template <class Table, class F>
+  void sweep(const std::vector<int64_t>& chunks, bool backwards, const F& f) const {
     const StepOptions& options = *call_.options;
-    SweepArgument s;
+    Table s;
     s.verdict = work_.verdict;
     s.factors = work_.factors;
     s.scale = call_.scale;
@@ -154,10 +163,10 @@ class Step {
     s.measures = static_cast<int>(options.measures);
     s.write_back = static_cast<int>(options.write_back);
     s.stochastic = options.stochastic != 0;
-    const int64_t launches = ceil_div(call_.count, kSweptTensors);
+    const int64_t launches = ceil_div(call_.count, Table::kTensors);
     for (int64_t i = 0; i < launches; ++i) {
-      const int64_t first = (backwards ? launches - 1 - i : i) * kSweptTensors;
-      s.count = static_cast<int>(smaller(call_.count - first, kSweptTensors));
+      const int64_t first = (backwards ? launches - 1 - i : i) * Table::kTensors;
+      s.count = static_cast<int>(smaller(call_.count - first, Table::kTensors));
       const int64_t blocks = chunks[first + s.count] - chunks[first];
       if (blocks == 0) continue;
       s.coefficients = work_.coefficients + first;
@@ -194,9 +203,18 @@ class Step {
     return {group, call_.lrs[i], call_.lr_dtypes[i] == Dtype::kFloat64};
   }
 
+  void tail(bool prepares, bool commits, double* unmeasured) const {
+    if (call_.count <= FewTails::kTensors && call_.group_count <= FewTails::kGroups)
+      tail<FewTails>(prepares, commits, unmeasured);
+    else
+      tail<ManyTails>(prepares, commits, unmeasured);
+  }
+
   // Launches over as many tensors as an argument holds, with their groups.
-  void tail(void (*kernel)(const TailArgument __grid_constant__), bool commits) const {
-    TailArgument a;
+  template <class Table>
+  void tail(bool prepares, bool commits, double* unmeasured) const {
+    const auto kernel = prepares ? &prepare_kernel<Table> : &finish_kernel<Table>;
+    Table a;
     a.options = *call_.options;
     a.verdict = work_.verdict;
     a.all_sums = call_.sums;
@@ -211,11 +229,11 @@ class Step {
     std::vector<int> place(call_.group_count, -1);  // of a group in the argument
     for (int64_t first = 0; first < call_.count; first += a.count) {
       int groups = 0;
-      for (a.count = 0; a.count < smaller(kTailTensors, call_.count - first); ++a.count) {
+      for (a.count = 0; a.count < smaller(Table::kTensors, call_.count - first); ++a.count) {
         const OptimizerTensor& t = call_.tensors[first + a.count];
         int& group = place[t.group];
         if (group < 0) {
-          if (groups == kTailGroups) break;
+          if (groups == Table::kGroups) break;
           group = groups++;
           a.groups[group] = tail_group(call_.groups[t.group]);
         }
@@ -228,7 +246,8 @@ class Step {
       a.moments = reinterpret_cast<float*>(work_.moments + first);
       a.clipped = work_.clipped == nullptr ? nullptr : work_.clipped + first;
       a.sums = call_.sums + first * kTensorSums;
-      a.trial_sums = call_.trial_sums + first * kTrialSums;
+      a.unmeasured = unmeasured == nullptr ? nullptr : unmeasured + first * kTensorSums;
+      a.trial_sums = prepares ? nullptr : call_.trial_sums + first * kTrialSums;
       launch(kernel, ceil_div(a.count, kTailThreads), kTailThreads, stream_, 0, a);
       place.assign(place.size(), -1);
     }
@@ -252,16 +271,16 @@ void measure(const OptimizerCall& call, double* workspace, void* stream) {
 
 void try_update(const OptimizerCall& call, double* workspace, void* stream) {
   Step step(call, false, workspace, stream);
-  step.prepare(false);
+  step.prepare(false, nullptr);
   step.try_update();
 }
 
 void optimizer_step(const OptimizerCall& call, bool measures, bool tries, double* workspace,
                     void* stream) {
   Step step(call, measures, workspace, stream);
-  const bool trial = call.options->trial != 0;
-  if (measures) step.measure();
-  step.prepare(!trial);
+  const bool trial = call.options->trial != 0, unmeasured = call.options->measures == 0;
+  if (measures && !unmeasured) step.measure();
+  step.prepare(!trial, measures && unmeasured ? call.sums : nullptr);
   if (trial) {
     if (tries) step.try_update();
     step.finish();

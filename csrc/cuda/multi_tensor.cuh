@@ -10,14 +10,6 @@
 namespace fusedtrain {
 namespace cuda {
 
-// The most that a launch's arguments may take (on sm_70 and newer, where the toolkit knows of it),
-// in whole pointers.
-#if CUDART_VERSION >= 12010
-constexpr int kArgumentBytes = 32760;
-#else
-constexpr int kArgumentBytes = 4096;
-#endif
-
 // Elements of a tensor that a block takes; it does one chunk. With 4096, ResNet-50 makes 6300
 // blocks of the update, 16 for each of the 396 that an H100 holds at a time, and MobileNet's 3.5
 // million parameters still fill all of them. What a block does besides (it searches its tensor, up
@@ -28,7 +20,7 @@ constexpr int kChunk = 4096;
 constexpr int kSweepWarps = 8;
 constexpr int kSweepThreads = kSweepWarps * 32;
 
-// A tensor in the argument of a sweep. 88 bytes: 371 tensors a launch.
+// A tensor in the argument of a sweep.
 struct SweptTensor {
   void* param;
   void* grad;
@@ -61,21 +53,25 @@ struct Sweep {
   int count, rule, measures, write_back;
   bool stochastic;
 };
-constexpr int kSweptTensors = (kArgumentBytes - sizeof(Sweep)) / sizeof(SweptTensor);
-struct SweepArgument : Sweep {
-  SweptTensor tensors[kSweptTensors];
+// 16 KB hold the tensors of many a network (ResNet-50 has 161, ViT-B 152), 4 KB those of toys: 44.
+template <int kBytes>
+struct SweepTable : Sweep {
+  static constexpr int kTensors = (kBytes - sizeof(Sweep)) / sizeof(SweptTensor);
+  SweptTensor tensors[kTensors];
 };
-static_assert(sizeof(SweepArgument) <= kArgumentBytes, "");
+using FewSwept = SweepTable<(kArgumentBytes < 16384 ? kArgumentBytes : 16384)>;  // 185 tensors
+using ManySwept = SweepTable<kArgumentBytes>;                                    // 371
+static_assert(sizeof(FewSwept) <= 16384 && sizeof(ManySwept) <= kArgumentBytes, "");
 
 // What a chunk leaves: the sums of kTensorSums, and of squares of clipped gradients; or those of
 // kTrialSums.
 constexpr int kPartials = 4;
 
-// Of the tensors that are computed in double, or of the others.
-void launch_update(const SweepArgument& sweep, int states, bool in_double, int64_t blocks,
-                   void* stream);
-void launch_trial(const SweepArgument& sweep, int states, bool in_double, int64_t blocks,
-                  void* stream);
+// Of the tensors that are computed in double, or of the others. Table: FewSwept or ManySwept.
+template <class Table>
+void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
+template <class Table>
+void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
 
 namespace {
 
@@ -111,7 +107,8 @@ struct Chunk {
   int tensor;
   int64_t number;
 };
-__device__ __forceinline__ Chunk chunk_of(const SweepArgument& sweep, uint32_t block) {
+template <class Table>
+__device__ __forceinline__ Chunk chunk_of(const Table& sweep, uint32_t block) {
   int low = 0, high = sweep.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;

@@ -109,9 +109,9 @@ __device__ __forceinline__ void leave(double* partials, double (&sums)[kPartials
   }
 }
 
-template <class T>
+template <class T, class Table>
 __global__ void __launch_bounds__(kSweepThreads)
-    measure_kernel(const SweepArgument __grid_constant__ sweep) {
+    measure_kernel(const Table __grid_constant__ sweep) {
   const Chunk chunk = chunk_of(sweep, blockIdx.x);
   const SweptTensor& t = sweep.tensors[chunk.tensor];
   if (in_double(t) != (sizeof(T) == sizeof(double))) return;
@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(kSweepThreads)
 }
 
 // Also finds the factor that clips each unit.
-template <class T>
+template <class T, class Table>
 __global__ void __launch_bounds__(kSweepThreads, 3)
-    measure_units_kernel(const SweepArgument __grid_constant__ sweep) {
+    measure_units_kernel(const Table __grid_constant__ sweep) {
   const Chunk chunk = chunk_of(sweep, blockIdx.x);
   const SweptTensor& t = sweep.tensors[chunk.tensor];
   if (in_double(t) != (sizeof(T) == sizeof(double))) return;

@@ -19,19 +19,21 @@ struct Add {
   const double* partials;  // of the launch's first chunk
   double* sums;            // of its first tensor
   double* clipped;         // sums of squares of clipped gradients; or null
-  const Verdict* verdict;  // nothing is done where the step is skipped; or null
+  const Verdict* verdict;  // where it skips the step nothing has been left, and sums are 0; or null
 };
-constexpr int kAddedTensors = (kArgumentBytes - sizeof(Add)) / sizeof(uint32_t) - 1;
+constexpr int kAddedTensors = (kSmallArgumentBytes - sizeof(Add)) / sizeof(uint32_t) - 1;  // 1015
 struct AddArgument : Add {
   uint32_t first_chunk[kAddedTensors + 1];
 };
+static_assert(sizeof(AddArgument) <= kSmallArgumentBytes, "");
 
 __global__ void __launch_bounds__(kSweepThreads)
     add_kernel(const AddArgument __grid_constant__ add) {
-  if (add.verdict != nullptr && add.verdict->skip != 0) return;
+  const bool left = add.verdict == nullptr || add.verdict->skip == 0;
   double sums[kPartials] = {};
-  const uint32_t last = add.first_chunk[blockIdx.x + 1];
-  for (uint32_t c = add.first_chunk[blockIdx.x] + threadIdx.x; c < last; c += kSweepThreads) {
+  const uint32_t first = add.first_chunk[blockIdx.x];
+  const uint32_t last = left ? add.first_chunk[blockIdx.x + 1] : first;
+  for (uint32_t c = first + threadIdx.x; c < last; c += kSweepThreads) {
 #pragma unroll
     for (int k = 0; k < kTensorSums; ++k) sums[k] += add.partials[int64_t(c) * kPartials + k];
     if (add.clipped != nullptr)
@@ -66,6 +68,7 @@ struct Tail {
   float* moments;         // two of a tensor, as they are after the step
   const double* clipped;  // null where units are not clipped
   const double* sums;
+  double* unmeasured;  // sums where nobody measures, to be set to 0 by prepare_kernel; or null
   const double* trial_sums;
   // Of all:
   const double* all_sums;
@@ -79,19 +82,23 @@ struct Tail {
   bool first;    // of the launches
   bool commits;  // prepare_kernel does, since nothing comes after it
 };
-constexpr int kTailGroups = kArgumentBytes / 4 / sizeof(TailGroup);
-constexpr int kTailTensors =
-    (kArgumentBytes - sizeof(Tail) - kTailGroups * sizeof(TailGroup)) / sizeof(TailTensor);
-struct TailArgument : Tail {
-  TailGroup groups[kTailGroups];
-  TailTensor tensors[kTailTensors];
+template <int kBytes>
+struct TailTable : Tail {
+  static constexpr int kGroups = kBytes / 4 / sizeof(TailGroup);
+  static constexpr int kTensors =
+      (kBytes - sizeof(Tail) - kGroups * sizeof(TailGroup)) / sizeof(TailTensor);
+  TailGroup groups[kGroups];
+  TailTensor tensors[kTensors];
 };
-static_assert(sizeof(TailArgument) <= kArgumentBytes && sizeof(AddArgument) <= kArgumentBytes, "");
+using FewTails = TailTable<kSmallArgumentBytes>;
+using ManyTails = TailTable<kArgumentBytes>;
+static_assert(sizeof(FewTails) <= kSmallArgumentBytes && sizeof(ManyTails) <= kArgumentBytes, "");
 
 // What is known of all tensors together. The whole warp must call it.
 __device__ __forceinline__ Verdict judge(const Tail& tail) {
   double bad = 0, squares = 0;
-  for (int64_t t = threadIdx.x; t < tail.all; t += kTailThreads) {
+  const int64_t measured = tail.unmeasured == nullptr ? tail.all : 0;
+  for (int64_t t = threadIdx.x; t < measured; t += kTailThreads) {
     bad += tail.all_sums[t * kTensorSums];
     squares += tail.all_sums[t * kTensorSums + 1];
   }
@@ -129,8 +136,9 @@ __device__ __forceinline__ void commit_scalars(const Tail& tail, const TailTenso
   *scalar_of(tail, t, 2) = moments[1];
 }
 
-__device__ __forceinline__ formulas::TensorFacts facts_of(const TailArgument& tail, int i,
-                                                          double clip, float* moments) {
+template <class Table>
+__device__ __forceinline__ formulas::TensorFacts facts_of(const Table& tail, int i, double clip,
+                                                          float* moments) {
   const TailTensor& t = tail.tensors[i];
   const TailGroup& group = tail.groups[t.group];
   double lr = group.options.lr;
@@ -147,8 +155,9 @@ __device__ __forceinline__ formulas::TensorFacts facts_of(const TailArgument& ta
           moments};
 }
 
+template <class Table>
 __global__ void __launch_bounds__(kTailThreads)
-    prepare_kernel(const TailArgument __grid_constant__ tail) {
+    prepare_kernel(const Table __grid_constant__ tail) {
   Verdict v = judge(tail);
   if (tail.first && blockIdx.x == 0 && threadIdx.x == 0) {
     v.applied = tail.control[5];
@@ -156,6 +165,10 @@ __global__ void __launch_bounds__(kTailThreads)
     if (tail.commits) commit_control(tail, v);
   }
   const int i = blockIdx.x * kTailThreads + threadIdx.x;
+  if (i < tail.count && tail.unmeasured != nullptr) {
+#pragma unroll
+    for (int k = 0; k < kTensorSums; ++k) tail.unmeasured[i * kTensorSums + k] = 0;
+  }
   if (v.skip != 0 || i >= tail.count) return;
 
   const TailTensor& t = tail.tensors[i];
@@ -182,8 +195,9 @@ __global__ void __launch_bounds__(kTailThreads)
 }
 
 // After a trial of the update.
+template <class Table>
 __global__ void __launch_bounds__(kTailThreads)
-    finish_kernel(const TailArgument __grid_constant__ tail) {
+    finish_kernel(const Table __grid_constant__ tail) {
   const Verdict v = *tail.verdict;
   if (tail.first && blockIdx.x == 0 && threadIdx.x == 0) commit_control(tail, v);
   const int i = blockIdx.x * kTailThreads + threadIdx.x;

@@ -65,18 +65,19 @@ __device__ __forceinline__ float round_stochastically(float x, uint32_t index, u
 template <class Stepper, int kStates>
 struct Work {
   using T = typename Stepper::T;
-  const SweepArgument& sweep;
+  const Sweep& sweep;
   const SweptTensor& t;
   const int64_t begin;
   const Coefficients& coefficients;
   const Stepper stepper;
   const Stream weights, grad;
 
-  __device__ __forceinline__ Work(const SweepArgument& sweep, int tensor, int64_t begin)
+  __device__ __forceinline__ Work(const Sweep& sweep, const SweptTensor& t,
+                                  const Coefficients& coefficients, int64_t begin)
       : sweep(sweep),
-        t(sweep.tensors[tensor]),
+        t(t),
         begin(begin),
-        coefficients(sweep.coefficients[tensor]),
+        coefficients(coefficients),
         stepper(coefficients, sweep.rule),
         weights(weights_of(t, begin)),
         grad(grad_of(t, begin)) {}
@@ -172,9 +173,9 @@ struct Work {
 template <class Stepper>
 constexpr int kResident = sizeof(typename Stepper::T) == sizeof(float) ? 3 : 2;
 
-template <class Stepper, int kStates>
+template <class Stepper, int kStates, class Table>
 __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
-    update_kernel(const SweepArgument __grid_constant__ sweep) {
+    update_kernel(const Table __grid_constant__ sweep) {
   using T = typename Stepper::T;
   // Backwards: what the sweep over gradients read last is still in the second-level cache.
   const Chunk chunk = chunk_of(sweep, gridDim.x - 1 - blockIdx.x);
@@ -199,19 +200,19 @@ __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
     }
     return;
   }
-  const Work<Stepper, kStates> work(sweep, chunk.tensor, begin);
+  const Work<Stepper, kStates> work(sweep, t, sweep.coefficients[chunk.tensor], begin);
   work.for_each(end, [&](int i, auto lanes) { work.template update<decltype(lanes)::value>(i); });
 }
 
-template <class Stepper, int kStates>
+template <class Stepper, int kStates, class Table>
 __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
-    trial_kernel(const SweepArgument __grid_constant__ sweep) {
+    trial_kernel(const Table __grid_constant__ sweep) {
   using T = typename Stepper::T;
   const Chunk chunk = chunk_of(sweep, blockIdx.x);
   const SweptTensor& t = sweep.tensors[chunk.tensor];
   if (in_double(t) != (sizeof(T) == sizeof(double)) || sweep.verdict->skip != 0) return;
   const int64_t begin = chunk.number * kChunk;
-  const Work<Stepper, kStates> work(sweep, chunk.tensor, begin);
+  const Work<Stepper, kStates> work(sweep, t, sweep.coefficients[chunk.tensor], begin);
   int agreeing = 0;
   double squares = 0, products = 0;
   work.for_each(chunk_length(t, begin), [&](int i, auto lanes) {
@@ -237,42 +238,54 @@ __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
   }
 }
 
-using Kernel = void (*)(const SweepArgument __grid_constant__);
+template <class Table>
 struct Kernels {
-  Kernel update, trial;
+  void (*update)(const Table __grid_constant__);
+  void (*trial)(const Table __grid_constant__);
 };
 
 // Null where a rule has no such number of states.
-template <template <class> class Rule, int kStates, int kLeast, int kMost>
-constexpr Kernels instance() {
+template <class Table, template <class> class Rule, int kStates, int kLeast, int kMost>
+constexpr Kernels<Table> instance() {
   if constexpr (kStates >= kLeast && kStates <= kMost)
-    return {&update_kernel<OneRule<Rule>, kStates>, &trial_kernel<OneRule<Rule>, kStates>};
+    return {&update_kernel<OneRule<Rule>, kStates, Table>,
+            &trial_kernel<OneRule<Rule>, kStates, Table>};
   else
     return {nullptr, nullptr};
 }
 
-Kernels kernels_of(int rule, int states, bool in_double) {
-#define FT_KERNELS(name, Rule, least, most)                                                 \
-  {instance<formulas::Rule, 0, least, most>(), instance<formulas::Rule, 1, least, most>(),  \
-   instance<formulas::Rule, 2, least, most>(), instance<formulas::Rule, 3, least, most>()},
-  static constexpr Kernels kKernels[][kMaxStates + 1] = {FT_RULES(FT_KERNELS)};
+template <class Table>
+Kernels<Table> kernels_of(int rule, int states, bool in_double) {
+#define FT_KERNELS(name, Rule, least, most)          \
+  {instance<Table, formulas::Rule, 0, least, most>(), \
+   instance<Table, formulas::Rule, 1, least, most>(), \
+   instance<Table, formulas::Rule, 2, least, most>(), \
+   instance<Table, formulas::Rule, 3, least, most>()},
+  static constexpr Kernels<Table> kKernels[][kMaxStates + 1] = {FT_RULES(FT_KERNELS)};
 #undef FT_KERNELS
-  if (in_double) return {&update_kernel<AnyRule, kMaxStates>, &trial_kernel<AnyRule, kMaxStates>};
+  if (in_double)
+    return {&update_kernel<AnyRule, kMaxStates, Table>, &trial_kernel<AnyRule, kMaxStates, Table>};
   return kKernels[rule][states];
 }
 
 }  // namespace
 
-void launch_update(const SweepArgument& sweep, int states, bool in_double, int64_t blocks,
-                   void* stream) {
-  const Kernels kernels = kernels_of(sweep.rule, states, in_double);
-  launch(kernels.update, blocks, kSweepThreads, stream, 0, sweep);
+template <class Table>
+void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream) {
+  launch(kernels_of<Table>(sweep.rule, states, in_double).update, blocks, kSweepThreads, stream, 0,
+         sweep);
 }
-void launch_trial(const SweepArgument& sweep, int states, bool in_double, int64_t blocks,
-                  void* stream) {
-  const Kernels kernels = kernels_of(sweep.rule, states, in_double);
-  launch(kernels.trial, blocks, kSweepThreads, stream, 0, sweep);
+template <class Table>
+void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream) {
+  launch(kernels_of<Table>(sweep.rule, states, in_double).trial, blocks, kSweepThreads, stream, 0,
+         sweep);
 }
+template void launch_update(const FewSwept&, int, bool, int64_t, void*);
+template void launch_trial(const FewSwept&, int, bool, int64_t, void*);
+#if CUDART_VERSION >= 12010
+template void launch_update(const ManySwept&, int, bool, int64_t, void*);
+template void launch_trial(const ManySwept&, int, bool, int64_t, void*);
+#endif
 
 }  // namespace cuda
 }  // namespace fusedtrain

@@ -12,19 +12,23 @@ constexpr int kZeroThreads = 256;
 // Bytes of a block: 8 stores of 16 bytes a thread. ResNet-50's gradients make 3200 blocks.
 constexpr int64_t kZeroBytes = 8 * 16 * kZeroThreads;
 
-// Ranges of one launch, within the 4 KiB of kernel arguments that every toolkit allows: 160 of
-// them. More ranges are more launches.
-constexpr int kRanges = 160;
+// Ranges of one launch; more ranges are more launches.
+template <int kBytes>
 struct ZeroTable {
+  static constexpr int kRanges =
+      (kBytes - sizeof(int64_t)) / (sizeof(char*) + sizeof(int64_t) + sizeof(uint32_t));
   char* data[kRanges];
   int64_t bytes[kRanges];
   uint32_t first_block[kRanges];
   int count;
 };
-static_assert(sizeof(ZeroTable) <= 4096, "");
+using FewRanges = ZeroTable<kSmallArgumentBytes>;  // 204: ResNet-50's gradients are 161
+using ManyRanges = ZeroTable<kArgumentBytes>;      // 1637
+static_assert(sizeof(FewRanges) <= kSmallArgumentBytes && sizeof(ManyRanges) <= kArgumentBytes, "");
 
+template <class Table>
 __global__ void __launch_bounds__(kZeroThreads)
-    zero_kernel(const ZeroTable __grid_constant__ table) {
+    zero_kernel(const Table __grid_constant__ table) {
   int low = 0, high = table.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -48,17 +52,13 @@ __global__ void __launch_bounds__(kZeroThreads)
   for (int i = head + body + thread; i < bytes; i += kZeroThreads) data[i] = 0;
 }
 
-}  // namespace
-
-void update_scale(const ScaleUpdate& update, void* stream) {
-  launch(update_scale_kernel, 1, 1, stream, 0, update);
-}
-
-void zero(const ZeroRange* ranges, int64_t count, void* stream) {
-  ZeroTable table = {};
+template <class Table>
+void zero_by(const ZeroRange* ranges, int64_t count, void* stream) {
+  Table table;
+  table.count = 0;
   int64_t blocks = 0;
   const auto flush = [&] {
-    if (blocks > 0) launch(zero_kernel, blocks, kZeroThreads, stream, 0, table);
+    if (blocks > 0) launch(&zero_kernel<Table>, blocks, kZeroThreads, stream, 0, table);
     table.count = 0;
     blocks = 0;
   };
@@ -69,9 +69,22 @@ void zero(const ZeroRange* ranges, int64_t count, void* stream) {
     table.bytes[table.count] = ranges[i].bytes;
     table.first_block[table.count++] = static_cast<uint32_t>(blocks);
     blocks += ceil_div(ranges[i].bytes, kZeroBytes);
-    if (table.count == kRanges) flush();
+    if (table.count == Table::kRanges) flush();
   }
   flush();
+}
+
+}  // namespace
+
+void update_scale(const ScaleUpdate& update, void* stream) {
+  launch(update_scale_kernel, 1, 1, stream, 0, update);
+}
+
+void zero(const ZeroRange* ranges, int64_t count, void* stream) {
+  if (count <= FewRanges::kRanges)
+    zero_by<FewRanges>(ranges, count, stream);
+  else
+    zero_by<ManyRanges>(ranges, count, stream);
 }
 
 }  // namespace cuda

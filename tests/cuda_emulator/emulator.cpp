@@ -61,6 +61,7 @@ struct Machine {
   Order order = Order::kForward;
   int multiprocessors = 2;
   int launches = 0;
+  int64_t argument_bytes = 0;  // of all launches
 };
 
 Machine& machine() {
@@ -351,6 +352,7 @@ cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* con
   m.wrong.clear();
   m.memory.new_launch();
   ++m.launches;
+  m.argument_bytes += int64_t(bytes);
 
   std::mt19937 random(20260101);
   std::vector<unsigned> turns(m.threads);
@@ -407,6 +409,7 @@ FT_EXPORT int emulator_launches() { return machine().launches; }
 FT_EXPORT void emulator_traffic(uint64_t least, uint64_t* read, uint64_t* written) {
   machine().memory.traffic(least, read, written);
 }
+FT_EXPORT int64_t emulator_argument_bytes() { return machine().argument_bytes; }
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
 // What -fsanitize=thread calls.
