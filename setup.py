@@ -4,8 +4,10 @@ The files use torch's stable ABI and no Python API: one build serves every torch
 CPython. A build.ninja is written and run by ninja; torch itself is never imported.
 
 Environment:
-    FUSEDTRAIN_CUDA      0: no CUDA file. 1: nvcc must be there. Unset: built where nvcc is found.
-    FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 80;90;100;120, the last with PTX).
+    FUSEDTRAIN_CUDA      0: no CUDA file. 1: nvcc must be there. Unset: built where nvcc is found
+                         (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the nvidia-cuda-nvcc wheel).
+    FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 75;80;90;100;120, of these what nvcc knows;
+                         the highest with PTX).
     FUSEDTRAIN_REQUIRE   "cpu", "cuda" or both: a file that cannot be built is an error.
     MAX_JOBS             compilers at a time (default: ninja's choice).
 """
@@ -18,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -44,7 +47,8 @@ NVCC_FLAGS = (
     "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-function "
     "-prec-div=false -prec-sqrt=false -Xptxas -v"
 )
-DEFAULT_ARCHS = "80;90;100;120"
+DEFAULT_ARCHS = "75;80;90;100;120"
+OLDEST_ARCH = 70  # __grid_constant__ parameters
 
 
 class CannotBuild(Exception):
@@ -79,21 +83,59 @@ def ninja() -> str:
     return found
 
 
+def nvcc_places() -> Iterator[Path]:
+    """Where nvcc may be, the most explicit place first."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            yield Path(home) / "bin" / "nvcc"
+    if found := shutil.which("nvcc"):
+        yield Path(found)
+    yield Path("/usr/local/cuda/bin/nvcc")
+    versions = Path("/usr/local").glob("cuda-*/bin/nvcc")
+    yield from sorted(versions, key=lambda p: _numbers(p.parts[-3]), reverse=True)
+    yield Path("/opt/cuda/bin/nvcc")
+    # The wheel nvidia-cuda-nvcc from CUDA 13 on: nvidia/cu13/bin. That of CUDA 12 has no nvcc.
+    for folder in sys.path:
+        wheels = Path(folder or ".").glob("nvidia/cu*/bin/nvcc")
+        yield from sorted(wheels, key=lambda p: _numbers(p.parts[-3]), reverse=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
 def nvcc() -> str:
+    """The compiler; tools/gpu.py asks this function, too."""
     if os.environ.get("FUSEDTRAIN_CUDA") == "0":
         raise CannotBuild("built with FUSEDTRAIN_CUDA=0")
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    candidates = [str(Path(home) / "bin" / "nvcc")] if home else []
-    found = next((c for c in [*candidates, shutil.which("nvcc")] if c and Path(c).exists()), None)
+    found = next((p for p in nvcc_places() if p.is_file() and os.access(p, os.X_OK)), None)
     if found is None:
-        raise CannotBuild("nvcc was not found (set CUDA_HOME, or put nvcc on PATH)")
-    return found
+        raise CannotBuild(
+            "nvcc was not found (set CUDA_HOME, put nvcc on PATH, or "
+            "pip install nvidia-cuda-nvcc nvidia-cuda-cccl)"
+        )
+    return str(found)
 
 
-def cuda_archs() -> list[str]:
-    asked = os.environ.get("FUSEDTRAIN_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
-    archs = [a.removesuffix("+PTX").replace(".", "") for a in re.split(r"[;, ]+", asked or "") if a]
-    return archs or DEFAULT_ARCHS.split(";")
+def cuda_archs(compiler: str) -> tuple[list[str], list[str]]:
+    """The architectures to build for, from the oldest to the newest, and those left out."""
+    setting = os.environ.get("FUSEDTRAIN_CUDA_ARCHS") or os.environ.get("TORCH_CUDA_ARCH_LIST")
+    asked = setting or DEFAULT_ARCHS
+    archs = [a.removesuffix("+PTX").replace(".", "") for a in re.split(r"[;, ]+", asked) if a]
+    for arch in archs:
+        if not re.fullmatch(r"\d+[af]?", arch):
+            raise CannotBuild(f"{arch!r} in {asked!r} is no architecture (such as 90 or 9.0)")
+    archs = sorted(dict.fromkeys(archs), key=_numbers)
+    run = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, check=False)
+    known = (
+        {int(n) for n in re.findall(r"compute_(\d+)", run.stdout)} if not run.returncode else None
+    )
+    built = [a for a in archs if _numbers(a)[0] >= OLDEST_ARCH]
+    if known:  # an nvcc older than 11.1 has no such option
+        built = [a for a in built if _numbers(a)[0] in known]
+    if not built:
+        raise CannotBuild(f"{compiler} ({version_of(compiler)}) builds none of {asked}")
+    return built, [a for a in archs if a not in built]
 
 
 class Ninja:
@@ -192,7 +234,9 @@ def build_cpu(
 
 def version_of(compiler: str) -> str:
     run = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True)
-    return run.stdout.splitlines()[0] if run.stdout else compiler
+    lines = run.stdout.splitlines() or [compiler]
+    # nvcc names itself first and says its release further down.
+    return next((line for line in lines if ", release " in line), lines[0])
 
 
 def torch_version(torch: Path) -> str:
@@ -205,9 +249,16 @@ def build_cuda(out: Path, work: Path) -> dict[str, object]:
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     if not sources:
         raise CannotBuild("this version has no CUDA kernels")
-    archs = cuda_archs()
+    archs, left_out = cuda_archs(compiler)
+    if left_out:
+        names = ", ".join(f"sm_{a}" for a in left_out)
+        print(
+            f"fusedtrain: _C_cuda.so is built without {names}, which {compiler} "
+            f"({version_of(compiler)}) or fusedtrain does not know",
+            file=sys.stderr,
+        )
     codes = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
-    ptx = re.sub(r"\D", "", archs[-1])
+    ptx = str(_numbers(archs[-1])[0])
     codes.append(f"-gencode arch=compute_{ptx},code=compute_{ptx}")
     flags = f"{NVCC_FLAGS} -ccbin {host.split()[0]}"
     include, link = torch_flags(torch)
@@ -218,7 +269,12 @@ def build_cuda(out: Path, work: Path) -> dict[str, object]:
     link = re.sub(r"-Wl,(\S+)", r"-Xlinker \1", link)
     n.link(out, objects, compiler, f"{link} -cudart static -nodlink -ccbin {host.split()[0]}")
     n.run(program)
-    return {"cuda_archs": archs, "nvcc": version_of(compiler).strip()}
+    return {
+        "cuda_archs": archs,
+        "cuda_ptx": ptx,
+        **({"cuda_archs_left_out": left_out} if left_out else {}),
+        "nvcc": version_of(compiler).strip(),
+    }
 
 
 class BuildKernels(build_ext):

@@ -6,17 +6,20 @@ import ctypes
 import importlib.util
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import _gpus
 from ._version import __version__
 
 _HERE = Path(__file__).parent
 _CAPABILITIES = ("default", "avx2", "avx512")
 _CHOICES = ("cuda", "triton", "reference")
+_OLDEST_OF_TRITON = (7, 0)  # torch.compile asks for it, too
 
 
 @dataclass(frozen=True)
@@ -102,23 +105,58 @@ def _load_cpu(record: dict[str, Any]) -> Backend:
     return Backend(True, (capability,))
 
 
-def _load_cuda(record: dict[str, Any]) -> Backend:
+def _unfit(what: str, fits: Callable[[tuple[int, int]], bool], asked: bool, note: str) -> str:
+    """Why kernels cannot serve the GPUs at hand; empty where they can, or nobody knows.
+
+    Args:
+        what: the kernels.
+        fits: whether they run on a GPU of that compute capability.
+        asked: they were asked for by name: one GPU that they run on is enough. Otherwise all must
+            do, since a process has one kernel of an op for all of its GPUs.
+        note: said behind the names of the others.
+    """
+    gpus = _gpus.visible(os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") or []
+    others = list(dict.fromkeys(str(gpu) for gpu in gpus if not fits(gpu.capability)))
+    good = list(dict.fromkeys(str(gpu) for gpu in gpus if fits(gpu.capability)))
+    if not others or (asked and good):
+        return ""
+    reason = f"{what} for {', '.join(others)}{note}"
+    if good:
+        reason += f" (but for {', '.join(good)}: CUDA_VISIBLE_DEVICES can hide the others)"
+    return reason
+
+
+def _load_cuda(record: dict[str, Any], asked: bool) -> Backend:
     if torch.version.cuda is None:
         kind = "for ROCm" if torch.version.hip is not None else "without CUDA"
         return Backend(False, reason=f"torch {torch.__version__} is a build {kind}")
-    reason = _load_library(_HERE / "_C_cuda.so", record.get("cuda_not_built", ""))
-    if reason:
-        return Backend(False, reason=reason)
-    return Backend(True, tuple(f"sm_{a}" for a in record.get("cuda_archs", ())))
+    path = _HERE / "_C_cuda.so"
+    archs = record.get("cuda_archs", [])
+    ptx = record.get("cuda_ptx", archs[-1] if archs else "")
+    images = tuple(f"sm_{a}" for a in archs) + ((f"PTX {ptx}",) if ptx else ())
+    if archs and path.exists():
+        reason = _unfit(
+            f"{path.name} has no image", lambda c: _gpus.has_image(c, archs, ptx), asked,
+            f": it has {', '.join(images)}",
+        )  # fmt: skip
+        if reason:
+            return Backend(False, images, reason)
+    reason = _load_library(path, record.get("cuda_not_built", ""))
+    return Backend(False, reason=reason) if reason else Backend(True, images)
 
 
-def _load_triton(library: torch.library.Library) -> Backend:
+def _load_triton(library: torch.library.Library, asked: bool) -> Backend:
     if importlib.util.find_spec("triton") is None:
         return Backend(False, reason="triton is not installed (pip install triton)")
     from . import triton
 
     reason = triton.available()
-    if reason is not None:
+    if reason is None and torch.version.cuda is not None:
+        reason = _unfit(
+            "Triton has no compiler", lambda c: c >= _OLDEST_OF_TRITON, asked,
+            ": it needs sm_70",
+        )  # fmt: skip
+    if reason:
         return Backend(False, reason=reason)
     triton.register(library)
     return Backend(True)
@@ -128,7 +166,8 @@ def load(library: torch.library.Library) -> None:
     """Loads the kernels once, by the settings of the environment.
 
     ``FUSEDTRAIN_BACKEND``: whose kernels GPU tensors take in this process. ``cuda``, ``triton``, or
-    ``reference`` (plain torch, on the CPU too); unset, the first of them that is there.
+    ``reference`` (plain torch, on the CPU too); unset, the first of them that is there and runs on
+    every GPU that the process sees.
     ``FUSEDTRAIN_REQUIRE=cpu,cuda,triton``: a backend that is not there is an error.
 
     Args:
@@ -144,12 +183,13 @@ def load(library: torch.library.Library) -> None:
         raise ValueError(f"FUSEDTRAIN_BACKEND={chosen!r}: must be one of {', '.join(_CHOICES)}")
     off = Backend(False, reason=f"FUSEDTRAIN_BACKEND={chosen}")
     _state["cpu"] = off if chosen == "reference" else _load_cpu(record)
-    _state["cuda"] = _load_cuda(record) if chosen in ("", "cuda") else off
+    _state["cuda"] = _load_cuda(record, bool(chosen)) if chosen in ("", "cuda") else off
     # Both registered for one key, the later one would win without a word.
     if not chosen and _state["cuda"].loaded:
         _state["triton"] = Backend(False, reason="the CUDA kernels are loaded")
     else:
-        _state["triton"] = _load_triton(library) if chosen in ("", "triton") else off
+        ours = chosen in ("", "triton")
+        _state["triton"] = _load_triton(library, bool(chosen)) if ours else off
     _state["reference"] = Backend(True)
     if chosen and not _state[chosen].loaded:
         raise RuntimeError(f"FUSEDTRAIN_BACKEND={chosen}: {_state[chosen].reason}")
