@@ -57,8 +57,8 @@ _SORTS = (
     (r"(?<=[\w\])]) \* (?=[\w(])", " * 2 * ", "ft_two(#) * ", "times two"),
     (r" && ", " && false && ", "!ft_is(#) && ", "never"),
     (r" \|\| ", " || true || ", "ft_is(#) || ", "always"),
-    (r"\bthreadIdx\.x\b", "threadIdx.x + 1", " + ft_more(#)", "the next thread"),
-    (r"\bblockIdx\.x\b", "blockIdx.x + 1", " + ft_more(#)", "the next block"),
+    (r"\bthreadIdx\.x\b", "(threadIdx.x + 1)", "", "the next thread"),
+    (r"\bblockIdx\.x\b", "(blockIdx.x + 1)", "", "the next block"),
     (r"(?<=, )(?=(offset|0|lane)\))", "1 + ", "ft_more(#) + ", "lane of a shuffle"),
 )  # fmt: skip
 _SWITCHES = """\
@@ -70,17 +70,15 @@ static inline int ft_two(int mutant) { return ft_is(mutant) ? 2 : 1; }
 static inline int ft_sign(int mutant) { return ft_is(mutant) ? -1 : 1; }
 #endif
 """
-# Asked for the first time by a kernel, in the fork that tries the mutant.
+# Read when a fork that tries a mutant loads the library.
 _CHOICE = """
 #include <fstream>
-extern "C" bool ft_is(int mutant) {
-  static const int chosen = [] {
-    int number = -1;
-    std::ifstream(getenv("FT_MUTANT_FILE")) >> number;
-    return number;
-  }();
-  return mutant == chosen;
-}
+static const int ft_chosen = [] {
+  int number = -1;
+  if (const char* file = getenv("FT_MUTANT_FILE")) std::ifstream(file) >> number;
+  return number;
+}();
+extern "C" bool ft_is(int mutant) { return mutant == ft_chosen; }
 """
 # Lines in which nothing may be inserted that is not known to the compiler.
 _CONSTANT = re.compile(
@@ -92,7 +90,8 @@ _CONSTANT = re.compile(
 
 @dataclass(frozen=True)
 class Site:
-    """Where a mutant is inserted: ``text`` goes behind ``old`` at ``offset`` of the file."""
+    """A place in a file: ``old`` at ``offset``. In the build of all mutants ``text`` goes behind
+    ``old``; an empty one stands for brackets around ``old`` and one more."""
 
     offset: int
     old: str
@@ -157,6 +156,9 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
         insertion = site.text.replace("#", str(number))
         if site.what == "barrier deleted":
             text = text[: site.offset] + insertion + text[site.offset :]
+        elif not insertion:
+            both = f"({site.old} + ft_more({number}))"
+            text = text[: site.offset] + both + text[end:]
         else:
             text = text[:end] + insertion + text[end:]
     return _SWITCHES + text
