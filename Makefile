@@ -11,7 +11,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp cs
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test mutants conformance fuzz sanitize soak lint format bench wheel build abi-matrix clean \
-  gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
+  gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,11 +75,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
 GPU_PYTHON ?= python3
 
-gpu:  ## everything that needs a GPU: logs and JSON into RESULTS_DIR (four parts, 9 minutes at most each)
-	@code=0; for part in test sanitize bench bench-norms; do $(MAKE) gpu-$$part || code=1; done; exit $$code
+gpu:  ## everything that needs a GPU, or what is left of it; log, tests, numbers into RESULTS_DIR (ARGS="--minutes 9")
+	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $(ARGS)
 
-gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms: gpu-%:
-	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $*
+# A part alone: the tests on CUDA, on Triton, the benchmarks, compute-sanitizer, torch.compile, the rest.
+gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest: gpu-%:
+	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $* $(ARGS)
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info fusedtrain/*.so fusedtrain/_build_info.json
