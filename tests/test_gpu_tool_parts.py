@@ -334,6 +334,19 @@ def test_predictions_are_those_of_the_file_where_there_is_one(
     monkeypatch.delitem(sys.modules, "occupancy", raising=False)
 
 
+def test_rows_are_in_both_folders(tmp_path: Path) -> None:
+    """The folder of the results is a new one at this call, or the machine is."""
+    results, kept = tmp_path / "results", tmp_path / "build/gpu/results"
+    results.mkdir()
+    rows(results / "h200.json")
+    gpu.share("h200*.json", results, kept)
+    (results / "h200.json").unlink()
+    (kept / "h200-triton-some.json").write_text("{}")
+    gpu.share("h200*.json", results, kept)
+    for folder in (results, kept):
+        assert sorted(p.name for p in folder.iterdir()) == ["h200-triton-some.json", "h200.json"]
+
+
 def test_rows_of_an_older_run_go_when_a_family_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

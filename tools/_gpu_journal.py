@@ -102,9 +102,12 @@ class Journal:
             return "goes on where the last call stopped"
         if of and keep:
             bad = {s for s in self._steps() if any(o.bad for o in self.results(s).values())}
+            # What compute-sanitizer found is of no test: all of its step run again.
+            anew = {s for s in bad for name, o in self.results(s).items()
+                    if o.bad and name.startswith(f"{s}: exit")}  # fmt: skip
             kept = [
                 e for e in self.events()
-                if not (e["event"] == "test" and e["outcome"] in BAD)
+                if not (e["event"] == "test" and (e["outcome"] in BAD or e["step"] in anew))
                 and not (e["event"] == "done" and e["step"] in bad)
             ]  # fmt: skip
             self._rewrite(kept)

@@ -142,7 +142,7 @@ def sanitizer_refuses(c: Context, deadline: float) -> bool:
 
 
 def _benchmarks(m: Machine, name: str, option: str) -> list[Step]:
-    command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-v",
+    command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-vv",
                f"--also={STATE_RESULTS}", option]  # fmt: skip
     command += ["--device", "cuda"] if m.gpu else ["--quick"]
     steps = [Step(f"{name} {f}", [*command, f"--family={f}"], patience=300.0) for f in FAMILIES]

@@ -74,6 +74,16 @@ def drop_old_rows(c: Context, step: str) -> None:
             drop(path, step.removeprefix("bench "), measured)
 
 
+def share(pattern: str, *folders: Path) -> None:
+    """Each folder gets the files that another one has: either may be new at this call."""
+    for source in folders:
+        for path in source.glob(pattern):
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not (folder / path.name).exists():
+                    shutil.copy2(path, folder)
+
+
 def bad(c: Context, part: Part) -> bool:
     """Whether a test of the part failed."""
     return any(r.bad for step in part.steps for r in c.journal.results(step.name).values())
@@ -167,10 +177,7 @@ def main() -> int:
     state = ROOT / "build" / "gpu" / m.slug
     results.mkdir(parents=True, exist_ok=True)
     os.environ["RESULTS_DIR"] = str(results)
-    # What was measured before: the folder of the results may be a new one at every call.
-    kept = ROOT / STATE_RESULTS / f"{m.slug}.json"
-    if kept.exists() and not (results / kept.name).exists():
-        shutil.copy2(kept, results)
+    share(f"{m.slug}*.json", results, ROOT / STATE_RESULTS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end with this
     with (results / f"{m.slug}-gpu.log").open("a") as log:
 
