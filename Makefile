@@ -10,8 +10,9 @@ PY := $(BIN)/python
 CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants optimizer-mutants kernel-mutants conformance fuzz sanitize soak lint format bench wheel build abi-matrix clean \
-  gpu gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms
+.PHONY: help train test mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
+  lint format bench wheel build abi-matrix clean \
+  gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +24,9 @@ test: build  ## the whole test-suite (ARGS="-k mish")
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
 mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at a time; the tests must notice
+
+occupancy: build  ## what the CUDA kernels can reach, predicted without a GPU (ARGS="-k pool --arch 90")
+	$(PY) tools/occupancy.py $(ARGS)
 
 optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB")
 	$(PY) tools/mutants.py $(ARGS)
@@ -80,11 +84,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
 GPU_PYTHON ?= python3
 
-gpu:  ## everything that needs a GPU: logs and JSON into RESULTS_DIR (four parts, 9 minutes at most each)
-	@code=0; for part in test sanitize bench bench-norms; do $(MAKE) gpu-$$part || code=1; done; exit $$code
+gpu:  ## everything that needs a GPU, or what is left of it; log, tests, numbers into RESULTS_DIR (ARGS="--minutes 9")
+	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $(ARGS)
 
-gpu-build gpu-test gpu-sanitize gpu-bench gpu-bench-norms: gpu-%:
-	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $*
+# A part alone: the tests on CUDA, on Triton, the benchmarks, compute-sanitizer, torch.compile, the rest.
+gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest: gpu-%:
+	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $* $(ARGS)
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist *.egg-info fusedtrain/*.so fusedtrain/_build_info.json

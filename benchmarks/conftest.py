@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from benchmarks._measure import (
     cpu_clock,
     cuda_clock,
 )
+from benchmarks._store import Recorder
 
 Gate = Callable[[PointwiseOp, torch.dtype], None]
 
@@ -38,6 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--model", action="append", default=[], help="only this network (repeatable)")
     group.addoption("--float64", action="store_true", help="add float64 where dtypes are compared")
     group.addoption("--no-compile", action="store_true", help="leave torch.compile out")
+    group.addoption(
+        "--only-compile", action="store_true", help="only the rows that torch.compile takes part in"
+    )
+    group.addoption(
+        "--store", action="append", default=[], help="put each row into this file (repeatable)"
+    )
+    group.addoption(
+        "--keep-rows", action="store_true", help="--store: leave rows that are not measured"
+    )
     group.addoption("--threads", type=int, default=0, help="torch's threads; 0 leaves its default")
     group.addoption("--flush-l2", action="store_true", help="CUDA: cold L2 cache before each call")
 
@@ -53,6 +64,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--device cuda: torch sees no CUDA device")
     if config.getoption("--threads", default=0):
         torch.set_num_threads(config.getoption("--threads"))
+    if paths := config.getoption("--store", default=[]):
+        families = [] if config.getoption("--keep-rows") else config.getoption("--family")
+        config.pluginmanager.register(Recorder(config, [*map(Path, paths)], families))
     # Without its binary the package works by its plain-torch reference: that must not be timed.
     if "FUSEDTRAIN_BACKEND" not in os.environ:
         os.environ.setdefault("FUSEDTRAIN_REQUIRE", device)
@@ -66,6 +80,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unknown = sorted(set(config.getoption(option)) - found)
         if unknown:
             raise pytest.UsageError(f"{option}: no benchmark of {', '.join(unknown)}")
+    if config.getoption("--only-compile"):
+        without = [i for i in items if not getattr(i.callspec.params["case"], "compiled", False)]  # type: ignore[attr-defined]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in set(without)]
     if families := config.getoption("--family"):
         files = {f"bench_{family}.py" for family in families}
         others = [item for item in items if item.path.name not in files]

@@ -4,13 +4,13 @@
                              [pytest options]
 
 The results go to $RESULTS_DIR (default benchmarks/results) as <device>.json and <device>.png. Each
-family of benchmarks runs in a process of its own, and replaces its rows when it is done.
+family of benchmarks runs in a process of its own. A row is stored as soon as it is measured, in the
+place of the one of its name; rows of the family that a run to its end has not measured are dropped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +21,7 @@ import torch
 
 from benchmarks import report
 from benchmarks._measure import ALLOCATORS, device_slug
+from benchmarks._store import COMPLETE, put
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +38,7 @@ FAMILIES = {
     "pool": "kept",
     "memory": "kept",
 }
-RAN, USAGE_ERROR, NOTHING_TO_RUN = (0, 1), 4, 5  # pytest's exit codes
+USAGE_ERROR, NOTHING_TO_RUN = 4, 5  # pytest's exit codes
 
 
 def results_path(device: str, kind: str = "") -> Path:
@@ -45,22 +46,6 @@ def results_path(device: str, kind: str = "") -> Path:
     folder = Path(os.environ.get("RESULTS_DIR") or ROOT / "benchmarks" / "results").resolve()
     parts = [device_slug(device), os.environ.get("FUSEDTRAIN_BACKEND"), kind]
     return folder / f"{'-'.join(filter(None, parts))}.json"
-
-
-def store(path: Path, fresh: Path, family: str) -> None:
-    """Put the results of one family, which may be none, in the place of those that the file has."""
-    before, after = (
-        json.loads(file.read_text()) if file.exists() and file.stat().st_size else {}
-        for file in (path, fresh)
-    )
-    others = [
-        entry
-        for entry in before.get("benchmarks", [])
-        if f"bench_{family}.py::" not in entry["fullname"]
-    ]
-    results = before | after | {"benchmarks": others + after.get("benchmarks", [])}
-    fresh.write_text(json.dumps(results, indent=4) + "\n")
-    fresh.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--model", action="append", default=[], help="only this network")
+    parser.add_argument("--also", type=Path, help="a folder that gets the same results")
+    parser.add_argument("--no-chart", action="store_true", help="draw nothing")
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if slower than eager")
     options, rest = parser.parse_known_args(arguments)
 
@@ -92,12 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = "quick" if options.quick else "some" if options.op or options.model else ""
     user = "user" if options.user_allocator else ""
     path = results_path(options.device, "-".join(filter(None, (user, part))))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if part:
-        path.unlink(missing_ok=True)
-    fresh = path.with_suffix(".new")
     command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "--benchmark-quiet"]
-    command += [f"--benchmark-json={fresh}", f"--device={options.device}", *rest]
+    command += [f"--device={options.device}", *rest]
+    for copy in [path, *([options.also.resolve() / path.name] if options.also else [])]:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if part and "--keep-rows" not in rest:
+            copy.unlink(missing_ok=True)
+        command.append(f"--store={copy}")
     command += [f"--op={op}" for op in options.op]
     command += [f"--model={model}" for model in options.model]
     if options.quick:
@@ -105,7 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code, done = 0, []
     for family in options.family or FAMILIES:
         settings = {} if user else ALLOCATORS[FAMILIES[family]]
-        fresh.unlink(missing_ok=True)
         of_family = subprocess.run(
             [*command, f"--family={family}"], cwd=ROOT, check=False, env=settings | os.environ
         ).returncode
@@ -114,12 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if of_family == NOTHING_TO_RUN:
             continue
         code = code or of_family
-        if of_family in RAN:
-            store(path, fresh, family)
+        if of_family in COMPLETE:
             done.append(family)
     if not done:
         return code or 1
-    show = [str(path), f"--png={path.with_suffix('.png')}"]
+    put(path, {"benchmarks": []})  # the report wants a file, also where all ops are wrong
+    show = [str(path)]
+    if not options.no_chart:
+        show.append(f"--png={path.with_suffix('.png')}")
     show += [f"--family={family}" for family in done]
     if options.fail_slower:
         show.append("--fail-slower")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import _measure, report  # noqa: E402
+from benchmarks import _measure, _store, report  # noqa: E402
 from benchmarks._norm_contestants import (  # noqa: E402
     CONTESTANTS,
     OPS,
@@ -331,24 +331,39 @@ def test_every_family_has_a_file_and_a_report() -> None:
     assert {part.family for part in report._parts([])} == files
 
 
-def test_a_family_replaces_its_rows_only(tmp_path: Path) -> None:
-    run = importlib.import_module("benchmarks.run")
-    path, fresh = tmp_path / "device.json", tmp_path / "device.new"
+def test_rows_replace_those_of_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
 
-    def write(target: Path, *names: str) -> None:
-        entries = [{"fullname": f"benchmarks/bench_{name}.py::test[1]"} for name in names]
-        target.write_text(json.dumps({"benchmarks": entries}))
+    def put(name: str, ns: int) -> None:
+        entry = {"fullname": f"benchmarks/bench_{name}", "ns": ns}
+        _store.put(path, {"benchmarks": [entry], "datetime": str(ns)})
 
-    write(fresh, "batch_norm", "batch_norm")
-    run.store(path, fresh, "batch_norm")
-    write(fresh, "activations")
-    run.store(path, fresh, "activations")
-    write(fresh, "batch_norm")
-    run.store(path, fresh, "batch_norm")
-    run.store(path, fresh, "activations")  # which left nothing: all of its ops are wrong
-    found = [entry["fullname"] for entry in json.loads(path.read_text())["benchmarks"]]
-    assert found == ["benchmarks/bench_batch_norm.py::test[1]"]
-    assert not fresh.exists()
+    def rows() -> dict[str, int]:
+        entries = _store.read(path)["benchmarks"]
+        return {e["fullname"].removeprefix("benchmarks/bench_"): e["ns"] for e in entries}
+
+    put("batch_norm.py::test[1]", 1)
+    put("activations.py::test[1]", 2)
+    put("batch_norm.py::test[2]", 3)
+    put("batch_norm.py::test[1]", 4)
+    assert rows() == {"batch_norm.py::test[1]": 4, "activations.py::test[1]": 2,
+                      "batch_norm.py::test[2]": 3}  # fmt: skip
+    assert _store.read(path)["datetime"] == "4"
+    _store.drop(path, "batch_norm", {"benchmarks/bench_batch_norm.py::test[2]"})
+    assert rows() == {"activations.py::test[1]": 2, "batch_norm.py::test[2]": 3}
+    _store.drop(path, "activations", set())  # all of its ops are wrong
+    assert rows() == {"batch_norm.py::test[2]": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["device.json"]
+
+
+def test_a_write_that_fails_leaves_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "device.json"
+    _store.write(path, {"benchmarks": []})
+    with pytest.raises(TypeError):
+        _store.write(path, {"benchmarks": [object()]})
+    assert _store.read(path) == {"benchmarks": []}
 
 
 # --- a run ---
@@ -419,3 +434,37 @@ def test_a_wrong_norm_is_not_reported(tmp_path: Path) -> None:
     assert "wrong output" in output
     assert "Not timed" in output
     assert entries == []
+
+
+KILLED = """
+import os, signal
+
+begun = []
+
+
+def pytest_runtest_setup(item):
+    begun.append(item)
+    if len(begun) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "killed.py").write_text(KILLED)
+    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
+    options = ("--family", "batch_norm", "--user-allocator", "--no-chart", "--also")
+    also = tmp_path / "also"
+    code, output, entries = _run(tmp_path, *options, str(also), "-p", "killed", PYTHONPATH=path)
+    assert code != 0, output
+    assert [entry["extra_info"]["layout"] for entry in entries] == ["contiguous"]
+    (copy,) = also.glob("*.json")
+    assert json.loads(copy.read_text())["benchmarks"] == entries
+    last = ("-k", "channels_last", "--keep-rows")
+    code, output, entries = _run(tmp_path, *options, str(also), *last)
+    assert code == 0, output
+    layouts = [entry["extra_info"]["layout"] for entry in entries]
+    assert layouts[0] == "contiguous"
+    assert set(layouts[1:]) == {"channels_last"}
+    assert len({entry["fullname"] for entry in entries}) == len(entries)
+    assert not list(tmp_path.glob("*.png"))

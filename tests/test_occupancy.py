@@ -12,7 +12,7 @@ import fusedtrain
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 import _sass
 import occupancy
-from _gpus import GPUS, MULTIPROCESSORS
+from _devices import GPUS, MULTIPROCESSORS
 
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
 

@@ -1,188 +1,200 @@
 """`make gpu`: what only a machine with a GPU can tell. Installs nothing; uses its own python.
 
-    python3 tools/gpu.py build|test|sanitize|bench|bench-norms
+    python3 tools/gpu.py [all | build | cuda | triton | bench | sanitize | compile | rest]
+                         [--minutes 9] [--keep] [--whole]
 
-Each part writes <device>-<part>.log into $RESULTS_DIR (default benchmarks/results), the benchmarks
-also <device>.json, and ends within 9 minutes. Without a GPU each part starts all the same and shows
-what it skips, and why: a rehearsal.
+Every call goes on where the last one stopped, for the same sources, GPU and torch: the state is in
+build/gpu. $RESULTS_DIR (default benchmarks/results) gets, as things happen, <device>-gpu.log,
+<device>-gpu.jsonl (a line per test), <device>-gpu.xml (JUnit) and <device>.json (benchmarks). A
+part takes 9 minutes at most. docs/gpu.md tells the rest. Without a GPU each part starts all the
+same: a rehearsal.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
 
-ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 9 * 60  # seconds of one part
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
-# compute-sanitizer slows a kernel down a hundredfold: one op of each family, forward and backward.
-SANITIZED = [
-    f"tests/test_kernels.py::test_numbers[cuda-{name}-torch.{dtype}]"
-    for name in ("mish", "prelu") for dtype in ("float16", "float32")
-] + [
-    "tests/test_batch_norm_kernels.py::test_every_layout[cuda-planes of 49]",
-    "tests/test_batch_norm_kernels.py::test_every_layout[cuda-257 last]",
-    "tests/test_fold_kernels.py::test_shapes[cuda-2d]",
-    "tests/test_pool_kernels.py::test_every_window[cuda-of ResNet-odd-contiguous]",
-]  # fmt: skip
-FOUND = 9  # the exit code that says the tool found something
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+import _gpu_machine
+import _gpu_numbers
+from _gpu_journal import Journal
+from _gpu_parts import STATE_RESULTS, Part, parts, sanitizer_refuses
+from _gpu_steps import LEAST, ROOT, Context, not_run, run_step, summary, wanted
+
+from benchmarks._store import drop
+
+PART = 9 * 60.0  # seconds
+NAMES = ("cuda", "triton", "bench", "sanitize", "compile", "rest")
+SHOWN = 5  # names of tests that did not run; the log and the XML have all
 
 
-class Part:
-    """Runs commands one after another, shows and keeps what they print, within the time."""
+def run_part(c: Context, part: Part, deadline: float) -> str:
+    """Runs the steps of a part that are not done.
 
-    def __init__(self, log: TextIO) -> None:
-        self.log = log
-        self.deadline = time.monotonic() + LIMIT
-        self.failed: list[str] = []
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-        print(line, file=self.log, flush=True)
-
-    def run(self, *command: str, needed: bool = True, **environment: str) -> int:
-        settings = " ".join(f"{k}={v}" for k, v in environment.items())
-        self.say(f"$ {settings} {' '.join(command)}".replace("$  ", "$ "))
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **environment}
-        start = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
-        signal.alarm(max(1, int(self.deadline - start)))
-        for line in process.stdout:
-            self.say(line.rstrip("\n"))
-        code = process.wait()
-        signal.alarm(0)
-        seconds = time.monotonic() - start
-        ended = "ended by the time limit" if code == -signal.SIGKILL else f"exit {code}"
-        self.say(f"[{ended}, {seconds:.0f} s]")
-        if code != 0 and needed:
-            self.failed.append(" ".join(command[:6]))
-        return code
+    Returns:
+        "done", "cut" or "broken".
+    """
+    state = "done"
+    for step in part.steps:
+        if not c.journal.done(step.name):
+            ended = run_step(c, step, deadline)
+            if ended == "done" and step.name.startswith("bench "):
+                drop_old_rows(c, step.name)
+            state = ended if state == "done" or ended == "cut" else state
+        c.say(f"  {step.name}: {summary(c.journal.results(step.name))}")
+    for step in part.steps:
+        for name, result in c.journal.results(step.name).items():
+            if result.bad:
+                c.say(f"FAILED: {step.name}: {name}: {result.outcome}")
+        if not c.journal.done(step.name):
+            missing = not_run(c, step)
+            if missing is None:
+                c.say(f"NOT RUN: {step.name}: not begun")
+                continue
+            for number, name in enumerate(missing):
+                (c.say if number < SHOWN else c.note)(f"NOT RUN: {step.name}: {name}")
+            if len(missing) > SHOWN:
+                c.say(f"NOT RUN: {step.name}: {len(missing) - SHOWN} more; the log has their names")
+    return state
 
 
-def missing() -> list[str]:
-    """What the python that is there lacks."""
-    needs = {"torch": "", "pytest": "", "hypothesis": "", "ninja": "", "setuptools": ""}
-    return [f"{name} is not installed for {sys.executable}" for name in needs
-            if importlib.util.find_spec(name) is None]  # fmt: skip
+def drop_old_rows(c: Context, step: str) -> None:
+    """Rows of an older run, which this one has not measured: they may be of ops that are wrong."""
+    measured = {name for name, r in c.journal.results(step).items() if r.outcome == "passed"}
+    for folder in (Path(os.environ["RESULTS_DIR"]), c.root / STATE_RESULTS):
+        for path in folder.glob(f"{c.state.name}.json"):
+            drop(path, step.removeprefix("bench "), measured)
 
 
-def device() -> tuple[str, str, str]:
-    """Name of the GPU (empty: none), its architecture for nvcc, and what torch says."""
-    import torch
-
-    what = f"torch {torch.__version__}, Python {sys.version.split()[0]}"
-    if not torch.cuda.is_available():
-        return "", "", f"{what}: no GPU is seen, so everything that needs one is skipped"
-    name = torch.cuda.get_device_name()
-    major, minor = torch.cuda.get_device_capability()
-    return name, f"{major}{minor}", f"{what}, {name}, sm_{major}{minor}"
+def share(pattern: str, *folders: Path) -> None:
+    """Each folder gets the files that another one has: either may be new at this call."""
+    for source in folders:
+        for path in source.glob(pattern):
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                if not (folder / path.name).exists():
+                    shutil.copy2(path, folder)
 
 
-def build(part: Part, arch: str) -> bool:
-    """In place, for this GPU alone; without one for all, as ever."""
-    require = "cpu,cuda" if shutil.which("nvcc") or os.environ.get("CUDA_HOME") else "cpu"
-    code = part.run(
-        sys.executable, "setup.py", "-q", "build_ext", "--inplace",
-        FUSEDTRAIN_REQUIRE=require, **({"FUSEDTRAIN_CUDA_ARCHS": arch} if arch else {}),
-    )  # fmt: skip
-    return code == 0
+def bad(c: Context, part: Part) -> bool:
+    """Whether a test of the part failed."""
+    return any(r.bad for step in part.steps for r in c.journal.results(step.name).values())
 
 
-def test(part: Part, gpu: str) -> None:
-    """The whole suite (CUDA kernels where a test is on the GPU), then the GPU's part on Triton."""
-    workers = "2" if not gpu else str(min(8, os.cpu_count() or 2))
-    xdist = ["-n", workers] if importlib.util.find_spec("xdist") else []
-    pytest = (sys.executable, "-m", "pytest", "-q", "--durations=10", *xdist)
-    # The variable makes tests/test_gpu.py insist on the backend that is meant.
-    part.run(*pytest, **({"FUSEDTRAIN_TEST_GPU_BACKEND": "cuda"} if gpu else {}))
-    triton = {"FUSEDTRAIN_BACKEND": "triton", "FUSEDTRAIN_TEST_GPU_BACKEND": "triton"}
-    part.run(
-        *pytest, "tests/test_gpu.py", "tests/test_autograd.py", "tests/test_activations.py",
-        "-k", "cuda or gpu", **(triton if gpu else {}),
-    )  # fmt: skip
+class Call:
+    """One call of this file: some parts, within the time."""
 
+    def __init__(self, c: Context, m: _gpu_machine.Machine, results: Path, minutes: float) -> None:
+        self.c, self.m, self.results = c, m, results
+        self.end = c.clock() + 60 * minutes if minutes else float("inf")
+        self.known: dict[str, Part] = {}
 
-def sanitize(part: Part, gpu: str) -> None:
-    tool = shutil.which("compute-sanitizer")
-    if tool is None or not gpu:
-        part.say(f"skipped: {'compute-sanitizer is not on PATH' if gpu else 'no GPU'}")
-        return
-    pytest = (sys.executable, "-m", "pytest", "-q", "-x", *SANITIZED)
-    for name in TOOLS:
-        # Without torch's cache each tensor is an allocation of its own, whose bounds are known.
-        code = part.run(
-            tool, "--tool", name, "--error-exitcode", str(FOUND), "--print-limit", "20", *pytest,
-            needed=False, PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-        )  # fmt: skip
-        if code == FOUND:
-            part.failed.append(name)
-        elif code != 0:
-            part.say(f"{name}: it did not run; a device that it does not support is no fault")
+    def deadline(self) -> float:
+        return min(self.c.clock() + PART, self.end)
 
+    def run(self, names: list[str], keep: bool, whole: bool) -> int:
+        """Runs these parts; returns the exit code: 0 all is well, 1 a failure, 2 only cut."""
+        c, m = self.c, self.m
+        c.say(f"make gpu, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: {m}")
+        c.say(f"  {c.journal.begin(_gpu_machine.tree_key(m), keep)}")
+        self.known = parts(m, whole)
+        built = _gpu_machine.build(c, m, self.end)
+        if built != "done":
+            c.say("FAILED: build" if built == "broken" else "CUT: build; the same command goes on")
+            return 1 if built == "broken" else 2
+        header = f"{m}; {_gpu_machine.kernels(m.gpu)}"
+        states = {}
+        try:
+            for name in names:
+                states[name] = self._part(self.known[name], header)
+        finally:
+            self._write_xml()
+        failed = [n for n, s in states.items() if s == "broken" or bad(c, self.known[n])]
+        cut = [n for n, s in states.items() if s == "cut"]
+        if failed:
+            c.say(f"make gpu: failed: {', '.join(failed)}")
+        if cut:
+            c.say(f"make gpu: to be continued, the same command goes on: {', '.join(cut)}")
+        c.say(f"make gpu: {'failed' if failed else 'cut' if cut else 'done'}; see {self.results}")
+        return 1 if failed else 2 if cut else 0
 
-def benchmark(part: Part, gpu: str, *families: str) -> None:
-    if importlib.util.find_spec("pytest_benchmark") is None:
-        part.say("skipped: pytest-benchmark is not installed")
-        return
-    options = ("--device", "cuda") if gpu else ("--quick", "--no-compile")
-    chosen = [f"--family={family}" for family in families]
-    part.run(sys.executable, "-m", "benchmarks.run", *options, *chosen)
+    def _part(self, part: Part, header: str) -> str:
+        c = self.c
+        c.say(f"== gpu-{part.name}: {header}")
+        c.say(f"  {part.title}")
+        if part.skip:
+            c.say(f"  skipped: {part.skip}")
+            return "done"
+        if self.deadline() - c.clock() < LEAST and not all(
+            c.journal.done(s.name) for s in part.steps
+        ):
+            c.say("  not begun: the time of this call is up")
+            return "cut"
+        deadline = self.deadline()
+        anew = part.name == "sanitize" and not any(c.journal.results(s.name) for s in part.steps)
+        if anew and sanitizer_refuses(c, deadline):
+            c.say("  skipped: compute-sanitizer does not run here")
+            return "done"
+        state = run_part(c, part, deadline)
+        if part.name in ("bench", "compile"):
+            path = self.results / f"{self.m.slug}.json"
+            expected = _gpu_numbers.predictions(self.m.gpu, self.m.arch)
+            for line in _gpu_numbers.table(path, expected):
+                c.say(line)
+        c.say(f"gpu-{part.name}: {state}{', with failures' if bad(c, part) else ''}")
+        self._write_xml()
+        return state
 
-
-def bench(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "activations", "amp_step", "apex")
-    if gpu and importlib.util.find_spec("pytest_benchmark") is not None:
-        part.run(
-            sys.executable, "-m", "benchmarks.run", "--device", "cuda", "--no-compile",
-            "--family=activations", "--op", "mish", "--op", "silu", "--op", "relu",
-            needed=False, FUSEDTRAIN_BACKEND="triton",
-        )  # fmt: skip
-
-
-def bench_norms(part: Part, gpu: str) -> None:
-    benchmark(part, gpu, "batch_norm", "conv_bn", "chains", "images", "few_bit", "pool", "memory")
-
-
-PARTS = {"test": test, "sanitize": sanitize, "bench": bench, "bench-norms": bench_norms}
+    def _write_xml(self) -> None:
+        steps = [step for part in self.known.values() for step in part.steps]
+        names = {step.name: wanted(self.c, step) or [] for step in steps}
+        self.c.journal.junit(self.results / f"{self.m.slug}-gpu.xml", names)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("build", *PARTS))
-    chosen = parser.parse_args().part
-    if lacking := missing():
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
+    parser.add_argument("part", nargs="?", default="all", choices=("all", "build", *NAMES))
+    parser.add_argument("--minutes", type=float, default=0.0, help="of this call; 0: no limit")
+    parser.add_argument(
+        "--keep", action="store_true",
+        help="the sources have changed: keep what passed, run again what failed",
+    )  # fmt: skip
+    parser.add_argument("--whole", action="store_true", help="Triton: every case, no sample")
+    options = parser.parse_args()
+    if lacking := _gpu_machine.missing():
         print("make gpu cannot run:", *lacking, sep="\n  ")
         return 1
-    gpu, arch, what = device()
+    m = _gpu_machine.machine()
     results = Path(os.environ.get("RESULTS_DIR") or ROOT / "benchmarks/results").resolve()
+    state = ROOT / "build" / "gpu" / m.slug
     results.mkdir(parents=True, exist_ok=True)
     os.environ["RESULTS_DIR"] = str(results)
-    slug = re.sub(r"[^a-z0-9]+", "-", (gpu or "no gpu").lower()).strip("-")
-    path = results / f"{slug}-{chosen}.log"
-    with path.open("w") as log:
-        part = Part(log)
-        part.say(f"gpu-{chosen}: {what}")
-        if build(part, arch) and chosen != "build":
-            PARTS[chosen](part, gpu)
-        for command in part.failed:
-            part.say(f"FAILED: {command}")
-        part.say(f"gpu-{chosen}: {'failed' if part.failed else 'done'}; log: {path}")
-    return 1 if part.failed else 0
+    share(f"{m.slug}*.json", results, ROOT / STATE_RESULTS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end with this
+    with (results / f"{m.slug}-gpu.log").open("a") as log:
+
+        def note(line: str) -> None:
+            print(line, file=log, flush=True)
+
+        def say(line: str) -> None:
+            print(line, flush=True)
+            note(line)
+
+        name = f"{m.slug}-gpu.jsonl"
+        c = Context(Journal(state / name, results / name), state, say, note, time.monotonic)
+        names = [] if options.part == "build" else [options.part]
+        call = Call(c, m, results, options.minutes)
+        return call.run(
+            list(NAMES) if options.part == "all" else names, options.keep, options.whole
+        )
 
 
 if __name__ == "__main__":

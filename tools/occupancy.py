@@ -23,12 +23,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from _gpus import BUSY, GPUS, MULTIPROCESSORS, Gpu  # noqa: E402
+from _devices import BUSY, GPUS, MULTIPROCESSORS, Gpu  # noqa: E402
 from _sass import Kernel, bytes_in_flight, kernels, widest  # noqa: E402
 from _traffic import TRAFFIC  # noqa: E402
 
 LIBRARY = ROOT / "fusedtrain/_C_cuda.so"
-# 27 KB for an H200 under load (BUSY of _gpus.py), and some to spare.
+# 27 KB for an H200 under load (BUSY of _devices.py), and some to spare.
 ENOUGH = 32 << 10
 CHECKED = "90"
 
