@@ -37,9 +37,12 @@ SHORT = {
 }
 FEW = ["gelu", "elu", "hardtanh", "softplus"]  # many registers, parameters, rounded parameters
 # rows x channels x inner: columns that start on 16 bytes or do not, short and long planes
-VIEWS = {"columns": (64, 64, 1), "inner": (64, 3, 49), "planes": (4, 3, 784), "odd": (1, 5, 4001)}
+VIEWS = {
+    "columns": (64, 64, 1), "inner": (64, 3, 49), "planes": (4, 3, 784), "odd": (1, 5, 4001),
+    "eights": (64, 24, 1),
+}  # fmt: skip
 _WEIGHTS = ("weight_ptr", "folded_ptr", "grad_ptr", "grad_weight_ptr")
-WHOLE = ["columns", "planes"]
+WHOLE = ["columns", "planes", "eights"]
 
 
 def run(*arguments: str, **environment: str) -> None:
@@ -73,6 +76,33 @@ def test_import_leaves_triton_alone() -> None:
         f"assert len(t.OPS) == {ops} and 'triton' in sys.modules"
     )
     run("-c", code)
+
+
+def test_what_was_compiled_for_other_constants_is_not_launched() -> None:
+    from fusedtrain.triton.launch import Launcher
+
+    made: list[tuple[Any, ...]] = []
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        """As Triton's: launches, and returns what it compiled."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*arguments: Any, **options: Any) -> Any:
+                constants = arguments[2:]
+                made.append(constants)
+                launched.append(constants)
+                return {(1, 1, 1): lambda *again: launched.append(constants)}
+
+            return launch
+
+    launcher = Launcher(Kernel())
+    x = torch.empty(64)
+    assert x.data_ptr() % 16 == 0
+    for block in (64, 64, 32, 32, 64):
+        launcher("variant", 1, (x,), (7,), (block,))
+        assert launched[-1] == (block,)
+    assert made == [(64,), (32,), (64,)]
 
 
 def test_missing_triton_is_named() -> None:
@@ -191,13 +221,15 @@ def check_target(target: str) -> None:
 
     for dtype in DTYPES:
         check_chains(target, dtype)
+        check_few_bits(target, dtype)
         if dtype is not torch.float64:
             check_images(target, dtype)
         check_pool(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
-            flags = sum(p.is_constexpr for p in kernel.params) - 1
-            compiled = compile_for(target, kernel, dtype, *[True] * flags, fold._BLOCK)
-            assert ".local" not in compiled.asm.get("ptx", "")
+            last = (fold._BLOCK,) if kernel is fold.fold_kernel else (8, fold._BLOCK)
+            compiled = compile_for(target, kernel, dtype, True, True, True, *last)
+            read = 1 if kernel is fold.fold_kernel else 2
+            check_widths(compiled, 16, fold._BLOCK * dtype.itemsize, read, 1)
         # Every formula once; a few for each dtype.
         every = target == "sm_90" and dtype is torch.bfloat16
         for name in POINTWISE if every else FEW:
@@ -225,45 +257,76 @@ def check_target(target: str) -> None:
 
 
 def check_chains(target: str, dtype: torch.dtype) -> None:
-    """Rows and planes that are a multiple of 16 elements long: 16-byte accesses."""
+    """16-byte accesses to all tensors where rows are a multiple of 16 bytes long, 8-byte ones where
+    they are of 8 (float64: 16); nothing spills, in odd rows neither."""
     from fusedtrain.reference.batch_norm import POINTWISE as ROWS
     from fusedtrain.triton import _chain_kernels as k
     from fusedtrain.triton import chains as c
-    from fusedtrain.triton import few_bit
 
     silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
     forward, backward, by_output, stored = c._formula(silu, dtype)
-    block = c._BLOCK[dtype.itemsize]
-    kernels = [
-        (k.gated_kernel, (forward, stored, 1, block)),
-        (k.gated_backward_kernel, (forward, backward, by_output, stored, 1, block)),
-    ]
-    for planes in (True, False):
-        tile, small = (planes, 4, block // 4), (planes, 4, c._BIAS_BLOCK[dtype.itemsize] // 4)
-        kernels += [
-            (k.scale_kernel, (True, *tile)),
-            (k.scale_backward_kernel, (True, True, *tile)),
-            (k.bias_act_kernel, (forward, stored, True, True, True, True, *small)),
+    block, small = c._BLOCK[dtype.itemsize], c._BIAS_BLOCK[dtype.itemsize]
+    odd = dtype in (torch.float32, torch.bfloat16)
+    for unit in (8, 8 // dtype.itemsize, 1) if odd else (8,):
+        # Kernel, constants, elements of a tile, tensors that are read and that are written.
+        kernels = [
+            (k.gated_kernel, (forward, stored, unit, 1, block), block, 2, 1),
             (
-                k.bias_act_backward_kernel,
-                (forward, backward, by_output, stored, True, True, True, True, True, *small),
+                k.gated_backward_kernel,
+                (forward, backward, by_output, stored, unit, 1, block), block, 3, 2,
             ),
-        ]
-    for activation, bits in ((silu, 3), (silu, 8)):
-        forward_constants, backward_constants = few_bit._constants(activation, bits, dtype.itemsize)
-        kernels += [
-            (few_bit.forward_kernel, forward_constants),
-            (few_bit.backward_kernel, backward_constants),
-        ]
-    for kernel, constants in kernels:
-        pointers = {"seed_ptr": torch.int64, "codes_ptr": torch.uint8}
-        compiled = compile_for(target, kernel, dtype, *constants, **pointers)
-        code = compiled.asm.get("ptx")
-        if code is None:
-            assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}
-        else:
-            assert ".local" not in code
-            assert spilled_bytes(code) == 0, (kernel, constants)
+        ]  # fmt: skip
+        for planes, last in ((True, False), (False, True), (False, False)):
+            tile = (unit, planes, last, 4, block // 4)
+            smaller = (unit, planes, last, 4, small // 4)
+            flags = (True, True, True, unit > 1)
+            both = (forward, backward, by_output, stored)
+            kernels += [
+                (k.scale_kernel, (True, *tile), block, 2, 1),
+                (k.scale_backward_kernel, (True, True, *tile), block, 2, 1),
+                (k.bias_act_kernel, (forward, stored, *flags, *smaller), small, 1, 1),
+                (
+                    k.bias_act_backward_kernel,
+                    (*both, *flags[:3], True, unit > 1, *smaller), small, 2, 1,
+                ),
+            ]  # fmt: skip
+        for kernel, constants, elements, read, written in kernels:
+            compiled = compile_for(target, kernel, dtype, *constants, seed_ptr=torch.int64)
+            size = min(16, unit * dtype.itemsize) if unit > 1 else 0
+            check_widths(compiled, size, elements * dtype.itemsize, read, written)
+
+
+def check_widths(compiled: Any, size: int, tile: int, read: int, written: int) -> None:
+    """Tiles of so many bytes, of `read` and `written` tensors, are accessed `size` bytes at a time
+    (0: anyhow) by 128 threads; nothing spills."""
+    if "ptx" not in compiled.asm:
+        assert set(re.findall(r"_spill_count:\s+(\d+)", compiled.asm["amdgcn"])) == {"0"}
+        return
+    code = compiled.asm["ptx"]
+    assert ".local" not in code
+    assert spilled_bytes(code) == 0
+    if size:
+        names = {16: r"(?:v4\.b32|v2\.b64)", 8: r"(?:v2\.b32|b64)", 4: r"b32"}[size]
+        for kind, tensors in (("ld", read), ("st", written)):
+            found = len(re.findall(rf"{kind}\.global\.{names}", code))
+            assert found >= tensors * tile // (128 * size), (compiled.metadata.name, kind, found)
+
+
+def check_few_bits(target: str, dtype: torch.dtype) -> None:
+    """16-byte accesses, but in forward of 16 bits, where tiles are smaller; nothing spills."""
+    from fusedtrain.reference.batch_norm import POINTWISE as ROWS
+    from fusedtrain.triton import few_bit
+
+    silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
+    for bits in (2, 3, 8):
+        forward, backward = few_bit._constants(silu, bits, dtype.itemsize)
+        for kernel, constants in (
+            (few_bit.forward_kernel, forward), (few_bit.backward_kernel, backward),
+        ):  # fmt: skip
+            compiled = compile_for(target, kernel, dtype, *constants, codes_ptr=torch.uint8)
+            size = 8 if constants is forward and dtype.itemsize == 2 else 16
+            tile = constants[-1] * 256 * dtype.itemsize
+            check_widths(compiled, size, tile, 1, 1)
 
 
 def check_images(target: str, dtype: torch.dtype) -> None:
@@ -340,8 +403,35 @@ def fake_driver() -> Any:
     return driver
 
 
+def launchers() -> dict[str, Any]:
+    """Of all kernels, by module and name."""
+    import fusedtrain.triton
+    from fusedtrain.triton.launch import Launcher
+
+    assert fusedtrain.triton.OPS["mish"]
+    modules = [m for name, m in sys.modules.items() if name.startswith("fusedtrain.triton.")]
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Launcher)
+    }
+
+
+def check_numbers() -> None:
+    """Triton would compile again for some sizes and strides, of which a Launcher knows nothing."""
+    found = launchers()
+    assert len(found) > 25
+    for name, launcher in found.items():
+        for p in launcher._kernel.params:
+            if not p.is_constexpr and not p.name.endswith("_ptr"):
+                assert p.annotation_type, (name, p.name)
+                assert p.do_not_specialize or p.annotation_type.startswith("fp"), (name, p.name)
+
+
 def check_launches() -> None:
     """One compilation for all sizes and parameters."""
+    check_numbers()
     driver = fake_driver()
     from fusedtrain.triton import OPS, channelwise, pointwise
 
@@ -362,7 +452,7 @@ def check_launches() -> None:
         x = torch.empty(64, dtype=dtype)
         OPS["prelu_backward"](x, x, x[:1])
     finish = channelwise._launch_finish._compiled.values()
-    assert len({kernel.asm["ptx"] for kernel in finish}) == 2
+    assert len({kernel.asm["ptx"] for _, kernel in finish}) == 2
     before = len(driver.launched)
     OPS["elu_"](torch.empty(2, 0), 1.0)
     OPS["prelu"](torch.empty(0, 3), torch.empty(3))

@@ -7,6 +7,7 @@ Compilation has processes of its own, for the reason that tests/test_triton.py g
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from _cases import DTYPES, assert_close
-from _kernels import BACKENDS, HAS_GPU
+from _kernels import BACKENDS, HAS_GPU, written_by
+from _placed import call_placed, placed
 from _triton_interpreter import ORDERS, programs_in
 from test_triton import TARGETS, VIEWS, check_code, compile_for, fake_driver, run
 from torch import Tensor
@@ -59,11 +61,9 @@ def ops() -> Callable[..., Any]:
     kernels = BACKENDS["triton"]()
 
     def call(name: str, *arguments: Any) -> Any:
-        moved = [a.to(kernels.device) if isinstance(a, Tensor) else a for a in arguments]
-        result = kernels(name, *moved)
-        for old, new in zip(arguments, moved, strict=True):
-            if old is not new:
-                old.copy_(new)
+        result = call_placed(
+            functools.partial(kernels, name), kernels.device, arguments, written_by(name)
+        )
         return tuple(t.cpu() for t in result) if isinstance(result, tuple) else result.cpu()
 
     return call
@@ -332,6 +332,18 @@ def test_layouts(ops: Any, layout: str, branch: bool) -> None:
     case.x = LAYOUTS[layout]()
     case.residual = torch.randn(case.x.shape)
     check(ops, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_placing_keeps_the_layout(layout: str) -> None:
+    """What these tests give a kernel on a GPU, where ``x.to(device)`` is dense and aligned."""
+    t = LAYOUTS[layout]()
+    copy = placed(t, "cpu")
+    assert torch.equal(copy, t)
+    assert (copy.stride(), copy.storage_offset()) == (t.stride(), t.storage_offset())
+    assert copy.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+    assert copy.untyped_storage().nbytes() == t.untyped_storage().nbytes()
+    assert copy.data_ptr() % 16 == t.data_ptr() % 16
 
 
 def many_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import test_optimizer_kernels as shared
 import torch
-from _kernels import HAS_GPU
+from _kernels import HAS_GPU, written_by
 from _optimizer_cases import (
     BF16,
     F16,
@@ -32,6 +32,7 @@ from _optimizer_cases import (
     bits,
     busy,
 )
+from _placed import call_placed
 from _triton_interpreter import ORDERS, programs_in, round_to_nearest
 from test_optimizer_reference import _Counted
 from test_triton import TARGETS, fake_driver, run, spilled_bytes
@@ -45,25 +46,15 @@ NAMES = ("measure_gradients", "try_update", "optimizer_step")
 ON_HOST = (9, 10)  # table and rows, of the arguments
 
 
-def _moved(arguments: tuple[Any, ...]) -> list[Any]:
-    def moved(value: Any) -> Any:
-        if isinstance(value, list):
-            return [t.to("cuda") for t in value]
-        return value.to("cuda") if isinstance(value, Tensor) else value
+def _placed_on(device: str) -> SimpleNamespace:
+    """The ops, from host memory to the device and back, whatever the alignment and the layout."""
+    from fusedtrain.triton import OPS
 
-    return [v if i in ON_HOST else moved(v) for i, v in enumerate(arguments)]
+    def op_of(name: str) -> Callable[..., Tensor]:
+        written = written_by(name)
+        return lambda *a: call_placed(OPS[name], device, a, written, ON_HOST).cpu()
 
-
-def _on_gpu(op: Any, *arguments: Any) -> Tensor:
-    """From host memory and back."""
-    moved = _moved(arguments)
-    result: Tensor = op(*moved)
-    for old, new in zip(arguments, moved):
-        pairs = zip(old, new) if isinstance(old, list) else [(old, new)]
-        for a, b in pairs:
-            if isinstance(a, Tensor):
-                a.copy_(b)
-    return result.cpu()
+    return SimpleNamespace(**{name: op_of(name) for name in NAMES})
 
 
 @pytest.fixture
@@ -71,9 +62,7 @@ def kernels() -> Any:
     from fusedtrain.triton import OPS
 
     if HAS_GPU:
-        return SimpleNamespace(
-            **{n: lambda *a, n=n: _on_gpu(OPS[n], *a) for n in NAMES}
-        )  # fmt: skip
+        return _placed_on("cuda")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and TRITON_INTERPRET is not 1")
     round_to_nearest()
@@ -163,6 +152,31 @@ def test_sizes_and_alignments(kernels: Any, dtype: torch.dtype, units: bool) -> 
     theirs = optimizers.optimizer_step(*expected.arguments(), None, None)
     ours = kernels.optimizer_step(*case.arguments(), None, None)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+    shared._assert_close(case, expected)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="there all tests do so")
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+def test_tensors_that_were_placed(
+    kernels: Any, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the same tensors elsewhere, misaligned alike, and what is written comes back."""
+    from fusedtrain.triton import _tables
+
+    case = Case("adam", [Spec((40, 7), F32, layout), Spec((33,))], [busy("adam")], write_back=1)
+    case.grads[1] = _misaligned(case.grads[1], 1)
+    expected = case.clone()
+    entry, aligned = _tables.Tables._entry, []
+
+    def seen(self: Any, i: int) -> Any:
+        found = entry(self, i)
+        aligned.append(found[0].aligned)
+        return found
+
+    monkeypatch.setattr(_tables.Tables, "_entry", seen)
+    _placed_on("cpu").optimizer_step(*case.arguments(), None, None)
+    assert aligned == [True, False]
+    optimizers.optimizer_step(*expected.arguments(), None, None)
     shared._assert_close(case, expected)
 
 

@@ -3,6 +3,9 @@
 A tensor with channels is a matrix, cut into tiles. Either every row is a plane of one sample and
 channel (PLANES), or the columns hold all channels and each sample has `per_sample` rows. Shares of
 sums are of the rows, or of the columns, of a tile: at places of their own.
+
+Lengths of rows and distances between them are given in UNITs, a constant: so Triton sees which of
+its vectors (16 bytes at most) lie within a row, and on a multiple of their size.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -15,7 +18,7 @@ import triton.language as tl
 from .pointwise import parameter
 from .vecmath import clamp, widen
 
-_SIZES = ["rows", "columns", "channels", "inner", "per_sample"]
+_SIZES = ["rows", "units", "channels", "inner", "per_sample"]
 
 
 @triton.jit
@@ -40,43 +43,64 @@ def differentiate(FORMULA: tl.constexpr, g, saved, a, b, STORED: tl.constexpr):
         return FORMULA(g, saved, parameter(a, g, STORED), parameter(b, g, STORED))
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
-def gated_kernel(
-    gate_ptr, value_ptr, y_ptr, rows: tl.int64, n: tl.int64, gate_stride: tl.int64,
-    value_stride: tl.int64, a: tl.float64, b: tl.float64,
-    FORWARD: tl.constexpr, STORED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def tile_of_runs(rows, n, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Numbers of rows and columns of a program's tile, and which elements exist."""
     across = tl.cdiv(n, WIDTH)
-    row = (tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)[None, :]
-    inside = (row < rows) & (column < n)
-    gate = widen(tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0))
-    value = widen(tl.load(value_ptr + row * value_stride + column, mask=inside, other=0.0))
+    program = tl.program_id(0).to(tl.int64)
+    row = (program // across * HEIGHT + tl.arange(0, HEIGHT))[:, None]
+    column = (program % across * WIDTH + tl.arange(0, WIDTH))[None, :]
+    return row, column, (row < rows) & (column < n)
+
+
+@triton.jit(do_not_specialize=["rows", "units", "gate_units", "value_units"])
+def gated_kernel(
+    gate_ptr, value_ptr, y_ptr, rows: tl.int64, units: tl.int64, gate_units: tl.int64,
+    value_units: tl.int64, a: tl.float64, b: tl.float64,
+    FORWARD: tl.constexpr, STORED: tl.constexpr, UNIT: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    n = units * UNIT
+    row, column, inside = tile_of_runs(rows, n, HEIGHT, WIDTH)
+    at = row * (gate_units * UNIT) + column
+    gate = widen(tl.load(gate_ptr + at, mask=inside, other=0.0))
+    at = row * (value_units * UNIT) + column
+    value = widen(tl.load(value_ptr + at, mask=inside, other=0.0))
     y = apply(FORWARD, gate, a, b, STORED) * value
     tl.store(y_ptr + row * n + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "units",
+        "gate_units",
+        "value_units",
+        "grad_gate_units",
+        "grad_value_units",
+    ]
+)
 def gated_backward_kernel(
     grad_ptr, gate_ptr, value_ptr, grad_gate_ptr, grad_value_ptr,
-    rows: tl.int64, n: tl.int64, gate_stride: tl.int64, value_stride: tl.int64,
-    grad_gate_stride: tl.int64, grad_value_stride: tl.int64, a: tl.float64, b: tl.float64,
+    rows: tl.int64, units: tl.int64, gate_units: tl.int64, value_units: tl.int64,
+    grad_gate_units: tl.int64, grad_value_units: tl.int64, a: tl.float64, b: tl.float64,
     FORWARD: tl.constexpr, BACKWARD: tl.constexpr, BY_OUTPUT: tl.constexpr, STORED: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    UNIT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(n, WIDTH)
-    row = (tl.program_id(0) // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)[None, :]
-    inside = (row < rows) & (column < n)
+    n = units * UNIT
+    row, column, inside = tile_of_runs(rows, n, HEIGHT, WIDTH)
     grad = widen(tl.load(grad_ptr + row * n + column, mask=inside, other=0.0))
-    gate = widen(tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0))
-    value = widen(tl.load(value_ptr + row * value_stride + column, mask=inside, other=0.0))
+    at = row * (gate_units * UNIT) + column
+    gate = widen(tl.load(gate_ptr + at, mask=inside, other=0.0))
+    at = row * (value_units * UNIT) + column
+    value = widen(tl.load(value_ptr + at, mask=inside, other=0.0))
     opened = apply(FORWARD, gate, a, b, STORED)
     saved = opened if BY_OUTPUT else gate
     grad_gate = differentiate(BACKWARD, grad * value, saved, a, b, STORED)
     kind = grad_gate_ptr.dtype.element_ty
-    tl.store(grad_gate_ptr + row * grad_gate_stride + column, grad_gate.to(kind), mask=inside)
-    at = row * grad_value_stride + column
+    at = row * (grad_gate_units * UNIT) + column
+    tl.store(grad_gate_ptr + at, grad_gate.to(kind), mask=inside)
+    at = row * (grad_value_units * UNIT) + column
     tl.store(grad_value_ptr + at, (grad * opened).to(kind), mask=inside)
 
 
@@ -84,10 +108,10 @@ def gated_backward_kernel(
 
 
 @triton.jit
-def tile(rows, columns, channels, inner, per_sample, PLANES: tl.constexpr, HEIGHT: tl.constexpr,
-         WIDTH: tl.constexpr):  # fmt: skip
+def tile(rows, columns, channels, inner, per_sample, PLANES: tl.constexpr, LAST: tl.constexpr,
+         HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Numbers of rows and columns of a program's tile, which elements exist, and where their
-    coefficients are. In columns a tile has rows of one sample."""
+    coefficients are. In columns a tile has rows of one sample; LAST: each is a channel."""
     across = tl.cdiv(columns, WIDTH)
     first = (tl.program_id(0) % across * WIDTH).to(tl.int64)
     column = first + tl.arange(0, WIDTH)[None, :]
@@ -102,7 +126,10 @@ def tile(rows, columns, channels, inner, per_sample, PLANES: tl.constexpr, HEIGH
         within = down % of_sample * HEIGHT + tl.arange(0, HEIGHT)[:, None]
         row = sample * per_sample + within
         inside = (within < per_sample) & (column < columns)
-        coefficient = sample * channels + tl.minimum(column // inner, channels - 1)
+        if LAST:
+            coefficient = sample * columns + column
+        else:
+            coefficient = sample * channels + tl.minimum(column // inner, channels - 1)
     return row, first, column, inside, coefficient
 
 
@@ -123,14 +150,16 @@ def store_sums(shares_ptr, terms, row, column, rows, columns, PLANES: tl.constex
 @triton.jit(do_not_specialize=_SIZES)
 def scale_kernel(
     x_ptr, scale_ptr, residual_ptr, y_ptr,
-    rows: tl.int64, columns: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
-    RESIDUAL: tl.constexpr, PLANES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
+    RESIDUAL: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    columns = units * UNIT
     row, _, column, inside, coefficient = tile(
-        rows, columns, channels, inner, per_sample, PLANES, HEIGHT, WIDTH
+        rows, columns, channels, inner, per_sample, PLANES, LAST, HEIGHT, WIDTH
     )
     at = row * columns + column
-    exists = row < rows if PLANES else inside
+    exists = row < rows if PLANES else column < columns
     scale = widen(tl.load(scale_ptr + coefficient, mask=exists, other=0.0))
     y = widen(tl.load(x_ptr + at, mask=inside, other=0.0)) * scale
     if RESIDUAL:
@@ -141,12 +170,13 @@ def scale_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def scale_backward_kernel(
     grad_ptr, x_ptr, scale_ptr, grad_input_ptr, shares_ptr,
-    rows: tl.int64, columns: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
-    INPUT: tl.constexpr, SUMS: tl.constexpr, PLANES: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
+    INPUT: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr,
+    LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    columns = units * UNIT
     row, _, column, inside, coefficient = tile(
-        rows, columns, channels, inner, per_sample, PLANES, HEIGHT, WIDTH
+        rows, columns, channels, inner, per_sample, PLANES, LAST, HEIGHT, WIDTH
     )
     at = row * columns + column
     grad = widen(tl.load(grad_ptr + at, mask=inside, other=0.0))
@@ -154,7 +184,7 @@ def scale_backward_kernel(
         terms = grad * widen(tl.load(x_ptr + at, mask=inside, other=0.0))
         store_sums(shares_ptr, terms, row, column, rows, columns, PLANES, WIDTH)
     if INPUT:
-        exists = row < rows if PLANES else inside
+        exists = row < rows if PLANES else column < columns
         scale = widen(tl.load(scale_ptr + coefficient, mask=exists, other=0.0))
         kind = grad_input_ptr.dtype.element_ty
         tl.store(grad_input_ptr + at, (grad * scale).to(kind), mask=inside)
@@ -188,20 +218,21 @@ def keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED: tl.constexp
 @triton.jit(do_not_specialize=[*_SIZES, "threshold"])
 def bias_act_kernel(
     x_ptr, bias_ptr, seed_ptr, y_ptr,
-    rows: tl.int64, columns: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,
     keep: tl.float64,
     FORWARD: tl.constexpr, STORED: tl.constexpr, BIAS: tl.constexpr, CLAMPS: tl.constexpr,
-    DROPS: tl.constexpr, ALIGNED: tl.constexpr, PLANES: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    DROPS: tl.constexpr, ALIGNED: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr,
+    LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    columns = units * UNIT
     row, first, column, inside, coefficient = tile(
-        rows, columns, channels, inner, per_sample, PLANES, HEIGHT, WIDTH
+        rows, columns, channels, inner, per_sample, PLANES, LAST, HEIGHT, WIDTH
     )
     at = row * columns + column
     z = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
     if BIAS:
-        exists = row < rows if PLANES else inside
+        exists = row < rows if PLANES else column < columns
         z += widen(tl.load(bias_ptr + coefficient, mask=exists, other=0.0))
     y = apply(FORWARD, z, a, b, STORED) * number(gain, z)
     if CLAMPS:
@@ -215,15 +246,17 @@ def bias_act_kernel(
 @triton.jit(do_not_specialize=[*_SIZES, "threshold"])
 def bias_act_backward_kernel(
     grad_ptr, saved_ptr, bias_ptr, seed_ptr, grad_input_ptr, shares_ptr,
-    rows: tl.int64, columns: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
+    rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,
     keep: tl.float64,
     FORWARD: tl.constexpr, BACKWARD: tl.constexpr, BY_OUTPUT: tl.constexpr, STORED: tl.constexpr,
     BIAS: tl.constexpr, CLAMPS: tl.constexpr, DROPS: tl.constexpr, SUMS: tl.constexpr,
-    ALIGNED: tl.constexpr, PLANES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    columns = units * UNIT
     row, first, column, inside, coefficient = tile(
-        rows, columns, channels, inner, per_sample, PLANES, HEIGHT, WIDTH
+        rows, columns, channels, inner, per_sample, PLANES, LAST, HEIGHT, WIDTH
     )
     at = row * columns + column
     z = widen(tl.load(saved_ptr + at, mask=inside, other=0.0))
@@ -238,7 +271,7 @@ def bias_act_backward_kernel(
         z = z * (1.0 / factor)
     else:
         if BIAS:
-            exists = row < rows if PLANES else inside
+            exists = row < rows if PLANES else column < columns
             z += widen(tl.load(bias_ptr + coefficient, mask=exists, other=0.0))
         if CLAMPS:
             edge = apply(FORWARD, z, a, b, STORED) * number(gain, z)

@@ -58,9 +58,18 @@ class Tiles(NamedTuple):
     rows: int
     columns: int
     planes: bool  # a row is one channel's plane; else it goes through all channels
-    unit: int  # what divides the columns: 16, which puts rows on 16 bytes, or 1
+    unit: int  # what divides the columns: unit_of()
     height: int
     width: int
+
+
+def unit_of(*lengths: int) -> int:
+    """The largest power of two that divides all of them, 8 at most, which is 16 bytes of the
+    smallest dtype: kernels are compiled for it, and their vectors are no longer."""
+    together = 8
+    for length in lengths:
+        together |= length
+    return together & -together
 
 
 def tiles_of(rows: int, channels: int, inner: int, block: int) -> Tiles:
@@ -72,7 +81,7 @@ def tiles_of(rows: int, channels: int, inner: int, block: int) -> Tiles:
     width = min(256 if planes else 128, power_of_two(columns))
     height = min(block // width, power_of_two(rows))
     width = min(block // height, power_of_two(columns))
-    return Tiles(rows, columns, planes, 16 if columns % 16 == 0 else 1, height, width)
+    return Tiles(rows, columns, planes, unit_of(columns), height, width)
 
 
 def check_same(name: str, a: Tensor, b: Tensor, name_a: str, name_b: str) -> None:

@@ -1,19 +1,20 @@
 """What kernels of many tensors are told: where these are, and which program has which part.
 
-All of it is one buffer of int64 in host memory, and one copy to the device.
+All of it is one buffer in host memory, and one copy to the device, which `_calls.py` keeps.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import GROUP_OPTIONS, SCALARS, _Call
+from ..reference.optimizers import SCALARS, _Call
 from ._layout import cdiv, is_dense
 from .launch import STORED
 
@@ -23,7 +24,6 @@ NUMEL, FIRST_CHUNK, TENSOR, SCALAR, GROUP, UNITS, INNER, FIRST_UNIT, FIRST_PIECE
 ENTRY = 16
 # What prepare_kernel leaves, rows of as many float64: about the step, then for each tensor.
 NUMBERS = 16
-LR_INDEX = GROUP_OPTIONS.index("lr_index")
 
 # Buffers that captured CUDA graphs copy from whenever they are replayed. Nobody tells when a graph
 # has gone, so they stay: 128 bytes a tensor and 8 a chunk for each step that was captured.
@@ -86,25 +86,18 @@ def _same_strides(t: Tensor, model: Tensor) -> bool:
     )
 
 
-class DeviceCall(_Call):
-    """A call whose numbers are on the device, and whose tensors kernels can walk."""
+class Tables(_Call):
+    """Of a call's tensors, which kernels can walk: nothing here depends on the options of a step
+    but whether units are clipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.rule < len(RULES):
-            raise RuntimeError("fusedtrain: no such rule")
         self.device = self.scalars.device
         self.shadows: list[tuple[Tensor, Tensor]] = []  # tensors with gaps, and their copies
         self.launches: list[Launch] = []
         self.clips_units = self.option["unit_factor"] != 0
         self.columns = self.scalars.numel() // SCALARS
-        for t, name in ((self.scalars, "scalars"), (self.control, "control")):
-            self._check_number(t, name)
-        for maybe, name in ((self.scale, "scale"), (self.found_inf, "found_inf")):
-            if maybe is not None:
-                self._check_number(maybe, name, 1)
-        if self.params:
-            self._cut([self._entry(i) for i in range(len(self.params))])
+        self._cut([self._entry(i) for i in range(len(self.params))])
 
     # --- checks, as in csrc/binding_optimizers.h
 
@@ -115,29 +108,6 @@ class DeviceCall(_Call):
             raise RuntimeError(
                 f"fusedtrain: {what} must be float32, float64, float16 or bfloat16, not {t.dtype}"
             )
-
-    def _check_number(self, t: Tensor, what: str, count: int | None = None) -> None:
-        """Of float32, or `count` of them."""
-        if (
-            t.device != self.device
-            or t.dtype != torch.float32
-            or not t.is_contiguous()
-            or (count is not None and t.numel() != count)
-        ):
-            raise RuntimeError(f"fusedtrain: {what}")
-
-    def _rate(self, index: int) -> tuple[int, int]:
-        """Address of a learning rate on the device, 0 for none; and whether it is float64."""
-        if index < 0:
-            return 0, 0
-        lr = self.lrs[index]
-        if (
-            lr.device != self.device
-            or lr.numel() != 1
-            or lr.dtype not in (torch.float32, torch.float64)
-        ):
-            raise RuntimeError("fusedtrain: lr must be one float32 or float64 number")
-        return lr.data_ptr(), int(lr.dtype is torch.float64)
 
     def _walkable(self, t: Tensor, model: Tensor) -> Tensor:
         """`t`, or a copy that is dense and laid out like `model`."""
@@ -229,17 +199,21 @@ class DeviceCall(_Call):
             )  # fmt: skip
         first_pieces.append(pieces[-1])
         self.chunk_count, self.unit_count, self.piece_count = chunks[-1], units[-1], pieces[-1]
-        rates = array("q", [n for row in self.groups for n in self._rate(int(row[LR_INDEX]))])
-        # A scale of 1 and no infinity serve where there is neither.
-        parts = [
-            table, line_of_chunk, chunks, array("d", self.table.flatten().tolist()), rates,
-            array("f", [1.0]), array("f", [0.0]),
-        ]  # fmt: skip
+        self.lines, parts = table, [line_of_chunk, chunks]
         if self.clips_units:
             parts += [line_of_piece, first_pieces, units]
-        sent = send(parts, self.device)
-        self.entries, self.chunks, self.first_chunks, self.options, self.rates = sent[:5]
-        self.scale_or_one = sent[5] if self.scale is None else self.scale
-        self.found_or_none = sent[6] if self.found_inf is None else self.found_inf
+        self.entries, self.chunks, self.first_chunks, *rest = send([table, *parts], self.device)
         if self.clips_units:
-            self.pieces, self.first_pieces, self.first_units = sent[7:]
+            self.pieces, self.first_pieces, self.first_units = rest
+
+    def forget(self) -> None:
+        """The arguments, which are somebody's memory."""
+        for field in fields(_Call):
+            delattr(self, field.name)
+        del self.state, self.master, self.average
+
+    def with_gradients(self, addresses: Sequence[int]) -> Tensor:
+        """The lines of the table on the device, for gradients elsewhere but laid out alike."""
+        table = self.lines[:]
+        table[1::ENTRY] = array("q", [addresses[i] for i in table[TENSOR::ENTRY]])
+        return send([table], self.device)[0]

@@ -11,13 +11,15 @@ from torch import Tensor
 from ..reference.batch_norm import IDENTITY, POINTWISE
 from . import _chain_kernels as kernels
 from . import formulas
-from ._layout import cdiv, check_same, dense_like, is_dense, power_of_two
+from ._layout import cdiv, check_same, dense_like, is_dense, power_of_two, unit_of
 from .launch import STORED, WIDE, Launcher, check_dtype
 from .pointwise import _ROUNDED
 
-# Elements of a tile; twice as many of 16 bits would spill.
+# Elements of a tile: 16 bytes of a tensor or twice that in each of 128 threads. So 2,048 threads of
+# an sm_90 multiprocessor have 32 KB of one tensor under way or more, where they all fit: up to 32
+# registers (computed from ptxas, not measured).
 _BLOCK = {8: 512, 4: 1024, 2: 1024}
-_BIAS_BLOCK = {8: 256, 4: 512, 2: 512}  # of bias_act, which draws words besides
+_BIAS_BLOCK = {8: 256, 4: 512, 2: 1024}  # of bias_act, which draws words besides
 
 _launch_gated = Launcher(kernels.gated_kernel)
 _launch_gated_backward = Launcher(kernels.gated_backward_kernel)
@@ -85,6 +87,13 @@ def _cut(tensors: list[Tensor], model: Tensor) -> tuple[int, list[int]] | None:
     return n, strides
 
 
+def _in_units(n: int, strides: list[int], rows: int) -> tuple[int, tuple[int, ...]]:
+    """The unit of runs and of the distances between them, if there is more than one run; and the
+    numbers of units."""
+    unit = unit_of(n, *(strides if rows > 1 else ()))
+    return unit, (n // unit, *(s // unit for s in strides))
+
+
 def _check_together(name: str, *tensors: Tensor) -> None:
     check_dtype(name, tensors[0], "value")
     for t in tensors[1:]:
@@ -104,11 +113,11 @@ def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> T
         assert cut is not None
     n, strides = cut
     rows = y.numel() // n
-    height, width = _sides(n, rows, _BLOCK[y.itemsize])
-    constants = (forward, stored, height, width)
+    unit, units = _in_units(n, strides, rows)
+    sides = _sides(n, rows, _BLOCK[y.itemsize])
     _launch_gated(
-        (activation, height, width), cdiv(rows, height) * cdiv(n, width), (gate, value, y),
-        (rows, n, *strides, a, b), constants,
+        (activation, unit, *sides), cdiv(rows, sides[0]) * cdiv(n, sides[1]), (gate, value, y),
+        (rows, *units, a, b), (forward, stored, unit, *sides),
     )  # fmt: skip
     return y
 
@@ -134,11 +143,12 @@ def gated_backward(
         assert cut is not None
     n, strides = cut
     rows = value.numel() // n
-    height, width = _sides(n, rows, _BLOCK[value.itemsize])
+    unit, units = _in_units(n, strides, rows)
+    sides = _sides(n, rows, _BLOCK[value.itemsize])
     _launch_gated_backward(
-        (activation, height, width), cdiv(rows, height) * cdiv(n, width),
-        (grad, gate, value, *outs), (rows, n, *strides, a, b),
-        (forward, backward, by_output, stored, height, width),
+        (activation, unit, *sides), cdiv(rows, sides[0]) * cdiv(n, sides[1]),
+        (grad, gate, value, *outs), (rows, *units, a, b),
+        (forward, backward, by_output, stored, unit, *sides),
     )  # fmt: skip
     for given, out in zip((grad_gate, grad_value), outs, strict=True):
         if given is not out:
@@ -166,12 +176,23 @@ class _Shape(NamedTuple):
         return self.samples * self.rows, self.channels * self.inner
 
     @property
+    def unit(self) -> int:
+        return unit_of(self.matrix[1])
+
+    @property
     def numbers(self) -> tuple[int, ...]:
-        return (*self.matrix, self.channels, self.inner, self.rows)
+        rows, columns = self.matrix
+        return (rows, columns // self.unit, self.channels, self.inner, self.rows)
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        return (self.planes, self.height, self.width)
+        return (
+            self.unit,
+            self.planes,
+            self.inner == 1 and not self.planes,
+            self.height,
+            self.width,
+        )
 
     @property
     def tiles(self) -> tuple[int, int]:

@@ -162,9 +162,9 @@ def backward_kernel(
         )  # fmt: skip
 
 
-# Blocks of codes of a program: a load of 16 bytes for each of 128 threads, or two of float64; of 8
+# Blocks of codes of a program: loads of 16 bytes for each of 128 threads; of 8
 # bytes in forward with 16-bit numbers, where more would spill.
-_FORWARD_BLOCKS = {8: 16, 4: 16, 2: 16}
+_FORWARD_BLOCKS = {8: 8, 4: 16, 2: 16}
 _BACKWARD_BLOCKS = {8: 16, 4: 16, 2: 32}
 assert (BLOCK, STEP) == (256, 32)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._layout import cdiv, check_same, dense_like, is_dense
+from ._layout import cdiv, check_same, dense_like, is_dense, unit_of
 from .launch import Launcher, check_dtype
 from .vecmath import widen
 
@@ -40,7 +40,8 @@ def fold_kernel(
     rows_per_group: tl.int64, eps: tl.float64,
     BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = start + tl.arange(0, BLOCK)
     inside = at < numel
     run = at // inner
     row = run // channels
@@ -48,8 +49,16 @@ def fold_kernel(
     _, scale, _ = channel_of(
         output, inside, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS, GAMMA
     )
-    w = widen(tl.load(weight_ptr + at, mask=inside, other=0.0))
-    tl.store(folded_ptr + at, (scale * w).to(folded_ptr.dtype.element_ty), mask=inside)
+    whole = start + BLOCK <= numel  # then without a mask: any numel has 16-byte accesses
+    if whole:
+        w = tl.load(weight_ptr + at)
+    else:
+        w = tl.load(weight_ptr + at, mask=inside, other=0.0)
+    folded = (scale * widen(w)).to(folded_ptr.dtype.element_ty)
+    if whole:
+        tl.store(folded_ptr + at, folded)
+    else:
+        tl.store(folded_ptr + at, folded, mask=inside)
     first = at < outputs
     _, scale, centre = channel_of(
         at, first, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS, GAMMA
@@ -66,22 +75,32 @@ def fold_backward_kernel(
     bias_ptr, gamma_ptr, mean_ptr, var_ptr,
     numel: tl.int64, outputs: tl.int64, channels: tl.int64, inner: tl.int64,
     rows_per_group: tl.int64, eps: tl.float64,
-    BIAS: tl.constexpr, GAMMA: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, GAMMA: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program an output channel: the order of its sum is fixed."""
+    """A program an output channel: the order of its sum is fixed. ROWS: its weight is one row of
+    `inner` elements, of UNIT each, which show Triton where rows start on 16 bytes."""
     output = tl.program_id(0).to(tl.int64)
     group = output // channels
     channel = output % channels
     invstd, scale, centre = channel_of(
         output, True, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS, GAMMA
     )
-    count = tl.minimum(rows_per_group * inner, numel)  # a weight may have no elements
+    if ROWS:
+        count = inner // UNIT * UNIT
+    else:
+        count = rows_per_group * inner
+    if numel == 0:  # then `inner` is 1
+        count *= 0
     sums = tl.zeros((BLOCK,), var_ptr.dtype.element_ty)
     for i in range(tl.cdiv(count, BLOCK)):
         e = i * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
         inside = e < count
-        row = group * rows_per_group + e // inner
-        at = (row * channels + channel) * inner + e % inner
+        if ROWS:
+            at = output * count + e
+        else:
+            row = group * rows_per_group + e // inner
+            at = (row * channels + channel) * inner + e % inner
         g = widen(tl.load(grad_ptr + at, mask=inside, other=0.0))
         sums += g * widen(tl.load(weight_ptr + at, mask=inside, other=0.0))
         tl.store(
@@ -206,7 +225,9 @@ def fold_weight_backward(
     out = torch.empty_like(shape.weight)
     out_bias, out_gamma = shape.new_vector(), shape.new_vector()
     if shape.outputs:
-        has = (bias is not None, gamma is not None)
+        constants = (
+            bias is not None, gamma is not None, not transposed, unit_of(shape.inner), _BLOCK
+        )  # fmt: skip
         tensors = (
             shape.weight,
             dense_like(grad_weight.detach(), shape.weight),
@@ -219,7 +240,7 @@ def fold_weight_backward(
             shape.vector(name, "running_mean", running_mean),
             shape.vector(name, "running_var", running_var),
         )
-        _launch_backward(has, shape.outputs, tensors, (*shape.numbers, eps), (*has, _BLOCK))
+        _launch_backward(constants, shape.outputs, tensors, (*shape.numbers, eps), constants)
     dtype = running_mean.dtype
     return (
         out,

@@ -20,8 +20,9 @@ from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import MEASURE_PARAMETERS
 from ..reference.stochastic_rounding import whole_seed
 from . import optimizers
+from ._calls import DeviceCall
 from ._layout import cdiv
-from ._tables import CHUNK, NUMBERS, DeviceCall, Kind
+from ._tables import CHUNK, NUMBERS, Kind
 from .launch import STORED, WIDE, Launcher
 from .multi_tensor_measure import measure_kernel
 from .multi_tensor_tail import add_kernel, clip_units_kernel, prepare_kernel
@@ -186,10 +187,11 @@ def _update(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> None:
             tensors = (call.entries, call.chunks, numbers, clips)
             options = (first + chunks - 1, weight, seed)
             _launch_update(variant, chunks, tensors, options, _update_constants(*variant))
-    params = set(map(id, call.params))
-    for original, copy in call.shadows:
-        if write_back or id(original) in params:
-            original.copy_(copy)
+    if call.shadows:
+        params = set(map(id, call.params))
+        for original, copy in call.shadows:
+            if write_back or id(original) in params:
+                original.copy_(copy)
 
 
 @torch.no_grad()
