@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from _devices import BUSY, GPUS, MULTIPROCESSORS, Gpu  # noqa: E402
+from _kernel_table import EXCEPTIONS, SMALL, STREAMS, TIMED, Stream  # noqa: E402
 from _sass import Kernel, bytes_in_flight, kernels, widest  # noqa: E402
 from _traffic import TRAFFIC  # noqa: E402
 
@@ -31,68 +32,6 @@ LIBRARY = ROOT / "fusedtrain/_C_cuda.so"
 # 27 KB for an H200 under load (BUSY of _devices.py), and some to spare.
 ENOUGH = 32 << 10
 CHECKED = "90"
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A kernel that goes over whole tensors.
-
-    Attributes:
-        chosen: part of the names of the variants that a training run meets; others are for what is
-            not aligned.
-        always, most: tensors that it reads in every call, and in a call with all options.
-    """
-
-    chosen: str
-    always: int
-    most: int
-    note: str = ""
-
-
-_WIDE = r", true>\("
-STREAMS = {
-    ("pointwise", "forward_kernel"): Stream("", 1, 1),
-    ("pointwise", "backward_kernel"): Stream("", 2, 2),
-    ("channelwise", "segments_kernel"): Stream(r", true, \w+>\(", 1, 1),
-    ("channelwise", "columns_kernel"): Stream(r", true, \w+>\(", 1, 1),
-    ("batch_norm", "statistics_kernel"): Stream(_WIDE, 1, 1),
-    ("batch_norm_normalise", "normalise_kernel"): Stream(_WIDE, 1, 2, "most: with a residual"),
-    ("batch_norm_reduce", "reduce_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
-    ("batch_norm_grad_input", "grad_input_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
-    ("batch_norm_restore", "restore_kernel"): Stream(_WIDE, 1, 1),
-    ("chains", "gated_kernel"): Stream(_WIDE, 2, 2),
-    ("chains", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
-    ("chains", "planes_kernel"): Stream(_WIDE, 1, 1),
-    ("chains", "columns_kernel"): Stream(_WIDE, 1, 1),
-    ("few_bit", "forward_kernel"): Stream("", 1, 1),
-    ("few_bit", "backward_kernel"): Stream("", 1, 1),
-    ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
-    ("images", "to_last_kernel"): Stream(r"true, (true|false)>\(", 1, 1),
-    ("multi_tensor", "measure_kernel"): Stream("", 1, 1),
-    ("multi_tensor", "measure_units_kernel"): Stream("", 1, 1),
-    ("multi_tensor_update", "update_kernel"): Stream("OneRule", 1, 1),
-    ("multi_tensor_update", "trial_kernel"): Stream("OneRule", 1, 1),
-    ("pool", "max_pool2d_kernel"): Stream("", 1, 1),
-    ("pool", "max_pool2d_backward_kernel"): Stream("", 1, 1),
-    ("fold", "fold_kernel"): Stream("", 1, 1),
-    ("fold", "fold_backward_kernel"): Stream("", 1, 1),
-}
-_SHARES = "shares of blocks: a thousandth of the tensors"
-# Kernels that are not held to it, and why.
-SMALL = {
-    ("batch_norm", "merge_statistics_kernel"): _SHARES,
-    ("batch_norm", "invert_kernel"): "one number a channel",
-    ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
-    ("channelwise", "add_shares_kernel"): _SHARES,
-    ("chains", "finish_kernel"): _SHARES,
-    ("multi_tensor", "add_kernel"): _SHARES,
-    ("multi_tensor", "prepare_kernel"): "one row a tensor",
-    ("multi_tensor", "finish_kernel"): "one row a tensor",
-    ("scaling", "update_scale_kernel"): "one number",
-    ("scaling", "zero_kernel"): "it reads nothing",
-}
-# Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
-EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {}
 
 
 @dataclass(frozen=True)
@@ -147,13 +86,13 @@ def predict(kernel: Kernel, arch: str) -> Prediction:
     )  # fmt: skip
 
 
-def predictions(library: Path, arch: str, name: str = "") -> list[Prediction]:
+def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
     """The worst prediction of each streaming kernel and dtype. ``arch``: a key of MULTIPROCESSORS.
 
     Raises:
         LookupError: the file has a kernel that is in neither table.
     """
-    worst: dict[tuple[str, ...], Prediction] = {}
+    found_at: dict[tuple[str, ...], Prediction] = {}
     # The 4090 runs the code of sm_80.
     for kernel in kernels(library, "80" if arch == "89" else arch):
         key = (kernel.source, kernel.base)
@@ -167,9 +106,32 @@ def predictions(library: Path, arch: str, name: str = "") -> list[Prediction]:
         if found.dtype == "float64":
             continue  # right rather than fast
         place = (*key, found.dtype)
-        if place not in worst or found.bytes < worst[place].bytes:
-            worst[place] = found
-    return [worst[place] for place in sorted(worst)]
+        if place not in found_at or found.bytes < found_at[place].bytes:
+            found_at[place] = found
+    return [found_at[place] for place in sorted(found_at)]
+
+
+def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
+    """GB/s at most, by family, op (any: ""), pass and dtype of a benchmark's row.
+
+    Args:
+        gpu: the device's name as torch has it, "NVIDIA H200"; an unknown one has no predictions.
+        arch: its architecture, "90".
+    """
+    named = [g for g in GPUS if all(word in gpu.split() for word in g.name.split()[:1])]
+    device = next((g for g in named if g.arch == arch), None)
+    if device is None or not LIBRARY.exists():
+        return {}
+    reach: dict[tuple[str, str, str], float] = {
+        (p.source, p.kernel, p.dtype): p.bandwidth(device, BUSY) for p in worst(LIBRARY, arch)
+    }
+    found = {}
+    for (family, pass_name), kernel_names in TIMED.items():
+        for dtype in ("float32", "float16", "bfloat16"):
+            known = [reach[(*k, dtype)] for k in kernel_names if (*k, dtype) in reach]
+            if known:
+                found[family, "", pass_name, dtype] = min(known) * device.bandwidth / 1e9
+    return found
 
 
 def too_few(found: Iterable[Prediction]) -> list[str]:
@@ -250,7 +212,7 @@ def main() -> int:
     found: list[Prediction] = []
     for arch in archs:
         print(f"reading the machine code for sm_{arch} (half a minute) ...", file=sys.stderr)
-        found += predictions(options.library, arch, options.k)
+        found += worst(options.library, arch, options.k)
     print(
         table(
             (*COLUMNS, "of the peak bandwidth, at most"),

@@ -1,0 +1,102 @@
+"""The CUDA kernels that go over whole tensors, those that do not, and the benchmarks of both.
+
+A kernel is named by its source (without `.cu`) and its function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A kernel that goes over whole tensors.
+
+    Attributes:
+        chosen: part of the names of the variants that a training run meets; others are for what is
+            not aligned.
+        always, most: tensors that it reads in every call, and in a call with all options.
+    """
+
+    chosen: str
+    always: int
+    most: int
+    note: str = ""
+
+
+_WIDE = r", true>\("
+STREAMS = {
+    ("pointwise", "forward_kernel"): Stream("", 1, 1),
+    ("pointwise", "backward_kernel"): Stream("", 2, 2),
+    ("channelwise", "segments_kernel"): Stream(r", true, \w+>\(", 1, 1),
+    ("channelwise", "columns_kernel"): Stream(r", true, \w+>\(", 1, 1),
+    ("batch_norm", "statistics_kernel"): Stream(_WIDE, 1, 1),
+    ("batch_norm_normalise", "normalise_kernel"): Stream(_WIDE, 1, 2, "most: with a residual"),
+    ("batch_norm_reduce", "reduce_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
+    ("batch_norm_grad_input", "grad_input_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
+    ("batch_norm_restore", "restore_kernel"): Stream(_WIDE, 1, 1),
+    ("chains", "gated_kernel"): Stream(_WIDE, 2, 2),
+    ("chains", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
+    ("chains", "planes_kernel"): Stream(_WIDE, 1, 1),
+    ("chains", "columns_kernel"): Stream(_WIDE, 1, 1),
+    ("few_bit", "forward_kernel"): Stream("", 1, 1),
+    ("few_bit", "backward_kernel"): Stream("", 1, 1),
+    ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
+    ("images", "to_last_kernel"): Stream(r"true, (true|false)>\(", 1, 1),
+    ("multi_tensor", "measure_kernel"): Stream("", 1, 1),
+    ("multi_tensor", "measure_units_kernel"): Stream("", 1, 1),
+    ("multi_tensor_update", "update_kernel"): Stream("OneRule", 1, 1),
+    ("multi_tensor_update", "trial_kernel"): Stream("OneRule", 1, 1),
+    ("pool", "max_pool2d_kernel"): Stream("", 1, 1),
+    ("pool", "max_pool2d_backward_kernel"): Stream("", 1, 1),
+    ("fold", "fold_kernel"): Stream("", 1, 1),
+    ("fold", "fold_backward_kernel"): Stream("", 1, 1),
+}
+_SHARES = "shares of blocks: a thousandth of the tensors"
+# Kernels that are not held to it, and why.
+SMALL = {
+    ("batch_norm", "merge_statistics_kernel"): _SHARES,
+    ("batch_norm", "invert_kernel"): "one number a channel",
+    ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
+    ("channelwise", "add_shares_kernel"): _SHARES,
+    ("chains", "finish_kernel"): _SHARES,
+    ("multi_tensor", "add_kernel"): _SHARES,
+    ("multi_tensor", "prepare_kernel"): "one row a tensor",
+    ("multi_tensor", "finish_kernel"): "one row a tensor",
+    ("scaling", "update_scale_kernel"): "one number",
+    ("scaling", "zero_kernel"): "it reads nothing",
+}
+# Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
+_TWO_LOGARITHMS = "(its registers: ptxas puts the second load behind the first one's arithmetic)"
+_MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes is asked for)"
+_WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
+EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
+    ("pointwise", "forward_kernel", "LogSigmoid"): (16, _TWO_LOGARITHMS),
+    ("pointwise", "forward_kernel", "Softplus"): (16, _TWO_LOGARITHMS),
+    ("images", "to_planes_kernel", ""): (16, _MOSTLY_WRITES),
+    ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
+    ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
+}
+# The kernels of the calls that benchmarks time, by family and pass.
+_FORWARD, _BOTH = "forward", "forward+backward"
+_CHAINS = [("chains", name) for name in ("gated_kernel", "planes_kernel", "columns_kernel")]
+_NORM = [("batch_norm", "statistics_kernel"), ("batch_norm_normalise", "normalise_kernel")]
+TIMED = {
+    ("activations", _FORWARD): [("pointwise", "forward_kernel")],
+    ("activations", _BOTH): [("pointwise", "forward_kernel"), ("pointwise", "backward_kernel")],
+    ("batch_norm", _FORWARD): _NORM,
+    ("batch_norm", _BOTH): [
+        *_NORM, ("batch_norm_reduce", "reduce_kernel"),
+        ("batch_norm_grad_input", "grad_input_kernel"),
+    ],
+    ("chains", _FORWARD): _CHAINS,
+    ("chains", _BOTH): [*_CHAINS, ("chains", "gated_backward_kernel")],
+    ("few_bit", _FORWARD): [("few_bit", "forward_kernel")],
+    ("few_bit", "backward"): [("few_bit", "backward_kernel")],
+    ("images", _FORWARD): [("images", "to_planes_kernel"), ("images", "to_last_kernel")],
+    ("pool", _FORWARD): [("pool", "max_pool2d_kernel")],
+    ("pool", _BOTH): [("pool", "max_pool2d_kernel"), ("pool", "max_pool2d_backward_kernel")],
+    ("amp_step", ""): [
+        ("multi_tensor", "measure_kernel"), ("multi_tensor_update", "update_kernel"),
+    ],
+}  # fmt: skip
