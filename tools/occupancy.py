@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,8 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
     found = {}
     for (family, pass_name), kernel_names in TIMED.items():
         for dtype in ("float32", "float16", "bfloat16"):
-            known = [reach[(*k, dtype)] for k in kernel_names if (*k, dtype) in reach]
+            places = [(source, name, dtype) for source, name in kernel_names]
+            known = [reach[place] for place in places if place in reach]
             if known:
                 found[family, "", pass_name, dtype] = min(known) * device.bandwidth / 1e9
     return found
@@ -169,6 +171,26 @@ def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
             str(p.shared), str(p.warps), str(p.load), str(p.store), f"{p.bytes / 1024:.0f}", reach,
         ))  # fmt: skip
     return lines
+
+
+def by_kernel(found: list[Prediction]) -> str:
+    """The table of docs/gpu.md: a line a kernel and dtype, a column a device."""
+    lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
+    for p in found:
+        lines[p.source, p.kernel, p.dtype][p.arch] = p
+    head = ("", "kernel", "dtype", "registers", "load, store", *(gpu.name for gpu in GPUS))
+    cells = []
+    for (source, kernel, dtype), of_arch in lines.items():
+        code = of_arch.get(CHECKED, next(iter(of_arch.values())))
+        reach = [
+            f"{p.bytes / 1024:.0f} KB, {p.bandwidth(gpu, BUSY):.0%}" if p else ""
+            for gpu in GPUS for p in [of_arch.get(gpu.arch)]
+        ]  # fmt: skip
+        cells.append((
+            "predicted", f"{source}: `{kernel}`", dtype, str(code.registers),
+            f"{code.load}, {code.store}", *reach,
+        ))  # fmt: skip
+    return table(head, cells, markdown=True)
 
 
 def table(head: tuple[str, ...], lines: list[tuple[str, ...]], markdown: bool) -> str:
