@@ -235,13 +235,10 @@ def main() -> int:
     for arch in archs:
         print(f"reading the machine code for sm_{arch} (half a minute) ...", file=sys.stderr)
         found += worst(options.library, arch, options.k)
-    print(
-        table(
-            (*COLUMNS, "of the peak bandwidth, at most"),
-            rows(found),
-            options.markdown,
-        )
-    )
+    if options.markdown:
+        print(by_kernel(found))
+    else:
+        print(table((*COLUMNS, "of the peak bandwidth, at most"), rows(found), markdown=False))
     print()
     print(traffic(options.markdown))
     if not options.check:
