@@ -366,6 +366,24 @@ def test_a_write_that_fails_leaves_the_file(
     assert _store.read(path) == {"benchmarks": []}
 
 
+def test_only_rows_that_torch_compile_takes_part_in() -> None:
+    pytest.importorskip("pytest_benchmark")
+
+    def rows(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "benchmarks", "--collect-only", "-q", *options]
+        done = subprocess.run(
+            [*command, "--family=pool", "--family=amp_step", "-p", "no:cacheprovider"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+            env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        )  # fmt: skip
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    everything, compiled = rows(), rows("--only-compile")
+    assert compiled == [row for row in everything if "bench_pool" in row and "float32" in row]
+    assert 0 < len(compiled) < len(everything)
+    assert rows("--only-compile", "--no-compile") == []
+
+
 # --- a run ---
 
 

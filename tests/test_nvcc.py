@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from setuptools import Distribution
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,12 +63,11 @@ def script(path: Path, listed: str = OF_12_4, code: int = 0) -> Path:
 def nowhere(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No nvcc but those that a test makes: /usr/local and /opt are folders of the test's."""
 
-    class Elsewhere(type(tmp_path)):  # type: ignore[misc]
-        def __new__(cls, *parts: str) -> Path:
-            first, *rest = map(str, parts)
-            return tmp_path.joinpath(first.lstrip("/"), *rest)  # type: ignore[no-any-return]
+    def elsewhere(*parts: str) -> Path:
+        first, *rest = map(str, parts)
+        return tmp_path.joinpath(first.lstrip("/"), *rest)
 
-    monkeypatch.setattr(setup, "Path", Elsewhere)
+    monkeypatch.setattr(setup, "Path", elsewhere)
     beside = tmp_path / "path/nvcc"
     monkeypatch.setattr(setup.shutil, "which", lambda _: "/path/nvcc" if beside.exists() else None)
     monkeypatch.setattr(sys, "path", ["/site"])
@@ -162,3 +164,35 @@ def test_a_build_with_an_older_nvcc(
         "arch=compute_75,code=sm_75", "arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90",
         "arch=compute_90,code=compute_90",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cores", "together"), [(2, False), (16, True)])
+def test_with_many_cores_both_files_are_built_at_once(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, together: bool
+) -> None:
+    """And one of them that cannot be built is no reason against the other."""
+    begun = threading.Event()
+    seen = []
+
+    def build_cpu(out: Path, work: Path) -> dict[str, object]:
+        seen.append(begun.wait(5.0 if together else 0.1))
+        return {"compiler": "c++"}
+
+    def build_cuda(out: Path, work: Path) -> dict[str, object]:
+        begun.set()
+        raise setup.CannotBuild("no nvcc")
+
+    monkeypatch.setattr(setup, "build_cpu", build_cpu)
+    monkeypatch.setattr(setup, "build_cuda", build_cuda)
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup.os, "cpu_count", lambda: cores)
+    monkeypatch.delenv("FUSEDTRAIN_REQUIRE", raising=False)
+    command = setup.BuildKernels(Distribution())
+    command.inplace = True
+    command.run()
+    record = json.loads((tmp_path / "fusedtrain/_build_info.json").read_text())
+    assert record == {"compiler": "c++", "cuda_not_built": "no nvcc"}
+    assert seen == [together]
+    monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "cuda")
+    with pytest.raises(SystemExit, match="no nvcc"):
+        command.run()

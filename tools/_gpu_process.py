@@ -86,6 +86,7 @@ def run(
                 break
             now = clock()
             if now >= min(killed_at, deadline):
+                by = by or "time"
                 _signal(process, signal.SIGKILL)
             elif not by and (now >= deadline - GRACE or hangs()):
                 by = "time" if now >= deadline - GRACE else "hang"
