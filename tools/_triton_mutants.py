@@ -30,7 +30,7 @@ TESTS: dict[str, list[str]] = {
     "multi_tensor_update.py": _OPTIMIZERS,
     "optimizers.py": _OPTIMIZERS,
     "pointwise.py": [_NUMBERS],
-    "pool.py": ["tests/test_pool_kernels.py"],
+    "pool.py": ["tests/test_triton_pool.py"],
     "scaling.py": _OPTIMIZERS,
     "stochastic_rounding.py": _OPTIMIZERS,
     "vecmath.py": [_NUMBERS],
