@@ -129,7 +129,7 @@ def tile(rows, columns, channels, inner, per_sample, PLANES: tl.constexpr, LAST:
         if LAST:
             coefficient = sample * columns + column
         else:
-            coefficient = sample * channels + tl.minimum(column // inner, channels - 1)
+            coefficient = sample * channels + column // inner
     return row, first, column, inside, coefficient
 
 

@@ -1,5 +1,6 @@
 """Max pooling: a lane a byte of codes, with the outputs whose places it holds; backward, a lane an
-input, which looks at the windows that reach it, in the order of the outputs."""
+input, which looks at the windows that reach it, in the order of the outputs. UNIT neighbours are
+channels of one pixel: a thread has them all, and accesses them at once."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -14,12 +15,12 @@ from torch import Tensor
 
 from .._pool_ops import new_image, out_sizes
 from ..reference.bits import packed_bytes
-from ._layout import cdiv
+from ._layout import cdiv, unit_of
 from .launch import Launcher, check_dtype
 from .vecmath import widen
 
 _SIZES = [
-    "count", "channels", "height", "width", "out_height", "out_width", "kernel_h", "kernel_w",
+    "count", "units", "height", "width", "out_height", "out_width", "kernel_h", "kernel_w",
     "stride_h", "stride_w", "pad_h", "pad_w",
 ]  # fmt: skip
 
@@ -43,14 +44,17 @@ def pixel_of(at, channels, height, width):
 
 @triton.jit(do_not_specialize=_SIZES)
 def max_pool2d_kernel(
-    x_ptr, y_ptr, codes_ptr, count: tl.int64, channels: tl.int64, height: tl.int64,
+    x_ptr, y_ptr, codes_ptr, count: tl.int64, units: tl.int64, height: tl.int64,
     width: tl.int64, out_height: tl.int64, out_width: tl.int64, kernel_h: tl.int64,
     kernel_w: tl.int64, stride_h: tl.int64, stride_w: tl.int64, pad_h: tl.int64, pad_w: tl.int64,
-    BITS: tl.constexpr, CODES: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, CODES: tl.constexpr, SMALL: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`count` outputs. BITS is 8 where there are no CODES."""
+    """`count` times UNIT outputs. BITS is 8 where there are no CODES."""
     PART: tl.constexpr = 32 * BITS  # bytes of a block of 256 codes
-    count, channels, height, width = narrow(count, channels, height, width, SMALL)
+    count, units, height, width = narrow(count, units, height, width, SMALL)
+    count *= UNIT
+    channels = units * UNIT
     out_height, out_width, kernel_h, kernel_w = narrow(
         out_height, out_width, kernel_h, kernel_w, SMALL
     )
@@ -72,7 +76,9 @@ def max_pool2d_kernel(
             source = ((plane * height + h) * width + left) * channels + channel
             for j in range(kernel_w):
                 valid = in_row & (left + j >= 0) & (left + j < width)
-                value = tl.load(x_ptr + source + j * channels, mask=valid, other=-float("inf"))
+                valid = tl.max_constancy(valid, UNIT)
+                from_here = tl.max_contiguous(tl.multiple_of(source + j * channels, UNIT), UNIT)
+                value = tl.load(x_ptr + from_here, mask=valid, other=-float("inf"))
                 value = widen(value)
                 # The first of equal numbers, the last NaN: as in torch.
                 wins = (value > best) | (value != value)
@@ -87,14 +93,16 @@ def max_pool2d_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def max_pool2d_backward_kernel(
-    grad_ptr, codes_ptr, grad_input_ptr, count: tl.int64, channels: tl.int64, height: tl.int64,
+    grad_ptr, codes_ptr, grad_input_ptr, count: tl.int64, units: tl.int64, height: tl.int64,
     width: tl.int64, out_height: tl.int64, out_width: tl.int64, kernel_h: tl.int64,
     kernel_w: tl.int64, stride_h: tl.int64, stride_w: tl.int64, pad_h: tl.int64, pad_w: tl.int64,
-    BITS: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, SMALL: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`count` inputs."""
+    """`count` times UNIT inputs."""
     PART: tl.constexpr = 32 * BITS
-    count, channels, height, width = narrow(count, channels, height, width, SMALL)
+    count, units, height, width = narrow(count, units, height, width, SMALL)
+    count *= UNIT
+    channels = units * UNIT
     out_height, out_width, kernel_h, kernel_w = narrow(
         out_height, out_width, kernel_h, kernel_w, SMALL
     )
@@ -116,14 +124,24 @@ def max_pool2d_backward_kernel(
             valid = in_row & (w >= j) & ((w - j) % stride_w == 0) & (q < out_width)
             output = ((plane * out_height + o) * out_width + q) * channels + channel
             rest = (output % 256).to(tl.int32)
-            code = tl.load(codes_ptr + output // 256 * PART + rest % PART, mask=valid, other=0)
+            byte = tl.max_contiguous(tl.multiple_of(output // 256 * PART + rest % PART, UNIT), UNIT)
+            code = tl.load(codes_ptr + byte, mask=tl.max_constancy(valid, UNIT), other=0)
             place = (code.to(tl.int32) >> (rest // PART * BITS)) & ((1 << BITS) - 1)
-            hit = valid & (place == i * kernel_w + j)
-            sums += widen(tl.load(grad_ptr + output, mask=hit, other=0.0))
+            grad = widen(tl.load(grad_ptr + output, mask=valid, other=0.0))
+            sums += tl.where(valid & (place == i * kernel_w + j), grad, 0.0)
     tl.store(grad_input_ptr + at, sums.to(grad_input_ptr.dtype.element_ty), mask=inside)
 
 
-_BLOCK = 128  # 256 spill 16 bytes with 8 bits and 16-bit numbers
+# Lanes of a program of 128 threads where neighbours are not channels; 256 spill 16 bytes with 8
+# bits and 16-bit numbers, through the calls that divide 64 bits.
+_BLOCK = 128
+
+
+def _unit(channels: int, itemsize: int, small: bool) -> int:
+    """What a thread has of a pixel: 16 bytes if there are, and if indices fit in 32 bits."""
+    return min(unit_of(channels), 16 // itemsize) if small else 1
+
+
 _MOST = 2**29  # windows reach beyond the tensor by less than a kernel and a stride
 
 _launch_forward = Launcher(max_pool2d_kernel)
@@ -188,17 +206,20 @@ def max_pool2d(
     codes = input.new_empty(packed_bytes(y.numel(), bits), dtype=torch.uint8)
     if y.numel():
         stored = bits or 8
-        numbers = (
-            y.numel(), input.size(1) if channels_last else 1, height, width, *sizes, *kernel_size,
-            *stride, *padding,
-        )  # fmt: skip
         small = max(input.numel(), y.numel(), *stride) < _MOST
+        channels = input.size(1) if channels_last else 1
+        unit = _unit(channels, input.itemsize, small)
+        numbers = (
+            y.numel() // unit, channels // unit, height, width, *sizes, *kernel_size, *stride,
+            *padding,
+        )  # fmt: skip
+        constants = (stored, bits > 0, small, unit, unit * _BLOCK)
         _launch_forward(
-            (bits, small),
-            cdiv(packed_bytes(y.numel(), stored), _BLOCK),
+            constants,
+            cdiv(packed_bytes(y.numel(), stored), unit * _BLOCK),
             (_in_layout(input, channels_last), y, codes),
             numbers,
-            (stored, bits > 0, small, _BLOCK),
+            constants,
         )
     return y, codes
 
@@ -226,16 +247,19 @@ def max_pool2d_backward(
     grad_input = new_image(grad, height, width, channels_last)
     if not grad.numel():
         return grad_input.zero_()
+    small = max(grad_input.numel(), grad.numel(), *stride) < _MOST
+    channels = grad.size(1) if channels_last else 1
+    unit = _unit(channels, grad.itemsize, small)
     numbers = (
-        grad_input.numel(), grad.size(1) if channels_last else 1, height, width, *grad.shape[-2:],
+        grad_input.numel() // unit, channels // unit, height, width, *grad.shape[-2:],
         *kernel_size, *stride, *padding,
     )  # fmt: skip
-    small = max(grad_input.numel(), grad.numel(), *stride) < _MOST
+    constants = (bits, small, unit, unit * _BLOCK)
     _launch_backward(
-        (bits, small),
-        cdiv(grad_input.numel(), _BLOCK),
+        constants,
+        cdiv(grad_input.numel(), unit * _BLOCK),
         (_in_layout(grad, channels_last), codes.contiguous(), grad_input),
         numbers,
-        (bits, small, _BLOCK),
+        constants,
     )
     return grad_input
