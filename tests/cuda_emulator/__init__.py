@@ -99,11 +99,20 @@ class Emulator:
 
     def __init__(self, c: ctypes.CDLL, schemas: torch.library.Library) -> None:
         self.c = c
+        c.emulator_moved.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        c.emulator_moved.restype = ctypes.c_int64
         self.schemas = schemas  # lives as long as the ops
 
     def set_order(self, order: str) -> None:
         """In which order threads and blocks take turns: one of ORDERS."""
         self.c.emulator_order(ORDERS.index(order))
+
+    def moved(self, t: torch.Tensor | None = None) -> tuple[int, int, int, int]:
+        """Of the last call: bytes loaded from the tensor (or from all memory), bytes stored, loads,
+        stores."""
+        data = None if t is None else t.data_ptr()
+        loaded, stored, loads, stores = (self.c.emulator_moved(data, i) for i in range(4))
+        return loaded, stored, loads, stores
 
     def call(self, name: str, *arguments: object) -> object:
         """One op, with no buffers but its own."""

@@ -404,6 +404,9 @@ FT_EXPORT void emulator_buffer(const void* data, int64_t bytes, int writes) {
 }
 FT_EXPORT void emulator_reset() { machine().memory.clear(); }
 FT_EXPORT int emulator_launches() { return machine().launches; }
+FT_EXPORT int64_t emulator_moved(const void* data, int which) {
+  return machine().memory.moved(data, which);
+}
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
 // What -fsanitize=thread calls.

@@ -52,6 +52,7 @@ struct Buffer {
   size_t bytes;
   bool readable, writable;
   Shadow shadow;
+  int64_t moved[4] = {};  // bytes loaded, bytes stored, loads, stores
 };
 
 // Tells AddressSanitizer, where it is loaded (`make sanitize`), which memory may be touched.
@@ -67,6 +68,8 @@ class Memory {
   unsigned char* dynamic_shared() { return dynamic_; }
   // What is wrong with an access of a kernel, or nothing.
   std::string check(const Access& access, const Moment& now);
+  // One of Buffer::moved, of the buffer that begins there, or (null) of all of them.
+  int64_t moved(const void* data, int which) const;
 
   static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
 
