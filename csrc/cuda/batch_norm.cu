@@ -2,7 +2,7 @@
 //
 // Blocks add up in float (consumer GPUs do 64 float operations in the time of a double one), and
 // what they leave is merged in double. They add up x - shift and its square, `shift` being the mean
-// of the first element of each thread of a line: one subtraction more than plain sums, where
+// of the first element of each thread and lane of a channel: one subtraction more than plain sums, where
 // Welford's method takes a division. Rounding errs by eps n shift error^2 in the sum of n squares.
 // However far off an outlier pulls the shift, n / threads <= kMostVectors of this is real: 1.5e-5
 // of the variance at worst. With the first element of all as the shift it could be eps n, which is
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     const T mean = sums[0] / (T(vectors) * T(of_segment));
     double* share = share_of(w, shares, segment);
     share[0] = double(shifts[segment]) + double(mean);
-    share[w.groups * share_width(w)] =
-        formulas::math::at_least(sums[1] - sums[0] * mean, T(0));
+    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * mean, T(0));
   });
 }
 

@@ -1,4 +1,5 @@
-// What the kernels of batch norm read: vectors on their way, values of channels, pointers of a call.
+// What the kernels of batch norm read: vectors on their way, values of channels, pointers of a
+// call.
 #pragma once
 
 #include <type_traits>

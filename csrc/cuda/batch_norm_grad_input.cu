@@ -57,7 +57,7 @@ struct GradInput {
 void grad_input(const BatchNorm& call, const BatchNormBackward& b, void* stream) {
   if (call.rows * call.channels * call.inner == 0) return;
   BatchNorm n = call;
-  if (b.ready != nullptr) n.op = -1;  // f' has been applied
+  if (b.ready != nullptr) n.op = -1;                     // f' has been applied
   if (n.op < 0 && b.averages == nullptr) n.x = nullptr;  // nothing depends on it
   by_dtype(n.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;

@@ -41,8 +41,8 @@ __device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int column
   return sum;
 }
 
-// The rest of the way, after __syncthreads(), for kSums sums at once: calls f(segment, columns, sums)
-// for each segment, in one thread. A segment is what a block has of a channel.
+// The rest of the way, after __syncthreads(), for kSums sums at once: calls f(segment, columns,
+// sums) for each segment, in one thread. A segment is what a block has of a channel.
 template <int kSums, int kLanes, class T, class F>
 __device__ __forceinline__ void for_segments(const Walk& w, Columns<T, kLanes>* columns, F f) {
   const Block block(w);
@@ -84,8 +84,8 @@ inline int64_t shares_of(const Walk& w) { return 2 * w.groups * share_width(w); 
 // Where a block leaves the first number of its share of a segment.
 __device__ __forceinline__ double* share_of(const Walk& w, double* shares, int segment) {
   const Block block(w);
-  return shares + block.group * share_width(w) + block.part +
-         block.first_column / w.of_channel + segment;
+  return shares + block.group * share_width(w) + block.part + block.first_column / w.of_channel +
+         segment;
 }
 
 struct Pair {
@@ -119,10 +119,10 @@ template <class F>
 __device__ __forceinline__ void for_shares(const Walk& w, int64_t channel, F f) {
   const int64_t first = channel * w.of_channel.value, end = first + w.of_channel.value;
   const int64_t part = first / w.block_columns, parts = (end - 1) / w.block_columns - part + 1;
-  for (int64_t i = threadIdx.x / kMergeChannels; i < w.groups * parts;
-       i += kMergeThreads / kMergeChannels) {
-    const int64_t group = i / parts, p = part + i - group * parts;
-    const int64_t from = p * w.block_columns, to = from + w.block_columns;
+  const uint32_t count = uint32_t(w.groups * parts);  // at most the blocks of the grid
+  for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i += kMergeThreads / kMergeChannels) {
+    const int64_t group = i / uint32_t(parts), p = part + i - group * parts;
+    const int64_t from = p * w.block_columns.value, to = from + w.block_columns.value;
     f(group * share_width(w) + p + channel, group,
       int((to < end ? to : end) - (from > first ? from : first)));
   }

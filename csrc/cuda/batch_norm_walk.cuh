@@ -52,7 +52,7 @@ struct Walk {
   int64_t groups, per_group;        // ... of the vectors of a line; a block has one each
   Divisor of_sample;                // elements
   int across;                       // lines of a block: a power of two
-  int block_columns;                // of these lines
+  Divisor block_columns;            // of these lines
   int team;                         // threads that add up a block's columns of a channel
   bool wide;                        // 16 bytes at a time
   bool adjacent;                    // the values of a vector's channels are neighbours and aligned
@@ -88,7 +88,7 @@ inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
   w.vectors = n.rows * run;
   w.of_sample = Divisor(n.rows_a_sample * pitch);
   w.across = columns ? across_for(lines, w.wide ? 8 : 16) : 1;
-  w.block_columns = w.across * lanes;
+  w.block_columns = Divisor(w.across * lanes);
   w.team = 1;  // of four columns or more each
   while (w.team < kWarp && w.team * 4 < w.of_channel.value) w.team *= 2;
   w.parts = Divisor(ceil_div(lines, w.across));
@@ -115,9 +115,9 @@ struct Block {
   __device__ __forceinline__ explicit Block(const Walk& w) {
     group = int64_t(blockIdx.x) / w.parts;
     part = blockIdx.x - group * w.parts.value;
-    first_column = part * w.block_columns;
+    first_column = part * w.block_columns.value;
     const int64_t left = w.width - first_column;
-    columns = left < w.block_columns ? int(left) : w.block_columns;
+    columns = int(left < w.block_columns.value ? left : w.block_columns.value);
   }
   // Vectors of a line.
   __device__ __forceinline__ int vectors(const Walk& w) const {
