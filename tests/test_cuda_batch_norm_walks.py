@@ -55,9 +55,7 @@ def apart(shape: tuple[int, ...]) -> Tensor:
     return (x + place - sample).view(shape)
 
 
-def check(
-    emulator: cuda_emulator.Emulator, case: Case, orders: tuple[str, ...] = ORDERS
-) -> Call:
+def check(emulator: cuda_emulator.Emulator, case: Case, orders: tuple[str, ...] = ORDERS) -> Call:
     call = Call(case, apart(case.shape))
     check_backward(emulator, call, *check_forward(emulator, call, orders), orders)
     return call

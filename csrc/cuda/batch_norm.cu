@@ -2,11 +2,11 @@
 //
 // Blocks add up in float (consumer GPUs do 64 float operations in the time of a double one), and
 // what they leave is merged in double. They add up x - shift and its square, `shift` being the mean
-// of the first element of each thread and lane of a channel: one subtraction more than plain sums, where
-// Welford's method takes a division. Rounding errs by eps n shift error^2 in the sum of n squares.
-// However far off an outlier pulls the shift, n / threads <= kMostVectors of this is real: 1.5e-5
-// of the variance at worst. With the first element of all as the shift it could be eps n, which is
-// 4e-3 in a block of 65536.
+// of the first element of each thread and lane of a channel: one subtraction more than plain sums,
+// where Welford's method takes a division. Rounding errs by eps n shift error^2 in the sum of n
+// squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
+// real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
+// n, which is 4e-3 in a block of 65536.
 #include "../formulas.h"
 #include "batch_norm_sums.cuh"
 
