@@ -6,8 +6,9 @@
 //   void statistics(const BatchNorm&, const BatchNormStatistics&) const;      average, variance
 //   void train(const BatchNorm&, const BatchNormStatistics&, const BatchNormForward&) const;
 //                                                        statistics, mean, invstd, y
-//   void invert(const BatchNorm&, const BatchNormStatistics&) const;          mean and invstd from
-//                                                        running_mean and running_var
+//   void evaluate(const BatchNorm&, const BatchNormStatistics&, const BatchNormForward&) const;
+//                                                        mean and invstd from running_mean and
+//                                                        running_var, y
 //   void normalise(const BatchNorm&, const BatchNormForward&) const;          y
 //   void restore(const BatchNorm&, const BatchNormRestore&) const;            x, from y
 //   void reduce(const BatchNorm&, const BatchNormBackward&) const;            sums, grad_weight,
@@ -228,8 +229,7 @@ struct BatchNormOps {
       s.variance = s.average + channels;
       backend.train(call.n, s, f);
     } else {
-      backend.invert(call.n, s);
-      backend.normalise(call.n, f);
+      backend.evaluate(call.n, s, f);
     }
     return {mean, invstd};
   }

@@ -72,7 +72,10 @@ struct Cpu {
 
   void statistics(const BatchNorm& n, const BatchNormStatistics& s) const;
   void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const;
-  void invert(const BatchNorm& n, const BatchNormStatistics& s) const { cpu::invert(n, s); }
+  void evaluate(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    cpu::invert(n, s);
+    normalise(n, f);
+  }
   void normalise(const BatchNorm& n, const BatchNormForward& f) const;
   void restore(const BatchNorm& n, const BatchNormRestore& r) const;
   void reduce(const BatchNorm& n, const BatchNormBackward& b) const;

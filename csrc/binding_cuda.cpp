@@ -78,8 +78,8 @@ struct Cuda {
     statistics(n, s);
     normalise(n, f);
   }
-  void invert(const BatchNorm& n, const BatchNormStatistics& s) const {
-    cuda::invert(n, s, place.stream);
+  void evaluate(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    cuda::evaluate(n, s, f, place.stream);
   }
   void normalise(const BatchNorm& n, const BatchNormForward& f) const {
     cuda::normalise(n, f, place.stream);
@@ -96,7 +96,9 @@ struct Cuda {
   }
   void backward(const BatchNorm& n, BatchNormBackward b) const {
     reduce(n, b);
-    b.grad_residual = nullptr;  // it is there
+    if (b.averages == nullptr) return;  // grad_input is there as well
+    b.ready = b.grad_residual;
+    b.grad_residual = nullptr;
     grad_input(n, b);
   }
 

@@ -519,11 +519,12 @@ void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void
 int64_t batch_norm_workspace(const BatchNorm& n);
 // s.average and s.variance; where n.mean is not null, also n.mean, n.invstd, running statistics
 void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* workspace, void* stream);
-// mean and invstd of s.running_mean and s.running_var
-void invert(const BatchNorm& n, const BatchNormStatistics& s, void* stream);
 void normalise(const BatchNorm& n, const BatchNormForward& f, void* stream);
+// the same with s.running_mean and s.running_var; n.mean and n.invstd as well
+void evaluate(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
+              void* stream);
 void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream);
-// b.sums and what depends on them, b.grad_residual
+// b.sums and what depends on them, b.grad_residual; with averages null also b.grad_input
 void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, void* stream);
 // b.grad_input, b.grad_residual
 void grad_input(const BatchNorm& n, const BatchNormBackward& b, void* stream);

@@ -2,11 +2,11 @@
 //
 // Blocks add up in float (consumer GPUs do 64 float operations in the time of a double one), and
 // what they leave is merged in double. They add up x - shift and its square, `shift` being the mean
-// of the first element of each thread of a line: one subtraction more than plain sums, where
-// Welford's method takes a division. Rounding errs by eps n shift error^2 in the sum of n squares.
-// However far off an outlier pulls the shift, n / threads <= kMostVectors of this is real: 1.5e-5
-// of the variance at worst. With the first element of all as the shift it could be eps n, which is
-// 4e-3 in a block of 65536.
+// of the first element of each thread and lane of a channel: one subtraction more than plain sums,
+// where Welford's method takes a division. Rounding errs by eps n shift error^2 in the sum of n
+// squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
+// real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
+// n, which is 4e-3 in a block of 65536.
 #include "../formulas.h"
 #include "batch_norm_sums.cuh"
 
@@ -14,19 +14,16 @@ namespace fusedtrain {
 namespace cuda {
 namespace {
 
-constexpr int kLoads = 4;  // that a thread has in flight
-
 // Leaves the mean, and the sum of the squares of what is left without it.
 template <class S, bool kWide>
 __global__ void __launch_bounds__(kThreads, 3)
     statistics_kernel(Walk w, const S* x, double* shares) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
-  constexpr int kLanes = V::kLanes;
+  constexpr int kLanes = V::kLanes, kBatch = kWide ? 4 : 16;
   __shared__ Columns<T, kLanes> columns[2];
-  __shared__ T shifts[kWarp * kLanes];
+  __shared__ T shifts[kWarp * kLanes];  // of segments
   Position<kLanes> p(w);
-  const int mine = threadIdx.x, all = w.across * kLanes;  // columns of the block
 
   T shift[kLanes] = {};
   if (p.left > 0) {
@@ -36,24 +33,26 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
   gather(shift, w.across, columns[0]);
   __syncthreads();
-  if (mine < all) {
-    const int threads = kThreads / w.across;
-    const T mean = total<kLanes>(columns[0], mine) / T(p.in_group < threads ? p.in_group : threads);
+  const int vectors = Block(w).vectors(w), threads = kThreads / w.across;
+  for_segments<1, kLanes>(w, columns, [&](int segment, int of_segment, const T(&sums)[1]) {
+    const T mean = sums[0] / T((vectors < threads ? vectors : threads) * of_segment);
     // The mean of infinite x is infinite, but x - inf would be nan.
-    shifts[mine] = formulas::math::abs(mean) <= formulas::Constants<T>::kHuge ? mean : T(0);
-  }
+    shifts[segment] = formulas::math::abs(mean) <= formulas::Constants<T>::kHuge ? mean : T(0);
+  });
   __syncthreads();
+  const Channels<kLanes> channels(w, p.column);
+  const int segment = int(channels.first - Block(w).first_column / w.of_channel);
 #pragma unroll
-  for (int k = 0; k < kLanes; ++k) shift[k] = shifts[threadIdx.x % w.across * kLanes + k];
+  for (int k = 0; k < kLanes; ++k) shift[k] = shifts[segment + channels.after[k]];
 
   T sum[kLanes] = {}, squares[kLanes] = {};
-  for (; p.left > 0; p.left -= kLoads) {
-    Packed<S, kWide> loaded[kLoads];
+  for (; p.left > 0; p.left -= kBatch) {
+    Packed<S, kWide> loaded[kBatch];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j)
+    for (int j = 0; j < kBatch; ++j)
       if (j < p.left) loaded[j].load(x + p.next(w));
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
+    for (int j = 0; j < kBatch; ++j) {
       if (j >= p.left) continue;
       T value[kLanes];
       loaded[j].get(value);
@@ -68,19 +67,18 @@ __global__ void __launch_bounds__(kThreads, 3)
   gather(sum, w.across, columns[0]);
   gather(squares, w.across, columns[1]);
   __syncthreads();
-  if (mine < all && p.first_column + mine < w.width) {
-    const T s = total<kLanes>(columns[0], mine), mean = s / T(p.in_group);
-    double* share = shares + p.group * w.width + p.first_column + mine;
-    share[0] = double(shifts[mine]) + double(mean);
-    share[w.groups * w.width] =
-        formulas::math::at_least(total<kLanes>(columns[1], mine) - s * mean, T(0));
-  }
+  for_segments<2, kLanes>(w, columns, [&](int segment, int of_segment, const T(&sums)[2]) {
+    const T mean = sums[0] / (T(vectors) * T(of_segment));
+    double* share = share_of(w, shares, segment);
+    share[0] = double(shifts[segment]) + double(mean);
+    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * mean, T(0));
+  });
 }
 
 // How many elements are in a share.
-__device__ __forceinline__ double in_share(const Walk& w, int64_t group) {
+__device__ __forceinline__ double in_share(const Walk& w, int64_t group, int columns) {
   const int64_t left = w.vectors - group * w.per_group;
-  return double(left < w.per_group ? left : w.per_group);
+  return double(left < w.per_group ? left : w.per_group) * columns;
 }
 
 template <class T>
@@ -90,12 +88,12 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + threadIdx.x % kMergeChannels;
   double a = 0, b = 0, shift = 0;
   if (channel < w.channels && w.groups > 0) {
-    shift = shares[channel * w.of_channel.value];
+    shift = shares[channel + channel * w.of_channel.value / w.block_columns];
     if (!(formulas::math::abs(shift) <= formulas::Constants<double>::kHuge)) shift = 0;
-    for_shares(w, channel, [&](int64_t at, int64_t group) {
-      const double n = in_share(w, group), d = shares[at] - shift;
+    for_shares(w, channel, [&](int64_t at, int64_t group, int columns) {
+      const double n = in_share(w, group, columns), d = shares[at] - shift;
       a += n * d;
-      b += shares[w.groups * w.width + at] + n * d * d;
+      b += shares[w.groups * share_width(w) + at] + n * d * d;
     });
   }
   const Pair sum = merge(a, b);
@@ -116,23 +114,13 @@ __global__ void __launch_bounds__(kMergeThreads)
   move(s.running_var, variance * (count / (count - 1.0)));
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    invert_kernel(int64_t channels, BatchNormStatistics s, T* mean, T* invstd) {
-  const int64_t channel = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (channel >= channels) return;
-  mean[channel] = static_cast<const T*>(s.running_mean)[channel];
-  const double variance = static_cast<const T*>(s.running_var)[channel];
-  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
-}
-
 }  // namespace
 
 int64_t batch_norm_workspace(const BatchNorm& n) {
   if (n.rows * n.channels * n.inner == 0) return 0;
   int64_t most = 0;
   by_kind(n.dtype, [&](auto* null, auto wide) {
-    const int64_t shares = shares_of(walk_for(n, 16 / sizeof *null, wide, true));
+    const int64_t shares = shares_of(walk_for(n, 16 / sizeof *null, wide));
     if (shares > most) most = shares;
   });
   return most;
@@ -148,7 +136,7 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
     w.channels = n.channels;
     if (count > 0) {
       const Tensors<S> t(n);
-      w = t.walk(n, true);
+      w = t.walk(n);
       auto* kernel = &statistics_kernel<S, false>;
       if constexpr (sizeof(S) < 8)
         if (w.wide) kernel = &statistics_kernel<S, true>;
@@ -157,15 +145,6 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
     launch(&merge_statistics_kernel<T>, ceil_div(n.channels, kMergeChannels), kMergeThreads, stream,
            0, w, static_cast<const double*>(workspace), s, static_cast<T*>(n.mean),
            static_cast<T*>(n.invstd), double(count > 0 ? count : 1));
-  });
-}
-
-void invert(const BatchNorm& n, const BatchNormStatistics& s, void* stream) {
-  if (n.channels == 0) return;
-  by_dtype(n.dtype, [&](auto* null) {
-    using T = typename Compute<std::remove_pointer_t<decltype(null)>>::T;
-    launch(&invert_kernel<T>, ceil_div(n.channels, kThreads), kThreads, stream, 0, n.channels, s,
-           static_cast<T*>(n.mean), static_cast<T*>(n.invstd));
   });
 }
 

@@ -1,147 +1,12 @@
-// How the kernels of batch norm walk over a tensor of rows x channels x inner.
-//
-// A line is a sequence of vectors whose lanes keep their channels, so that a thread holds what
-// belongs to these in registers. Where `inner` is long (channels first) a line is a channel; where
-// it is short (channels last) it is a vector of each row. A block walks over a share of a few lines
-// side by side.
+// What the kernels of batch norm read: values of channels, pointers of a call.
 #pragma once
 
-#include <type_traits>
-
-#include "launch.cuh"
-#include "reduce.cuh"
+#include "batch_norm_walk.cuh"
 #include "vec.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
-
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
-constexpr int kBlocksPerMultiprocessor = 8;  // two to four times what fits: evens out the end
-// Vectors that a thread takes at least, where there are enough: what a block begins and ends with
-// costs as much as a few of them. And at most: so many floats are added in float.
-constexpr int kFewestVectors = 4, kMostVectors = 256;
-
-// Division by a number that is known beforehand, of numbers from 0: 8 instructions, where a
-// division of 64 bits takes 70, more than all else in most of these kernels.
-struct Divisor {
-  int64_t value;
-  uint64_t magic;  // 2^(62 + shift) / value, rounded up: exact for numbers below 2^62
-  int shift;       // 2^shift >= value
-
-  Divisor() = default;
-  explicit Divisor(int64_t value) : value(value), shift(0) {
-    while (int64_t(1) << shift < value) ++shift;
-    magic = uint64_t((((unsigned __int128)(1) << (62 + shift)) + value - 1) / value);
-  }
-};
-
-__device__ __forceinline__ int64_t operator/(int64_t a, const Divisor& d) {
-  return int64_t(__umul64hi(uint64_t(a) << 2, d.magic) >> d.shift);
-}
-
-struct Walk {
-  int64_t channels;
-  int64_t width;                    // columns of all lines; a line has one for each lane
-  Divisor of_channel;               // neighbouring columns of a channel
-  int64_t line_pitch;               // elements from a line to the next
-  int64_t vectors;                  // of a line
-  Divisor run;                      // vectors of a line that follow each other without a gap
-  int64_t step, step_in_run, wrap;  // elements and vectors to a thread's next vector
-  Divisor parts;                    // of lines, and ...
-  int64_t groups, per_group;        // ... of the vectors of a line; a block has one each
-  Divisor of_sample;                // elements
-  int across;                       // lines of a block: a power of two
-  bool wide;                        // 16 bytes at a time
-  bool adjacent;                    // the values of a vector's channels are neighbours and aligned
-};
-
-// Lines side by side in a block: enough for whole cache lines, few of them left over.
-inline int across_for(int64_t lines, int fewest) {
-  int best = 1;
-  while (best < kWarp && best < lines) best *= 2;
-  for (int fewer = best / 2; fewer >= fewest; fewer /= 2)
-    if (ceil_div(lines, fewer) * fewer < ceil_div(lines, best) * best) best = fewer;
-  return best;
-}
-
-// Of at least one element. `lanes` of 16 bytes; `sums`: the blocks leave shares, one for each group
-// and column.
-inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned, bool sums) {
-  Walk w = {};
-  const int64_t pitch = n.channels * n.inner;
-  w.wide = aligned && n.inner % lanes == 0;
-  bool columns = n.channels > 1 && n.inner / (w.wide ? lanes : 1) < kWarp;
-  // Where no shares are left, columns may also be the way to whole vectors.
-  columns |= aligned && !w.wide && !sums && pitch % lanes == 0 && n.rows >= 2 * kFewestVectors;
-  if (columns) w.wide = aligned && pitch % lanes == 0;
-  if (!w.wide) lanes = 1;
-
-  const int64_t lines = columns ? pitch / lanes : n.channels;
-  w.channels = n.channels;
-  w.width = lines * lanes;
-  w.of_channel = Divisor(columns ? n.inner : lanes);
-  w.line_pitch = columns ? lanes : n.inner;
-  const int64_t run = columns ? 1 : n.inner / lanes;
-  w.run = Divisor(run);
-  w.vectors = n.rows * run;
-  w.of_sample = Divisor(n.rows_a_sample * pitch);
-  w.across = columns ? across_for(lines, w.wide ? 8 : 16) : 1;
-  w.parts = Divisor(ceil_div(lines, w.across));
-
-  const int64_t threads = kThreads / w.across, steps = ceil_div(w.vectors, threads);
-  const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
-  int64_t groups = ceil_div(most, w.parts.value);
-  if (groups > ceil_div(steps, kFewestVectors)) groups = ceil_div(steps, kFewestVectors);
-  if (groups < ceil_div(steps, kMostVectors)) groups = ceil_div(steps, kMostVectors);
-  w.per_group = ceil_div(steps, groups) * threads;
-  w.groups = ceil_div(w.vectors, w.per_group);
-  w.step_in_run = threads % run;
-  w.step = threads / run * pitch + w.step_in_run * lanes;
-  w.wrap = pitch - run * lanes;
-  return w;
-}
-
-// A thread's way through its line.
-template <int kLanes>
-struct Position {
-  int64_t first_column;  // of the block
-  int64_t group;
-  int64_t column;  // of lane 0
-  int64_t at;      // the element that is next
-  int64_t in_run;
-  int in_group;  // vectors of a line in this group
-  int left;      // of them this thread's
-
-  __device__ __forceinline__ explicit Position(const Walk& w) {
-    group = int64_t(blockIdx.x) / w.parts;
-    const int64_t line = (blockIdx.x - group * w.parts.value) * w.across;
-    first_column = line * kLanes;
-    column = first_column + threadIdx.x % w.across * kLanes;
-    const bool exists = column < w.width;
-    if (!exists) column = 0;
-    const int64_t begin = group * w.per_group, thread = threadIdx.x / w.across;
-    in_group = int(w.vectors - begin < w.per_group ? w.vectors - begin : w.per_group);
-    const int threads = kThreads / w.across;
-    left = exists && thread < in_group ? int((in_group - thread + threads - 1) / threads) : 0;
-    const int64_t row = (begin + thread) / w.run;
-    in_run = begin + thread - row * w.run.value;
-    at = column / kLanes * w.line_pitch + row * (w.wrap + w.run.value * kLanes) + in_run * kLanes;
-  }
-
-  // The element of the vector that is next, and on to the one after it.
-  __device__ __forceinline__ int64_t next(const Walk& w) {
-    const int64_t here = at;
-    at += w.step;
-    in_run += w.step_in_run;
-    if (in_run >= w.run.value) {
-      in_run -= w.run.value;
-      at += w.wrap;
-    }
-    return here;
-  }
-};
 
 // Of vectors of values, one a channel: those of a vector's lanes.
 template <int kLanes>
@@ -208,10 +73,10 @@ struct Tensors {
         mean(static_cast<const T*>(n.mean)),
         invstd(static_cast<const T*>(n.invstd)) {}
 
-  Walk walk(const BatchNorm& n, bool sums) const {
+  Walk walk(const BatchNorm& n) const {
     // No vectors of doubles: fewer kernels to compile, for a type that nobody trains in.
     const bool wide = sizeof(S) < 8 && aligned(x, other, grad, out, grad_residual);
-    Walk w = walk_for(n, 16 / sizeof(S), wide, sums);
+    Walk w = walk_for(n, 16 / sizeof(S), wide);
     w.adjacent = w.wide && w.of_channel.value == 1 && aligned(weight, bias, mean, invstd);
     return w;
   }
@@ -228,9 +93,16 @@ struct Affine {
   T mean[kLanes], scale[kLanes], bias[kLanes];
 
   template <class S>
-  __device__ __forceinline__ Affine(const Tensors<S>& t, const Channels<kLanes>& channels) {
+  __device__ __forceinline__ Affine(const Tensors<S>& t, const Channels<kLanes>& channels)
+      : Affine(t, channels, [](T (&)[kLanes], T (&)[kLanes]) {}) {}
+
+  // `settle` makes mean and invstd of what lies in their places.
+  template <class S, class F>
+  __device__ __forceinline__ Affine(const Tensors<S>& t, const Channels<kLanes>& channels,
+                                    F settle) {
     channels.get(t.mean, mean);
     channels.get(t.invstd, scale);
+    settle(mean, scale);
     T weight[kLanes];
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) {
@@ -248,18 +120,25 @@ struct Affine {
   }
 };
 
-// Calls f with each vector of a thread, while the next one is on its way: as many bytes in flight
-// as two vectors at a time have, with one copy of what f does.
-template <class Loaded, class S, int kLanes, class F>
+// Calls f with each vector of a thread. kBatch of them are on their way together: one in advance
+// would not be, since nvcc converts a vector to floats before it loads into the registers that this
+// frees. One copy of what f does.
+template <int kBatch, class Loaded, class S, int kLanes, class F>
 __device__ __forceinline__ void for_vectors(const Walk& w, const Tensors<S>& t, Position<kLanes>& p,
                                             F f) {
-  Loaded loaded, next;
-  if (p.left > 0) loaded.load(w, t, p.next(w));
 #pragma unroll 1
-  for (; p.left > 0; --p.left) {
-    if (p.left > 1) next.load(w, t, p.next(w));
-    f(loaded);
-    loaded = next;
+  for (; p.left > 0; p.left -= kBatch) {
+    Loaded loaded[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+      if (j < p.left) loaded[j].load(w, t, p.next(w));
+    const int count = p.left < kBatch ? p.left : kBatch;
+#pragma unroll 1
+    for (int j = 0; j < count; ++j) {
+      f(loaded[0]);
+#pragma unroll
+      for (int i = 1; i < kBatch; ++i) loaded[i - 1] = loaded[i];
+    }
   }
 }
 

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                       double inverse) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
-  constexpr int kLanes = V::kLanes;
+  constexpr int kLanes = V::kLanes, kBatch = kWide ? 2 : sizeof(S) == 8 ? 4 : 8;
   const F formula(chosen);
   Position<kLanes> p(w);
   const Channels<kLanes> channels(w, p.column);
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) slope[k] *= T(sum[k] * inverse);
   }
-  for_vectors<Gradient<S, kWide>>(w, t, p, [&](const Gradient<S, kWide>& loaded) {
+  for_vectors<kBatch, Gradient<S, kWide>>(w, t, p, [&](const Gradient<S, kWide>& loaded) {
     V g, x;
     loaded.get(formula, affine, t.other != nullptr, g.lane, x.lane);
     if (t.grad_residual != nullptr) g.store(t.grad_residual + loaded.at);
@@ -54,13 +54,20 @@ struct GradInput {
 
 }  // namespace
 
-void grad_input(const BatchNorm& n, const BatchNormBackward& b, void* stream) {
-  if (n.rows * n.channels * n.inner == 0) return;
+void grad_input(const BatchNorm& call, const BatchNormBackward& b, void* stream) {
+  if (call.rows * call.channels * call.inner == 0) return;
+  BatchNorm n = call;
+  if (b.ready != nullptr) n.op = -1;                     // f' has been applied
+  if (n.op < 0 && b.averages == nullptr) n.x = nullptr;  // nothing depends on it
   by_dtype(n.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     Tensors<S> t = tensors_of<S>(n, b);
+    if (b.ready != nullptr) {
+      t.grad = static_cast<const S*>(b.ready);
+      t.other = nullptr;
+    }
     t.out = static_cast<S*>(b.grad_input);
-    Walk w = t.walk(n, false);
+    Walk w = t.walk(n);
     w.adjacent &= aligned(b.averages);
     launch(kernel_of<GradInput, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
            chosen<S>(n), w, t, b.averages, 1.0 / b.count);

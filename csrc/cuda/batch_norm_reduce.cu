@@ -1,5 +1,6 @@
 // The sums of batch norm's backward: of d and of d (x - mean) invstd, where d is the gradient of
-// what is normalised. Each thread adds up in float, at most kMostVectors numbers a lane.
+// what is normalised. Each thread adds up in float, at most kMostVectors numbers a lane. With fixed
+// statistics the gradient of the input, d invstd weight, depends on no sum and is written as well.
 #include "batch_norm_gradient.cuh"
 #include "batch_norm_sums.cuh"
 
@@ -12,13 +13,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     reduce_kernel(Chosen<typename F::T> chosen, Walk w, Tensors<S> t, double* shares) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
-  constexpr int kLanes = V::kLanes;
+  constexpr int kLanes = V::kLanes, kBatch = kWide ? 2 : sizeof(S) == 8 ? 4 : 8;
   __shared__ Columns<T, kLanes> columns[2];
   const F formula(chosen);
   Position<kLanes> p(w);
   const Affine<T, kLanes> affine(t, Channels<kLanes>(w, p.column));
   T sum[kLanes] = {}, product[kLanes] = {};
-  for_vectors<Gradient<S, kWide>>(w, t, p, [&](const Gradient<S, kWide>& loaded) {
+  for_vectors<kBatch, Gradient<S, kWide>>(w, t, p, [&](const Gradient<S, kWide>& loaded) {
     V g, x;
     loaded.get(formula, affine, t.other != nullptr, g.lane, x.lane);
     if (t.grad_residual != nullptr) g.store(t.grad_residual + loaded.at);
@@ -27,17 +28,18 @@ __global__ void __launch_bounds__(kThreads, 2)
       const T d = g.lane[k] * loaded.scale;
       sum[k] += d;
       product[k] += d * (x.lane[k] - affine.mean[k]);
+      g.lane[k] = d * affine.scale[k];
     }
+    if (t.out != nullptr) g.store(t.out + loaded.at);
   });
   gather(sum, w.across, columns[0]);
   gather(product, w.across, columns[1]);
   __syncthreads();
-  const int mine = threadIdx.x;
-  if (mine < w.across * kLanes && p.first_column + mine < w.width) {
-    double* share = shares + p.group * w.width + p.first_column + mine;
-    share[0] = total<kLanes>(columns[0], mine);
-    share[w.groups * w.width] = total<kLanes>(columns[1], mine);
-  }
+  for_segments<2, kLanes>(w, columns, [&](int segment, int, const T(&sums)[2]) {
+    double* share = share_of(w, shares, segment);
+    share[0] = sums[0];
+    share[w.groups * share_width(w)] = sums[1];
+  });
 }
 
 template <class T>
@@ -47,9 +49,9 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + threadIdx.x % kMergeChannels;
   double a = 0, b = 0;
   if (channel < w.channels) {
-    for_shares(w, channel, [&](int64_t at, int64_t) {
+    for_shares(w, channel, [&](int64_t at, int64_t, int) {
       a += shares[at];
-      b += shares[w.groups * w.width + at];
+      b += shares[w.groups * share_width(w) + at];
     });
   }
   Pair sum = merge(a, b);
@@ -73,8 +75,9 @@ void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, v
   by_dtype(n.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     using T = typename Compute<S>::T;
-    const Tensors<S> t = tensors_of<S>(n, b);
-    const Walk w = t.walk(n, true);
+    Tensors<S> t = tensors_of<S>(n, b);
+    if (b.averages == nullptr) t.out = static_cast<S*>(b.grad_input);
+    const Walk w = t.walk(n);
     launch(kernel_of<Reduce, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
            chosen<S>(n), w, t, workspace);
     launch(&merge_sums_kernel<T>, ceil_div(n.channels, kMergeChannels), kMergeThreads, stream, 0, w,

@@ -22,12 +22,12 @@ __global__ void __launch_bounds__(kThreads, 3)
                    typename Compute<S>::T largest) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
-  constexpr int kLanes = V::kLanes;
+  constexpr int kLanes = V::kLanes, kBatch = kWide ? 4 : 8;
   Position<kLanes> p(w);
   Affine<T, kLanes> affine(t, Channels<kLanes>(w, p.column));
 #pragma unroll
   for (int k = 0; k < kLanes; ++k) affine.scale[k] = T(1) / affine.scale[k];
-  for_vectors<Output<S, kWide>>(w, t, p, [&](const Output<S, kWide>& loaded) {
+  for_vectors<kBatch, Output<S, kWide>>(w, t, p, [&](const Output<S, kWide>& loaded) {
     V x;
     loaded.y.get(x.lane);
 #pragma unroll
@@ -50,7 +50,7 @@ void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream) {
     using T = typename Compute<S>::T;
     Tensors<S> t(n);
     t.out = static_cast<S*>(r.x);
-    const Walk w = t.walk(n, false);
+    const Walk w = t.walk(n);
     auto* kernel = &restore_kernel<S, false>;
     if constexpr (sizeof(S) < 8)
       if (w.wide) kernel = &restore_kernel<S, true>;

@@ -1,5 +1,7 @@
-// Two sums for each channel, in two stages of fixed order: blocks leave shares by column, and a
-// second kernel adds up those of a channel in double.
+// Two sums for each channel, in two stages of fixed order: a block leaves a share of each channel
+// that its columns are of, and a second kernel adds up those of a channel in double.
+//
+// Shares by column would be as large as 8 rows of a 16-bit tensor for each group.
 #pragma once
 
 #include "batch_norm.cuh"
@@ -30,7 +32,7 @@ __device__ __forceinline__ void gather(T (&lane)[kLanes], int across, Columns<T,
   }
 }
 
-// The rest of the way, after __syncthreads().
+// Of the columns that the warps of a block have added up: the sum over the warps.
 template <int kLanes, class T>
 __device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int column) {
   T sum = columns[0][column];
@@ -39,8 +41,52 @@ __device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int column
   return sum;
 }
 
-// Shares are [2, groups, width].
-inline int64_t shares_of(const Walk& w) { return 2 * w.groups * w.width; }
+// The rest of the way, after __syncthreads(), for kSums sums at once: calls f(segment, columns,
+// sums) for each segment, in one thread. A segment is what a block has of a channel.
+template <int kSums, int kLanes, class T, class F>
+__device__ __forceinline__ void for_segments(const Walk& w, Columns<T, kLanes>* columns, F f) {
+  const Block block(w);
+  const int mine = threadIdx.x;
+  if (mine < block.columns) {
+#pragma unroll
+    for (int n = 0; n < kSums; ++n) columns[n][0][mine] = total<kLanes>(columns[n], mine);
+  }
+  __syncthreads();
+  const int64_t of_channel = w.of_channel.value, first = block.first_column / w.of_channel;
+  const int64_t skipped = block.first_column - first * of_channel;
+  const int segments = int((skipped + block.columns - 1) / w.of_channel) + 1;
+  const int member = mine % w.team, teams = kThreads / w.team;
+  for (int base = 0; base < segments; base += teams) {
+    const int segment = base + mine / w.team;
+    const int64_t from = segment * of_channel - skipped, to = from + of_channel;
+    const int begin = from < 0 ? 0 : from < block.columns ? int(from) : block.columns;
+    const int end = to < block.columns ? int(to) : block.columns;
+    T sum[kSums] = {};
+    for (int i = begin + member; i < end; i += w.team) {
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) sum[n] += columns[n][0][i];
+    }
+    for (int offset = w.team / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int n = 0; n < kSums; ++n) sum[n] += __shfl_down_sync(0xffffffffu, sum[n], offset);
+    }
+    if (member == 0 && segment < segments) f(segment, end - begin, sum);
+  }
+}
+
+// Shares are [2, groups, share_width]. Along the lines either the part of the lines or the channel
+// goes up by one from a segment to the next, or both do: so their sum is a place of its own.
+__host__ __device__ __forceinline__ int64_t share_width(const Walk& w) {
+  return w.parts.value + w.channels;
+}
+inline int64_t shares_of(const Walk& w) { return 2 * w.groups * share_width(w); }
+
+// Where a block leaves the first number of its share of a segment.
+__device__ __forceinline__ double* share_of(const Walk& w, double* shares, int segment) {
+  const Block block(w);
+  return shares + block.group * share_width(w) + block.part + block.first_column / w.of_channel +
+         segment;
+}
 
 struct Pair {
   double a, b;
@@ -68,13 +114,17 @@ __device__ __forceinline__ Pair merge(double a, double b) {
   return sum;
 }
 
-// Calls f(place, group) for each of a thread's shares of a channel.
+// Calls f(place, group, columns) for each of a thread's shares of a channel.
 template <class F>
 __device__ __forceinline__ void for_shares(const Walk& w, int64_t channel, F f) {
-  for (int64_t i = threadIdx.x / kMergeChannels; i < w.groups * w.of_channel.value;
-       i += kMergeThreads / kMergeChannels) {
-    const int64_t group = i / w.of_channel;
-    f(group * w.width + channel * w.of_channel.value + (i - group * w.of_channel.value), group);
+  const int64_t first = channel * w.of_channel.value, end = first + w.of_channel.value;
+  const int64_t part = first / w.block_columns, parts = (end - 1) / w.block_columns - part + 1;
+  const uint32_t count = uint32_t(w.groups * parts);  // at most the blocks of the grid
+  for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i += kMergeThreads / kMergeChannels) {
+    const int64_t group = i / uint32_t(parts), p = part + i - group * parts;
+    const int64_t from = p * w.block_columns.value, to = from + w.block_columns.value;
+    f(group * share_width(w) + p + channel, group,
+      int((to < end ? to : end) - (from > first ? from : first)));
   }
 }
 

@@ -100,6 +100,8 @@ class Emulator:
 
     def __init__(self, c: ctypes.CDLL, schemas: torch.library.Library) -> None:
         self.c = c
+        c.emulator_moved.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        c.emulator_moved.restype = ctypes.c_int64
         self.schemas = schemas  # lives as long as the ops
 
     def set_order(self, order: str) -> None:
@@ -116,6 +118,13 @@ class Emulator:
     def launches(self) -> int:
         """Kernels started since the library was loaded."""
         return int(self.c.emulator_launches())
+
+    def moved(self, t: torch.Tensor | None = None) -> tuple[int, int, int, int]:
+        """Of the last call: bytes loaded from the tensor (or from all memory), bytes stored, loads,
+        stores."""
+        data = None if t is None else t.data_ptr()
+        loaded, stored, loads, stores = (self.c.emulator_moved(data, i) for i in range(4))
+        return loaded, stored, loads, stores
 
     def call(self, name: str, *arguments: object) -> object:
         """One op, with no buffers but its own."""

@@ -410,6 +410,9 @@ FT_EXPORT void emulator_traffic(uint64_t least, uint64_t* read, uint64_t* writte
   machine().memory.traffic(least, read, written);
 }
 FT_EXPORT int64_t emulator_argument_bytes() { return machine().argument_bytes; }
+FT_EXPORT int64_t emulator_moved(const void* data, int which) {
+  return machine().memory.moved(data, which);
+}
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
 // What -fsanitize=thread calls.

@@ -151,6 +151,13 @@ void Memory::add(const void* data, size_t bytes, bool writable) {
   if (writable) memset(const_cast<void*>(data), 0xff, bytes);
 }
 
+int64_t Memory::moved(const void* data, int which) const {
+  int64_t sum = 0;
+  for (const auto& [address, buffer] : buffers_)
+    if (data == nullptr || address == reinterpret_cast<uintptr_t>(data)) sum += buffer.moved[which];
+  return sum;
+}
+
 void mark(const void* data, size_t bytes, bool accessible) {
   const auto tell = accessible ? __asan_unpoison_memory_region : __asan_poison_memory_region;
   if (tell != nullptr) tell(data, bytes);
@@ -188,7 +195,8 @@ std::string Memory::check(const Access& access, const Moment& now) {
         return text("out of bounds: %s %zu bytes at offset %zu of a buffer of %zu", verb,
                     access.bytes, size_t(begin - address), buffer.bytes);
       if (access.write && !buffer.writable) return text("writes to an input");
-      (access.write ? buffer.written : buffer.read) += access.bytes;
+      buffer.moved[access.write] += int64_t(access.bytes);
+      ++buffer.moved[2 + access.write];
       return buffer.shadow.check(begin - address, access, now, launch_, "global");
     }
   }
@@ -219,8 +227,8 @@ void Memory::traffic(size_t least, uint64_t* read, uint64_t* written) const {
   *read = *written = 0;
   for (const auto& [address, buffer] : buffers_) {
     if (buffer.bytes < least) continue;
-    *read += buffer.read;
-    *written += buffer.written;
+    *read += uint64_t(buffer.moved[0]);
+    *written += uint64_t(buffer.moved[1]);
   }
 }
 

@@ -51,8 +51,8 @@ class Shadow {
 struct Buffer {
   size_t bytes;
   bool readable, writable;
-  uint64_t read = 0, written = 0;  // bytes, by kernels
   Shadow shadow;
+  int64_t moved[4] = {};  // bytes loaded, bytes stored, loads, stores
 };
 
 // Tells AddressSanitizer, where it is loaded (`make sanitize`), which memory may be touched.
@@ -70,6 +70,8 @@ class Memory {
   std::string check(const Access& access, const Moment& now);
   // The bytes that kernels have read and written in all buffers of that size at least.
   void traffic(size_t least, uint64_t* read, uint64_t* written) const;
+  // One of Buffer::moved, of the buffer that begins there, or (null) of all of them.
+  int64_t moved(const void* data, int which) const;
 
   static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
 
