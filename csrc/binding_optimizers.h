@@ -47,6 +47,7 @@ template <class Backend>
 struct OptimizerOps {
   struct Arguments {
     OptimizerCall call = {};
+    Tensor device;  // a tensor of the device that all are on
     std::vector<OptimizerTensor> tensors;
     std::vector<const void*> lrs;
     std::vector<Dtype> lr_dtypes;
@@ -131,11 +132,9 @@ struct OptimizerOps {
     }
 
    private:
-    Tensor device;
-
     void check_device(const Tensor& t, const char* what) const {
-      STD_TORCH_CHECK(Backend::on_device(t) && t.get_device_index() == device.get_device_index(),
-                      "fusedtrain: every ", what, " of a call must be on one device");
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, device), "fusedtrain: every ", what,
+                      " of a call must be on one device");
     }
 
     void check_vector(const Tensor& t, torch::headeronly::ScalarType dtype, const char* what) {
@@ -216,8 +215,8 @@ struct OptimizerOps {
   static double* sums_of(const Tensor& sums, const Arguments& a, int width) {
     STD_TORCH_CHECK(sums.scalar_type() == torch::headeronly::ScalarType::Double &&
                         sums.is_contiguous() && sums.numel() == a.call.count * width &&
-                        Backend::on_device(sums),
-                    "fusedtrain: sums");
+                        Backend::on_device(sums) && same_device(sums, a.device),
+                    "fusedtrain: sums: of another shape, dtype or device than this call's");
     return static_cast<double*>(update_data(sums));
   }
 
@@ -276,7 +275,7 @@ struct OptimizerOps {
     using torch::headeronly::ScalarType;
     const auto one = [&](const Tensor& t, ScalarType dtype, const char* what) {
       STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == dtype && Backend::on_device(t) &&
-                          t.get_device_index() == scale.get_device_index(),
+                          same_device(t, scale),
                       "fusedtrain::update_scale: ", what);
       return update_data(t);
     };
@@ -296,10 +295,10 @@ struct OptimizerOps {
 
   static void zero(Tensors tensors) {
     std::vector<ZeroRange> ranges;
+    for (const Tensor& t : tensors)
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, tensors[0]),
+                      "fusedtrain::zero_tensors: all tensors must be on one device");
     for (Tensor& t : tensors) {
-      STD_TORCH_CHECK(
-          Backend::on_device(t) && t.get_device_index() == tensors[0].get_device_index(),
-          "fusedtrain::zero_tensors: all tensors must be on one device");
       if (is_dense(t))
         ranges.push_back({write_data(t), t.numel() * static_cast<int64_t>(t.element_size())});
       else

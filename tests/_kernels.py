@@ -10,11 +10,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import _pretended_gpu
 import cuda_emulator
 import pytest
 import torch
+from _launches import COUNTERS
 from _triton_interpreter import round_to_nearest
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain import backend_info
 from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
@@ -37,14 +40,31 @@ HAS_GPU = torch.cuda.is_available()
 
 
 class Kernels:
-    """Calls ops by name, the last letters of which tell forward, backward and in place apart."""
+    """Calls ops by name, the last letters of which tell forward, backward and in place apart.
+
+    What an op is given must lie on the device, and where none of it is empty, a call must start a
+    kernel.
+    """
 
     device = "cpu"
+    counter: str | None = None  # of COUNTERS
     kernel = True  # strides are kept, and 16-bit numbers rounded once
     slow = False  # or no kernel: of large tensors and long tables only a part
     digits = 2.0  # eps of float32 by which a batch's deviation may be off
 
     def __call__(self, name: str, *arguments: Any) -> Any:
+        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        for t in tensors:
+            assert t.device.type == self.device, f"{name}: a tensor was left on the {t.device}"
+        count = COUNTERS[self.counter] if self.counter else lambda: 1
+        before = count()
+        result = self.run(name, *arguments)
+        if self.counter and all(t.numel() for t in tensors):
+            assert count() > before, f"{name} started no {self.counter} kernel"
+        return result
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """The op itself."""
         raise NotImplementedError
 
     def has(self, name: str) -> bool:
@@ -58,7 +78,7 @@ class Reference(Kernels):
     kernel = False
     slow = True
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         if name in REFERENCES:
             return getattr(REFERENCES[name], name)(*arguments)
         if name.endswith("_backward"):
@@ -76,23 +96,27 @@ class Registered(Kernels):
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.counter = None if device == "cpu" else "cuda"
+        self.slow = device == _pretended_gpu.DEVICE
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         return getattr(torch.ops.fusedtrain, name)(*arguments)
 
     def has(self, name: str) -> bool:
-        return has_kernel(f"fusedtrain::{name}", self.device.upper())
+        key = "cuda" if self.device == "cuda" else "cpu"  # whose numbers a pretended GPU has
+        return has_kernel(f"fusedtrain::{name}", key.upper())
 
 
 class Emulated(Kernels):
     """The CUDA kernels, on the CPU, with their threads in every order: the same bits each time."""
 
+    counter = "emulated"
     slow = True
 
     def __init__(self) -> None:
         self.emulator = cuda_emulator.load()
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         written = [arguments[i] for i in written_by(name) if arguments[i] is not None]
         kept = [t.clone() for t in written]
         results = []
@@ -114,6 +138,8 @@ class Emulated(Kernels):
 class Triton(Kernels):
     """The Triton kernels: on the GPU, or interpreted."""
 
+    counter = "triton"
+
     def __init__(self) -> None:
         import fusedtrain.triton
 
@@ -124,7 +150,7 @@ class Triton(Kernels):
         self.digits = 16.0  # adds up in float32
         self.ops = fusedtrain.triton.OPS
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         return self.ops[name](*arguments)
 
     def has(self, name: str) -> bool:
@@ -166,6 +192,8 @@ def _emulated() -> Emulated:
 
 
 def _registered(device: str) -> Registered:
+    if device == "cuda" and _pretended_gpu.IS_ON:
+        return Registered(_pretended_gpu.DEVICE)
     if device == "cuda" and not HAS_GPU:
         pytest.skip("no GPU")
     if not backend_info().backends[device].loaded:
@@ -180,6 +208,16 @@ BACKENDS: dict[str, Callable[[], Kernels]] = {
     "triton": _triton,
     "cuda": lambda: _registered("cuda"),
 }
+
+
+def placed(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on the device, with its strides, offset and gaps: off 16 bytes where it was so."""
+    dtype = t.dtype if dtype is None else dtype
+    if t.device.type == device and t.dtype is dtype:
+        return t
+    numel = t.untyped_storage().nbytes() // t.itemsize
+    whole = t.as_strided((numel,), (1,), 0).to(device, dtype)
+    return whole.as_strided(t.size(), t.stride(), t.storage_offset())
 
 
 def in_layout_of(values: Tensor, like: Tensor) -> Tensor:

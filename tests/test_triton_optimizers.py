@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import test_optimizer_kernels as shared
 import torch
-from _kernels import HAS_GPU
+from _kernels import HAS_GPU, placed
 from _optimizer_cases import (
     BF16,
     F16,
@@ -45,11 +45,13 @@ NAMES = ("measure_gradients", "try_update", "optimizer_step")
 ON_HOST = (9, 10)  # table and rows, of the arguments
 
 
-def _moved(arguments: tuple[Any, ...]) -> list[Any]:
+def _moved(arguments: tuple[Any, ...], device: str = "cuda") -> list[Any]:
+    """Strides, gaps and misalignment included."""
+
     def moved(value: Any) -> Any:
         if isinstance(value, list):
-            return [t.to("cuda") for t in value]
-        return value.to("cuda") if isinstance(value, Tensor) else value
+            return [placed(t, device) for t in value]
+        return placed(value, device) if isinstance(value, Tensor) else value
 
     return [v if i in ON_HOST else moved(v) for i, v in enumerate(arguments)]
 
