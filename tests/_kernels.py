@@ -53,7 +53,7 @@ class Kernels:
     digits = 2.0  # eps of float32 by which a batch's deviation may be off
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        tensors = tensors_of(name, arguments)
         for t in tensors:
             assert t.device.type == self.device, f"{name}: a tensor was left on the {t.device}"
         count = COUNTERS[self.counter] if self.counter else lambda: 1
@@ -117,7 +117,8 @@ class Emulated(Kernels):
         self.emulator = cuda_emulator.load()
 
     def run(self, name: str, *arguments: Any) -> Any:
-        written = [arguments[i] for i in written_by(name) if arguments[i] is not None]
+        given = tree_leaves([arguments[i] for i in written_by(name)])
+        written = [t for t in given if t is not None]
         kept = [t.clone() for t in written]
         results = []
         for order in cuda_emulator.ORDERS:
@@ -160,6 +161,16 @@ class Triton(Kernels):
 def has_kernel(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of the op for that key itself, not a fallback."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def tensors_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What an op is given, but what the schema keeps on the host: an optimizer's tables."""
+    schema = getattr(torch.ops.fusedtrain, name).default._schema
+    given = [
+        a for a, argument in zip(arguments, schema.arguments, strict=False)
+        if argument.name not in ("table", "rows")
+    ]  # fmt: skip
+    return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
 
 
 def written_by(name: str) -> list[int]:

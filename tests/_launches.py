@@ -25,11 +25,17 @@ _triton_launches = 0
 
 
 @functools.cache
-def _cuda_counter() -> Callable[[], int]:
-    """Of the library that the package has loaded: the number is kept by csrc/cuda/launch.cuh."""
+def _cuda_library() -> ctypes.CDLL | None:
+    """The one that the package has loaded: csrc/cuda/launch.cuh counts in it."""
     if not fusedtrain.backend_info().backends["cuda"].loaded:
-        return lambda: 0
-    return _counter_of(ctypes.CDLL(str(Path(fusedtrain.__file__).parent / "_C_cuda.so")))
+        return None
+    return ctypes.CDLL(str(Path(fusedtrain.__file__).parent / "_C_cuda.so"))
+
+
+@functools.cache
+def _cuda_counter() -> Callable[[], int]:
+    library = _cuda_library()
+    return (lambda: 0) if library is None else _counter_of(library)
 
 
 @functools.cache
@@ -75,8 +81,8 @@ def emulated() -> int:
 
 # Kernels of a backend that were started so far.
 COUNTERS: dict[str, Callable[[], int]] = {"cuda": cuda, "triton": triton, "emulated": emulated}
-# Fixtures and modules that are of one backend, or on a GPU of whichever is loaded.
-FIXTURES = {"emulator": "emulated"}
+# These drive the emulator themselves; and those of a GPU are for whichever backend is loaded.
+EMULATED = ("test_cuda_batch_norm", "test_cuda_optimizers")
 ON_A_GPU = "gpu"
 
 
@@ -90,10 +96,12 @@ def backend_of(item: pytest.Function) -> str | None:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if parameters.get("default_device") == "cuda" or item.module.__name__.startswith("test_gpu"):
         return ON_A_GPU
+    if item.module.__name__ in EMULATED and "emulator" in item.fixturenames:
+        return "emulated"
     for value in parameters.values():
         if isinstance(value, str) and value in COUNTERS:
             return value
-    return next((FIXTURES[name] for name in item.fixturenames if name in FIXTURES), None)
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,10 +115,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     return result
 
 
+NO_ELEMENTS = pytest.mark.launches_nothing("tensors without elements")
+
+
 def parameters(table: Iterable[str], *empty: str) -> list[Any]:
     """The names of a table of cases, with those marked that have no elements."""
-    mark = pytest.mark.launches_nothing("tensors without elements")
-    return [pytest.param(name, marks=mark) if name in empty else name for name in table]
+    return [pytest.param(name, marks=NO_ELEMENTS) if name in empty else name for name in table]
 
 
 def judge(backend: str, started: int, mark: pytest.Mark | None) -> None:

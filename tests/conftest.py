@@ -51,7 +51,7 @@ def _convolutions_are_repeatable() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _pretended() -> Iterator[None]:
-    """For tests/test_gpu_rehearsal.py."""
+    """For tests/test_launch_rule.py."""
     with _pretended_gpu.pretended() if _pretended_gpu.IS_ON else contextlib.nullcontext():
         yield
 
@@ -94,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _pretended_gpu.IS_ON:
+        items[:] = _pretended_gpu.some(items)
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
