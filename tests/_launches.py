@@ -1,9 +1,9 @@
 """The rule that a test of a GPU backend's kernels starts kernels of that backend.
 
 A case with `cuda`, `triton` or `emulated` among its parameters fails where no kernel was started
-while it ran, and so does one of the modules and fixtures below. A case that rightly starts none
-says why: `@pytest.mark.launches_nothing("the arguments are refused")`. It fails where one is
-started after all, so that no mark outlives its reason. tests/test_launch_rule.py tests the rule.
+while it ran, and so does one of the modules below. A case that rightly starts none says why:
+`@pytest.mark.launches_nothing("the arguments are refused")`. It fails where one is started after
+all, so that no mark outlives its reason. tests/test_launch_rule.py tests the rule.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ def emulated() -> int:
 
 # Kernels of a backend that were started so far.
 COUNTERS: dict[str, Callable[[], int]] = {"cuda": cuda, "triton": triton, "emulated": emulated}
-# These drive the emulator themselves; and those of a GPU are for whichever backend is loaded.
+# Modules that drive the emulator themselves; and those of a GPU, for whichever backend is loaded.
 EMULATED = ("test_cuda_batch_norm", "test_cuda_optimizers")
-ON_A_GPU = "gpu"
+GPU_ALONE = ("test_gpu", "test_gpu_optimizers")
+ON_A_GPU = "GPU"
 
 
 def on_a_gpu() -> int:
@@ -93,15 +94,14 @@ def on_a_gpu() -> int:
 
 def backend_of(item: pytest.Function) -> str | None:
     """Whose kernels the case is to start; None where the rule says nothing of it."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    if parameters.get("default_device") == "cuda" or item.module.__name__.startswith("test_gpu"):
+    if item.module.__name__ in GPU_ALONE:
         return ON_A_GPU
     if item.module.__name__ in EMULATED and "emulator" in item.fixturenames:
         return "emulated"
-    for value in parameters.values():
-        if isinstance(value, str) and value in COUNTERS:
-            return value
-    return None
+    # What the default device is for is not a kernel's test alone.
+    given = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    given.pop("default_device", None)
+    return next((v for v in given.values() if isinstance(v, str) and v in COUNTERS), None)
 
 
 @pytest.hookimpl(wrapper=True)

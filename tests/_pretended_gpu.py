@@ -1,9 +1,9 @@
 """A GPU that is not there: tensors that say they are on it, and refuse what a real GPU's refuse.
 
 FUSEDTRAIN_TEST_PRETENDED_GPU=1 makes `[cuda]` cases of kernel tests, and these alone, run on a
-machine without one (tests/test_launch_rule.py). An `OnGpu` holds a tensor of the CPU. It meets no other tensor of
-the CPU but in copies, as scalars and as indices; the numbers are the CPU kernels'. So a test that
-forgets to place a tensor fails here as it would there, and one that places none starts no kernel.
+machine without one (tests/test_launch_rule.py). An `OnGpu` holds a tensor of the CPU. Tensors of
+the CPU meet it in copies, as scalars and as indices alone; the numbers are the CPU kernels'. So a
+test that forgets to place a tensor fails here, too, and one that places none starts no kernel.
 """
 
 from __future__ import annotations

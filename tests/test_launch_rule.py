@@ -19,10 +19,12 @@ from _kernels import BACKENDS, Kernels, placed
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
+DRIVEN = re.compile(r"^@pytest.fixture\(params=(BACKENDS|\[.*\"cuda\"\])\)$", re.M)
 KERNEL_TESTS = sorted(
-    path for path in HERE.glob("test_*.py")
-    if re.search(r"params=BACKENDS|params=\[.*\"cuda\"", path.read_text()) and path != Path(__file__)
-)  # fmt: skip
+    path
+    for path in HERE.glob("test_*.py")
+    if path.name != Path(__file__).name and DRIVEN.search(path.read_text())
+)
 
 # Cases, and how each ends; `ops` is the backend.
 PLANTED = {
@@ -106,7 +108,7 @@ def test_planted_cases(of: tuple[str]) -> None:
 
 
 def test_the_counters_agree() -> None:
-    """The number that csrc/cuda/launch.cuh keeps is that of the emulator, which sees all launches."""
+    """The number of csrc/cuda/launch.cuh is that of the emulator, which sees all launches."""
     kernels: Any = BACKENDS["emulated"]()
     counts = []
     for count in (_launches.emulated, kernels.emulator.c.emulator_launches):

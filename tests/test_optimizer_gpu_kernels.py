@@ -1,5 +1,5 @@
-"""The optimizer step of every GPU backend beside the CPU's: on a GPU on the GPU, with data that lies
-there as it lies here. tests/test_cuda_optimizers.py has the long table, emulated.
+"""The optimizer step of every GPU backend beside the CPU's: with data that lie on a GPU, where
+there is one, as they lie here. tests/test_cuda_optimizers.py has the long table, emulated.
 """
 
 from __future__ import annotations
