@@ -83,9 +83,8 @@ struct Activations {
     STD_TORCH_CHECK(
         a.scalar_type() == input.scalar_type() && b.scalar_type() == input.scalar_type(),
         "fusedtrain::", name, ": parameters must have the dtype of the input");
-    STD_TORCH_CHECK(Backend::on_device(a) && Backend::on_device(b) &&
-                        a.get_device_index() == input.get_device_index() &&
-                        b.get_device_index() == input.get_device_index(),
+    STD_TORCH_CHECK(Backend::on_device(a) && Backend::on_device(b) && same_device(a, input) &&
+                        same_device(b, input),
                     "fusedtrain::", name, ": parameters must be on the device of the input");
     const Tensor x = dense(input);
     return {dtype, x, torch::stable::contiguous(a), torch::stable::contiguous(b),

@@ -107,7 +107,7 @@ struct BatchNormOps {
       return t;
     }
     void check_device(const Tensor& t, const char* what) const {
-      STD_TORCH_CHECK(Backend::on_device(t) && t.get_device_index() == x.get_device_index(),
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, x),
                       "fusedtrain::batch_norm_act: ", what, " must be on the device of the input");
     }
 

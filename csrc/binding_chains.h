@@ -26,8 +26,8 @@ struct Chains {
                     ": activation must be from -1 to ", kOps - 1);
   }
   static void check_device(const char* op, const char* name, const Tensor& t, const Tensor& model) {
-    STD_TORCH_CHECK(Backend::on_device(t) && t.get_device_index() == model.get_device_index(),
-                    "fusedtrain::", op, ": ", name, " is on another device");
+    STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, model), "fusedtrain::", op, ": ", name,
+                    " is on another device");
   }
 
   // --- gated products ---
@@ -286,6 +286,7 @@ struct Chains {
                          int64_t activation, double a, double b, double gain, double clamp,
                          double p) {
     const char* op = "bias_act";
+    check_device(op, "input", input, input);
     const Backend backend(input);
     BiasActForward call = {};
     const BiasArguments kept(op, call, input, bias, seed, dim, activation, a, b, gain, clamp, p);

@@ -22,7 +22,9 @@ namespace {
 
 #ifdef FT_EMULATED
 struct Place {
-  explicit Place(const Tensor&) {}
+  explicit Place(const Tensor& t) {
+    STD_TORCH_CHECK(t.is_cpu(), "emulator: cudaSetDevice: no such device");  // as CUDA would say
+  }
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
   void* stream = nullptr;
 };

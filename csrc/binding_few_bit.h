@@ -68,9 +68,8 @@ struct FewBit {
                         codes.dim() == 1 && codes.numel() == packed_bytes(n, int(bits)),
                     "fusedtrain::", op, ": codes must be ", packed_bytes(n, int(bits)),
                     " numbers of uint8, those of a tensor as large as grad");
-    STD_TORCH_CHECK(
-        codes.get_device_index() == grad.get_device_index() && codes.is_cpu() == grad.is_cpu(),
-        "fusedtrain::", op, ": codes and grad must be on the same device");
+    STD_TORCH_CHECK(same_device(codes, grad), "fusedtrain::", op,
+                    ": codes and grad must be on the same device");
     const Backend backend(grad);
     Tensor grad_input = Backend::new_output(grad);
     const Tensor g = dense_like(grad, grad_input), c = torch::stable::contiguous(codes);

@@ -59,8 +59,8 @@ struct Folding {
 
     // One value an output channel, in the dtype of the math.
     const void* vector(const char* op, const char* name, const Tensor& t) {
-      STD_TORCH_CHECK(Backend::on_device(t) && t.get_device_index() == weight.get_device_index(),
-                      "fusedtrain::", op, ": ", name, " must be on the device of weight");
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, weight), "fusedtrain::", op, ": ",
+                      name, " must be on the device of weight");
       STD_TORCH_CHECK(t.dim() == 1 && t.numel() == outputs, "fusedtrain::", op, ": ", name,
                       " must have one element for each of the ", outputs, " output channels");
       dtype_of(t, op, name);

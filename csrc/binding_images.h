@@ -62,8 +62,7 @@ struct Images {
     STD_TORCH_CHECK(input.scalar_type() == ScalarType::Byte,
                     "fusedtrain::normalize_images: input must be uint8");
     STD_TORCH_CHECK(input.dim() == 4, "fusedtrain::normalize_images: input must have 4 dimensions");
-    STD_TORCH_CHECK(Backend::on_device(coefficients) &&
-                        coefficients.get_device_index() == input.get_device_index(),
+    STD_TORCH_CHECK(Backend::on_device(coefficients) && same_device(coefficients, input),
                     "fusedtrain::normalize_images: coefficients are on another device");
     STD_TORCH_CHECK(coefficients.scalar_type() == ScalarType::Float && coefficients.dim() == 2 &&
                         coefficients.sizes()[0] == 3 && coefficients.sizes()[1] == input.sizes()[1],

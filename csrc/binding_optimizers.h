@@ -47,6 +47,7 @@ template <class Backend>
 struct OptimizerOps {
   struct Arguments {
     OptimizerCall call = {};
+    Tensor device;  // a tensor of the device that all are on
     std::vector<OptimizerTensor> tensors;
     std::vector<const void*> lrs;
     std::vector<Dtype> lr_dtypes;
@@ -131,11 +132,9 @@ struct OptimizerOps {
     }
 
    private:
-    Tensor device;
-
     void check_device(const Tensor& t, const char* what) const {
-      STD_TORCH_CHECK(Backend::on_device(t) && t.get_device_index() == device.get_device_index(),
-                      "fusedtrain: every ", what, " of a call must be on one device");
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, device), "fusedtrain: every ", what,
+                      " of a call must be on one device");
     }
 
     void check_vector(const Tensor& t, torch::headeronly::ScalarType dtype, const char* what) {
@@ -204,8 +203,7 @@ struct OptimizerOps {
 
   // The backend writes every element: no launch to fill them.
   static Tensor new_sums(const Tensor& scalars, int64_t count, int width) {
-    return torch::stable::new_empty(scalars, {count, width},
-                                    torch::headeronly::ScalarType::Double);
+    return torch::stable::new_empty(scalars, {count, width}, torch::headeronly::ScalarType::Double);
   }
   // Sums of another call do not tell what the units of its tensors are clipped by.
   static void check_sums(const Arguments& a) {
@@ -216,8 +214,8 @@ struct OptimizerOps {
   static double* sums_of(const Tensor& sums, const Arguments& a, int width) {
     STD_TORCH_CHECK(sums.scalar_type() == torch::headeronly::ScalarType::Double &&
                         sums.is_contiguous() && sums.numel() == a.call.count * width &&
-                        Backend::on_device(sums),
-                    "fusedtrain: sums");
+                        Backend::on_device(sums) && same_device(sums, a.device),
+                    "fusedtrain: sums: of another shape, dtype or device than this call's");
     return const_cast<double*>(static_cast<const double*>(read_data(sums)));
   }
 
@@ -278,7 +276,7 @@ struct OptimizerOps {
     using torch::headeronly::ScalarType;
     const auto one = [&](const Tensor& t, ScalarType dtype, const char* what) {
       STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == dtype && Backend::on_device(t) &&
-                          t.get_device_index() == scale.get_device_index(),
+                          same_device(t, scale),
                       "fusedtrain::update_scale: ", what);
       return update_data(t);
     };
@@ -298,10 +296,10 @@ struct OptimizerOps {
 
   static void zero(Tensors tensors) {
     std::vector<ZeroRange> ranges;
+    for (const Tensor& t : tensors)
+      STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, tensors[0]),
+                      "fusedtrain::zero_tensors: all tensors must be on one device");
     for (Tensor& t : tensors) {
-      STD_TORCH_CHECK(
-          Backend::on_device(t) && t.get_device_index() == tensors[0].get_device_index(),
-          "fusedtrain::zero_tensors: all tensors must be on one device");
       if (is_dense(t))
         ranges.push_back({write_data(t), t.numel() * static_cast<int64_t>(t.element_size())});
       else

@@ -119,9 +119,8 @@ struct Pooling {
     const size_t dims = grad.sizes().size();
     call.out_height = grad.sizes()[dims - 2];
     call.out_width = grad.sizes()[dims - 1];
-    STD_TORCH_CHECK(
-        Backend::on_device(codes) && codes.get_device_index() == grad.get_device_index(),
-        "fusedtrain::", op, ": codes must be on the device of grad");
+    STD_TORCH_CHECK(Backend::on_device(codes) && same_device(codes, grad), "fusedtrain::", op,
+                    ": codes must be on the device of grad");
     STD_TORCH_CHECK(bits > 0 && codes.scalar_type() == ScalarType::Byte && codes.dim() == 1 &&
                         codes.numel() == packed_bytes(call.outputs(), call.bits),
                     "fusedtrain::", op, ": codes must be the ", bits,

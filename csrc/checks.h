@@ -75,14 +75,19 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.get_device_index() == b.get_device_index() && a.is_cpu() == b.is_cpu() &&
+         a.is_cuda() == b.is_cuda();
+}
+
 inline void check_same(const Tensor& a, const Tensor& b, const char* op, const char* name_a,
                        const char* name_b) {
   STD_TORCH_CHECK(same_sizes(a, b), "fusedtrain::", op, ": ", name_a, " and ", name_b,
                   " must have the same shape");
   STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "fusedtrain::", op, ": ", name_a, " and ",
                   name_b, " must have the same dtype");
-  STD_TORCH_CHECK(a.get_device_index() == b.get_device_index() && a.is_cpu() == b.is_cpu(),
-                  "fusedtrain::", op, ": ", name_a, " and ", name_b, " must be on the same device");
+  STD_TORCH_CHECK(same_device(a, b), "fusedtrain::", op, ": ", name_a, " and ", name_b,
+                  " must be on the same device");
 }
 
 // The pointers that kernels are given. The CUDA emulator of the tests hears of them, and so knows

@@ -1,11 +1,12 @@
 """Convolutions with the activation, and a residual addition before it, inside: for inference.
 
-The ops that do so are private ones of torch and take no part in autograd. Where they are missing,
-or something asks for gradients or traces, the same is computed in plain torch.
+The ops that do so are private ones of torch and take no part in autograd. Where they are missing or
+refuse a call, or something asks for gradients or traces, the same is computed in plain torch.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from ._ops import autocasts, traced
 
 _PACKS = 2  # packed weights kept, by size of the input
+_REFUSALS = 64  # refused calls that a convolution remembers
 
 
 class Act(NamedTuple):
@@ -133,6 +135,22 @@ class _Cudnn:
 
 
 PLATFORMS: dict[str, _Mkldnn | _Cudnn] = {"cpu": _Mkldnn(), "cuda": _Cudnn()}
+_warned: set[str] = set()
+
+
+def _kind_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a library chooses its algorithm by; calls of one kind are refused alike."""
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+
+
+def _warn_once(device_type: str, error: RuntimeError) -> None:
+    if device_type not in _warned:
+        _warned.add(device_type)
+        warnings.warn(
+            f"fusedtrain: torch refuses a convolution with its activation on {device_type}, which "
+            f"runs without the fusion from now on ({error})",
+            stacklevel=2,
+        )
 
 
 class _ConvAct:
@@ -140,12 +158,33 @@ class _ConvAct:
 
     _act: Act = NO_ACT
     _packs: tuple[Any, dict[torch.Size, Tensor]] | None = None
+    _refused: dict[tuple[Any, ...], None] | None = None
 
     def forward(self: Any, input: Tensor, other: Tensor | None = None) -> Tensor:
-        if not traced() and self._takes(input, other):
+        if traced() or not self._takes(input, other):
+            return self._plain(input, other)
+        kind = _kind_of(input, self.weight, other)
+        if self._refused is not None and kind in self._refused:
+            return self._plain(input, other)
+        try:
             return PLATFORMS[input.device.type].run(self, input, other)
-        output = self._conv_forward(input, self.weight, self.bias)
+        except RuntimeError as error:
+            output = self._plain(input, other)  # may raise itself: then the call is a mistake
+            if not isinstance(error, torch.OutOfMemoryError):  # of now, not of this kind of call
+                self._remember(kind)
+                _warn_once(input.device.type, error)
+            return output
+
+    def _plain(self: Any, input: Tensor, other: Tensor | None) -> Tensor:
+        output: Tensor = self._conv_forward(input, self.weight, self.bias)
         return plain(self._act, output if other is None else output + other)
+
+    def _remember(self: Any, kind: tuple[Any, ...]) -> None:
+        if self._refused is None:
+            self._refused = {}
+        while len(self._refused) >= _REFUSALS:
+            self._refused.pop(next(iter(self._refused)), None)
+        self._refused[kind] = None
 
     def _takes(self: Any, input: Tensor, other: Tensor | None) -> bool:
         weight = self.weight
@@ -178,6 +217,7 @@ class _ConvAct:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(vars(self))
         state.pop("_packs", None)
+        state.pop("_refused", None)
         return state
 
     def extra_repr(self: Any) -> str:

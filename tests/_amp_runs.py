@@ -53,6 +53,12 @@ def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
         scaled_loss.backward()
 
 
+def wait_for_the_device() -> None:
+    """A message about an overflow is printed by the first call that finds it arrived."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def loss_of(model: nn.Module, part: slice = slice(None)) -> Tensor:
     x, y = images()
     return nn.functional.cross_entropy(model(x[part]), y[part])

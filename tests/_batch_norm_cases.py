@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as torch_functional
-from _kernels import Kernels
+from _kernels import Kernels, placed
 from torch import Tensor
 
 from fusedtrain.reference.batch_norm import POINTWISE, Pointwise
@@ -34,15 +34,6 @@ for _row in POINTWISE:
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of statistics and parameters."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def placed(t: Tensor, device: str) -> Tensor:
-    """The tensor on the device with its strides and offset."""
-    if device == "cpu":
-        return t
-    numel = t.untyped_storage().nbytes() // t.itemsize
-    whole = t.as_strided((numel,), (1,), 0).to(device)
-    return torch.as_strided(whole, t.size(), t.stride(), t.storage_offset())
 
 
 def last(*shape: int) -> Tensor:

@@ -10,11 +10,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import _placed
+import _pretended_gpu
 import cuda_emulator
 import pytest
 import torch
+from _launches import COUNTERS
 from _triton_interpreter import round_to_nearest
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from fusedtrain import backend_info
 from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
@@ -37,14 +41,31 @@ HAS_GPU = torch.cuda.is_available()
 
 
 class Kernels:
-    """Calls ops by name, the last letters of which tell forward, backward and in place apart."""
+    """Calls ops by name, the last letters of which tell forward, backward and in place apart.
+
+    What an op is given must lie on the device, and where none of it is empty, a call must start a
+    kernel.
+    """
 
     device = "cpu"
+    counter: str | None = None  # of COUNTERS
     kernel = True  # strides are kept, and 16-bit numbers rounded once
     slow = False  # or no kernel: of large tensors and long tables only a part
     digits = 2.0  # eps of float32 by which a batch's deviation may be off
 
     def __call__(self, name: str, *arguments: Any) -> Any:
+        tensors = tensors_of(name, arguments)
+        for t in tensors:
+            assert t.device.type == self.device, f"{name}: a tensor was left on the {t.device}"
+        count = COUNTERS[self.counter] if self.counter else lambda: 1
+        before = count()
+        result = self.run(name, *arguments)
+        if self.counter and all(t.numel() for t in tensors):
+            assert count() > before, f"{name} started no {self.counter} kernel"
+        return result
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """The op itself."""
         raise NotImplementedError
 
     def has(self, name: str) -> bool:
@@ -58,7 +79,7 @@ class Reference(Kernels):
     kernel = False
     slow = True
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         if name in REFERENCES:
             return getattr(REFERENCES[name], name)(*arguments)
         if name.endswith("_backward"):
@@ -76,24 +97,29 @@ class Registered(Kernels):
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.counter = None if device == "cpu" else "cuda"
+        self.slow = device == _pretended_gpu.DEVICE
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         return getattr(torch.ops.fusedtrain, name)(*arguments)
 
     def has(self, name: str) -> bool:
-        return has_kernel(f"fusedtrain::{name}", self.device.upper())
+        key = "cuda" if self.device == "cuda" else "cpu"  # whose numbers a pretended GPU has
+        return has_kernel(f"fusedtrain::{name}", key.upper())
 
 
 class Emulated(Kernels):
     """The CUDA kernels, on the CPU, with their threads in every order: the same bits each time."""
 
+    counter = "emulated"
     slow = True
 
     def __init__(self) -> None:
         self.emulator = cuda_emulator.load()
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
-        written = [arguments[i] for i in written_by(name) if arguments[i] is not None]
+    def run(self, name: str, *arguments: Any) -> Any:
+        given = tree_leaves([arguments[i] for i in written_by(name)])
+        written = [t for t in given if t is not None]
         kept = [t.clone() for t in written]
         results = []
         for order in cuda_emulator.ORDERS:
@@ -114,6 +140,8 @@ class Emulated(Kernels):
 class Triton(Kernels):
     """The Triton kernels: on the GPU, or interpreted."""
 
+    counter = "triton"
+
     def __init__(self) -> None:
         import fusedtrain.triton
 
@@ -124,7 +152,7 @@ class Triton(Kernels):
         self.digits = 16.0  # adds up in float32
         self.ops = fusedtrain.triton.OPS
 
-    def __call__(self, name: str, *arguments: Any) -> Any:
+    def run(self, name: str, *arguments: Any) -> Any:
         return self.ops[name](*arguments)
 
     def has(self, name: str) -> bool:
@@ -134,6 +162,16 @@ class Triton(Kernels):
 def has_kernel(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of the op for that key itself, not a fallback."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def tensors_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """What an op is given, but what the schema keeps on the host: an optimizer's tables."""
+    schema = getattr(torch.ops.fusedtrain, name).default._schema
+    given = [
+        a for a, argument in zip(arguments, schema.arguments, strict=False)
+        if argument.name not in ("table", "rows")
+    ]  # fmt: skip
+    return [t for t in tree_leaves(given) if isinstance(t, Tensor)]
 
 
 def written_by(name: str) -> list[int]:
@@ -166,6 +204,8 @@ def _emulated() -> Emulated:
 
 
 def _registered(device: str) -> Registered:
+    if device == "cuda" and _pretended_gpu.IS_ON:
+        return Registered(_pretended_gpu.DEVICE)
     if device == "cuda" and not HAS_GPU:
         pytest.skip("no GPU")
     if not backend_info().backends[device].loaded:
@@ -180,6 +220,13 @@ BACKENDS: dict[str, Callable[[], Kernels]] = {
     "triton": _triton,
     "cuda": lambda: _registered("cuda"),
 }
+
+
+def placed(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on the device, with its strides, offset and gaps: off 16 bytes where it was so."""
+    if t.device.type == device and dtype in (None, t.dtype):
+        return t
+    return _placed.placed(t, device, dtype)
 
 
 def in_layout_of(values: Tensor, like: Tensor) -> Tensor:

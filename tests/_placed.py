@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 
-def placed(t: Tensor, device: str) -> Tensor:
+def placed(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
     """A copy with the strides, the gaps and the offset of `t`, which ``t.to(device)`` loses: where
     memory begins on 16 bytes, both are misaligned alike."""
     if t.device.type == "meta":
         return t
     memory = t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
-    copy = torch.empty(memory.shape, dtype=t.dtype, device=device).copy_(memory)
+    copy = torch.empty(memory.shape, dtype=dtype or t.dtype, device=device).copy_(memory)
     return copy.as_strided(t.size(), t.stride(), t.storage_offset())
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 
+import _pretended_gpu
 import pytest
 import torch
+from _launches import pytest_pyfunc_call  # noqa: F401  (a hook)
 
 from fusedtrain import amp
 
@@ -36,6 +39,23 @@ def _amp_switched_off() -> Iterator[None]:
         amp._amp_state.initialized = False
 
 
+@pytest.fixture(autouse=True)
+def _convolutions_are_repeatable() -> Iterator[None]:
+    """On a GPU: the same bits each time; and TF32's 10 bits would hide an error of a thousandth."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _pretended() -> Iterator[None]:
+    """For tests/test_launch_rule.py."""
+    with _pretended_gpu.pretended() if _pretended_gpu.IS_ON else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Of many small operators: on two busy cores two threads, which spin for each other, took 443 s
@@ -56,9 +76,7 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip("of the CPU only")
     torch.set_default_device(request.param)
     assert torch.get_default_device().type == request.param
-    # TF32's 10 bits would hide an error of a tenth of a percent.
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield request.param
+    yield request.param
     torch.set_default_device(None)
 
 
@@ -69,12 +87,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: not to be run on a GPU's tensors")
+    config.addinivalue_line("markers", "launches_nothing(reason): see tests/_launches.py")
     config.addinivalue_line("markers", "long: run by `-m long` alone")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _pretended_gpu.IS_ON:
+        items[:] = _pretended_gpu.some(items)
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)

@@ -24,6 +24,7 @@ from _amp_runs import (
     overflowing,
     plain_training,
     start,
+    wait_for_the_device,
 )
 from torch import Tensor, nn
 
@@ -542,10 +543,12 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
     assert "Selected optimization level O2" in capsys.readouterr().out
     backward(overflowing(loss_of(model)), optimizer)
+    wait_for_the_device()
     optimizer.step()
     assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
     model, optimizer = start(MAKERS["fused-SGD"], "O2")
     backward(overflowing(loss_of(model)), optimizer)
+    wait_for_the_device()
     optimizer.step()
     assert capsys.readouterr().out == ""
 

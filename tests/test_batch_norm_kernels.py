@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from _batch_norm_cases import FORMULAS, LAYOUTS, Case, close, last, placed, wide_dtype
+from _batch_norm_cases import FORMULAS, LAYOUTS, Case, close, last, wide_dtype
 from _cases import DTYPES
-from _kernels import BACKENDS, BATCH_NORM_OPS, Kernels, same_bits
+from _kernels import BACKENDS, BATCH_NORM_OPS, Kernels, placed, same_bits
 from torch import Tensor
 
 F32, F64, F16, BF16 = DTYPES

@@ -12,7 +12,8 @@ import pytest
 import torch
 from _batch_norm_cases import EXACT, FORMULAS, last
 from _cases import DTYPES
-from _kernels import BACKENDS, Kernels, same_bits
+from _kernels import BACKENDS, Kernels, placed, same_bits
+from _launches import parameters
 from torch import Tensor
 
 from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
@@ -42,7 +43,7 @@ def _memory_is_full_of_nan() -> Iterator[None]:
 
 
 def close(found: Tensor, want: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
-    found, want = found.double().cpu(), want.double()
+    found, want = found.double().cpu(), want.double().cpu()
     assert found.shape == want.shape
     assert torch.equal(found.isnan(), want.isnan())
     error = ((found - want).abs() / (1 + want.abs())).nan_to_num()
@@ -52,15 +53,16 @@ def close(found: Tensor, want: Tensor, dtype: torch.dtype, times: float = 1.0) -
 def close_sums(found: Tensor, terms: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """Sums of so many terms: errors grow like the root of their number."""
     assert found.dtype is (F64 if dtype is F64 else F32)
-    scale = terms.double().square().sum().sqrt() + 1
+    scale = terms.double().cpu().square().sum().sqrt() + 1
     error = (found.double().cpu() - want).abs().max() / scale if want.numel() else 0
     assert error <= (1e-13 if dtype is F64 else 4e-6), error
 
 
 def autograd(function: object, *tensors: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    inputs = [t.detach().double().requires_grad_() for t in tensors]
+    """The truth, which is computed on the CPU."""
+    inputs = [t.detach().cpu().double().requires_grad_() for t in tensors]
     output = function(*inputs)  # type: ignore[operator]
-    return (output.detach(), *torch.autograd.grad(output, inputs, grad.double()))
+    return (output.detach(), *torch.autograd.grad(output, inputs, grad.cpu().double()))
 
 
 def smooth(name: str) -> bool:
@@ -99,7 +101,7 @@ def check_gated(
     ops: Kernels, name: str, gate: Tensor, value: Tensor, packed: Tensor | None, dim: int
 ) -> None:
     activation, dtype = FORMULAS[name], value.dtype
-    grad = torch.randn(value.shape).to(dtype)
+    grad = torch.randn(value.shape).to(ops.device, dtype)
     exact = EXACT[name]
     want, want_gate, want_value = autograd(
         lambda g, v: exact(g) * v, gate, value, grad=grad
@@ -125,33 +127,28 @@ def test_every_gate(ops: Kernels, name: str) -> None:
     for i, dtype in enumerate(DTYPES):
         if ops.slow and i % 2 == len(name) % 2:
             continue
-        x = torch.randn(5, 38).to(dtype)
+        x = torch.randn(5, 38).to(ops.device, dtype)
         check_gated(ops, name, *x.chunk(2, 1), x, 1)
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", parameters(PACKED, "empty", "nothing"))
 def test_every_packing(ops: Kernels, kind: str) -> None:
     for i, dtype in enumerate(DTYPES):
         whole, dim = PACKED[kind]()
-        if ops.slow and (whole.numel() > 10_000 or i % 2):
+        if ops.slow and whole.numel() > 10_000:
+            pytest.skip("slow")
+        if ops.slow and i % 2:
             continue
-        x = whole.to(dtype) if whole.is_contiguous() else _cast(whole, dtype)
+        x = placed(whole, ops.device, dtype)
         gate, value = x.chunk(2, dim)
         check_gated(ops, ("silu", "relu", "gelu", "identity")[i], gate, value, x, dim)
         check_gated(ops, "sigmoid", value, gate, None, dim)
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """With its strides, gaps and all."""
-    size = t.untyped_storage().nbytes() // t.itemsize
-    flat = t.as_strided((size,), (1,), 0).to(dtype)
-    return flat.as_strided(t.size(), t.stride(), t.storage_offset())
-
-
 def test_gate_and_value_in_different_layouts(ops: Kernels) -> None:
     gate, value = torch.randn(3, 6, 5, 4), last(3, 6, 5, 4)
-    for g, v in ((gate, value), (value, gate), (torch.randn(3, 12, 5, 4)[:, ::2], value)):
-        check_gated(ops, "silu", g, v, None, 1)
+    for pair in ((gate, value), (value, gate), (torch.randn(3, 12, 5, 4)[:, ::2], value)):
+        check_gated(ops, "silu", *(placed(t, ops.device) for t in pair), None, 1)
 
 
 # --- scaled sums ---
@@ -183,26 +180,28 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", parameters(SCALED, "empty", "no plane"))
 def test_every_scale(ops: Kernels, kind: str) -> None:
     make, dim, apart = SCALED[kind]
     for i, dtype in enumerate(DTYPES):
-        x = _cast(make(), dtype)
-        if ops.slow and (x.numel() > 10_000 or i % 2 == len(kind) % 2):
+        x = placed(make(), ops.device, dtype)
+        if ops.slow and x.numel() > 10_000:
+            pytest.skip("slow")
+        if ops.slow and i % 2 == len(kind) % 2:
             continue
         samples = x.shape[0] if apart else 1
-        scale = torch.randn(samples, x.shape[dim] if dim >= 0 else 1).to(dtype)
-        residual = torch.randn(x.shape).to(dtype)
-        grad = torch.randn(x.shape).to(dtype)
+        scale = torch.randn(samples, x.shape[dim] if dim >= 0 else 1).to(ops.device, dtype)
+        residual, grad = (torch.randn(x.shape).to(ops.device, dtype) for _ in "ab")
+        added = residual.cpu().double()
         want, want_x, want_scale = autograd(
-            lambda x, s, r=residual, d=dim: x * chains.spread(s, x, d) + r, x, scale, grad=grad
+            lambda x, s, r=added, d=dim: x * chains.spread(s, x, d) + r, x, scale, grad=grad
         )
         close(ops("scale_add", x, scale, residual, dim), want, dtype)
         plain = ops("scale_add", x, scale, None, dim)
-        close(plain, want - residual.double(), dtype)
+        close(plain, want - added, dtype)
         found, sums = ops("scale_add_backward", grad, x, scale, dim, True)
         close(found, want_x, dtype)
-        close_sums(sums, grad.double() * x.double(), want_scale, dtype)
+        close_sums(sums, grad.cpu().double() * x.cpu().double(), want_scale, dtype)
         if ops.kernel:
             assert plain.stride() == found.stride() == torch.empty_like(x).stride()
         only, nothing = ops("scale_add_backward", grad, None, scale, dim, True)
@@ -247,10 +246,12 @@ def check_bias(
 ) -> None:
     activation, dtype = FORMULAS[name], x.dtype
     gain, clamp, p = finish
-    bias = torch.randn(x.shape[dim]).to(dtype) if has_bias else None
-    grad = torch.randn(x.shape).to(dtype)
+    bias = torch.randn(x.shape[dim]).to(ops.device, dtype) if has_bias else None
+    grad = torch.randn(x.shape).to(ops.device, dtype)
     rest = (dim, *activation, gain, clamp, p)
-    mask = chains.keep_mask(SEED, p, x).double() / (1 - p) if p else torch.ones(x.shape).double()
+    mask = torch.ones(x.shape, dtype=F64)
+    if p:
+        mask = chains.keep_mask(SEED, p, x.cpu()).double() / (1 - p)
     exact = EXACT[name]
 
     def function(x: Tensor, b: Tensor) -> Tensor:
@@ -283,16 +284,18 @@ def test_every_activation(ops: Kernels, name: str) -> None:
         finish = FINISHES[0 if bounded else (i + len(name)) % len(FINISHES)]
         if ops.slow and i % 2 == len(name) % 2:
             continue
-        check_bias(ops, name, torch.randn(3, 6, 5, 4).to(dtype), 1, finish)
+        check_bias(ops, name, torch.randn(3, 6, 5, 4).to(ops.device, dtype), 1, finish)
 
 
-@pytest.mark.parametrize("kind", BIASED)
+@pytest.mark.parametrize("kind", parameters(BIASED, "empty"))
 def test_every_bias(ops: Kernels, kind: str) -> None:
     make, dim = BIASED[kind]
     for i, dtype in enumerate(DTYPES):
         for j, finish in enumerate(FINISHES):
-            x = _cast(make(), dtype)
-            if ops.slow and (x.numel() > 10_000 or (i + j) % 4):
+            x = placed(make(), ops.device, dtype)
+            if ops.slow and x.numel() > 10_000:
+                pytest.skip("slow")
+            if ops.slow and (i + j) % 4:
                 continue
             name = ("gelu", "leaky_relu", "identity", "silu", "relu")[(i + j) % 5]
             check_bias(ops, name, x, dim, finish, has_bias=(i + j) % 3 > 0)
@@ -303,17 +306,17 @@ def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
     words = chains.philox(SEED, 5003)
     for dtype in DTYPES:
         for p in (0.1, 0.5, 0.9):
-            x = torch.ones(5003).to(dtype)
+            x = torch.ones(5003).to(ops.device, dtype)
             rest = (-1, *Pointwise(), 1.0, -1.0, p)
             found = ops("bias_act", x, None, SEED.to(ops.device), *rest).cpu()
             assert torch.equal(found != 0, words >= int(p * 2**32))
             # Elements from an odd one on: vectors of a kernel do not begin where blocks do.
-            part = ops(
-                "bias_act", torch.ones(17, 3).to(dtype)[1:], None, SEED.to(ops.device), *rest
-            )
+            odd = torch.ones(17, 3).to(ops.device, dtype)[1:]
+            part = ops("bias_act", odd, None, SEED.to(ops.device), *rest)
             assert torch.equal(part.cpu().flatten() != 0, words[:48] >= int(p * 2**32))
 
 
+@pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes(ops: Kernels) -> None:
     if not ops.kernel:
         pytest.skip("plain torch has errors of its own")
@@ -335,7 +338,7 @@ def test_mistakes(ops: Kernels) -> None:
     ]
     for name, arguments in bad:
         with pytest.raises(RuntimeError, match="fusedtrain"):
-            ops(name, *arguments)
+            ops(name, *(a.to(ops.device) if isinstance(a, Tensor) else a for a in arguments))
 
 
 def test_philox_has_the_published_words() -> None:

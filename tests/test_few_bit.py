@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from _cases import DTYPES
-from _kernels import BACKENDS, Kernels, same_bits
+from _kernels import BACKENDS, Kernels, placed, same_bits
+from _launches import parameters
 from torch import Tensor, nn
 
 import fusedtrain
@@ -129,11 +130,13 @@ LIMITS = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 2e-3, torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", parameters(LAYOUTS, "empty"))
 def test_kernels(ops: Kernels, layout: str, dtype: torch.dtype) -> None:
     cases = CASES if layout == "blocks and a rest" and not ops.slow else CASES[:: 3 + ops.slow]
     for name, bits in cases:
-        check(ops, name, bits, (LAYOUTS[layout]() * 2.5).to(ops.device, dtype))
+        x = placed(LAYOUTS[layout]().mul_(2.5), ops.device, dtype)
+        assert (x.data_ptr() % 16 > 0) == (layout in ("off 16 bytes", "sliced"))
+        check(ops, name, bits, x)
 
 
 def check(ops: Kernels, name: str, bits: int, x: Tensor) -> None:
@@ -206,6 +209,7 @@ def test_special_inputs(ops: Kernels, name: str, dtype: torch.dtype) -> None:
         assert gradient[[0, 1, 5, 6]].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
+@pytest.mark.launches_nothing("arguments are refused")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -552,6 +552,7 @@ def test_activation_is_fused(name: str, last: bool) -> None:
             y = folded(x)
             assert difference(y, expected) < 1e-5
             assert y.stride() == expected.stride()
+    assert folded[0]._refused is None  # fused indeed
     assert set(folded.state_dict()) == {"0.weight", "0.bias"}
     # With gradients: plain torch.
     x.requires_grad_()

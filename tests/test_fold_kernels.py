@@ -8,6 +8,7 @@ import pytest
 import torch
 from _cases import DTYPES
 from _kernels import BACKENDS, Kernels
+from _launches import parameters
 from torch import Tensor
 
 import fusedtrain  # noqa: F401  (its ops)
@@ -85,7 +86,7 @@ def check(ops: Kernels, grad: Tensor, weight: Tensor, vectors: list[Any], rest: 
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", parameters(SHAPES, "no output"))
 def test_shapes(ops: Kernels, name: str) -> None:
     grad, weight, vectors, rest = case(name, torch.float32, torch.float32, ops.device)
     check(ops, grad, weight, vectors, rest)
@@ -126,6 +127,7 @@ def test_layouts(ops: Kernels, name: str) -> None:
     check(ops, grad, weight, strided, rest)
 
 
+@pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes(ops: Kernels) -> None:
     if not ops.kernel:
         pytest.skip("plain torch raises what it raises")

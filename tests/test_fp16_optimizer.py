@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from _amp_runs import ApexScale, gradients_alike, images, moved_alike, network, overflowing
+from _amp_runs import (
+    ApexScale,
+    gradients_alike,
+    images,
+    moved_alike,
+    network,
+    overflowing,
+    wait_for_the_device,
+)
 from torch import Tensor, nn
 
 import fusedtrain
@@ -203,6 +211,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = start("fused", dynamic_loss_scale=True)
     optimizer.verbose = True
     optimizer.backward(overflowing(loss_of(model)))
+    wait_for_the_device()
     optimizer.step()
     assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
 

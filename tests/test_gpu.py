@@ -26,6 +26,7 @@ CALLS = {
 }
 
 
+@pytest.mark.launches_nothing("looks at the registrations")
 def test_gpu_kernels_are_loaded() -> None:
     backends = fusedtrain.backend_info().backends
     expected = os.environ.get("FUSEDTRAIN_TEST_GPU_BACKEND")  # set by `make gpu`
@@ -160,6 +161,7 @@ def test_peak_memory(name: str) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 2 * size + (1 << 20)
 
 
+@pytest.mark.launches_nothing("arguments are refused")
 @pytest.mark.parametrize("name", ["mish", "prelu"])
 def test_parameters_on_another_device_are_refused_or_torchs_error(name: str) -> None:
     if name == "mish":

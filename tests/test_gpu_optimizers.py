@@ -60,6 +60,7 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.launches_nothing("looks at the registrations")
 def test_kernels_are_registered() -> None:
     for op in SCHEMAS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedtrain::{op}", "CUDA"), op

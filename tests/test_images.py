@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from _kernels import BACKENDS, Kernels, Registered
+from _launches import parameters
 from torch import Tensor, nn
 
 import fusedtrain
@@ -118,7 +119,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", parameters(SHAPES, "no image", "no pixels", "no channels"))
 def test_layouts(ops: Kernels, name: str, dtype: torch.dtype) -> None:
     x = random_bytes(*SHAPES[name])
     for given in (x, last(x)):
@@ -174,6 +175,7 @@ def test_channels_are_told_apart(ops: Kernels, memory_format: torch.memory_forma
             assert torch.allclose(found[1, c, 0].double(), exact, rtol=0, atol=1e-6)
 
 
+@pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes_of_the_op(ops: Kernels) -> None:
     if not ops.kernel:
         pytest.skip("plain torch raises what it raises")

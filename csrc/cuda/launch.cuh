@@ -11,6 +11,11 @@
 
 namespace fusedtrain {
 namespace cuda {
+
+// Kernels started so far, of all devices. The tests read the number: a test of the kernels that
+// starts none has tested something else.
+inline std::atomic<int64_t> launches{0};
+
 namespace {
 
 inline void check(cudaError_t error, const char* what) {
@@ -49,6 +54,7 @@ void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, siz
   config.stream = static_cast<cudaStream_t>(stream);
   check(cudaLaunchKernelEx(&config, kernel, static_cast<const std::decay_t<P>&>(arguments)...),
         "kernel launch");
+  launches.fetch_add(1, std::memory_order_relaxed);
 }
 
 // Streaming multiprocessors of the current device. Asked once a device: the query takes 1 us.

@@ -156,8 +156,7 @@ __device__ __forceinline__ formulas::TensorFacts facts_of(const Table& tail, int
 }
 
 template <class Table>
-__global__ void __launch_bounds__(kTailThreads)
-    prepare_kernel(const Table __grid_constant__ tail) {
+__global__ void __launch_bounds__(kTailThreads) prepare_kernel(const Table __grid_constant__ tail) {
   Verdict v = judge(tail);
   if (tail.first && blockIdx.x == 0 && threadIdx.x == 0) {
     v.applied = tail.control[5];
@@ -196,8 +195,7 @@ __global__ void __launch_bounds__(kTailThreads)
 
 // After a trial of the update.
 template <class Table>
-__global__ void __launch_bounds__(kTailThreads)
-    finish_kernel(const Table __grid_constant__ tail) {
+__global__ void __launch_bounds__(kTailThreads) finish_kernel(const Table __grid_constant__ tail) {
   const Verdict v = *tail.verdict;
   if (tail.first && blockIdx.x == 0 && threadIdx.x == 0) commit_control(tail, v);
   const int i = blockIdx.x * kTailThreads + threadIdx.x;

@@ -442,4 +442,8 @@ extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" int __tsan_atomic32_load(const int* p, int) { return *p; }
 extern "C" void __tsan_atomic32_store(int* p, int value, int) { *p = value; }
+extern "C" int64_t __tsan_atomic64_load(const int64_t* p, int) { return *p; }
+extern "C" int64_t __tsan_atomic64_fetch_add(int64_t* p, int64_t value, int) {
+  return (*p += value) - value;
+}
 extern "C" char __tsan_atomic8_load(const char* p, int) { return *p; }
