@@ -5,6 +5,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "../ops.h"
 
 namespace fusedtrain {
@@ -78,6 +80,24 @@ struct Vec {
     } else {
       *p = stored.lane[0];
     }
+  }
+};
+
+// Elements as they are stored: a register holds two of 16 bits until they are computed with.
+template <class V, class S>
+struct Fetched {
+  std::conditional_t<sizeof(typename V::Stored) == sizeof(uint4), uint4, typename V::Stored> bits;
+
+  __device__ __forceinline__ void load(const S* p) {
+    bits = *reinterpret_cast<const decltype(bits)*>(p);
+  }
+  __device__ __forceinline__ V get() const {
+    typename V::Stored stored;
+    __builtin_memcpy(&stored, &bits, sizeof stored);
+    V v;
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) v.lane[l] = load_one(stored.lane[l]);
+    return v;
   }
 };
 
