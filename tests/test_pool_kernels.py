@@ -245,3 +245,62 @@ def test_number_of_threads_does_not_matter() -> None:
         found.append((y, codes, torch.ops.fusedtrain.max_pool2d_backward(y, codes, *rest)))
     torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet", "stride 1", "ceil", "stride 3, ceil"])
+def test_channel_vectors(ops: Kernels, window: str, dtype: torch.dtype) -> None:
+    """Channels that are whole vectors of 16 bytes, and not; blocks of codes end anywhere."""
+    for shape in ((2, 16, 7, 9), (1, 8, 6, 5), (3, 24, 5, 6), (1, 12, 7, 7)):
+        check(ops, numbers(shape, dtype, True), WINDOWS[window], True)
+
+
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet", "stride 1", "gaps"])
+def test_many_blocks(ops: Kernels, window: str) -> None:
+    """More inputs and outputs than a block of threads has, in either layout."""
+    for i, shape in enumerate(((1, 2, 63, 65), (2, 16, 17, 19))):
+        for last in (False, True):
+            check(ops, numbers(shape, DTYPES[(i + last) % 4], last), WINDOWS[window], last)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("window", "bits"), [("2 x 2", 4), ("2 x 2", 8), ("of ResNet", 8)])
+def test_more_bits_than_the_window_needs(ops: Kernels, window: str, bits: int, last: bool) -> None:
+    x = numbers((2, 16, 6, 7), torch.float16, last).to(ops.device)
+    *sizes, ceil = WINDOWS[window]
+    y, codes = ops("max_pool2d", x, *sizes, ceil, _bits_of(sizes[0]), last)
+    wide_y, wide_codes = ops("max_pool2d", x, *sizes, ceil, bits, last)
+    same(wide_y, y.cpu())
+    few = unpack(codes.cpu(), _bits_of(sizes[0]), y.numel())
+    assert unpack(wide_codes.cpu(), bits, y.numel()).equal(few)
+    grad = torch.randn(y.shape, dtype=torch.float16).to(ops.device)
+    found = [
+        ops("max_pool2d_backward", grad, c, 6, 7, *sizes, b, last)
+        for c, b in ((codes, _bits_of(sizes[0])), (wide_codes, bits))
+    ]
+    same(found[1], found[0].cpu())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet"])
+def test_slices_of_memory(ops: Kernels, window: str, last: bool) -> None:
+    """Inputs, gradients and codes that begin anywhere in a buffer."""
+    *sizes, ceil = WINDOWS[window]
+    bits = _bits_of(sizes[0])
+    form = torch.channels_last if last else torch.contiguous_format
+
+    def moved(t: Tensor, by: int) -> Tensor:
+        buffer = torch.empty(t.numel() + by, dtype=t.dtype, device=t.device)
+        return buffer[by:].as_strided(t.shape, t.stride()).copy_(t)
+
+    for dtype in DTYPES[::2]:
+        x = numbers((2, 16, 6, 7), dtype, last).to(ops.device)
+        y, codes = ops("max_pool2d", x, *sizes, ceil, bits, last)
+        grad = torch.randn(y.shape).to(ops.device, dtype).contiguous(memory_format=form)
+        want = ops("max_pool2d_backward", grad, codes, 6, 7, *sizes, bits, last)
+        assert want.any()
+        z, again = ops("max_pool2d", moved(x, 1), *sizes, ceil, bits, last)
+        same(z, y.cpu())
+        assert again.equal(codes)
+        for g, c in ((moved(grad, 1), codes), (grad, moved(codes, 1)), (grad, moved(codes, 4))):
+            same(ops("max_pool2d_backward", g, c, 6, 7, *sizes, bits, last), want.cpu())

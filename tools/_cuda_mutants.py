@@ -82,7 +82,7 @@ extern "C" bool ft_is(int mutant) { return mutant == ft_chosen; }
 """
 # Lines in which nothing may be inserted that is not known to the compiler.
 _CONSTANT = re.compile(
-    r"^\s*(#|using |enum |Packed<.*\(|template|namespace|struct |static_assert|return \[|case )|"
+    r"^\s*(#|using |enum |template|namespace|struct |static_assert|return \[|case )|"
     r"constexpr|alignas|__shared__|__launch_bounds__|operator|asm|FT_\w+\(|__global__|\"|\bnew\b|"
     r"\bauto\* kernel|\[\w+ \+ 1\]"
 )

@@ -71,7 +71,7 @@ template <template <class> class Formula, bool kBackward, int kVectors, class V,
 __device__ __forceinline__ void apply(const Tensors<S>& t, int64_t at, int64_t stride, int count,
                                       const P (&a)[V::kLanes], const P (&b)[V::kLanes],
                                       P (&sum_a)[V::kLanes], P (&sum_b)[V::kLanes]) {
-  Packed<S, (V::kLanes > 1)> packed_g[kVectors], packed_x[kVectors];
+  Packed<S, V::kIsWide> packed_g[kVectors], packed_x[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (j >= count) continue;

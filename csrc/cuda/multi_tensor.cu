@@ -111,10 +111,11 @@ class Step {
     sweep(plan_.measured_chunks(), false,
           [&](const auto& argument, bool in_double, int64_t blocks) {
             using Table = std::decay_t<decltype(argument)>;
-            const auto kernel = plan_.by_unit ? (in_double ? &measure_units_kernel<double, Table>
-                                                           : &measure_units_kernel<float, Table>)
-                                              : (in_double ? &measure_kernel<double, Table>
-                                                           : &measure_kernel<float, Table>);
+            const auto kernel =
+                plan_.by_unit
+                    ? (in_double ? &measure_units_kernel<double, Table>
+                                 : &measure_units_kernel<float, Table>)
+                    : (in_double ? &measure_kernel<double, Table> : &measure_kernel<float, Table>);
             launch(kernel, blocks, kSweepThreads, stream_, 0, argument);
           });
     add(plan_.measured_chunks(), call_.sums, work_.clipped, nullptr);

@@ -256,10 +256,10 @@ constexpr Kernels<Table> instance() {
 
 template <class Table>
 Kernels<Table> kernels_of(int rule, int states, bool in_double) {
-#define FT_KERNELS(name, Rule, least, most)          \
-  {instance<Table, formulas::Rule, 0, least, most>(), \
-   instance<Table, formulas::Rule, 1, least, most>(), \
-   instance<Table, formulas::Rule, 2, least, most>(), \
+#define FT_KERNELS(name, Rule, least, most)            \
+  {instance<Table, formulas::Rule, 0, least, most>(),  \
+   instance<Table, formulas::Rule, 1, least, most>(),  \
+   instance<Table, formulas::Rule, 2, least, most>(),  \
    instance<Table, formulas::Rule, 3, least, most>()},
   static constexpr Kernels<Table> kKernels[][kMaxStates + 1] = {FT_RULES(FT_KERNELS)};
 #undef FT_KERNELS

@@ -27,8 +27,7 @@ using ManyRanges = ZeroTable<kArgumentBytes>;      // 1637
 static_assert(sizeof(FewRanges) <= kSmallArgumentBytes && sizeof(ManyRanges) <= kArgumentBytes, "");
 
 template <class Table>
-__global__ void __launch_bounds__(kZeroThreads)
-    zero_kernel(const Table __grid_constant__ table) {
+__global__ void __launch_bounds__(kZeroThreads) zero_kernel(const Table __grid_constant__ table) {
   int low = 0, high = table.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;

@@ -52,6 +52,7 @@ __host__ __device__ __forceinline__ __nv_bfloat16 store_one<__nv_bfloat16>(float
 // Neighbouring elements: kLanes of 16 bytes together, or one (kWide = false) of any alignment.
 template <class S, bool kWide = true>
 struct Vec {
+  static constexpr bool kIsWide = kWide;
   static constexpr int kLanes = kWide ? 16 / sizeof(S) : 1;
   using T = typename Compute<S>::T;
 
@@ -104,6 +105,11 @@ struct Packed {
     __builtin_memcpy(&stored, &bits, sizeof bits);
 #pragma unroll
     for (int k = 0; k < V::kLanes; ++k) lane[k] = load_one(stored.lane[k]);
+  }
+  __device__ __forceinline__ V get() const {
+    V v;
+    get(v.lane);
+    return v;
   }
 };
 

@@ -1,0 +1,231 @@
+// The walks over a tensor with channels that scaled sums and bias + activation + dropout share, and
+// what they make of sums.
+//
+// Where `inner` is long (channels first) a block takes a part of one sample and channel; where it
+// is short (channels last, or few elements a plane) a lane keeps its columns, and the warps of a
+// block share the rows. Sums meet in the block, and blocks leave shares that a second kernel adds
+// up: their order is fixed for a device.
+#pragma once
+
+#include "batch_norm_formula.cuh"
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kBlocksPerMultiprocessor = 16;
+
+template <class S, class T = typename Compute<S>::T, class Call>
+Chosen<T> formula_of(const Call& call) {
+  BatchNorm n = {};
+  n.op = call.op;
+  for (int k = 0; k < kMaxParameters; ++k) n.parameters[k] = call.parameters[k];
+  return chosen<S>(n);
+}
+
+// How a call is cut into blocks: block b works on part b % parts (samples x channels, or x groups
+// of columns), and on group b / parts of what is summed over.
+struct Plan {
+  bool columns, wide;
+  int64_t parts, groups;
+  int64_t per_group;  // vectors of a part, or rows
+  int64_t shares;     // of a group: samples x channels, or x columns
+};
+
+// `together`: steps of a thread whose loads are under way together.
+template <class S>
+Plan plan_for(const Channels& c, bool aligned, int together) {
+  Plan plan;
+  constexpr int kLanes = Vec<S>::kLanes;
+  const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
+  plan.wide = aligned && c.inner % kLanes == 0 && sizeof(S) < 8;
+  plan.columns = c.inner / (plan.wide ? kLanes : 1) < kWarp && c.channels > 1;
+  int64_t steps;
+  if (plan.columns) {
+    plan.wide = aligned && c.channels * c.inner % kLanes == 0 && sizeof(S) < 8;
+    plan.parts = c.samples * ceil_div(c.channels * c.inner, kWarp * (plan.wide ? kLanes : 1));
+    plan.shares = c.samples * c.channels * c.inner;
+    steps = ceil_div(c.rows, kWarps);
+  } else {
+    plan.parts = plan.shares = c.samples * c.channels;
+    steps = ceil_div(c.rows * (c.inner / (plan.wide ? kLanes : 1)), kThreads);
+  }
+  const int64_t wanted = ceil_div(most, plan.parts);
+  plan.groups = wanted < steps ? wanted : steps;
+  if (plan.groups < 1) plan.groups = 1;
+  int64_t each = ceil_div(steps, plan.groups);
+  if (each > together) each = ceil_div(each, together) * together;
+  plan.groups = ceil_div(steps, each);
+  plan.per_group = each * (plan.columns ? kWarps : kThreads);
+  return plan;
+}
+
+// A job says what is done with vectors of elements: which inputs they are fetched from, and what is
+// made of them. Steps of a thread are fetched kTogether at a time, before the first is computed
+// with. Blocks of 256 threads and at most 128 registers are two a multiprocessor, and 512 threads
+// with four vectors of 16 bytes each have 32 KB on their way; an H100 needs 20 (0.8 us of
+// bandwidth).
+template <class Job>
+constexpr int kTogether = 4 / Job::kInputs;
+
+template <class V, class Job>
+__device__ __forceinline__ void run_steps(const Job& job, int count,
+                                          const int64_t (&at)[kTogether<Job>],
+                                          const typename V::T (&coefficient)[V::kLanes],
+                                          typename V::T (&sum)[V::kLanes]) {
+  Packed<typename Job::S, V::kIsWide> in[kTogether<Job>][Job::kInputs];
+#pragma unroll
+  for (int j = 0; j < kTogether<Job>; ++j)
+    if (j < count) job.fetch(at[j], in[j]);
+#pragma unroll
+  for (int j = 0; j < kTogether<Job>; ++j)
+    if (j < count) job.template run<V>(at[j], in[j], coefficient, sum);
+}
+
+template <class Job>
+__device__ __forceinline__ int steps_left(int64_t left, int64_t stride) {
+  int count = 0;
+#pragma unroll
+  for (int j = 0; j < kTogether<Job>; ++j) count += j * stride < left;
+  return count;
+}
+
+// First walk.
+template <class Job, bool kWide>
+__global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims at 80 registers
+    planes_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
+  using S = typename Job::S;
+  using V = Vec<S, kWide>;
+  using T = typename V::T;
+  const int64_t parts = c.samples * c.channels;
+  const int64_t part = blockIdx.x % parts, group = blockIdx.x / parts;
+  const int64_t sample = part / c.channels, channel = part - sample * c.channels;
+  const int64_t each = c.inner / V::kLanes;
+  int64_t last = (group + 1) * per_group;
+  if (last > c.rows * each) last = c.rows * each;
+
+  T coefficient[V::kLanes], sum[V::kLanes];
+#pragma unroll
+  for (int l = 0; l < V::kLanes; ++l) {
+    coefficient[l] = job.coefficient(part);
+    sum[l] = T(0);
+  }
+  // Vector k is vector `i` of a row; a step goes `rows` rows and `rest` vectors on.
+  int64_t k = group * per_group + threadIdx.x, i = k % each;
+  const int64_t rows = kThreads / each, rest = kThreads % each, row_size = c.channels * c.inner;
+  int64_t place = ((sample * c.rows + k / each) * c.channels + channel) * c.inner + i * V::kLanes;
+  for (; k < last; k += kThreads * kTogether<Job>) {
+    int64_t at[kTogether<Job>];
+#pragma unroll
+    for (int j = 0; j < kTogether<Job>; ++j) {
+      at[j] = place;
+      place += rows * row_size + rest * V::kLanes;
+      i += rest;
+      if (i < each) continue;
+      i -= each;
+      place += row_size - c.inner;
+    }
+    run_steps<V>(job, steps_left<Job>(last - k, kThreads), at, coefficient, sum);
+  }
+  if constexpr (Job::kSums) {
+    __shared__ T scratch[kWarps];
+    T total = T(0);
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) total += sum[l];
+    total = block_sum<kWarps>(total, scratch);
+    if (threadIdx.x == 0) shares[group * parts + part] = total;
+  }
+}
+
+// Second walk.
+template <class Job, bool kWide>
+__global__ void __launch_bounds__(kThreads, 2)
+    columns_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
+  using S = typename Job::S;
+  using V = Vec<S, kWide>;
+  using T = typename V::T;
+  const int64_t columns = c.channels * c.inner;
+  const int64_t across = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
+  const int64_t parts = c.samples * across;
+  const int64_t part = blockIdx.x % parts, group = blockIdx.x / parts;
+  const int64_t sample = part / across;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int64_t column = ((part - sample * across) * kWarp + lane) * V::kLanes;
+  const bool exists = column < columns;
+  int64_t last = (group + 1) * per_group;
+  if (last > c.rows) last = c.rows;
+
+  T coefficient[V::kLanes], sum[V::kLanes];
+#pragma unroll
+  for (int l = 0; l < V::kLanes; ++l) {
+    const int64_t channel = exists ? (column + l) / c.inner : 0;
+    coefficient[l] = job.coefficient(sample * c.channels + channel);
+    sum[l] = T(0);
+  }
+  if (exists) {
+    for (int64_t row = group * per_group + warp; row < last; row += kWarps * kTogether<Job>) {
+      int64_t at[kTogether<Job>];
+#pragma unroll
+      for (int j = 0; j < kTogether<Job>; ++j)
+        at[j] = (sample * c.rows + row + j * kWarps) * columns + column;
+      run_steps<V>(job, steps_left<Job>(last - row, kWarps), at, coefficient, sum);
+    }
+  }
+  if constexpr (Job::kSums) {
+    __shared__ T scratch[kWarps][kWarp * V::kLanes];
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) scratch[warp][l * kWarp + lane] = sum[l];
+    __syncthreads();
+    if (warp == 0 && exists) {
+#pragma unroll
+      for (int l = 0; l < V::kLanes; ++l) {
+        T total = T(0);
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) total += scratch[w][l * kWarp + lane];
+        shares[(group * c.samples + sample) * columns + column + l] = total;
+      }
+    }
+  }
+}
+
+// A warp a sample and channel: the shares of all groups, and of the channel's columns.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const double* shares, T* sums, int64_t count, int64_t groups, int64_t columns) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t at = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  if (at >= count) return;
+  double sum = 0;
+  for (int64_t i = lane; i < groups * columns; i += kWarp) {
+    const int64_t group = i / columns;
+    sum += shares[(group * count + at) * columns + (i - group * columns)];
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) sums[at] = T(sum);
+}
+
+template <class Job, class... P>
+void run_job(const Job& job, const Channels& c, double* shares, void* sums, void* stream,
+             const P*... pointers) {
+  using S = typename Job::S;
+  using T = typename Compute<S>::T;
+  const Plan plan = plan_for<S>(c, Job::kWide && aligned(pointers...), kTogether<Job>);
+  auto* kernel = plan.columns ? &columns_kernel<Job, false> : &planes_kernel<Job, false>;
+  if constexpr (Job::kWide)
+    if (plan.wide) kernel = plan.columns ? &columns_kernel<Job, true> : &planes_kernel<Job, true>;
+  launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
+  if (!Job::kSums) return;
+  const int64_t count = c.samples * c.channels;
+  launch(&finish_kernel<T>, ceil_div(count, kWarps), kThreads, stream, 0,
+         static_cast<const double*>(shares), static_cast<T*>(sums), count, plan.groups,
+         plan.shares / count);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fusedtrain

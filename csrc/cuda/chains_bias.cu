@@ -1,0 +1,177 @@
+// Bias + activation + dropout.
+#include "../formulas.h"
+#include "../philox.h"
+#include "chains.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+using formulas::Philox;
+
+// Which of the elements [at, at + lanes) are kept.
+template <int kLanes>
+__device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kept)[kLanes]) {
+  const uint64_t key = uint64_t(call.seed[0]), high = uint64_t(call.seed[1]);
+  // Vectors of 4 or 8 begin where a block does.
+#pragma unroll
+  for (int l = 0; l < kLanes; l += 4) {
+    const Philox random(key, uint64_t(at + l) / 4, high);
+    if constexpr (kLanes == 1) {
+      const int which = int(at % 4);
+      const uint32_t word = which == 0   ? random.word[0]
+                            : which == 1 ? random.word[1]
+                            : which == 2 ? random.word[2]
+                                         : random.word[3];
+      kept[0] = word >= call.threshold;
+    } else {
+#pragma unroll
+      for (int w = 0; w < 4; ++w) kept[l + w] = random.word[w] >= call.threshold;
+    }
+  }
+}
+
+// Any formula in vectors of eight would spill two registers.
+template <class F, class S>
+constexpr bool may_be_wide =
+    sizeof(S) == 4 || (sizeof(S) == 2 && !std::is_same_v<F, AnyFormula<float>>);
+
+template <class Call, class F, class S_>
+struct BiasActJob {
+  using S = S_;
+  using T = typename Compute<S>::T;
+  static constexpr bool kWide = may_be_wide<F, S>;
+  Call call;
+  Chosen<T> chosen;
+  __device__ __forceinline__ T coefficient(int64_t i) const {
+    return call.bias == nullptr ? T(0) : load_one(static_cast<const S*>(call.bias)[i]);
+  }
+};
+
+template <class F, class S, bool kDrops>
+struct BiasActForwardJob : BiasActJob<BiasActForward, F, S> {
+  using typename BiasActJob<BiasActForward, F, S>::T;
+  using BiasActJob<BiasActForward, F, S>::call, BiasActJob<BiasActForward, F, S>::chosen;
+  static constexpr bool kSums = false;
+  static constexpr int kInputs = 1;
+  template <class V>
+  __device__ __forceinline__ void fetch(int64_t at, Packed<S, V::kIsWide> (&in)[kInputs]) const {
+    in[0].load(static_cast<const S*>(call.x) + at);
+  }
+  template <class V>
+  __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
+                                      const T (&bias)[V::kLanes], T (&)[V::kLanes]) const {
+    const F formula(chosen);
+    const T gain = T(call.gain), bound = T(call.clamp);
+    bool kept[V::kLanes];
+    if constexpr (kDrops) keep<V::kLanes>(call, at, kept);
+    V v = in[0].get();
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) {
+      T y = formula.forward(v.lane[l] + bias[l]) * gain;
+      if (bound >= T(0)) y = formulas::math::clamp(y, -bound, bound);
+      if constexpr (kDrops) y = kept[l] ? y * T(call.keep) : T(0);
+      v.lane[l] = y;
+    }
+    v.store(static_cast<S*>(call.y) + at);
+  }
+};
+
+template <class F, class S, bool kDrops>
+struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
+  using typename BiasActJob<BiasActBackward, F, S>::T;
+  using BiasActJob<BiasActBackward, F, S>::call, BiasActJob<BiasActBackward, F, S>::chosen;
+  static constexpr bool kSums = true;
+  static constexpr int kInputs = 2;
+  template <class V>
+  __device__ __forceinline__ void fetch(int64_t at, Packed<S, V::kIsWide> (&in)[kInputs]) const {
+    in[0].load(static_cast<const S*>(call.grad) + at);
+    in[1].load(static_cast<const S*>(call.saved) + at);
+  }
+  template <class V>
+  __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
+                                      const T (&bias)[V::kLanes], T (&sum)[V::kLanes]) const {
+    const F formula(chosen);
+    const T factor = T(call.gain) * (kDrops ? T(call.keep) : T(1)), undo = T(1) / factor;
+    const T bound = T(call.clamp);
+    bool kept[V::kLanes];
+    if constexpr (kDrops) keep<V::kLanes>(call, at, kept);
+    V g = in[0].get();
+    const V s = in[1].get();
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) {
+      T gradient = g.lane[l] * factor, z = s.lane[l];
+      if constexpr (kDrops) gradient = kept[l] ? gradient : T(0);
+      if (formula.saves_output()) {
+        if (bound >= T(0) && !(formulas::math::abs(z) < bound * (kDrops ? T(call.keep) : T(1))))
+          gradient = T(0);
+        z *= undo;
+      } else {
+        z += bias[l];
+        if (bound >= T(0) && !(formulas::math::abs(formula.forward(z) * T(call.gain)) < bound))
+          gradient = T(0);
+      }
+      g.lane[l] = formula.backward(gradient, z);
+      sum[l] += g.lane[l];
+    }
+    g.store(static_cast<S*>(call.grad_input) + at);
+  }
+};
+
+// Every dtype has the kernels of any formula; the common ones of a bias in training their own.
+#define FT_CHAIN_FORMULAS(X)                     \
+  X(op_identity, Identity, kInput)               \
+  X(op_relu, formulas::Relu, kOutput)            \
+  X(op_leaky_relu, formulas::LeakyRelu, kOutput) \
+  X(op_silu, formulas::Silu, kInput)             \
+  X(op_gelu, formulas::Gelu, kInput)             \
+  X(op_gelu_tanh, formulas::GeluTanh, kInput)
+
+template <template <class, class, bool> class Job, class S, class Call>
+void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
+  using T = typename Compute<S>::T;
+  const Chosen<T> formula = formula_of<S>(call);
+  const void *a, *b, *c = nullptr;
+  if constexpr (std::is_same_v<Call, BiasActForward>) {
+    a = call.x, b = call.y;
+  } else {
+    a = call.grad, b = call.saved, c = call.grad_input;
+  }
+  const auto go = [&](auto job) {
+    run_job(job, call.shape, shares, sums, stream, static_cast<const char*>(a),
+            static_cast<const char*>(b), static_cast<const char*>(c));
+  };
+  const auto with = [&](auto* f) {
+    using F = std::remove_pointer_t<decltype(f)>;
+    if (call.seed != nullptr)
+      go(Job<F, S, true>{call, formula});
+    else
+      go(Job<F, S, false>{call, formula});
+  };
+  if constexpr (sizeof(S) < 8) {
+#define FT_WITH(number, Formula, saved)                                                     \
+  if (call.op == number) return with(static_cast<OneFormula<Formula, saved, T>*>(nullptr));
+    FT_CHAIN_FORMULAS(FT_WITH)
+#undef FT_WITH
+  }
+  with(static_cast<AnyFormula<T>*>(nullptr));
+}
+
+}  // namespace
+
+void bias_act(const BiasActForward& call, void* stream) {
+  by_dtype(call.dtype, [&](auto* null) {
+    run_bias_act<BiasActForwardJob, std::remove_pointer_t<decltype(null)>>(call, nullptr, nullptr,
+                                                                           stream);
+  });
+}
+
+void bias_act(const BiasActBackward& call, void* stream) {
+  by_dtype(call.dtype, [&](auto* null) {
+    run_bias_act<BiasActBackwardJob, std::remove_pointer_t<decltype(null)>>(call, call.shares,
+                                                                            call.grad_bias, stream);
+  });
+}
+
+}  // namespace cuda
+}  // namespace fusedtrain
