@@ -81,7 +81,7 @@ __device__ __forceinline__ void run_steps(const Job& job, int count,
   Packed<typename Job::S, V::kIsWide> in[kTogether<Job>][Job::kInputs];
 #pragma unroll
   for (int j = 0; j < kTogether<Job>; ++j)
-    if (j < count) job.fetch(at[j], in[j]);
+    if (j < count) job.template fetch<V>(at[j], in[j]);
 #pragma unroll
   for (int j = 0; j < kTogether<Job>; ++j)
     if (j < count) job.template run<V>(at[j], in[j], coefficient, sum);
