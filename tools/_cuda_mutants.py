@@ -88,6 +88,24 @@ _CONSTANT = re.compile(
 )
 
 
+# The smaller or the larger of two: where both are equal, either will do.
+_VALUE = r"(?:\w+\()?([\w.>\[\]-]+(?:\(\))?)\)?"
+_TIES = (
+    re.compile(rf"(?<![\w.]){_VALUE} [<>]=? {_VALUE} \? {_VALUE} : {_VALUE}"),
+    re.compile(r"if \(([^;]+?) [<>]=? ([^;]+?)\) ([^;=]+?) = ([^;]+?);"),
+)
+
+
+def _is_tie(code: str, at: int) -> bool:
+    """Whether the comparison at that column chooses one of its own sides."""
+    for pattern in _TIES:
+        for found in pattern.finditer(code):
+            a, b, first, second = found.groups()
+            if found.start() <= at < found.end() and {a, b} == {first, second}:
+                return True
+    return False
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in a file: ``old`` at ``offset``. In the build of all mutants ``text`` goes behind
@@ -113,7 +131,8 @@ def _sites(text: str) -> Iterator[Site]:
                         r"[^<>;()]*>", after
                     )
                     shuffles = what != "lane of a shuffle" or "__shfl" in code
-                    if in_template or not shuffles:
+                    tie = re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start())
+                    if in_template or tie or not shuffles:
                         continue
                     yield Site(
                         start + found.start(), found[0], insertion, new.format(found[0]), what
@@ -171,7 +190,7 @@ _killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest firs
 _limits: dict[tuple[str, ...], float] = {}
 # One op of each loop; its formulas are those of the CPU.
 _CHOSEN = [
-    "-k", "(emulated or test_cuda) and (not test_kernels or silu or prelu or hardtanh)"
+    "-k", "(emulated or test_cuda) and (not test_kernels or silu or prelu or star_relu or hardtanh)"
     " and not 2_to_31",
 ]  # fmt: skip
 
