@@ -43,8 +43,8 @@ HAS_GPU = torch.cuda.is_available()
 class Kernels:
     """Calls ops by name, the last letters of which tell forward, backward and in place apart.
 
-    What an op is given must lie on the device, and where none of it is empty, a call must start a
-    kernel.
+    What an op is given must lie on the device. A call must start a kernel, but where something of
+    it is empty, or nothing was asked for.
     """
 
     device = "cpu"
@@ -60,7 +60,9 @@ class Kernels:
         count = COUNTERS[self.counter] if self.counter else lambda: 1
         before = count()
         result = self.run(name, *arguments)
-        if self.counter and all(t.numel() for t in tensors):
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made += written_by_call(name, arguments)
+        if self.counter and all(t.numel() for t in tensors) and any(t.numel() for t in made):
             assert count() > before, f"{name} started no {self.counter} kernel"
         return result
 
@@ -118,8 +120,7 @@ class Emulated(Kernels):
         self.emulator = cuda_emulator.load()
 
     def run(self, name: str, *arguments: Any) -> Any:
-        given = tree_leaves([arguments[i] for i in written_by(name)])
-        written = [t for t in given if t is not None]
+        written = written_by_call(name, arguments)
         kept = [t.clone() for t in written]
         results = []
         for order in cuda_emulator.ORDERS:
@@ -179,6 +180,12 @@ def written_by(name: str) -> list[int]:
     schema = getattr(torch.ops.fusedtrain, name).default._schema
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     return [i for i, is_written in enumerate(written) if is_written]
+
+
+def written_by_call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors that a call of the op writes to."""
+    given = tree_leaves([arguments[i] for i in written_by(name)])
+    return [t for t in given if t is not None]
 
 
 def same_bits(a: Any, b: Any) -> bool:
