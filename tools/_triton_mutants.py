@@ -43,6 +43,16 @@ EQUIVALENT: dict[Key, str] = {
     (_CHAINS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
         "the row after the last has the coefficient of channel 0, and is not stored",
 }  # fmt: skip
+_ENDS = "a block that ends with the data is masked, too: slower, with the same result"
+for _file, _function, _line in (
+    ("fold", "fold_kernel", "start + BLOCK < numel"),
+    ("images", "to_last_kernel", "start + BLOCK < total"),
+    ("pointwise", "forward_kernel", "start + BLOCK < n"),
+    ("pointwise", "backward_kernel", "start + BLOCK < n"),
+    ("channelwise", "flat_forward_kernel", "start + BLOCK < n"),
+    ("channelwise", "flat_backward_kernel", "start + BLOCK < n"),
+):  # fmt: skip
+    EQUIVALENT[f"{FOLDER}/{_file}.py", _function, f"whole = {_line}"] = _ENDS
 # Functions in which nothing is made of the `other` of a load: its lanes are neither stored nor
 # added up, or multiplied by a zero. mutants() adds these to EQUIVALENT.
 NO_OTHER: dict[tuple[str, str], str] = {
@@ -51,6 +61,11 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (_CHAINS, "scale_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "bias_act_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
+    (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
+    (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
+    (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
 }
 
