@@ -82,3 +82,17 @@ def test_windows_of_nothing_but_minus_infinity(ops: Any, last: bool) -> None:
     assert (y == -torch.inf).all()
     found = ops("max_pool2d_backward", grad.to(ops.device), codes, 5, 4, *window, 4, last)
     torch.testing.assert_close(found.cpu().double(), expected)
+
+
+def test_strides_that_32_bits_cannot_hold(ops: Any) -> None:
+    """There is one row of outputs, as with any stride larger than the input."""
+    x = torch.randn(1, 3, 4, 5)
+    wide = x.double().requires_grad_()
+    wanted = torch.nn.functional.max_pool2d(wide, (2, 3), (50, 1), (1, 1))
+    grad = torch.randn(wanted.shape)
+    (expected,) = torch.autograd.grad(wanted, wide, grad.double())
+    window = ((2, 3), (2**32, 1), (1, 1))
+    y, codes = ops("max_pool2d", x.to(ops.device), *window, False, 4, False)
+    torch.testing.assert_close(y.cpu().double(), wanted.detach())
+    found = ops("max_pool2d_backward", grad.to(ops.device), codes, 4, 5, *window, 4, False)
+    torch.testing.assert_close(found.cpu().double(), expected)
