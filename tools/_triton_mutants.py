@@ -21,6 +21,7 @@ TESTS: dict[str, list[str]] = {
     "_chain_kernels.py": ["tests/test_triton_chains.py", "tests/test_chain_kernels.py"],
     "channelwise.py": ["tests/test_triton.py", _NUMBERS],
     "few_bit.py": [
+        "tests/test_triton_few_bit.py",
         "tests/test_few_bit.py::test_kernels[triton-sliced-torch.float32",
         "tests/test_few_bit.py::test_kernels[triton-many-torch.float32",
         "tests/test_few_bit.py::test_special_inputs[triton",
