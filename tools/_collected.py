@@ -44,8 +44,9 @@ class Collected:
         self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
 
     def run(self, files: Iterable[str], seconds: float, first: Iterable[str] = ()) -> str:
-        """The first test of the files that fails; "" where all pass. They run in the order of the
-        files, but those whose names are in `first` before all others."""
+        """The first test that fails; "" where all pass. `files` may have the beginning of a name
+        each: file::test_. Tests run in their order, but those named in `first` before all others.
+        """
         request = json.dumps([list(files), seconds, list(first)])
         print(request, file=self._requests, flush=True)
         answer = self._answers.readline()
@@ -61,6 +62,12 @@ class Collected:
 
 def _name(nodeid: str) -> str:
     return nodeid.split("/")[-1]
+
+
+def _is_of(nodeid: str, tests: str) -> bool:
+    """`tests` is a file, or file::beginning of a name."""
+    file, _, beginning = tests.partition("::")
+    return nodeid.startswith(f"{file}::{beginning}")
 
 
 def _serve(
@@ -89,7 +96,7 @@ def _serve(
         def pytest_runtestloop(self, session: Any) -> bool:
             for line in requests:
                 files, seconds, first = json.loads(line)
-                items = [i for f in files for i in session.items if i.path == tree / f]
+                items = [i for f in files for i in session.items if _is_of(i.nodeid, f)]
                 order = {name: place for place, name in enumerate(first)}
                 items.sort(key=lambda item: order.get(_name(item.nodeid), len(order)))
                 print(json.dumps(self.forked(items, seconds)), file=answers, flush=True)

@@ -26,9 +26,9 @@ class Mutant:
 
     @property
     def key(self) -> Key:
-        """What tables of equivalents name: file, function, the line as it becomes. No numbers of
-        lines, which other changes move."""
-        return self.file, self.function, self.after
+        """What tables of equivalents name: file, function, the line as it becomes but for a comment
+        of Python's. No numbers of lines, which other changes move."""
+        return self.file, self.function, self.after.split(" # ")[0]
 
     @property
     def name(self) -> str:

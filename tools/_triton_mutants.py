@@ -20,7 +20,12 @@ TESTS: dict[str, list[str]] = {
     "_batch_norm_tiles.py": _NORMS,
     "_chain_kernels.py": ["tests/test_triton_chains.py", "tests/test_chain_kernels.py"],
     "channelwise.py": ["tests/test_triton.py", _NUMBERS],
-    "few_bit.py": ["tests/test_few_bit.py"],
+    "few_bit.py": [
+        "tests/test_triton_few_bit.py",
+        "tests/test_few_bit.py::test_kernels[triton-sliced-torch.float32",
+        "tests/test_few_bit.py::test_kernels[triton-many-torch.float32",
+        "tests/test_few_bit.py::test_special_inputs[triton",
+    ],
     "fold.py": ["tests/test_fold_kernels.py"],
     "formulas.py": [_NUMBERS],
     "images.py": ["tests/test_images.py"],
@@ -29,10 +34,17 @@ TESTS: dict[str, list[str]] = {
     "multi_tensor_tail.py": _OPTIMIZERS,
     "multi_tensor_update.py": _OPTIMIZERS,
     "optimizers.py": _OPTIMIZERS,
-    "pointwise.py": [_NUMBERS],
+    "pointwise.py": [
+        f"{_NUMBERS}::test_a_grid",
+        f"{_NUMBERS}::test_bounds",
+        f"{_NUMBERS}::test_backward_with",
+    ],
     "pool.py": ["tests/test_triton_pool.py"],
-    "scaling.py": _OPTIMIZERS,
-    "stochastic_rounding.py": _OPTIMIZERS,
+    "scaling.py": [f"{_OPTIMIZERS[0]}::test_zero", f"{_OPTIMIZERS[0]}::test_update_scale"],
+    "stochastic_rounding.py": [
+        f"{_OPTIMIZERS[0]}::test_stochastic",
+        "tests/test_triton_rounding.py",
+    ],
     "vecmath.py": [_NUMBERS],
 }
 # Not what compiles, or starts a process.
@@ -42,7 +54,25 @@ _CHAINS = f"{FOLDER}/_chain_kernels.py"
 EQUIVALENT: dict[Key, str] = {
     (_CHAINS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
         "the row after the last has the coefficient of channel 0, and is not stored",
+    (f"{FOLDER}/few_bit.py", "code_of", "counted = tl.where(counted > 0.0, counted, 0.0)"):
+        "0 stays 0",
+    (f"{FOLDER}/scaling.py", "next_scale",
+     "new = tl.where(new.to(tl.float64) <= min_scale, min_scale.to(tl.float32), new)"):
+        "a scale that is the bound becomes the bound",
+    (f"{FOLDER}/scaling.py", "next_scale",
+     "new = tl.where(new.to(tl.float64) >= max_scale, max_scale.to(tl.float32), new)"):
+        "a scale that is the bound becomes the bound",
 }  # fmt: skip
+_ENDS = "a block that ends with the data is masked, too: slower, with the same result"
+for _file, _function, _line in (
+    ("fold", "fold_kernel", "start + BLOCK < numel"),
+    ("images", "to_last_kernel", "start + BLOCK < total"),
+    ("pointwise", "forward_kernel", "start + BLOCK < n"),
+    ("pointwise", "backward_kernel", "start + BLOCK < n"),
+    ("channelwise", "flat_forward_kernel", "start + BLOCK < n"),
+    ("channelwise", "flat_backward_kernel", "start + BLOCK < n"),
+):  # fmt: skip
+    EQUIVALENT[f"{FOLDER}/{_file}.py", _function, f"whole = {_line}"] = _ENDS
 # Functions in which nothing is made of the `other` of a load: its lanes are neither stored nor
 # added up, or multiplied by a zero. mutants() adds these to EQUIVALENT.
 NO_OTHER: dict[tuple[str, str], str] = {
@@ -51,6 +81,14 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (_CHAINS, "scale_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "bias_act_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
+    (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
+    (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
+    (f"{FOLDER}/pool.py", "max_pool2d_backward_kernel"): "outputs that are not valid are not added",
+    (f"{FOLDER}/pointwise.py", "forward_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/pointwise.py", "backward_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
+    (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
     (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
 }
 
@@ -217,7 +255,8 @@ _killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest firs
 
 def prepare(tree: Path, files: set[str], seconds: float) -> str:
     tests = sorted({test for file in files for test in TESTS[Path(file).name]})
-    _collected.append(Collected(tree, [*tests, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
+    paths = sorted({test.split("::")[0] for test in tests})
+    _collected.append(Collected(tree, [*paths, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
     return _collected[0].run(tests, 10 * seconds)
 
 
