@@ -71,28 +71,31 @@ template <template <class> class Formula, bool kBackward, int kVectors, class V,
 __device__ __forceinline__ void apply(const Tensors<S>& t, int64_t at, int64_t stride, int count,
                                       const P (&a)[V::kLanes], const P (&b)[V::kLanes],
                                       P (&sum_a)[V::kLanes], P (&sum_b)[V::kLanes]) {
-  V g[kVectors], x[kVectors];
+  Fetched<V, S> grads[kVectors], inputs[kVectors];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (j >= count) continue;
-    x[j].load(t.x + at + j * stride);
-    if constexpr (kBackward) g[j].load(t.grad + at + j * stride);
+    inputs[j].load(t.x + at + j * stride);
+    if constexpr (kBackward) grads[j].load(t.grad + at + j * stride);
   }
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (j >= count) continue;
+    V x = inputs[j].get();
+    if constexpr (kBackward) {
+      const V g = grads[j].get();
 #pragma unroll
-    for (int k = 0; k < V::kLanes; ++k) {
-      if constexpr (kBackward) {
+      for (int k = 0; k < V::kLanes; ++k) {
         P da = P(0), db = P(0);
-        x[j].lane[k] = Formula<P>::backward(g[j].lane[k], x[j].lane[k], a[k], b[k], da, db);
+        x.lane[k] = Formula<P>::backward(g.lane[k], x.lane[k], a[k], b[k], da, db);
         sum_a[k] += da;
         sum_b[k] += db;
-      } else {
-        x[j].lane[k] = Formula<P>::forward(x[j].lane[k], a[k], b[k]);
       }
+    } else {
+#pragma unroll
+      for (int k = 0; k < V::kLanes; ++k) x.lane[k] = Formula<P>::forward(x.lane[k], a[k], b[k]);
     }
-    x[j].store(t.out + at + j * stride);
+    x.store(t.out + at + j * stride);
   }
 }
 

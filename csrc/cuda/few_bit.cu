@@ -41,16 +41,37 @@ struct BytesOf<2> {
 template <class S>
 using Bytes = typename BytesOf<kColumn<S>>::Word;
 
+// Steps of a thread whose loads are under way together: 512 threads of at most 128 registers have 32
+// KB on their way.
+constexpr int kAhead = 4;
+
+// The elements of kAhead steps.
 template <class S, bool kWhole>
-__device__ __forceinline__ void load_step(const S* from, int64_t first, int64_t n, Vec<S>& to) {
-  if constexpr (kWhole) {
-    to.load(from + first);
-  } else {
+struct Steps {
+  Fetched<Vec<S>, S> whole[kAhead];
+  const S* from;
+  int64_t first, n;
+
+  __device__ __forceinline__ Steps(const S* from, int64_t first, int64_t n)
+      : from(from), first(first), n(n) {
+    if constexpr (kWhole) {
 #pragma unroll
-    for (int k = 0; k < Vec<S>::kLanes; ++k)
-      to.lane[k] = first + k < n ? load_one(from[first + k]) : typename Compute<S>::T(0);
+      for (int j = 0; j < kAhead; ++j) whole[j].load(from + first + j * kBitStep);
+    }
   }
-}
+  __device__ __forceinline__ Vec<S> get(int j) const {
+    if constexpr (kWhole) {
+      return whole[j].get();
+    } else {
+      Vec<S> v;
+      const int64_t at = first + j * kBitStep;
+#pragma unroll
+      for (int k = 0; k < Vec<S>::kLanes; ++k)
+        v.lane[k] = at + k < n ? load_one(from[at + k]) : typename Compute<S>::T(0);
+      return v;
+    }
+  }
+};
 template <class S, bool kWhole>
 __device__ __forceinline__ void store_step(const Vec<S>& from, S* to, int64_t first, int64_t n) {
   if constexpr (kWhole) {
@@ -119,30 +140,33 @@ __device__ __forceinline__ void forward_column(const Formula& formula, const Slo
   const int count = bits == 8 ? 0 : (1 << bits) - 1;
   Word step_codes[kBitSteps];
 #pragma unroll
-  for (int step = 0; step < kBitSteps; ++step) {
-    const int64_t at = first + step * kBitStep;
-    Vec<S> v;
-    load_step<S, kWhole>(x, at, n, v);
-    int code[kColumn<S>], units[kColumn<S>];
+  for (int start = 0; start < kBitSteps; start += kAhead) {
+    const Steps<S, kWhole> steps(x, first + start * kBitStep, n);
 #pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k) {
-      const T in = v.lane[k];
-      T slope;
-      formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
-      units[k] = int(formulas::units_of(slope, slopes));
-      code[k] = bits == 8 ? units[k] : 0;
+    for (int step = start; step < start + kAhead; ++step) {
+      const int64_t at = first + step * kBitStep;
+      Vec<S> v = steps.get(step - start);
+      int code[kColumn<S>], units[kColumn<S>];
+#pragma unroll
+      for (int k = 0; k < kColumn<S>; ++k) {
+        const T in = v.lane[k];
+        T slope;
+        formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
+        units[k] = int(formulas::units_of(slope, slopes));
+        code[k] = bits == 8 ? units[k] : 0;
+      }
+      for (int j = 0; j < count; ++j) {
+        const int threshold = thresholds[j];
+#pragma unroll
+        for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
+      }
+      Word word = 0;
+#pragma unroll
+      for (int k = 0; k < kColumn<S>; ++k)
+        if (kWhole || at + k < n) word |= Word(Word(code[k]) << 8 * k);
+      step_codes[step] = word;
+      store_step<S, kWhole>(v, y, at, n);
     }
-    for (int j = 0; j < count; ++j) {
-      const int threshold = thresholds[j];
-#pragma unroll
-      for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
-    }
-    Word word = 0;
-#pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k)
-      if (kWhole || at + k < n) word |= Word(Word(code[k]) << 8 * k);
-    step_codes[step] = word;
-    store_step<S, kWhole>(v, y, at, n);
   }
   if (bits == 1) pack<1>(step_codes, codes);
   if (bits == 2) pack<2>(step_codes, codes);
@@ -195,16 +219,18 @@ __device__ __forceinline__ void backward_column(const T* levels, const Slopes<T>
   if (bits == 4) unpack<4, kWhole>(codes, step_codes);
   if (bits == 8) unpack<8, kWhole>(codes, step_codes);
 #pragma unroll
-  for (int step = 0; step < kBitSteps; ++step) {
-    const int64_t at = first + step * kBitStep;
-    Vec<S> g;
-    load_step<S, kWhole>(grad, at, n, g);
+  for (int start = 0; start < kBitSteps; start += kAhead) {
+    const Steps<S, kWhole> steps(grad, first + start * kBitStep, n);
 #pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k) {
-      const int code = int(step_codes[step] >> 8 * k) & 255;
-      g.lane[k] *= bits == 8 ? formulas::level_of<8>(code, slopes) : levels[code & 15];
+    for (int step = start; step < start + kAhead; ++step) {
+      Vec<S> g = steps.get(step - start);
+#pragma unroll
+      for (int k = 0; k < kColumn<S>; ++k) {
+        const int code = int(step_codes[step] >> 8 * k) & 255;
+        g.lane[k] *= bits == 8 ? formulas::level_of<8>(code, slopes) : levels[code & 15];
+      }
+      store_step<S, kWhole>(g, grad_input, first + step * kBitStep, n);
     }
-    store_step<S, kWhole>(g, grad_input, at, n);
   }
 }
 

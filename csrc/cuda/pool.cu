@@ -2,8 +2,8 @@
 // an input, which looks at the windows that reach it: no atomics, sums in the order of the outputs.
 //
 // In channels_last a thread does so for as many channels as 16 bytes hold. Windows of 2 x 2 and 3 x
-// 3, and inputs that at most three windows a dimension reach, are known when the kernel is compiled:
-// all that a thread reads of them is on its way before it compares.
+// 3, and inputs that at most three windows a dimension reach, are known when the kernel is
+// compiled: all that a thread reads of them is on its way before it compares.
 #include "../bits.h"
 #include "../ops.h"
 #include "launch.cuh"
@@ -344,7 +344,8 @@ int window_of(const MaxPoolForward& call) {
 // Windows that reach an input, in the dimension where they are more; 0 where they are many.
 int64_t reach_of(const MaxPoolBackward& call) {
   const int64_t down = ceil_div(call.kernel_h, call.stride_h);
-  const int64_t across = ceil_div(call.kernel_w, call.stride_w), most = down > across ? down : across;
+  const int64_t across = ceil_div(call.kernel_w, call.stride_w);
+  const int64_t most = down > across ? down : across;
   return is_small(call) && most <= 3 ? most : 0;
 }
 
@@ -389,7 +390,8 @@ void max_pool2d(const MaxPoolBackward& call, void* stream) {
                       : &max_pool2d_backward_kernel<S, int64_t, 0, false>;
       const int64_t threads = wide ? inputs / Vec<S>::kLanes : inputs;
       const int each = wide ? kInputs<kReach, true> : kInputs<kReach, false>;
-      launch(kernel, ceil_div(threads, kPoolThreads * each), kPoolThreads, stream, 0, call, inputs);
+      launch(kernel, ceil_div(threads, kPoolThreads * each), kPoolThreads, stream, 0, call,
+             inputs);
     });
   });
 }
