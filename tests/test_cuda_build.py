@@ -36,6 +36,9 @@ WIDE = {
     "columns_kernel<.*BiasActBackwardJob<.*Gelu, .*half, true>, true>": "chains",
     "forward_kernel.*bfloat16, .*Gelu<float>": "few_bit",
     "backward_kernel<float>.*Slopes": "few_bit",
+    "max_pool2d_kernel<__half, int, 3, true>": "pool",
+    "max_pool2d_kernel<float, int, 2, true>": "pool",
+    "max_pool2d_backward_kernel<__nv_bfloat16, int, 2, true>": "pool",
     "update_kernel.*OneRule.*Adam": "multi_tensor",
     "update_kernel.*OneRule.*Sgd": "multi_tensor",
 }

@@ -344,8 +344,8 @@ int window_of(const MaxPoolForward& call) {
 // Windows that reach an input, in the dimension where they are more; 0 where they are many.
 int64_t reach_of(const MaxPoolBackward& call) {
   const int64_t down = ceil_div(call.kernel_h, call.stride_h);
-  const int64_t across = ceil_div(call.kernel_w, call.stride_w),
-                most = down > across ? down : across;
+  const int64_t across = ceil_div(call.kernel_w, call.stride_w);
+  const int64_t most = down > across ? down : across;
   return is_small(call) && most <= 3 ? most : 0;
 }
 
