@@ -39,6 +39,8 @@ STREAMS = {
     ("chains", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
     ("chains", "planes_kernel"): Stream(_WIDE, 1, 1),
     ("chains", "columns_kernel"): Stream(_WIDE, 1, 1),
+    ("chains_bias", "planes_kernel"): Stream(_WIDE, 1, 1),
+    ("chains_bias", "columns_kernel"): Stream(_WIDE, 1, 1),
     ("few_bit", "forward_kernel"): Stream("", 1, 1),
     ("few_bit", "backward_kernel"): Stream("", 1, 1),
     ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
@@ -56,10 +58,10 @@ _SHARES = "shares of blocks: a thousandth of the tensors"
 # Kernels that are not held to it, and why.
 SMALL = {
     ("batch_norm", "merge_statistics_kernel"): _SHARES,
-    ("batch_norm", "invert_kernel"): "one number a channel",
     ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
     ("channelwise", "add_shares_kernel"): _SHARES,
     ("chains", "finish_kernel"): _SHARES,
+    ("chains_bias", "finish_kernel"): _SHARES,
     ("multi_tensor", "add_kernel"): _SHARES,
     ("multi_tensor", "prepare_kernel"): "one row a tensor",
     ("multi_tensor", "finish_kernel"): "one row a tensor",
@@ -79,7 +81,9 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
 }
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
-_CHAINS = [("chains", name) for name in ("gated_kernel", "planes_kernel", "columns_kernel")]
+_WALKS = ("planes_kernel", "columns_kernel")
+_CHAINS = [("chains", "gated_kernel")]
+_CHAINS += [(source, name) for source in ("chains", "chains_bias") for name in _WALKS]
 _NORM = [("batch_norm", "statistics_kernel"), ("batch_norm_normalise", "normalise_kernel")]
 TIMED = {
     ("activations", _FORWARD): [("pointwise", "forward_kernel")],
