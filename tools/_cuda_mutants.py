@@ -20,13 +20,23 @@ from _collected import Collected
 from _mutant import Key, Mutant, mutant
 
 FOLDER = "csrc/cuda"
-_NORMS = ["tests/test_batch_norm_kernels.py", "tests/test_cuda_batch_norm.py"]
-_STEPS = ["tests/test_cuda_optimizers.py", "tests/test_optimizer_kernels.py"]
+_NORMS = [
+    "tests/test_cuda_batch_norm_walks.py", "tests/test_cuda_batch_norm.py",
+    "tests/test_batch_norm_kernels.py",
+]  # fmt: skip
+_STEPS = [
+    "tests/test_bad_gradients.py", "tests/test_optimizer_gpu_kernels.py",
+    "tests/test_cuda_optimizers.py",
+]  # fmt: skip
 # The tests of the files whose names begin so, the narrowest first: the first that fails ends the
 # trial.
 TESTS = {
     "batch_norm": _NORMS,
-    "chains": ["tests/test_chain_kernels.py", "tests/test_bias_dropout.py"],
+    "chains": [
+        "tests/test_chain_walks.py",
+        "tests/test_chain_kernels.py",
+        "tests/test_bias_dropout.py",
+    ],
     "channelwise": ["tests/test_kernels.py"],
     "few_bit": ["tests/test_few_bit.py"],
     "fold": ["tests/test_fold_kernels.py"],
@@ -34,12 +44,75 @@ TESTS = {
     "multi_tensor": _STEPS,
     "pointwise": ["tests/test_kernels.py"],
     "pool": ["tests/test_pool_kernels.py"],
-    "scaling": ["tests/test_cuda_optimizers.py"],
+    "scaling": ["tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"],
     "launch": ["tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
     "vec": ["tests/test_kernels.py"],
 }
-EQUIVALENT: dict[Key, str] = {}
+# Reasons why mutants change nothing that a test can see; (file, function): lines as they become.
+_SPEED = "how many blocks there are, or which of two walks, changes the speed alone"
+_NOTHING = "there is nothing beyond the last element: neither turn does anything"
+_ROUND = "the lanes, or blocks, of a row of work change places"
+_TAIL = "the last whole tile goes element by element, to the same numbers"
+_OWN = "an overrun of a thread's own array: AddressSanitizer's to see (make sanitize)"
+_LARGE = "of indices from 2^32 on, which no test has memory for"
+_FACTOR = "twice a count is above 0 where the count is"
+_SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
+    _SPEED: {
+        ("channelwise.cu", "plan_for"): (
+            "const int64_t most = int64_t(multiprocessors()) * 2 * kBlocksPerMultiprocessor;",
+            "plan.columns = inner / (plan.wide ? kLanes : 1) <= kWarp && channels > 1;",
+            "plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels >= 1;",
+        ),
+        ("images.cu", "run"): (
+            "const int64_t most = int64_t(multiprocessors()) * 2 * kBlocksPerMultiprocessor;",
+            "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
+        ),
+        ("pointwise.cu", "blocks_for"): (
+            "const int64_t tiles = ceil_div(n, kThreads * 2 * kItems<S>);",
+        ),
+    },
+    _NOTHING: {
+        ("channelwise.cu", "apply"): ("for (int j = 0; j <= kVectors; ++j) {",),
+        ("pointwise.cu", "forward_kernel"): (
+            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
+        ),
+        ("pointwise.cu", "backward_kernel"): (
+            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
+        ),
+    },
+    _ROUND: {
+        ("channelwise.cu", "segments_kernel"): (
+            "const int64_t channel = (blockIdx.x + 1) % channels, group = blockIdx.x / channels;",
+            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
+        ),
+        ("channelwise.cu", "columns_kernel"): (
+            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
+        ),
+    },
+    _TAIL: {
+        ("pointwise.cu", "forward_kernel"): ("if (wide && n - start > kTile) {",),
+        ("pointwise.cu", "backward_kernel"): ("if (wide && n - start > kTile) {",),
+        ("images.cu", "to_last_kernel"): ("const bool whole = i + V::kLanes < total;",),
+    },
+    _OWN: {("images.cu", "to_last_kernel"): ("for (int l = 0; l <= V::kLanes; ++l) {",)},
+    _LARGE: {
+        ("images.cu", "quotient"): (
+            "return ((a | b) >> 32) == 1 + 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;",
+        ),
+    },
+    _FACTOR: {
+        ("channelwise.cu", "run_op"): (
+            "if (call.rows * 2 * call.channels * call.inner > 0) kRuns[call.op](call, stream);",
+        ),
+    },
+}
+EQUIVALENT: dict[Key, str] = {
+    (f"{FOLDER}/{file}", function, after): why
+    for why, functions in _SAME.items()
+    for (file, function), lines in functions.items()
+    for after in lines
+}
 
 # What is looked for, what stands there in the mutant, what is inserted behind it in the build of
 # all mutants, and the name of the sort.
@@ -190,14 +263,15 @@ _killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest firs
 _limits: dict[tuple[str, ...], float] = {}
 # One op of each loop; its formulas are those of the CPU.
 _CHOSEN = [
-    "-k", "(emulated or test_cuda) and (not test_kernels or silu or prelu or star_relu or hardtanh)"
-    " and not 2_to_31",
+    "-k", "(emulated or test_cuda or walks or traffic) and not 2_to_31"
+    " and (not test_kernels or silu or prelu or star_relu or hardtanh)",
 ]  # fmt: skip
 
 
 def tests_of(file: str) -> tuple[str, ...]:
     stem = Path(file).name.split(".")[0]
-    return tuple(next(tests for begin, tests in TESTS.items() if stem.startswith(begin)))
+    chosen = next(tests for begin, tests in TESTS.items() if stem.startswith(begin))
+    return (*chosen, "tests/test_kernel_traffic.py")
 
 
 def prepare(tree: Path, files: set[str], seconds: float) -> str:

@@ -108,12 +108,12 @@ class Emulator:
         """In which order threads and blocks take turns: one of ORDERS."""
         self.c.emulator_order(ORDERS.index(order))
 
-    def traffic(self, least: int) -> tuple[int, int]:
-        """Bytes that the last call's kernels have read and written, of tensors of ``least`` bytes
-        or more: smaller ones stay in the caches."""
-        read, written = ctypes.c_uint64(), ctypes.c_uint64()
-        self.c.emulator_traffic(ctypes.c_uint64(least), ctypes.byref(read), ctypes.byref(written))
-        return read.value, written.value
+    def traffic(self, least: int) -> tuple[int, int, int]:
+        """Of the last call: bytes that its kernels have loaded, bytes stored, and accesses, of
+        tensors of ``least`` bytes or more (smaller ones stay in the caches)."""
+        moved = (ctypes.c_int64 * 4)()
+        self.c.emulator_traffic(ctypes.c_uint64(least), moved)
+        return moved[0], moved[1], moved[2] + moved[3]
 
     def launches(self) -> int:
         """Kernels started since the library was loaded."""

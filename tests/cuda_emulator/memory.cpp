@@ -223,12 +223,11 @@ std::string Memory::check(const Access& access, const Moment& now) {
               nearest.c_str());
 }
 
-void Memory::traffic(size_t least, uint64_t* read, uint64_t* written) const {
-  *read = *written = 0;
-  for (const auto& [address, buffer] : buffers_) {
-    if (buffer.bytes < least) continue;
-    *read += uint64_t(buffer.moved[0]);
-    *written += uint64_t(buffer.moved[1]);
+void Memory::traffic(size_t least, int64_t (&moved)[4]) const {
+  for (int which = 0; which < 4; ++which) {
+    moved[which] = 0;
+    for (const auto& [address, buffer] : buffers_)
+      if (buffer.bytes >= least) moved[which] += buffer.moved[which];
   }
 }
 

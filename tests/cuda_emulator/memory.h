@@ -68,8 +68,8 @@ class Memory {
   unsigned char* dynamic_shared() { return dynamic_; }
   // What is wrong with an access of a kernel, or nothing.
   std::string check(const Access& access, const Moment& now);
-  // The bytes that kernels have read and written in all buffers of that size at least.
-  void traffic(size_t least, uint64_t* read, uint64_t* written) const;
+  // Buffer::moved of all buffers of that size at least, added up.
+  void traffic(size_t least, int64_t (&moved)[4]) const;
   // One of Buffer::moved, of the buffer that begins there, or (null) of all of them.
   int64_t moved(const void* data, int which) const;
 
