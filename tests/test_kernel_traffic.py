@@ -173,8 +173,23 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
 }
 
 
-# Bytes of an access, on average, where vectors of 16 are not to be had.
-NARROW: dict[tuple[str, str], float] = {}
+# Bytes of an access, on average, where vectors of 16 are not to be had: planes whose length is no
+# multiple of 8, windows, codes, bytes of pixels.
+_ODD = ("14 x 14", "7 x 7")
+_BY_CHANNEL = ("channelwise", "scale_add", "bias_act")
+NARROW: dict[tuple[str, str], float] = {
+    **{(f"{op} {way}", layout): 2.0
+       for op in _BY_CHANNEL for way in ("forward", "backward") for layout in _ODD},
+    ("few_bit forward", ""): 15.0,
+    ("few_bit backward", ""): 15.0,
+    **{(f"max_pool2d {way}", layout): 1.6
+       for way in ("forward", "backward") for layout in ("16 x 16", "14 x 14")},
+    ("max_pool2d backward", "channels_last"): 13.0,
+    ("normalize_images", "16 x 16"): 12.0,
+    ("normalize_images", "channels_last"): 12.0,
+    **{("normalize_images", layout): 1.5 for layout in _ODD},
+    ("fold_weight", ""): 4.0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

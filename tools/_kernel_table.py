@@ -49,8 +49,8 @@ STREAMS = {
     ("multi_tensor", "measure_units_kernel"): Stream("", 1, 1),
     ("multi_tensor_update", "update_kernel"): Stream("OneRule", 1, 1),
     ("multi_tensor_update", "trial_kernel"): Stream("OneRule", 1, 1),
-    ("pool", "max_pool2d_kernel"): Stream("", 1, 1),
-    ("pool", "max_pool2d_backward_kernel"): Stream("", 1, 1),
+    ("pool", "max_pool2d_kernel"): Stream(r"int, [123], ", 1, 1),
+    ("pool", "max_pool2d_backward_kernel"): Stream(r"int, [123], ", 1, 1),
     ("fold", "fold_kernel"): Stream("", 1, 1),
     ("fold", "fold_backward_kernel"): Stream("", 1, 1),
 }
@@ -71,10 +71,16 @@ SMALL = {
 # Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
 _TWO_LOGARITHMS = "(its registers: ptxas puts the second load behind the first one's arithmetic)"
 _MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes is asked for)"
+_ELEMENTS = "(contiguous tensors: windows begin at any element, so elements are loaded one by one)"
+_TRIAL = "(the states of RMSpropTF; trial updates are those of LARS, LAMB and caution alone)"
 _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("pointwise", "forward_kernel", "LogSigmoid"): (16, _TWO_LOGARITHMS),
     ("pointwise", "forward_kernel", "Softplus"): (16, _TWO_LOGARITHMS),
+    ("chains", "gated_kernel", "LogSigmoid"): (24, _TWO_LOGARITHMS),
+    ("multi_tensor_update", "trial_kernel", ""): (24, _TRIAL),
+    ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
+    ("pool", "max_pool2d_backward_kernel", ", false>"): (8, _ELEMENTS),
     ("images", "to_planes_kernel", ""): (16, _MOSTLY_WRITES),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),

@@ -246,7 +246,7 @@ template <int kReach, bool kWide>
 constexpr int kInputs = kWide || kReach == 0 ? 1 : (kReach == 1 ? 8 : (kReach == 2 ? 4 : 2));
 template <class S, class I, int kReach, bool kWide>
 constexpr int kResident = sizeof(S) == 8 && !kWide ? 2
-                          : sizeof(I) == 8         ? 3
+                          : sizeof(I) == 8         ? (kReach == 0 ? 2 : 3)
                           : kReach == 3            ? (kWide ? 3 : 2)
                           : kReach == 2            ? (kWide ? 5 : 2)
                           : kReach == 1            ? (kWide ? 7 : 4)
