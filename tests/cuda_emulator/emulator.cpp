@@ -407,7 +407,7 @@ FT_EXPORT void emulator_buffer(const void* data, int64_t bytes, int writes) {
 FT_EXPORT void emulator_reset() { machine().memory.clear(); }
 FT_EXPORT int emulator_launches() { return machine().launches; }
 FT_EXPORT void emulator_traffic(uint64_t least, int64_t* moved) {
-  machine().memory.traffic(least, *reinterpret_cast<int64_t(*)[4]>(moved));
+  machine().memory.traffic(least, *reinterpret_cast<int64_t (*)[4]>(moved));
 }
 FT_EXPORT int64_t emulator_argument_bytes() { return machine().argument_bytes; }
 FT_EXPORT int64_t emulator_moved(const void* data, int which) {
