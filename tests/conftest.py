@@ -50,6 +50,12 @@ def _convolutions_are_repeatable() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _flags_may_be_set() -> None:
+    """torch.testing._internal, which torch.library.opcheck imports, forbids it to the process."""
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
+
+@pytest.fixture(autouse=True)
 def _pretended() -> Iterator[None]:
     """For tests/test_launch_rule.py."""
     with _pretended_gpu.pretended() if _pretended_gpu.IS_ON else contextlib.nullcontext():

@@ -23,6 +23,9 @@ import gpu
 from _gpu_plugin import kind_of
 from _gpu_steps import Context
 
+# Names of backends are names of parts here.
+pytestmark = pytest.mark.launches_nothing("kernels run in other processes, if at all")
+
 H200 = _gpu_machine.Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
 NAMES = ("cuda-1", "cuda-2", "triton-1", "triton-2", "cpu-1", "cpu-2")
 # The last one of a step's tests, by their kind.
@@ -73,7 +76,11 @@ def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     return Rehearsal(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", gpu.NAMES)
+# Of the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small ones.
+LONG = {name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "compile")}
+
+
+@pytest.mark.parametrize("name", [LONG.get(name, name) for name in gpu.NAMES])
 def test_every_part_is_cut_in_its_middle_and_killed_and_goes_on(
     rehearsal: Rehearsal, name: str
 ) -> None:
@@ -145,6 +152,7 @@ for name in ("_C.so", "_build_info.json", "_C_cuda.so"):
 """
 
 
+@pytest.mark.long  # 100 s; on a busy machine the build may end before the clock is looked at
 def test_a_build_is_cut_killed_and_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,13 @@ def test_loads_of_the_next_turn_count() -> None:
     assert _sass.bytes_in_flight(code(LOAD_1, *rotating, *END)) == 32
 
 
+def test_hints_of_blackwell_are_no_operands() -> None:
+    hints = [
+        f"{line}   ?trans6 &req={2} ?WAIT4_END_GROUP" for line in (LOAD_1, "FADD R4, R4, R5", *END)
+    ]
+    assert _sass.bytes_in_flight(code("MOV R1, R1", *hints)) == 16
+
+
 def test_loads_before_the_loop_do_not_count() -> None:
     weights = ("LDG.E.128 R16, desc[UR4][R2.64]", "LDG.E.128 R20, desc[UR4][R2.64]")
     found = code(*weights, LOAD_1, "FADD R4, R4, R16", "FADD R4, R4, R20", "@P0 BRA 0x20", "EXIT")

@@ -54,7 +54,11 @@ def run(*arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# 140 s each on two cores; sm_80 is like sm_90 and runs by `-m long`.
+OFTEN = [pytest.param(t, marks=pytest.mark.long) if t == "sm_80" else t for t in TARGETS]
+
+
+@pytest.mark.parametrize("target", OFTEN)
 def test_code(target: str, tmp_path: Path) -> None:
     run(__file__, target, TRITON_CACHE_DIR=str(tmp_path))
 

@@ -84,7 +84,11 @@ def instructions(text: str) -> list[Instruction]:
     """Those of one kernel, from cuobjdump's text."""
     # The other half of the lines is the encoding alone.
     found = (_LINE.match(line) for line in text.splitlines() if line.startswith("        /*"))
-    return [Instruction(int(m[1], 16), m[2] is not None, m[3], m[4]) for m in found if m]
+    # For Blackwell, hints to the scheduler follow: ?WAIT4_END_GROUP, &req={2}.
+    return [
+        Instruction(int(m[1], 16), m[2] is not None, m[3], re.split("[?&]", m[4])[0].strip())
+        for m in found if m
+    ]  # fmt: skip
 
 
 def pieces(code: list[Instruction]) -> list[tuple[int, int, list[int]]]:
