@@ -259,7 +259,6 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
 _BUILD = "import cuda_emulator; cuda_emulator.build()"
 _collected: list[Collected] = []
 _numbers: dict[Mutant, int] = {}
-_killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest first
 _limits: dict[tuple[str, ...], float] = {}
 # One op of each loop; its formulas are those of the CPU.
 _CHOSEN = [
@@ -317,11 +316,7 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
 def judge(mutant: Mutant, seconds: float) -> str:
     chosen = tests_of(mutant.file)
     (_collected[0].log.parent / "mutant").write_text(str(_numbers[mutant]))
-    known = _killers.setdefault(mutant.file, [])
-    killer = _collected[0].run(chosen, _limits[chosen], known)
-    if "::" in killer:
-        known[:] = [killer, *(k for k in known if k != killer)]
-    return killer
+    return _collected[0].judge(mutant.file, chosen, _limits[chosen])
 
 
 def finish() -> None:

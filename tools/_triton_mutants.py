@@ -250,7 +250,6 @@ def mutants(root: Path) -> list[Mutant]:
 # What a run would import again and again; no kernels.
 _MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "numpy")
 _collected: list[Collected] = []
-_killers: dict[str, list[str]] = {}  # of the mutants of a file, the latest first
 
 
 def prepare(tree: Path, files: set[str], seconds: float) -> str:
@@ -261,11 +260,7 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
 
 
 def judge(mutant: Mutant, seconds: float) -> str:
-    known = _killers.setdefault(mutant.file, [])
-    killer = _collected[0].run(TESTS[Path(mutant.file).name], seconds, known)
-    if "::" in killer:
-        known[:] = [killer, *(k for k in known if k != killer)]
-    return killer
+    return _collected[0].judge(mutant.file, TESTS[Path(mutant.file).name], seconds)
 
 
 def finish() -> None:

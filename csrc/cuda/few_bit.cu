@@ -29,18 +29,6 @@ template <class S>
 constexpr int kBitBlocks = kThreads / kColumns<S>;
 
 // The codes of a column, of one run: a byte for each lane.
-template <int kLanes>
-struct BytesOf {
-  using Word = uint64_t;
-};
-template <>
-struct BytesOf<4> {
-  using Word = uint32_t;
-};
-template <>
-struct BytesOf<2> {
-  using Word = uint16_t;
-};
 template <class S>
 using Bytes = typename BytesOf<kColumn<S>>::Word;
 

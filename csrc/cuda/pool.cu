@@ -28,24 +28,6 @@ struct Pixel {
   }
 };
 
-// The codes of neighbouring elements, a byte each.
-template <int kBytes>
-struct BytesOf {
-  using Word = uint64_t;
-};
-template <>
-struct BytesOf<4> {
-  using Word = uint32_t;
-};
-template <>
-struct BytesOf<2> {
-  using Word = uint16_t;
-};
-template <>
-struct BytesOf<1> {
-  using Word = uint8_t;
-};
-
 // The largest numbers so far, by lane. The first of equal ones wins, the last NaN: as in torch.
 template <class V>
 struct Maximum {

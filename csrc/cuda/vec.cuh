@@ -113,6 +113,24 @@ struct Packed {
   }
 };
 
+// The codes of neighbouring elements, a byte each.
+template <int kBytes>
+struct BytesOf {
+  using Word = uint64_t;
+};
+template <>
+struct BytesOf<4> {
+  using Word = uint32_t;
+};
+template <>
+struct BytesOf<2> {
+  using Word = uint16_t;
+};
+template <>
+struct BytesOf<1> {
+  using Word = uint8_t;
+};
+
 // The parameters as the formula is to see them.
 template <class S>
 struct Parameters {
