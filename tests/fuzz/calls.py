@@ -24,11 +24,13 @@ class Context:
         """Whether values stay away from kinks, where derivatives of derivatives do not exist."""
         return self.mode in ("second", "jvp")
 
-    def random(self, pick: Pick, shape: tuple[int, ...], values: str = "normal") -> str:
-        """The source of a tensor of this shape."""
+    def random(
+        self, pick: Pick, shape: tuple[int, ...], values: str = "normal", repeats: bool = True
+    ) -> str:
+        """The source of a tensor of this shape; `repeats` as in `in_memory`."""
         if self.mode == "other dtype":
             return OTHER_DTYPES[self.dtype].format(shape=list(shape))
-        return in_memory(pick, shape, VALUES[values], self.dtype)
+        return in_memory(pick, shape, VALUES[values], self.dtype, repeats)
 
 
 @dataclass

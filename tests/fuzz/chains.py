@@ -55,6 +55,11 @@ def an_activation(pick: Pick, context: Context) -> tuple[str, str]:
     return pick(*table.items())  # type: ignore[no-any-return]
 
 
+def bends(name: str) -> bool:
+    """Whether a first or second derivative of this activation jumps somewhere."""
+    return name in KINKED or name == "elu"
+
+
 def gated(pick: Pick, context: Context) -> Call:
     sizes = shape(pick, (2, 3, 4))
     name, opened = an_activation(pick, context)

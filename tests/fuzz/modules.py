@@ -115,7 +115,8 @@ def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     vector = "float64" if context.dtype == "float64" else "float32"
     channels = f"{sizes[1]}, dtype=torch.{vector}"
     values = "3 * torch.randn({shape}, dtype=torch.float64)"
-    tensors = {"x": in_memory(pick, sizes, values, context.dtype)}
+    repeats = not (training and chains.bends(act))  # as in norms.batch_norm_act
+    tensors = {"x": in_memory(pick, sizes, values, context.dtype, repeats)}
     tensors |= {
         "running_mean": f"torch.randn({channels})",
         "running_var": f"0.5 + torch.rand({channels})",

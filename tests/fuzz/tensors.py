@@ -56,16 +56,24 @@ VALUES = {
 }
 
 
-def in_memory(pick: Pick, shape: tuple[int, ...], values: str, dtype: str) -> str:
-    """A tensor of this shape and dtype with the values (a text with {shape}), laid out somehow."""
+def in_memory(
+    pick: Pick, shape: tuple[int, ...], values: str, dtype: str, repeats: bool = True
+) -> str:
+    """A tensor of this shape and dtype with the values (a text with {shape}), laid out somehow.
+
+    Args:
+        repeats: whether one element may stand at several places, as in an expanded tensor.
+    """
     dims = len(shape)
 
     def made(*sizes: int) -> str:
         return f"({values.format(shape=list(sizes))}).to(torch.{dtype})"
 
-    kinds = ["plain", "offset", "overlapping", "negative"]
+    kinds = ["plain", "offset", "negative"]
     if dims:
-        kinds += ["sliced", "flipped", "expanded", "narrowed"]
+        kinds += ["sliced", "flipped", "narrowed"]
+    if repeats:
+        kinds += ["overlapping"] + ["expanded"] * (dims > 0)
     if dims > 1:
         kinds += ["transposed", "transposed", "permuted"]
     if dims in (4, 5):
