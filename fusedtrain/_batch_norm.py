@@ -11,7 +11,7 @@ from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function as _has_any
 
-from . import _backends, _ops, _recompute
+from . import _backends, _calls, _ops, _recompute
 from . import _batch_norm_in_place as in_place
 from ._definitions import wide_of
 from ._fx import handle as _handle
@@ -68,8 +68,8 @@ class BatchNormAct(torch.autograd.Function):
             saved: tuple[Any, ...] = (*ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation)
             return differentiable_backward(grad, *saved)
 
-        plain = torch.is_grad_enabled() or not _ops.takes(grad)
-        return (*_gradients(ctx, grad, differentiable if plain else _backward), *(None,) * 6)
+        op = differentiable if _calls.plain_backward(grad) else _backward
+        return (*_gradients(ctx, grad, op), *(None,) * 6)
 
 
 def _gradients(ctx: Any, grad: Tensor, op: Callable[..., tuple[Any, ...]]) -> Any:
@@ -126,7 +126,7 @@ def save_for_backward(
     return needs_input
 
 
-_apply = _ops._apply_of(BatchNormAct)
+_apply = _calls.apply_of(BatchNormAct)
 
 
 def recomputed_as_torch(norm: _BatchNorm, input: Tensor, output: Tensor) -> None:
@@ -249,7 +249,7 @@ def _fits(
 ) -> bool:
     if not (eps > 0 or (eps == 0 and not training)):
         return False  # torch's error
-    if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
+    if not _calls.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
     size, dtype, device = input.shape[1:2], wide_of(input), input.device
     if training and input.numel() == size[0]:
@@ -258,7 +258,7 @@ def _fits(
         return False
     for vector in (running_mean, running_var, weight, bias):
         if vector is not None and not (
-            _ops.is_plain(vector)
+            _calls.is_plain(vector)
             and vector.dtype is dtype
             and vector.shape == size
             and vector.device == device
@@ -272,7 +272,7 @@ def _fits(
 
 def _is_narrow(input: Tensor, *vectors: Tensor | None) -> bool:
     """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
-    if not _ops.is_plain(input) or input.dtype.itemsize != 2:
+    if not _calls.is_plain(input) or input.dtype.itemsize != 2:
         return False
     dtypes = {t.dtype for t in vectors if t is not None}
     return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
@@ -294,7 +294,7 @@ def _check_residual(residual: Tensor, input: Tensor) -> None:
 
 def _matches(residual: Tensor, input: Tensor) -> bool:
     return (
-        _ops.is_plain(residual)
+        _calls.is_plain(residual)
         and residual.shape == input.shape
         and residual.dtype is input.dtype
         and residual.device == input.device
@@ -316,7 +316,7 @@ def run(
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
-    if activation.op == _INDEX["softplus"] and _ops.autocasts(input, "cuda"):
+    if activation.op == _INDEX["softplus"] and _calls.autocasts(input, "cuda"):
         # Which computes softplus of 16 bits in float32, and returns that.
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
@@ -332,10 +332,10 @@ def run(
     compiled = (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
-        and not _ops.transformed()
+        and not _calls.transformed()
         and _backends.is_opaque_to_compile(input.device)
     )
-    plain = _ops.traced() and not compiled
+    plain = _calls.traced() and not compiled
     if narrow and not plain:
         statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
         affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _calls, _ops
 from ._definitions import laid_out, wide_of
 from .reference.batch_norm import POINTWISE
 from .reference.few_bit import TABLES
@@ -47,7 +47,7 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
             f"{POINTWISE[ctx.activation].name} with save='q{ctx.bits}' kept no input to "
             "differentiate its derivative by: create_graph=True needs save=None"
         )
-    if not _ops.takes(grad):  # torch.func.vmap over gradients
+    if not _calls.takes(grad):  # torch.func.vmap over gradients
         return _times_slope(ctx, grad, codes)
     gradient: Tensor = _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
     return gradient
@@ -84,7 +84,7 @@ class FewBitInplace(torch.autograd.Function):
         return _gradient(ctx, grad), None, None
 
 
-_apply, _apply_inplace = _ops._apply_of(FewBit), _ops._apply_of(FewBitInplace)
+_apply, _apply_inplace = _calls.apply_of(FewBit), _calls.apply_of(FewBitInplace)
 
 
 def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
@@ -95,7 +95,7 @@ def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
     name = kernel.row.name
     check_save(name, save)
     if (
-        not _ops.takes(input)
+        not _calls.takes(input)
         or not (input.requires_grad and torch.is_grad_enabled())
         or torch.is_inference_mode_enabled()
         or input.is_inference()

@@ -12,7 +12,7 @@ from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops, _recompute
-from ._chains import fits, needs_grad
+from ._calls import apply_of, fits, needs_grad, plain_backward
 from ._fx import handle as _handle
 from ._pool_ops import out_size
 from .reference import pool as reference
@@ -52,12 +52,11 @@ class MaxPool2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (codes,) = ctx.saved_tensors
-        plain = torch.is_grad_enabled() or not _ops.takes(grad)
-        op = reference.max_pool2d_backward if plain else _max_pool2d_backward
+        op = reference.max_pool2d_backward if plain_backward(grad) else _max_pool2d_backward
         return (op(grad, codes, *ctx.rest), None, None, None, None, None)
 
 
-_apply = _ops._apply_of(MaxPool2d)
+_apply = apply_of(MaxPool2d)
 
 
 def _bits_of(kernel_size: _Pair) -> int:

@@ -932,7 +932,7 @@ def test_softplus_under_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     options = {"training": True, "activation": "softplus", "beta": 2.0}
     assert F.batch_norm_act(x, None, None, **options).dtype is BF16
     monkeypatch.setattr(
-        "fusedtrain._ops.autocasts", lambda input, kind="": kind == "cuda" and input.dtype is BF16
+        "fusedtrain._calls.autocasts", lambda input, kind="": kind == "cuda" and input.dtype is BF16
     )
     z = torch_functional.batch_norm(x, None, None, training=True)
     y = F.batch_norm_act(x, None, None, **options)
