@@ -13,11 +13,11 @@ from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _calls, _ops, _recompute
 from . import _batch_norm_in_place as in_place
-from ._definitions import wide_of
 from ._fx import handle as _handle
-from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
+from .reference.batch_norm import differentiable_backward, eager
+from .reference.dtypes import wide_of
+from .reference.pointwise import INDEX, POINTWISE, Pointwise
 
-_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 _forward = _ops._callable("batch_norm_act")
 _backward = _ops._callable("batch_norm_act_backward")
 _given_statistics = _ops._callable("batch_norm_act_apply")
@@ -190,52 +190,12 @@ def _compiled(
     return output
 
 
-def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
-    """The activation as the ops take it; None where no kernel is exact for these parameters.
-
-    Raises:
-        ValueError: there is no such activation.
-        TypeError: it has no such parameter.
-    """
-    if name is None or name == "identity":
-        if parameters:
-            raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
-        return Pointwise()
-    parameters = dict(parameters)
-    if name == "gelu":
-        approximate = parameters.pop("approximate", "none")
-        if approximate not in ("none", "tanh"):
-            raise RuntimeError("approximate argument must be either none or tanh.")
-        name = "gelu" if approximate == "none" else "gelu_tanh"
-    if name not in _INDEX:
-        raise ValueError(f"activation: {name!r} is none of identity, {', '.join(_INDEX)}")
-    row = POINTWISE[_INDEX[name]]
-    values = [
-        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
-    ]
-    if parameters:
-        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
-    return pointwise(name, *values)
-
-
 def _functional(name: str) -> Callable[..., Tensor]:
     """The public function, which checks parameters that the plain formula does not."""
     from . import functional
 
     function: Callable[..., Tensor] = getattr(functional, name)
     return function
-
-
-def pointwise(name: str, *values: float) -> Pointwise | None:
-    """As :func:`activation_of`, by the name of the op and the values of all its parameters."""
-    row = POINTWISE[_INDEX[name]]
-    for value in values:
-        # The bound is that of float16.
-        if (type(value) is not float and type(value) is not int) or not -65504 <= value <= 65504:
-            return None
-    if row.valid is not None and not row.valid(*values):
-        return None
-    return Pointwise(_INDEX[name], *map(float, values))
 
 
 def _fits(
@@ -316,7 +276,7 @@ def run(
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
-    if activation.op == _INDEX["softplus"] and _calls.autocasts(input, "cuda"):
+    if activation.op == INDEX["softplus"] and _calls.autocasts(input, "cuda"):
         # Which computes softplus of 16 bits in float32, and returns that.
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
@@ -446,7 +406,7 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    found = activation_of(activation, parameters)
+    found = _ops.activation_of(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
@@ -455,7 +415,7 @@ def batch_norm_act(
     if training:
         _verify_batch_size(input.size())
     if found is None:
-        row = POINTWISE[_INDEX[str(activation)]]
+        row = POINTWISE[INDEX[str(activation)]]
         values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
         function = _functional(row.name)
         function(input.new_zeros(1), *values)  # raises before running statistics have moved

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from . import _calls, _ops, _recompute
-from .reference.batch_norm import IDENTITY, POINTWISE, Pointwise, differentiable_backward
+from .reference.batch_norm import differentiable_backward
+from .reference.pointwise import IDENTITY, POINTWISE, Pointwise
 
 # |weight| must be at least these, the second one times |bias|.
 LEAST_WEIGHT, LEAST_SHARE = 2.0**-6, 0.25

@@ -16,17 +16,16 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
 from . import _chains, _ops
-from ._batch_norm import activation_of, pointwise
 from ._calls import fits
 from ._fx import handle as _handle
-from .reference.batch_norm import POINTWISE, Pointwise
+from .reference.pointwise import POINTWISE, Pointwise
 
 _IDENTITY = Pointwise()
 
 
 def _chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
     """The activation as the ops take it (None where no kernel is exact), and as a function."""
-    found = activation_of(activation, parameters)
+    found = _ops.activation_of(activation, parameters)
     if found is not None:
         return found, found.forward
     from . import functional
@@ -58,7 +57,7 @@ def _glu(
 
 
 def _named(name: str, *values: float) -> Pointwise:
-    found = pointwise(name, *values)
+    found = _ops.pointwise(name, *values)
     assert found is not None
     return found
 

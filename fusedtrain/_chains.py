@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import _ops, _recompute
 from ._calls import apply_of, needs_grad, plain_backward
-from ._definitions import laid_out
 from .reference import chains as reference
-from .reference.batch_norm import POINTWISE, Pointwise
+from .reference.dtypes import laid_out
+from .reference.pointwise import INDEX, Pointwise
 
 _gated = _ops._callable("gated")
 _gated_backward = _ops._callable("gated_backward")
@@ -24,9 +24,7 @@ _bias_act = _ops._callable("bias_act")
 _bias_act_backward = _ops._callable("bias_act_backward")
 
 # Their output tells by a comparison with a bound where the slope is 0: not after a multiplication.
-_BOUNDED = {
-    i for i, row in enumerate(POINTWISE) if row.name in ("relu6", "hardtanh", "hardsigmoid")
-}
+_BOUNDED = {INDEX[name] for name in ("relu6", "hardtanh", "hardsigmoid")}
 
 
 def _plain_gated_backward(grad: Tensor) -> bool:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from . import _calls, _ops
-from ._definitions import laid_out, wide_of
-from .reference.batch_norm import POINTWISE
+from .reference.dtypes import laid_out, wide_of
 from .reference.few_bit import TABLES
+from .reference.pointwise import INDEX, POINTWISE
 
 _forward = _ops._callable("few_bit")
 _inplace = _ops._callable("few_bit_")
 _backward = _ops._callable("few_bit_backward")
 
-_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 # What `save` may be beside None, by activation: the number of bits.
 SAVES = {
     name: {f"q{bits}": bits for bits in sorted(table.bits())} for name, table in TABLES.items()
@@ -102,7 +101,7 @@ def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
         or (inplace and input.is_leaf)  # torch's error
     ):
         return kernel(input, inplace)
-    activation, bits = _INDEX[name], SAVES[name][save]
+    activation, bits = INDEX[name], SAVES[name][save]
     if not inplace:
         return _apply(input, activation, bits)
     if input._is_view() or input.is_neg():

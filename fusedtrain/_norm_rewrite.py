@@ -26,7 +26,7 @@ from ._reordering import Unit, obstacle_of, places_of
 from ._rewritten import PassesOn, Rewritten, install, remove, resolve
 from ._unseen_calls import numbers_of
 from .nn.norm import activation_of
-from .reference.batch_norm import POINTWISE
+from .reference.pointwise import POINTWISE
 
 _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
 

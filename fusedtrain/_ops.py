@@ -30,6 +30,7 @@ from . import (
 from ._calls import KERNEL_DTYPES, apply_of, takes
 from ._definitions import fallback
 from .reference import ACTIVATIONS, Activation
+from .reference.pointwise import INDEX, POINTWISE, Pointwise
 
 _library = torch.library.Library("fusedtrain", "DEF")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in KERNEL_DTYPES}
@@ -319,3 +320,43 @@ _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}
 CHANNEL_KERNELS = {row.name: ChannelKernel(row) for row in ACTIVATIONS.values() if row.tensors}
+
+
+def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
+    """The activation as the ops take it; None where no kernel is exact for these parameters.
+
+    Raises:
+        ValueError: there is no such activation.
+        TypeError: it has no such parameter.
+    """
+    if name is None or name == "identity":
+        if parameters:
+            raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
+        return Pointwise()
+    parameters = dict(parameters)
+    if name == "gelu":
+        approximate = parameters.pop("approximate", "none")
+        if approximate not in ("none", "tanh"):
+            raise RuntimeError("approximate argument must be either none or tanh.")
+        name = "gelu" if approximate == "none" else "gelu_tanh"
+    if name not in INDEX:
+        raise ValueError(f"activation: {name!r} is none of identity, {', '.join(INDEX)}")
+    row = POINTWISE[INDEX[name]]
+    values = [
+        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
+    ]
+    if parameters:
+        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
+    return pointwise(name, *values)
+
+
+def pointwise(name: str, *values: float) -> Pointwise | None:
+    """As :func:`activation_of`, by the name of the op and the values of all its parameters."""
+    row = POINTWISE[INDEX[name]]
+    for value in values:
+        # The bound is that of float16.
+        if (type(value) is not float and type(value) is not int) or not -65504 <= value <= 65504:
+            return None
+    if row.valid is not None and not row.valid(*values):
+        return None
+    return Pointwise(INDEX[name], *map(float, values))

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
 from fusedtrain.nn.norm import _ROW_OF, activation_of, is_stochastic_depth
-from fusedtrain.reference.batch_norm import POINTWISE
+from fusedtrain.reference.pointwise import POINTWISE
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MODULES: dict[str, tuple[type[Any], type[nn.Module], tuple[int, ...]]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
 from fusedtrain._chains import _BOUNDED
 from fusedtrain.reference import chains
-from fusedtrain.reference.batch_norm import Pointwise
+from fusedtrain.reference.pointwise import Pointwise
 
 F32, F64, F16, BF16 = DTYPES
 # Of one plus the size of the number, forward; backward differentiates an output that was rounded.

@@ -20,10 +20,9 @@ from fusedtrain import functional as F
 from fusedtrain._few_bit import SAVES
 from fusedtrain._few_bit_ops import KERNELS
 from fusedtrain.reference import ACTIVATIONS, few_bit
-from fusedtrain.reference.batch_norm import POINTWISE
 from fusedtrain.reference.bits import BLOCK, packed_bytes, unpack
+from fusedtrain.reference.pointwise import INDEX
 
-INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 CASES = [(name, bits) for name, table in few_bit.TABLES.items() for bits in table.bits()]
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     name: getattr(F, name) for name in few_bit.TABLES if name != "gelu_tanh"

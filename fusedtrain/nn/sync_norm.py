@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import _batch_norm, _calls, _ops
-from .._definitions import wide_of
-from ..reference.batch_norm import Pointwise
+from ..reference.dtypes import wide_of
+from ..reference.pointwise import Pointwise
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
 
 _stats = _ops._callable("batch_norm_stats")
