@@ -190,14 +190,6 @@ def _compiled(
     return output
 
 
-def _functional(name: str) -> Callable[..., Tensor]:
-    """The public function, which checks parameters that the plain formula does not."""
-    from . import functional
-
-    function: Callable[..., Tensor] = getattr(functional, name)
-    return function
-
-
 def _fits(
     input: Tensor,
     training: bool,
@@ -282,7 +274,7 @@ def run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(),
         )  # fmt: skip
-        return _functional("softplus")(z, activation.a, activation.b)
+        return _ops.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
     apart = residual is not None and not _matches(residual, input)
     if apart and residual is not None:
         _check_residual(residual, input)
@@ -415,15 +407,13 @@ def batch_norm_act(
     if training:
         _verify_batch_size(input.size())
     if found is None:
-        row = POINTWISE[INDEX[str(activation)]]
-        values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
-        function = _functional(row.name)
-        function(input.new_zeros(1), *values)  # raises before running statistics have moved
+        function = _ops.as_function(str(activation), parameters)
+        function(input.new_zeros(1))  # raises before running statistics have moved
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(), overwrite_input,
         )  # fmt: skip
-        return function(z, *values)
+        return function(z)
     return run(
         input, residual, branch_scale, weight, bias, running_mean, running_var, training,
         momentum, eps, found, overwrite_input,

@@ -28,10 +28,7 @@ def _chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwi
     found = _ops.activation_of(activation, parameters)
     if found is not None:
         return found, found.forward
-    from . import functional
-
-    function = getattr(functional, str(activation))
-    return None, lambda x: function(x, **parameters)
+    return None, _ops.as_function(str(activation), parameters)
 
 
 # --- gated linear units ---

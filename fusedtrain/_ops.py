@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from . import (
     _backends,
     _batch_norm_ops,
+    _calls,
     _chain_ops,
     _few_bit_ops,
     _fold_schema,
@@ -342,12 +343,28 @@ def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | N
     if name not in INDEX:
         raise ValueError(f"activation: {name!r} is none of identity, {', '.join(INDEX)}")
     row = POINTWISE[INDEX[name]]
-    values = [
-        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
-    ]
-    if parameters:
-        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
-    return pointwise(name, *values)
+    if unknown := parameters.keys() - set(row.parameters):
+        raise TypeError(f"activation: {name} has no parameter {min(unknown)!r}")
+    return pointwise(name, *_values(row, parameters))
+
+
+def _values(row: Activation, parameters: dict[str, Any]) -> list[Any]:
+    return [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
+
+
+def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The activation, with parameters for which :func:`activation_of` finds no exact kernel.
+
+    The function raises what the public function of that name raises.
+    """
+    values = _values(POINTWISE[INDEX[name]], parameters)
+
+    def function(input: Tensor) -> Tensor:
+        if name == "softplus" and _calls.autocasts(input, "cuda"):
+            input = input.float()  # as torch's
+        return KERNELS[name](input, False, *values)
+
+    return function
 
 
 def pointwise(name: str, *values: float) -> Pointwise | None:

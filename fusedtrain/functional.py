@@ -521,8 +521,6 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
         return _reference.squareplus(input, b)
     if _has(input):
         return _handle(squareplus, (input,), input, b=b)
-    if b < 0:
-        raise ValueError(f"squareplus: b must be at least 0, not {b}")
     return _squareplus(input, False, b)
 
 

@@ -106,12 +106,13 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import fusedtrain, fusedtrain.functional as F
     assert not caught, [str(w.message) for w in caught]
+    from _cases import public
     from fusedtrain.reference import ACTIVATIONS
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for row in ACTIVATIONS.values():
             x = (torch.randn(5, 7) * 3).to(dtype).requires_grad_()
-            y = row.function(x)
+            y = public(row)(x)
             g = torch.randn_like(y)
             (gx,) = torch.autograd.grad(y, x, g)
             wide = x.detach().double().requires_grad_()
@@ -194,9 +195,10 @@ def test_capabilities_agree(tmp_path: Path) -> None:
         path = tmp_path / f"{capability}.pt"
         code = f"""
 import torch, fusedtrain
+from _cases import public
 from fusedtrain.reference import ACTIVATIONS
 x = torch.linspace(-9, 9, 4001)
-torch.save({{n: r.function(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
+torch.save({{n: public(r)(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
 """
         run = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
         if run.returncode == 0:

@@ -48,18 +48,10 @@ class Activation:
 
     def eager(self, input: Tensor) -> Tensor:
         """What eager torch computes, with the example parameters."""
-        return self.forward(input, *self._converted(input))
+        return self.forward(input, *self.arguments_for(input))
 
-    def function(self, input: Tensor) -> Tensor:
-        """The public function of fusedtrain, with the example parameters."""
-        from .. import functional
-
-        if self.name == "gelu_tanh":
-            return functional.gelu(input, approximate="tanh")
-        result: Tensor = getattr(functional, self.name)(input, *self._converted(input))
-        return result
-
-    def _converted(self, input: Tensor) -> tuple[Any, ...]:
+    def arguments_for(self, input: Tensor) -> tuple[Any, ...]:
+        """The example parameters on the input's device and in its dtype."""
         return tuple(
             p.to(input.device, input.dtype) if isinstance(p, Tensor) else p for p in self.arguments
         )
@@ -183,6 +175,8 @@ def _squareplus(x: Tensor, b: float) -> Tensor:
 
 
 def squareplus(input: Tensor, b: float) -> Tensor:
+    if b < 0:
+        raise ValueError(f"squareplus: b must be at least 0, not {b}")
     if not input.is_floating_point():  # booleans and complex numbers have no sign
         return 0.5 * (input + torch.sqrt(input * input + b))
     return _squareplus(widened(input), b).to(input.dtype)
@@ -282,7 +276,7 @@ def selu_backward(grad: Tensor, input: Tensor) -> Tensor:
     return (widened(grad) * slope).to(grad.dtype)
 
 
-def _elu_backward_in_place(
+def _elu_from_output(
     grad: Tensor, output: Tensor, alpha: float, scale: float, rate: float
 ) -> Tensor:
     result: Tensor = torch.ops.aten.elu_backward(grad, alpha, scale, rate, True, output)
@@ -396,22 +390,16 @@ _ROWS = (
     ),
     Activation(
         "elu", elu, elu_backward, "input", ("alpha",), (1.0,),
-        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
-            grad, output, alpha, 1.0, 1.0
-        ),
+        backward_in_place=lambda g, y, alpha: _elu_from_output(g, y, alpha, 1.0, 1.0),
     ),
     Activation(
         "celu", celu, celu_backward, "input", ("alpha",), (1.0,),
         valid=lambda alpha: abs(alpha) >= 1e-30,  # whose inverse float32 holds
-        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
-            grad, output, alpha, 1.0, 1.0 / alpha
-        ),
+        backward_in_place=lambda g, y, alpha: _elu_from_output(g, y, alpha, 1.0, 1.0 / alpha),
     ),
     Activation(
         "selu", selu, selu_backward, "input",
-        backward_in_place=lambda grad, output: _elu_backward_in_place(
-            grad, output, _SELU_ALPHA, _SELU_SCALE, 1.0
-        ),
+        backward_in_place=lambda g, y: _elu_from_output(g, y, _SELU_ALPHA, _SELU_SCALE, 1.0),
     ),
     Activation("silu", silu, silu_backward, "input"),
     Activation("mish", mish, mish_backward, "input"),
