@@ -75,10 +75,6 @@ SCHEMAS = {
 }
 
 
-# Those that a backend has kernels for; the others are made of them.
-KERNELS = tuple(name for name in SCHEMAS if hasattr(batch_norm, name))
-
-
 def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:
     mean = input.new_empty(input.shape[1], dtype=torch.float64)
     return mean, torch.empty_like(mean)

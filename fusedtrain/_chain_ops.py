@@ -40,7 +40,6 @@ SCHEMAS = {
         "-> (Tensor, Tensor)"
     ),
 }
-KERNELS = tuple(SCHEMAS)
 
 
 def _fake_first(first: Tensor, *_: Any) -> Tensor:

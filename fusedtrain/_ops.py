@@ -310,13 +310,10 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
 
 for _row in ACTIVATIONS.values():
     _define(_row)
-_optimizer_ops.define(_library, _warn_once)
-_batch_norm_ops.define(_library, _warn_once)
-_fold_schema.define(_library, _warn_once)
-_chain_ops.define(_library, _warn_once)
-_few_bit_ops.define(_library, _warn_once)
-_image_ops.define(_library, _warn_once)
-_pool_ops.define(_library, _warn_once)
+for _family in (
+    _batch_norm_ops, _chain_ops, _few_bit_ops, _fold_schema, _image_ops, _optimizer_ops, _pool_ops,
+):  # fmt: skip
+    _family.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}

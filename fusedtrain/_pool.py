@@ -14,7 +14,6 @@ from torch.overrides import has_torch_function_unary as _has
 from . import _ops, _recompute
 from ._calls import apply_of, fits, needs_grad, plain_backward
 from ._fx import handle as _handle
-from ._pool_ops import out_size
 from .reference import pool as reference
 
 _max_pool2d = _ops._callable("max_pool2d")
@@ -89,7 +88,7 @@ def _window(
     for size, k, s, p in zip(input.shape[-2:], kernel, step, pad, strict=True):
         if k < 1 or s < 1 or not 0 <= p <= k // 2 or size < 1:
             return None
-        if out_size(size, k, s, p, ceil_mode) < 1:
+        if reference.out_size(size, k, s, p, ceil_mode) < 1:
             return None
     # Dimensions without elements: torch has an opinion on all but the batch.
     return (kernel, step, pad) if all(input.shape[1:]) and input.size(-3) else None
