@@ -15,10 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm, _ops
-from .._fx import follow, path_of
 from .._fx import handle as _handle
+from .._fx import path_of
 from .._records import record_of
-from .._rewritten import passes_on
+from .._rewritten import follow, passes_on
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
