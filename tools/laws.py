@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from _imports import circles_in, imports_of
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fusedtrain"
 FOUND: list[str] = []
@@ -17,6 +19,12 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(pattern, line.split("//")[0]):
                 FOUND.append(f"{path.relative_to(ROOT)}:{number}: {law}: {line.strip()}")
+
+
+def forbid_circles(package: Path) -> None:
+    for circle in circles_in(imports_of(package)):
+        modules = ", ".join(sorted(circle))
+        FOUND.append(f"no import circle, imports within functions included: {modules}")
 
 
 def python(*exceptions: str) -> list[Path]:
@@ -74,6 +82,8 @@ def main() -> int:
     )
     formulas = (CSRC / "formulas.h").read_text()
     forbid(r"\bfor\s*\(|\bwhile\s*\(", [CSRC / "formulas.h"], "a formula knows no loop")
+
+    forbid_circles(PACKAGE)
 
     # One name everywhere.
     declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")
