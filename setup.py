@@ -202,11 +202,11 @@ def torch_flags(torch: Path) -> tuple[str, str]:
 def cpu_units() -> dict[Path, str]:
     """The sources of _C.so, each with the flags of its own. tools/sanitize.py builds them too."""
     include, _ = torch_flags(torch_folder())
-    names = ("dispatch", "multi_tensor", "batch_norm", "fold", "chains", "images", "pool")
     x86 = platform.machine() in ("x86_64", "AMD64")
     return {
         CSRC / "binding_cpu.cpp": include,
-        **{CSRC / f"cpu/{name}.cpp": "" for name in names},
+        **{source: "" for source in sorted((CSRC / "cpu").glob("*.cpp"))
+           if not source.stem.startswith("isa_")},
         **{CSRC / f"cpu/isa_{isa}.cpp": flags for isa, flags in ISA_FLAGS.items()
            if x86 or isa == "default"},
     }  # fmt: skip

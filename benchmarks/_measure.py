@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -38,15 +38,13 @@ ALLOCATORS = {
 }
 
 
-class PointwiseOp(Protocol):
+@dataclass(frozen=True)
+class PointwiseOp:
     """What a benchmark needs to know of a pointwise op."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def function(self) -> TensorFunction: ...  # fusedtrain's
-    @property
-    def eager(self) -> TensorFunction: ...  # what a user writes in torch; the reference in float64
+    name: str
+    function: TensorFunction  # fusedtrain's
+    eager: TensorFunction  # what a user writes in torch; the reference in float64
 
 
 @dataclass(frozen=True)

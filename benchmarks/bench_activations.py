@@ -19,11 +19,13 @@ from benchmarks._measure import (
     Call,
     Clock,
     Effort,
+    PointwiseOp,
     ReplayClock,
     TensorFunction,
     dtype_name,
 )
 from benchmarks._race import race
+from fusedtrain import functional
 from fusedtrain.reference import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -112,6 +114,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", cases, ids=str)
 
 
+def _op(name: str) -> PointwiseOp:
+    """The activation with its example parameters."""
+    row = ACTIVATIONS[name]
+    if name == "gelu_tanh":
+        return PointwiseOp(name, lambda x: functional.gelu(x, approximate="tanh"), row.eager)
+    function = getattr(functional, name)
+    return PointwiseOp(name, lambda x: function(x, *row.arguments_for(x)), row.eager)
+
+
 @lru_cache(maxsize=1)
 def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +150,7 @@ def test_activation(
     benchmark: Any, gate: Gate, clock: Clock, effort: Effort, device: str, case: Case
 ) -> None:
     """One row of the results."""
-    op = ACTIVATIONS[case.op]
+    op = _op(case.op)
     gate(op, case.dtype)
     if benchmark.disabled:
         benchmark.pedantic(op.function, args=(torch.ones(1, dtype=case.dtype, device=device),))

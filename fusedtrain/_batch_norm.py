@@ -11,13 +11,13 @@ from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function as _has_any
 
-from . import _backends, _ops, _recompute
+from . import _backends, _calls, _ops, _recompute
 from . import _batch_norm_in_place as in_place
-from ._definitions import wide_of
 from ._fx import handle as _handle
-from .reference.batch_norm import POINTWISE, Pointwise, differentiable_backward, eager
+from .reference.batch_norm import differentiable_backward, eager
+from .reference.dtypes import wide_of
+from .reference.pointwise import INDEX, POINTWISE, Pointwise
 
-_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 _forward = _ops._callable("batch_norm_act")
 _backward = _ops._callable("batch_norm_act_backward")
 _given_statistics = _ops._callable("batch_norm_act_apply")
@@ -68,8 +68,8 @@ class BatchNormAct(torch.autograd.Function):
             saved: tuple[Any, ...] = (*ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation)
             return differentiable_backward(grad, *saved)
 
-        plain = torch.is_grad_enabled() or not _ops.takes(grad)
-        return (*_gradients(ctx, grad, differentiable if plain else _backward), *(None,) * 6)
+        op = differentiable if _calls.plain_backward(grad) else _backward
+        return (*_gradients(ctx, grad, op), *(None,) * 6)
 
 
 def _gradients(ctx: Any, grad: Tensor, op: Callable[..., tuple[Any, ...]]) -> Any:
@@ -126,7 +126,7 @@ def save_for_backward(
     return needs_input
 
 
-_apply = _ops._apply_of(BatchNormAct)
+_apply = _calls.apply_of(BatchNormAct)
 
 
 def recomputed_as_torch(norm: _BatchNorm, input: Tensor, output: Tensor) -> None:
@@ -190,54 +190,6 @@ def _compiled(
     return output
 
 
-def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
-    """The activation as the ops take it; None where no kernel is exact for these parameters.
-
-    Raises:
-        ValueError: there is no such activation.
-        TypeError: it has no such parameter.
-    """
-    if name is None or name == "identity":
-        if parameters:
-            raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
-        return Pointwise()
-    parameters = dict(parameters)
-    if name == "gelu":
-        approximate = parameters.pop("approximate", "none")
-        if approximate not in ("none", "tanh"):
-            raise RuntimeError("approximate argument must be either none or tanh.")
-        name = "gelu" if approximate == "none" else "gelu_tanh"
-    if name not in _INDEX:
-        raise ValueError(f"activation: {name!r} is none of identity, {', '.join(_INDEX)}")
-    row = POINTWISE[_INDEX[name]]
-    values = [
-        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
-    ]
-    if parameters:
-        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
-    return pointwise(name, *values)
-
-
-def _functional(name: str) -> Callable[..., Tensor]:
-    """The public function, which checks parameters that the plain formula does not."""
-    from . import functional
-
-    function: Callable[..., Tensor] = getattr(functional, name)
-    return function
-
-
-def pointwise(name: str, *values: float) -> Pointwise | None:
-    """As :func:`activation_of`, by the name of the op and the values of all its parameters."""
-    row = POINTWISE[_INDEX[name]]
-    for value in values:
-        # The bound is that of float16.
-        if (type(value) is not float and type(value) is not int) or not -65504 <= value <= 65504:
-            return None
-    if row.valid is not None and not row.valid(*values):
-        return None
-    return Pointwise(_INDEX[name], *map(float, values))
-
-
 def _fits(
     input: Tensor,
     training: bool,
@@ -249,7 +201,7 @@ def _fits(
 ) -> bool:
     if not (eps > 0 or (eps == 0 and not training)):
         return False  # torch's error
-    if not _ops.is_plain(input) or input.dim() < 2 or input.numel() == 0:
+    if not _calls.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
     size, dtype, device = input.shape[1:2], wide_of(input), input.device
     if training and input.numel() == size[0]:
@@ -258,7 +210,7 @@ def _fits(
         return False
     for vector in (running_mean, running_var, weight, bias):
         if vector is not None and not (
-            _ops.is_plain(vector)
+            _calls.is_plain(vector)
             and vector.dtype is dtype
             and vector.shape == size
             and vector.device == device
@@ -272,7 +224,7 @@ def _fits(
 
 def _is_narrow(input: Tensor, *vectors: Tensor | None) -> bool:
     """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
-    if not _ops.is_plain(input) or input.dtype.itemsize != 2:
+    if not _calls.is_plain(input) or input.dtype.itemsize != 2:
         return False
     dtypes = {t.dtype for t in vectors if t is not None}
     return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
@@ -294,7 +246,7 @@ def _check_residual(residual: Tensor, input: Tensor) -> None:
 
 def _matches(residual: Tensor, input: Tensor) -> bool:
     return (
-        _ops.is_plain(residual)
+        _calls.is_plain(residual)
         and residual.shape == input.shape
         and residual.dtype is input.dtype
         and residual.device == input.device
@@ -316,13 +268,13 @@ def run(
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
-    if activation.op == _INDEX["softplus"] and _ops.autocasts(input, "cuda"):
+    if activation.op == INDEX["softplus"] and _calls.autocasts(input, "cuda"):
         # Which computes softplus of 16 bits in float32, and returns that.
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(),
         )  # fmt: skip
-        return _functional("softplus")(z, activation.a, activation.b)
+        return _ops.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
     apart = residual is not None and not _matches(residual, input)
     if apart and residual is not None:
         _check_residual(residual, input)
@@ -332,10 +284,10 @@ def run(
     compiled = (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
-        and not _ops.transformed()
+        and not _calls.transformed()
         and _backends.is_opaque_to_compile(input.device)
     )
-    plain = _ops.traced() and not compiled
+    plain = _calls.traced() and not compiled
     if narrow and not plain:
         statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
         affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]
@@ -446,7 +398,7 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    found = activation_of(activation, parameters)
+    found = _ops.activation_of(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
@@ -455,15 +407,13 @@ def batch_norm_act(
     if training:
         _verify_batch_size(input.size())
     if found is None:
-        row = POINTWISE[_INDEX[str(activation)]]
-        values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
-        function = _functional(row.name)
-        function(input.new_zeros(1), *values)  # raises before running statistics have moved
+        function = _ops.as_function(str(activation), parameters)
+        function(input.new_zeros(1))  # raises before running statistics have moved
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(), overwrite_input,
         )  # fmt: skip
-        return function(z, *values)
+        return function(z)
     return run(
         input, residual, branch_scale, weight, bias, running_mean, running_var, training,
         momentum, eps, found, overwrite_input,

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops, _recompute
-from .reference.batch_norm import IDENTITY, POINTWISE, Pointwise, differentiable_backward
+from . import _calls, _ops, _recompute
+from .reference.batch_norm import differentiable_backward
+from .reference.pointwise import IDENTITY, POINTWISE, Pointwise
 
 # |weight| must be at least these, the second one times |bias|.
 LEAST_WEIGHT, LEAST_SHARE = 2.0**-6, 0.25
@@ -116,7 +117,7 @@ class BatchNormActInPlace(torch.autograd.Function):
         saved = output if activation.saves_output else None
         shared = (input, saved, None, weight, bias, mean, invstd, ctx.training)
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if _ops.takes(grad):
+        if _calls.takes(grad):
             flags = (ctx.needs_input_grad[0], False, needs_weight or needs_bias)
             found = _backward(grad, *shared, *activation, *flags)
         else:
@@ -129,7 +130,7 @@ class BatchNormActInPlace(torch.autograd.Function):
         )
 
 
-apply = _ops._apply_of(BatchNormActInPlace)
+apply = _calls.apply_of(BatchNormActInPlace)
 
 
 @torch.no_grad()

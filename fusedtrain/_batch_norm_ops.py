@@ -4,7 +4,7 @@ Shared by all: ``input``, ``residual``, ``grad`` and ``saved`` have one shape [N
 ``weight``, ``bias``, ``mean``, ``invstd`` and the running statistics [C] and ``branch_scale`` [N]
 have the dtype that is computed in: float64 for float64 input, else float32. ``activation`` counts
 the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are its parameters.
-``saved`` is the output where `saves_output` of the activation (reference/batch_norm.py), else the
+``saved`` is the output where `saves_output` of the activation (reference/pointwise.py), else the
 residual; without either, backward computes from the input what it needs. What was not asked for is
 returned with no elements. `_batch_norm.py` puts autograd in front.
 """
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._definitions import fallback, wide_of
+from ._definitions import fallback
 from .reference import batch_norm
+from .reference.dtypes import wide_of
 
 _AFFINE = "Tensor? branch_scale, Tensor? weight, Tensor? bias"
 _STATISTICS = "Tensor mean, Tensor invstd"
@@ -72,10 +73,6 @@ SCHEMAS = {
         "bool needs_residual) -> (Tensor, Tensor)"
     ),
 }
-
-
-# Those that a backend has kernels for; the others are made of them.
-KERNELS = tuple(name for name in SCHEMAS if hasattr(batch_norm, name))
 
 
 def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:

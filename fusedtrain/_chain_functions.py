@@ -16,22 +16,19 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
 from . import _chains, _ops
-from ._batch_norm import activation_of, pointwise
+from ._calls import fits
 from ._fx import handle as _handle
-from .reference.batch_norm import POINTWISE, Pointwise
+from .reference.pointwise import POINTWISE, Pointwise
 
 _IDENTITY = Pointwise()
 
 
 def _chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
     """The activation as the ops take it (None where no kernel is exact), and as a function."""
-    found = activation_of(activation, parameters)
+    found = _ops.activation_of(activation, parameters)
     if found is not None:
         return found, found.forward
-    from . import functional
-
-    function = getattr(functional, str(activation))
-    return None, lambda x: function(x, **parameters)
+    return None, _ops.as_function(str(activation), parameters)
 
 
 # --- gated linear units ---
@@ -46,18 +43,18 @@ def _glu(
             raise RuntimeError(
                 f"Halving dimension must be even, but dimension {dim} is size {size}"
             )
-        if _chains.fits(input):
+        if fits(input):
             return _chains.run_halves(input, dim % input.dim(), gate_last, activation)
         gate, value = _chains.halves(input, dim, gate_last)
     else:
         gate = input
-        if _chains.fits(gate, value) and gate.shape == value.shape:
+        if fits(gate, value) and gate.shape == value.shape:
             return _chains.run_gated(gate, value, activation)
     return activation.forward(gate) * value
 
 
 def _named(name: str, *values: float) -> Pointwise:
-    found = pointwise(name, *values)
+    found = _ops.pointwise(name, *values)
     assert found is not None
     return found
 
@@ -214,7 +211,7 @@ def gated(
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     found, function = _chosen(activation, parameters)
-    if not _chains.fits(input, gate):
+    if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:
         if found is None:
@@ -225,7 +222,7 @@ def gated(
     else:
         row = POINTWISE[found.op]
         opened = _ops.KERNELS[row.name](gate, False, *(found.a, found.b)[: len(row.parameters)])
-    if not _spreads(opened, input) or not _chains.fits(input, opened):
+    if not _spreads(opened, input) or not fits(input, opened):
         return input * opened
     return _chains.run_scale(input, opened.reshape(input.shape[:2]), None, 1)
 
@@ -305,7 +302,7 @@ def residual_add(
         or many
         or residual.shape != input.shape
         or input.dim() == 0
-        or not _chains.fits(input, factors, residual)
+        or not fits(input, factors, residual)
     ):
         y = input
         if scale is not None:
@@ -359,7 +356,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     _check_probability(p)
     if isinstance(input, Tensor) and (not training or p == 0.0):
         return input
-    if not isinstance(input, Tensor) or inplace or p == 1.0 or not _chains.fits(input):
+    if not isinstance(input, Tensor) or inplace or p == 1.0 or not fits(input):
         return torch_functional.dropout(input, p, training, inplace)
     return _chains.run_bias_act(input, None, -1, _IDENTITY, p=p)
 
@@ -405,7 +402,7 @@ def bias_act_dropout(
         _check_bias(bias, input, dim)
     p = p if training else 0.0
     axis = dim % input.dim() if bias is not None else -1
-    if found is not None and p < 1 and _chains.fits(input, bias):
+    if found is not None and p < 1 and fits(input, bias):
         return _chains.run_bias_act(input, bias, axis, found, p=p)
     y = function(_chains.biased(input, bias, axis))
     return dropout(y, p, True) if p > 0 else y
@@ -472,7 +469,7 @@ def bias_act(
     factor = standard if gain is None else gain
     bound = -1.0 if clamp is None else float(clamp)
     axis = dim % input.dim() if bias is not None else -1
-    if found is not None and _chains.usable(factor, input.dtype) and _chains.fits(input, bias):
+    if found is not None and _chains.usable(factor, input.dtype) and fits(input, bias):
         return _chains.run_bias_act(input, bias, axis, found, factor, bound)
     y = function(_chains.biased(input, bias, axis)) * factor
     return y if clamp is None else y.clamp(-bound, bound)

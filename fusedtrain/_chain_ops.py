@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._definitions import fallback, wide_of
+from ._definitions import fallback
 from .reference import chains
+from .reference.dtypes import wide_of
 
 _ACTIVATION = "int activation, float a, float b"
 _FINISH = f"int dim, {_ACTIVATION}, float gain, float clamp, float p"
@@ -39,7 +40,6 @@ SCHEMAS = {
         "-> (Tensor, Tensor)"
     ),
 }
-KERNELS = tuple(SCHEMAS)
 
 
 def _fake_first(first: Tensor, *_: Any) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from . import _ops, _recompute
-from ._definitions import laid_out
+from ._calls import apply_of, needs_grad, plain_backward
 from .reference import chains as reference
-from .reference.batch_norm import POINTWISE, Pointwise
+from .reference.dtypes import laid_out
+from .reference.pointwise import INDEX, Pointwise
 
 _gated = _ops._callable("gated")
 _gated_backward = _ops._callable("gated_backward")
@@ -23,44 +24,13 @@ _bias_act = _ops._callable("bias_act")
 _bias_act_backward = _ops._callable("bias_act_backward")
 
 # Their output tells by a comparison with a bound where the slope is 0: not after a multiplication.
-_BOUNDED = {
-    i for i, row in enumerate(POINTWISE) if row.name in ("relu6", "hardtanh", "hardsigmoid")
-}
-
-
-def _plain_backward(grad: Tensor) -> bool:
-    """Whether gradients are to be differentiable, or cannot be taken by a kernel."""
-    return torch.is_grad_enabled() or not _ops.takes(grad)
+_BOUNDED = {INDEX[name] for name in ("relu6", "hardtanh", "hardsigmoid")}
 
 
 def _plain_gated_backward(grad: Tensor) -> bool:
     """The same of an op that writes into given tensors: torch.autograd.grad(is_grads_batched=True)
     loops over all other ops."""
-    return _plain_backward(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
-
-
-def needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def fits(model: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels can take all of these together now: plain tensors of one dtype and device."""
-    if not _ops.takes(model):
-        return False
-    for t in others:
-        if t is not None and not (
-            _ops.is_plain(t) and t.dtype is model.dtype and t.device == model.device
-        ):
-            return False
-    # Inference tensors cannot be saved for backward.
-    tensors = (model, *others)
-    return not (
-        needs_grad(*tensors)
-        and (
-            torch.is_inference_mode_enabled()
-            or any(t is not None and t.is_inference() for t in tensors)
-        )
-    )
+    return plain_backward(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 # --- gated products ---
@@ -130,7 +100,7 @@ class GatedHalves(torch.autograd.Function):
         return grad_input, None, None, None
 
 
-_apply_gated, _apply_halves = _ops._apply_of(Gated), _ops._apply_of(GatedHalves)
+_apply_gated, _apply_halves = apply_of(Gated), apply_of(GatedHalves)
 
 
 def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
@@ -171,7 +141,7 @@ class ScaleAdd(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, scale = ctx.saved_tensors
         needs_input, needs_scale, needs_residual = ctx.needs_input_grad[:3]
-        if _plain_backward(grad):
+        if plain_backward(grad):
             wide = grad * reference.spread(scale, grad, ctx.dim)
             sums = None
             if needs_scale:
@@ -189,7 +159,7 @@ class ScaleAdd(torch.autograd.Function):
         )
 
 
-_apply_scale = _ops._apply_of(ScaleAdd)
+_apply_scale = apply_of(ScaleAdd)
 
 
 def run_scale(input: Tensor, scale: Tensor, residual: Tensor | None, dim: int) -> Tensor:
@@ -241,13 +211,13 @@ class BiasAct(torch.autograd.Function):
         if seed is not None:  # the mask goes by the order of the output's memory
             grad = laid_out(grad, ctx.strides)
             saved = None if saved is None else laid_out(saved, ctx.strides)
-        op = _differentiable_bias_act if _plain_backward(grad) else _bias_act_backward
+        op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
         found = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
         grad_bias = found[1].view(-1).to(bias.dtype) if needs_bias else None
         return (found[0], grad_bias, *(None,) * 6)
 
 
-_apply_bias_act = _ops._apply_of(BiasAct)
+_apply_bias_act = apply_of(BiasAct)
 
 
 def new_seed(input: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._ops import autocasts, traced
+from ._calls import autocasts, traced
 
 _PACKS = 2  # packed weights kept, by size of the input
 _REFUSALS = 64  # refused calls that a convolution remembers

@@ -30,8 +30,8 @@ from ._norm_rewrite import Plan, apply, undo
 from ._norm_sites import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
 from ._overwriting import can_overwrite
 from ._proof import Errors, Run, check_type, excess, is_doubtful, run
-from ._records import Found, assign, record_of, restore
-from ._rewritten import passes_on, rewritten_of, set_recomputing
+from ._records import Found, assign, record_of
+from ._rewritten import passes_on, restore, rewritten_of, set_recomputing
 from .nn.activation import _Saving
 from .nn.norm import _BatchNormAct
 

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _ops
-from ._definitions import laid_out, wide_of
-from .reference.batch_norm import POINTWISE
+from . import _calls, _ops
+from .reference.dtypes import laid_out, wide_of
 from .reference.few_bit import TABLES
+from .reference.pointwise import INDEX, POINTWISE
 
 _forward = _ops._callable("few_bit")
 _inplace = _ops._callable("few_bit_")
 _backward = _ops._callable("few_bit_backward")
 
-_INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 # What `save` may be beside None, by activation: the number of bits.
 SAVES = {
     name: {f"q{bits}": bits for bits in sorted(table.bits())} for name, table in TABLES.items()
@@ -47,7 +46,7 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
             f"{POINTWISE[ctx.activation].name} with save='q{ctx.bits}' kept no input to "
             "differentiate its derivative by: create_graph=True needs save=None"
         )
-    if not _ops.takes(grad):  # torch.func.vmap over gradients
+    if not _calls.takes(grad):  # torch.func.vmap over gradients
         return _times_slope(ctx, grad, codes)
     gradient: Tensor = _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
     return gradient
@@ -84,7 +83,7 @@ class FewBitInplace(torch.autograd.Function):
         return _gradient(ctx, grad), None, None
 
 
-_apply, _apply_inplace = _ops._apply_of(FewBit), _ops._apply_of(FewBitInplace)
+_apply, _apply_inplace = _calls.apply_of(FewBit), _calls.apply_of(FewBitInplace)
 
 
 def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
@@ -95,14 +94,14 @@ def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
     name = kernel.row.name
     check_save(name, save)
     if (
-        not _ops.takes(input)
+        not _calls.takes(input)
         or not (input.requires_grad and torch.is_grad_enabled())
         or torch.is_inference_mode_enabled()
         or input.is_inference()
         or (inplace and input.is_leaf)  # torch's error
     ):
         return kernel(input, inplace)
-    activation, bits = _INDEX[name], SAVES[name][save]
+    activation, bits = INDEX[name], SAVES[name][save]
     if not inplace:
         return _apply(input, activation, bits)
     if input._is_view() or input.is_neg():

@@ -22,7 +22,6 @@ SCHEMAS = {
     "few_bit_": "(Tensor(a!) input, int activation, int bits) -> Tensor",
     "few_bit_backward": "(Tensor grad, Tensor codes, int activation, int bits) -> Tensor",
 }
-KERNELS = tuple(SCHEMAS)
 
 
 def _codes(input: Tensor, activation: int, bits: int) -> Tensor:

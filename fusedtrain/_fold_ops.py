@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._ops import _callable, takes
+from ._calls import takes
+from ._ops import _callable
 from .reference import fold as reference
 
 _forward = _callable("fold_weight")

@@ -15,7 +15,7 @@ from ._dataflow import Flow, Trace, is_product
 from ._norm_sites import is_activation
 from ._unseen_calls import UnseenCalls
 from .nn.norm import _HOOKS, activation_of
-from .reference.batch_norm import POINTWISE
+from .reference.pointwise import POINTWISE
 
 
 @dataclass

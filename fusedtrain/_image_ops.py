@@ -19,7 +19,6 @@ SCHEMAS = {
         "-> Tensor"
     ),
 }
-KERNELS = tuple(SCHEMAS)
 
 
 def _fake(

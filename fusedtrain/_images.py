@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
-from . import _ops
+from . import _calls, _ops
 from ._fx import handle as _handle
 from .reference import images as _reference
 from .reference.images import (
@@ -26,7 +26,7 @@ _op = _ops._callable("normalize_images")
 
 
 def _kernel_takes(input: Tensor) -> bool:
-    return type(input) is Tensor and input.layout is torch.strided and not _ops.traced()
+    return type(input) is Tensor and input.layout is torch.strided and not _calls.traced()
 
 
 def _batch(

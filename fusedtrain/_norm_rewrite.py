@@ -21,12 +21,12 @@ from ._dataflow import Trace
 from ._effects import Effects
 from ._gate_sites import Product
 from ._norm_sites import Site, Step, fused_class, has_own_steps
-from ._records import assign, record_of, restore
+from ._records import assign, record_of
 from ._reordering import Unit, obstacle_of, places_of
-from ._rewritten import PassesOn, Rewritten, install, remove, resolve
+from ._rewritten import PassesOn, Rewritten, install, remove, resolve, restore
 from ._unseen_calls import numbers_of
 from .nn.norm import activation_of
-from .reference.batch_norm import POINTWISE
+from .reference.pointwise import POINTWISE
 
 _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
 

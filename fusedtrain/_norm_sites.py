@@ -30,7 +30,7 @@ from .nn.norm import (
     activation_of,
     is_stochastic_depth,
 )
-from .reference.batch_norm import POINTWISE
+from .reference.pointwise import POINTWISE
 
 _TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FUSED: dict[type, type] = {

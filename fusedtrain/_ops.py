@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 
 from . import (
     _backends,
     _batch_norm_ops,
+    _calls,
     _chain_ops,
     _few_bit_ops,
     _fold_schema,
@@ -29,12 +28,13 @@ from . import (
     _pool_ops,
     _recompute,
 )
+from ._calls import KERNEL_DTYPES, apply_of, takes
 from ._definitions import fallback
 from .reference import ACTIVATIONS, Activation
+from .reference.pointwise import INDEX, POINTWISE, Pointwise
 
 _library = torch.library.Library("fusedtrain", "DEF")
-_KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_LARGEST = {dtype: torch.finfo(dtype).max for dtype in _KERNEL_DTYPES}
+_LARGEST = {dtype: torch.finfo(dtype).max for dtype in KERNEL_DTYPES}
 _told: set[str] = set()
 
 
@@ -96,52 +96,6 @@ def _define(row: Activation) -> None:
         _library.impl(f"{row.name}_", lambda input, *_: None, "Meta")
 
 
-def transformed() -> bool:
-    """Whether a functorch transform, forward-mode AD or torch.jit.trace follows the call."""
-    return bool(
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
-def traced() -> bool:
-    """Whether something follows the call that must see plain torch operators.
-
-    That is torch.compile and torch.export (so that Inductor may fuse), torch.jit.trace, functorch
-    transforms and forward-mode AD.
-    """
-    return torch.compiler.is_compiling() or transformed()
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether this is a plain strided tensor of a floating dtype."""
-    kind = type(tensor)
-    return (
-        (kind is Tensor or kind is Parameter)
-        and tensor.dtype in _KERNEL_DTYPES
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )
-
-
-def takes(tensor: Tensor) -> bool:
-    """Whether a kernel can take the tensor now."""
-    return is_plain(tensor) and not traced()
-
-
-def autocasts(input: Tensor, device_type: str = "") -> bool:
-    """Whether autocast casts this input: it is on (the given type of) device, and not float64."""
-    return (
-        isinstance(input, Tensor)
-        and device_type in ("", input.device.type)
-        and torch.amp.is_autocast_available(input.device.type)
-        and torch.is_autocast_enabled(input.device.type)
-        and input.is_floating_point()
-        and input.dtype is not torch.float64
-    )
-
-
 def _check_inference(input: Tensor) -> None:
     """torch raises this too, but only after it has written."""
     inference = not torch.compiler.is_compiling() and input.is_inference()
@@ -170,7 +124,7 @@ class Kernel:
         self._keeps_output = row.saves == "output" or row.backward_in_place is not None
         self._reference = row.forward
         function, function_inplace = _functions(row)
-        self._apply, self._apply_inplace = _apply_of(function), _apply_of(function_inplace)
+        self._apply, self._apply_inplace = apply_of(function), apply_of(function_inplace)
 
     def __call__(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
         if not takes(input) or (parameters and not self._exact(input.dtype, parameters)):
@@ -228,15 +182,6 @@ class Kernel:
         if not input.is_inference():
             increment_version(input)
         return input
-
-
-def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
-    """``Function.apply`` without its Python half.
-
-    That half serves functorch, which `takes` has excluded; it costs 1.5 us of the 8 us of a call.
-    """
-    apply: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
 
 
 def _functions(
@@ -309,7 +254,7 @@ class ChannelKernel:
     def __init__(self, row: Activation) -> None:
         self.row = row
         self._forward = _callable(row.name)
-        self._apply = _apply_of(_channel_function(row))
+        self._apply = apply_of(_channel_function(row))
         self._reference = row.forward
 
     def __call__(self, input: Tensor, *tensors: Tensor) -> Tensor:
@@ -365,14 +310,67 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
 
 for _row in ACTIVATIONS.values():
     _define(_row)
-_optimizer_ops.define(_library, _warn_once)
-_batch_norm_ops.define(_library, _warn_once)
-_fold_schema.define(_library, _warn_once)
-_chain_ops.define(_library, _warn_once)
-_few_bit_ops.define(_library, _warn_once)
-_image_ops.define(_library, _warn_once)
-_pool_ops.define(_library, _warn_once)
+for _family in (
+    _batch_norm_ops, _chain_ops, _few_bit_ops, _fold_schema, _image_ops, _optimizer_ops, _pool_ops,
+):  # fmt: skip
+    _family.define(_library, _warn_once)
 _backends.load(_library)
 
 KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}
 CHANNEL_KERNELS = {row.name: ChannelKernel(row) for row in ACTIVATIONS.values() if row.tensors}
+
+
+def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
+    """The activation as the ops take it; None where no kernel is exact for these parameters.
+
+    Raises:
+        ValueError: there is no such activation.
+        TypeError: it has no such parameter.
+    """
+    if name is None or name == "identity":
+        if parameters:
+            raise TypeError(f"activation: identity has no parameter {min(parameters)!r}")
+        return Pointwise()
+    parameters = dict(parameters)
+    if name == "gelu":
+        approximate = parameters.pop("approximate", "none")
+        if approximate not in ("none", "tanh"):
+            raise RuntimeError("approximate argument must be either none or tanh.")
+        name = "gelu" if approximate == "none" else "gelu_tanh"
+    if name not in INDEX:
+        raise ValueError(f"activation: {name!r} is none of identity, {', '.join(INDEX)}")
+    row = POINTWISE[INDEX[name]]
+    if unknown := parameters.keys() - set(row.parameters):
+        raise TypeError(f"activation: {name} has no parameter {min(unknown)!r}")
+    return pointwise(name, *_values(row, parameters))
+
+
+def _values(row: Activation, parameters: dict[str, Any]) -> list[Any]:
+    return [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
+
+
+def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """The activation, with parameters for which :func:`activation_of` finds no exact kernel.
+
+    The function raises what the public function of that name raises.
+    """
+    values = _values(POINTWISE[INDEX[name]], parameters)
+
+    def function(input: Tensor) -> Tensor:
+        if name == "softplus" and _calls.autocasts(input, "cuda"):
+            input = input.float()  # as torch's
+        return KERNELS[name](input, False, *values)
+
+    return function
+
+
+def pointwise(name: str, *values: float) -> Pointwise | None:
+    """As :func:`activation_of`, by the name of the op and the values of all its parameters."""
+    row = POINTWISE[INDEX[name]]
+    for value in values:
+        # The bound is that of float16.
+        if (type(value) is not float and type(value) is not int) or not -65504 <= value <= 65504:
+            return None
+    if row.valid is not None and not row.valid(*values):
+        return None
+    return Pointwise(INDEX[name], *map(float, values))

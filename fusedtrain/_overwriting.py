@@ -12,7 +12,7 @@ from ._batch_norm_in_place import slope_of
 from ._dataflow import Trace
 from ._effects import Effects
 from .nn.norm import _HOOKS, activation_of
-from .reference.batch_norm import Pointwise
+from .reference.pointwise import Pointwise
 
 # These do not save their output.
 _MAKERS = (

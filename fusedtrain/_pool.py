@@ -12,9 +12,8 @@ from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops, _recompute
-from ._chains import fits, needs_grad
+from ._calls import apply_of, fits, needs_grad, plain_backward
 from ._fx import handle as _handle
-from ._pool_ops import out_size
 from .reference import pool as reference
 
 _max_pool2d = _ops._callable("max_pool2d")
@@ -52,12 +51,11 @@ class MaxPool2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (codes,) = ctx.saved_tensors
-        plain = torch.is_grad_enabled() or not _ops.takes(grad)
-        op = reference.max_pool2d_backward if plain else _max_pool2d_backward
+        op = reference.max_pool2d_backward if plain_backward(grad) else _max_pool2d_backward
         return (op(grad, codes, *ctx.rest), None, None, None, None, None)
 
 
-_apply = _ops._apply_of(MaxPool2d)
+_apply = apply_of(MaxPool2d)
 
 
 def _bits_of(kernel_size: _Pair) -> int:
@@ -90,7 +88,7 @@ def _window(
     for size, k, s, p in zip(input.shape[-2:], kernel, step, pad, strict=True):
         if k < 1 or s < 1 or not 0 <= p <= k // 2 or size < 1:
             return None
-        if out_size(size, k, s, p, ceil_mode) < 1:
+        if reference.out_size(size, k, s, p, ceil_mode) < 1:
             return None
     # Dimensions without elements: torch has an opinion on all but the batch.
     return (kernel, step, pad) if all(input.shape[1:]) and input.size(-3) else None

@@ -14,6 +14,7 @@ from torch import Tensor
 from ._definitions import fallback
 from .reference import pool
 from .reference.bits import packed_bytes
+from .reference.pool import new_image, out_sizes
 
 _WINDOW = "int[] kernel_size, int[] stride, int[] padding"
 
@@ -28,32 +29,6 @@ SCHEMAS = {
         "bool channels_last) -> Tensor"
     ),
 }
-KERNELS = tuple(SCHEMAS)
-
-
-def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
-    """As torch: with ceil_mode windows may reach beyond the padding, but not begin there."""
-    room = size + 2 * padding - kernel
-    count = (room + (stride - 1 if ceil_mode else 0)) // stride + 1
-    return count - 1 if ceil_mode and (count - 1) * stride >= size + padding else count
-
-
-def out_sizes(
-    input: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], ceil: bool
-) -> tuple[int, int]:
-    """Height and width of the output."""
-    height, width = (
-        out_size(*numbers, ceil)
-        for numbers in zip(input.shape[-2:], kernel, stride, padding, strict=True)
-    )
-    return height, width
-
-
-def new_image(model: Tensor, height: int, width: int, channels_last: bool) -> Tensor:
-    """A tensor with the sizes of `model` but for the last two."""
-    format = torch.channels_last if channels_last else torch.contiguous_format
-    shape = (*model.shape[:-2], height, width)
-    return torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=format)
 
 
 def _fake(

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._calls import traced
+
 _TAG = "_fusedtrain_recipe"
 # Recipes in a row that need each other: when backward comes to the last of so many residual blocks,
 # it computes the outputs of all of them. The lowest peaks were at 6 (docs/decisions/0008).
@@ -367,8 +369,6 @@ class recompute:
 
 
 def _enter() -> _Scope | None:
-    from ._ops import traced
-
     if traced() or not _hooks_allowed():
         return None
     top, observer = _top(True), None

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ._rewritten import remove, rewritten_of
-
 _KEY = "_fusedtrain_convert"
 _LATER = ("save",)  # attributes of fused classes that `convert` sets after all else
 
@@ -48,11 +46,11 @@ def assign(module: nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:
     attributes[_KEY] = record
 
 
-def restore(module: nn.Module) -> bool:
-    """Takes back class, attributes and forward; whether there was anything to take back."""
-    rewritten, record = remove(module), record_of(module)
+def unassign(module: nn.Module) -> bool:
+    """Takes back class and attributes; whether there was anything to take back."""
+    record = record_of(module)
     if record is None:
-        return rewritten
+        return False
     attributes = vars(module)
     del attributes[_KEY]
     for key in (*record.added, *_LATER):
@@ -60,7 +58,3 @@ def restore(module: nn.Module) -> bool:
     attributes.update(record.replaced)
     module.__class__ = record.original
     return True
-
-
-def is_changed(module: nn.Module) -> bool:
-    return record_of(module) is not None or rewritten_of(module) is not None

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._recompute import recompute
+from ._records import record_of, unassign
 
 
 def _template(rewritten: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +127,6 @@ class Rewritten:
         proxy = _proxy_in(values)
         if proxy is None or getattr(proxy.tracer, "sees_conversions", False):
             return False
-        from ._fx import follow  # which imports this file
-
         follow(proxy.tracer)
         return True
 
@@ -171,6 +171,16 @@ def remove(module: nn.Module) -> bool:
     return True
 
 
+def restore(module: nn.Module) -> bool:
+    """Takes back class, attributes and forward; whether there was anything to take back."""
+    rewritten = remove(module)
+    return unassign(module) or rewritten
+
+
+def is_changed(module: nn.Module) -> bool:
+    return record_of(module) is not None or rewritten_of(module) is not None
+
+
 def set_recomputing(module: nn.Module, wanted: bool) -> None:
     """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`."""
     now = rewritten_of(module)
@@ -189,4 +199,63 @@ def resolve(path: str) -> Any:
     found = importlib.import_module(module)
     for part in filter(None, qualified.split(".")):
         found = getattr(found, part)
+    return found
+
+
+def follow(tracer: Any) -> None:
+    """Makes a tracer that has come upon a converted module look into whatever works together with
+    modules outside of it since `convert`, also where it would call the likes of it as a whole.
+
+    Raises RuntimeError if it has called such a module as a whole already.
+    """
+    if not isinstance(tracer, fx.Tracer) or "is_leaf_module" in vars(tracer):
+        return
+    is_leaf: Callable[[nn.Module, str], bool] = tracer.is_leaf_module
+    partners = _partners(tracer.root)
+
+    def is_closed(module: nn.Module) -> bool:
+        parts = set(module.modules())
+        return all(partners.get(part, set()) <= parts for part in parts)
+
+    vars(tracer)["is_leaf_module"] = lambda m, path: is_leaf(m, path) and is_closed(m)
+    for node in tracer.graph.nodes:
+        if node.op == "call_module" and not is_closed(tracer.root.get_submodule(node.target)):
+            raise RuntimeError(
+                f"torch.fx: the tracer calls {node.target} as a whole, in which fusedtrain.convert "
+                "has moved work from or to the modules around it. Trace before converting, or "
+                "fusedtrain.revert first"
+            )
+
+
+def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
+    """Of each module that gives away or takes over work: those that it does so with."""
+    found: dict[nn.Module, set[nn.Module]] = {}
+    makers = _makers(root)
+    for module in root.modules():
+        mine = vars(module)
+        if isinstance(module, _BatchNorm) and record_of(module) is not None:
+            parts = [mine[kind] for kind in ("act", "drop") if kind in mine]
+            mates = found.setdefault(module, set())
+            if mine.get("_adds"):
+                mates.add(root)  # the sum is in a forward somewhere around it
+            if mine.get("overwrite_input"):
+                mates.add(makers.get(module, root))
+            for part in (part for part in parts if type(part) is not nn.Identity):
+                found[module].add(part)
+                found.setdefault(part, set()).add(module)
+        forward = rewritten_of(module)
+        if forward is not None and any(
+            path.endswith(":gated") for path in forward.imports.values()
+        ):
+            for part in filter(passes_on, module.modules()):
+                found.setdefault(part, set()).add(module)
+    return found
+
+
+def _makers(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Modules that are called with the value of another one, as far as containers tell."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            found.update(zip(list(module)[1:], module))
     return found

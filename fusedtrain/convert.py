@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 
 from . import nn as fused_nn
 from ._conversion_report import ConversionReport, shown, title
-from ._records import Found, is_changed, record_of, restore
-from ._rewritten import has_foreign_forward
+from ._records import Found, record_of
+from ._rewritten import has_foreign_forward, is_changed, restore
 
 __all__ = ["ConversionReport", "convert", "revert"]
 

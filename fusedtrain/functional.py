@@ -24,7 +24,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
 
-from . import _few_bit, _ops
+from . import _calls, _few_bit, _ops
 from ._batch_norm import batch_norm_act as batch_norm_act
 from ._chain_functions import bias_act as bias_act
 from ._chain_functions import bias_act_dropout as bias_act_dropout
@@ -36,7 +36,6 @@ from ._chain_functions import glu as glu
 from ._chain_functions import reglu as reglu
 from ._chain_functions import residual_add as residual_add
 from ._chain_functions import swiglu as swiglu
-from ._chains import needs_grad as _needs_grad
 from ._fx import handle as _handle
 from ._images import normalize_images as normalize_images
 from ._pool import max_pool2d as max_pool2d
@@ -408,7 +407,7 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
         return _handle(
             _public_threshold, (input,), input, threshold=threshold, value=value, inplace=inplace
         )
-    if inplace and _ops.takes(input) and 0 in input.stride() and not _needs_grad(input):
+    if inplace and _calls.takes(input) and 0 in input.stride() and not _calls.needs_grad(input):
         return torch.nn.functional.threshold(input, threshold, value, True)
     return _threshold(input, inplace, threshold, value)
 
@@ -503,7 +502,7 @@ def softplus(
         return _reference.softplus(input, beta, threshold)
     if _has(input):
         return _handle(softplus, (input,), input, beta=beta, threshold=threshold)
-    if _ops.autocasts(input, "cuda"):
+    if _calls.autocasts(input, "cuda"):
         input = input.float()
     return _softplus(input, False, beta, threshold)
 
@@ -522,8 +521,6 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
         return _reference.squareplus(input, b)
     if _has(input):
         return _handle(squareplus, (input,), input, b=b)
-    if b < 0:
-        raise ValueError(f"squareplus: b must be at least 0, not {b}")
     return _squareplus(input, False, b)
 
 
@@ -544,7 +541,7 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
         return _reference.prelu(input, weight)
     if _has_any((input, weight)):
         return _handle(prelu, (input, weight), input, weight)
-    if _ops.autocasts(input):
+    if _calls.autocasts(input):
         dtype = torch.get_autocast_dtype(input.device.type)
         input = input.to(dtype)
         if weight.is_floating_point() and weight.dtype != torch.float64:
@@ -568,6 +565,6 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         return _reference.star_relu(input, scale, bias)
     if _has_any((input, scale, bias)):
         return _handle(star_relu, (input, scale, bias), input, scale, bias)
-    if _ops.autocasts(input, "cuda"):  # whose autocast squares in float32
+    if _calls.autocasts(input, "cuda"):  # whose autocast squares in float32
         return _reference.star_relu(input, scale, bias)
     return _star_relu(input, scale, bias)

@@ -16,7 +16,7 @@ import torch.nn.functional as torch_functional
 from _kernels import Kernels, placed
 from torch import Tensor
 
-from fusedtrain.reference.batch_norm import POINTWISE, Pointwise
+from fusedtrain.reference.pointwise import POINTWISE, Pointwise
 
 FORMULAS: dict[str, Pointwise] = {"identity": Pointwise()} | {
     row.name: Pointwise(i, *row.example) for i, row in enumerate(POINTWISE)

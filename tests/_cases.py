@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 
 import torch
@@ -21,6 +22,14 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # output (0.5), doubled where backward starts from the rounded output, whose error the slope passes
 # on. float64 is compared with eager torch, which itself is off by 40 eps in gelu_tanh's slope.
 TOLERANCE = {torch.float32: 8.0, torch.float64: 64.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+
+def public(row: Activation) -> Callable[[Tensor], Tensor]:
+    """The public function of fusedtrain, with the example parameters."""
+    if row.name == "gelu_tanh":
+        return lambda input: functional.gelu(input, approximate="tanh")
+    function = getattr(functional, row.name)
+    return lambda input: function(input, *row.arguments_for(input))
 
 
 def layouts(dtype: torch.dtype) -> dict[str, Tensor]:

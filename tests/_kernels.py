@@ -6,6 +6,7 @@ a GPU, CUDA and Triton are the real ones.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +22,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fusedtrain import backend_info
-from fusedtrain._batch_norm_ops import KERNELS as BATCH_NORM_OPS
-from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
-from fusedtrain._few_bit_ops import KERNELS as FEW_BIT_OPS
-from fusedtrain._image_ops import KERNELS as IMAGE_OPS
-from fusedtrain._pool_ops import KERNELS as POOL_OPS
-from fusedtrain.reference import ACTIVATIONS, batch_norm, chains, few_bit, fold, images, pool
+from fusedtrain.reference import ACTIVATIONS, FAMILIES
 
 # The references of ops that are not activations, by their names.
 REFERENCES = {
-    name: module
-    for names, module in (
-        (("fold_weight", "fold_weight_backward"), fold), (BATCH_NORM_OPS, batch_norm),
-        (CHAIN_OPS, chains), (FEW_BIT_OPS, few_bit), (IMAGE_OPS, images), (POOL_OPS, pool),
-    )
+    name: importlib.import_module(f"fusedtrain.reference.{family}")
+    for family, names in FAMILIES.items()
+    if family != "activations"
     for name in names
-}  # fmt: skip
+}
 HAS_GPU = torch.cuda.is_available()
 
 

@@ -15,6 +15,7 @@ from _cases import (
     backward_scale,
     error,
     layouts,
+    public,
     special_values,
     truth,
 )
@@ -39,7 +40,7 @@ def test_numbers_in_every_layout(name: str, dtype: torch.dtype) -> None:
         if name == "star_relu" and kind == "0-dim":
             continue  # broadcasts with its parameters to one dimension, as in eager torch
         x = x.detach().requires_grad_()
-        y = row.function(x)
+        y = public(row)(x)
         grad = torch.randn_like(y)
         (g,) = torch.autograd.grad(y, x, grad)
         want_y, want_g = expected(name, x, grad)
@@ -59,7 +60,7 @@ def test_gradient_with_other_strides(name: str) -> None:
     x = torch.randn(4, 6, 5, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
     base = torch.randn(4, 6, 5, 3)
     for grad in (base, base[:, :1].expand(4, 6, 5, 3), base.flip(0).permute(0, 1, 2, 3)):
-        (g,) = torch.autograd.grad(row.function(x), x, grad)
+        (g,) = torch.autograd.grad(public(row)(x), x, grad)
         assert_close(g, expected(name, x, grad)[1], backward_scale(row))
         assert g.is_contiguous(memory_format=torch.channels_last)
 
@@ -71,7 +72,7 @@ def test_every_16_bit_number(name: str, dtype: torch.dtype) -> None:
     row = ACTIVATIONS[name]
     x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
     x = x[torch.isfinite(x)].clone().requires_grad_()
-    y = row.function(x)
+    y = public(row)(x)
     (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
     want_y, want_g = expected(name, x, torch.ones_like(y))
     limit = torch.finfo(dtype).max  # squares overflow
@@ -118,7 +119,7 @@ def test_float32_next_to_the_kinks(name: str) -> None:
     x = steps.flatten().to(torch.int32).view(torch.float32).clone()
     x = x[torch.isfinite(x)].requires_grad_()
     row = ACTIVATIONS[name]
-    (g,) = torch.autograd.grad(row.function(x), x, torch.ones_like(x))
+    (g,) = torch.autograd.grad(public(row)(x), x, torch.ones_like(x))
     (want,) = torch.autograd.grad(row.eager(x), x, torch.ones_like(x))
     assert torch.equal(g == 0, want == 0)
 
@@ -130,7 +131,7 @@ def test_special_values(name: str, dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).smallest_normal
     x, want = special_values(name, dtype)
     x.requires_grad_()
-    y = row.function(x)
+    y = public(row)(x)
     (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
     y = y.detach()
     assert torch.equal(torch.isnan(y), torch.isnan(want))
@@ -153,10 +154,10 @@ def test_result_does_not_depend_on_position(name: str) -> None:
     """Vector body, tail, thread boundaries and offsets give the same bits."""
     row = ACTIVATIONS[name]
     x = torch.randn(100_003)
-    whole = row.function(x)
+    whole = public(row)(x)
     for start, stop in ((1, 64), (3, 20), (65_530, 65_570), (7, 100_003), (99_999, 100_003)):
-        assert torch.equal(row.function(x[start:stop]), whole[start:stop])
-        assert torch.equal(row.function(x[start:stop].clone()), whole[start:stop])
+        assert torch.equal(public(row)(x[start:stop]), whole[start:stop])
+        assert torch.equal(public(row)(x[start:stop].clone()), whole[start:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,7 +168,7 @@ def test_inplace(name: str, dtype: torch.dtype) -> None:
     for kind, base in layouts(dtype).items():
         if kind == "expanded":
             continue
-        want = row.function(base)
+        want = public(row)(base)
         x = base.clone() if kind != "sliced" else base
         version = x._version
         y = function(x, *row.arguments, inplace=True)
@@ -181,7 +182,7 @@ def test_inplace(name: str, dtype: torch.dtype) -> None:
         assert out is inner
         out.sum().backward()
         outside = leaf.detach().clone().requires_grad_()
-        row.function(outside).sum().backward()
+        public(row)(outside).sum().backward()
         if row.backward_in_place is None:
             assert torch.equal(leaf.grad, outside.grad), kind
         else:  # from the output
@@ -247,7 +248,7 @@ def test_saves_one_tensor(name: str) -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = row.function(x)
+        y = public(row)(x)
     big = [t for t in seen if t.numel() > 1]
     assert len(big) == 1
     kept = y if row.saves == "output" else x

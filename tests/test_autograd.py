@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from _cases import INPLACE, NAMES, POINTWISE
+from _cases import INPLACE, NAMES, POINTWISE, public
 from torch import Tensor, nn
 
 import fusedtrain.functional as F
@@ -40,7 +40,7 @@ def away_from_kinks(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck_and_gradgradcheck(name: str) -> None:
-    function = ACTIVATIONS[name].function
+    function = public(ACTIVATIONS[name])
     x = away_from_kinks(5, 7)
     # Forward-mode AD needs the reference; fast_mode off: every element by finite differences.
     assert torch.autograd.gradcheck(function, x, check_forward_ad=True)
@@ -74,7 +74,7 @@ def test_gradcheck_of_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_batched_gradients(name: str) -> None:
     x = torch.randn(4, 6, requires_grad=True)
-    y = ACTIVATIONS[name].function(x)
+    y = public(ACTIVATIONS[name])(x)
     grads = torch.randn(3, 4, 6)
     (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     single = torch.stack([torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in grads])
@@ -85,7 +85,7 @@ def test_batched_gradients(name: str) -> None:
 def test_functorch_and_forward_mode(name: str) -> None:
     row = ACTIVATIONS[name]
     x = torch.randn(4, 6)
-    eager, ours = row.eager, row.function
+    eager, ours = row.eager, public(row)
     checks: list[Callable[[Callable[[Tensor], Tensor]], Tensor]] = [
         lambda f: torch.vmap(f)(x),
         lambda f: torch.func.grad(lambda t: f(t).sum())(x),
@@ -108,7 +108,7 @@ def test_functorch_and_forward_mode(name: str) -> None:
 
 def test_retain_graph_twice_and_module_twice() -> None:
     for name in POINTWISE:
-        function = ACTIVATIONS[name].function
+        function = public(ACTIVATIONS[name])
         x = torch.randn(32, requires_grad=True)
         y = function(x)
         z = function(y)
@@ -123,7 +123,7 @@ def test_autocast_gives_the_dtype_of_torch(name: str, dtype: torch.dtype) -> Non
     row = ACTIVATIONS[name]
     x = torch.randn(6, 5, dtype=dtype, requires_grad=True)
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
-        y, want = row.function(x), row.eager(x)
+        y, want = public(row)(x), row.eager(x)
     assert y.dtype == want.dtype
     torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
     y.sum().backward()
@@ -150,7 +150,7 @@ def test_opcheck(name: str) -> None:
             torch.randn(2, 3, 4, 4, dtype=dtype).contiguous(memory_format=torch.channels_last),
             torch.randn(8, 6, dtype=dtype)[::2, 1:4],
         ):
-            arguments = tuple(a.to(x) if isinstance(a, Tensor) else a for a in row.arguments)
+            arguments = row.arguments_for(x)
             torch.library.opcheck(getattr(ops, name).default, (x, *arguments))
             grad = torch.randn_like(x)
             backward = getattr(ops, f"{name}_backward").default
@@ -171,20 +171,20 @@ def test_compile_and_export_see_plain_aten(name: str) -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(row.function, fullgraph=True, backend=backend)
+    compiled = torch.compile(public(row), fullgraph=True, backend=backend)
     y = compiled(x)
-    torch.testing.assert_close(y, row.function(x))
+    torch.testing.assert_close(y, public(row)(x))
     y.sum().backward()
     assert not any("fusedtrain" in target for target in seen), seen
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return row.function(x)
+            return public(row)(x)
 
     program = torch.export.export(Model(), (x.detach(),), strict=False)
     targets = [str(node.target) for node in program.graph.nodes]
     assert not any("fusedtrain" in target for target in targets), targets
-    torch.testing.assert_close(program.module()(x.detach()), row.function(x.detach()))
+    torch.testing.assert_close(program.module()(x.detach()), public(row)(x.detach()))
 
 
 def test_inductor_fuses_through_the_call() -> None:
@@ -315,7 +315,7 @@ def test_wrong_input(name: str, kind: str) -> None:
         except Exception as error:  # the type is what is compared
             return type(error)
 
-    function = row.function if isinstance(x, Tensor) else lambda t: named(t)
+    function = public(row) if isinstance(x, Tensor) else lambda t: named(t)
 
     def named(t: object) -> Tensor:
         if name == "gelu_tanh":
@@ -332,6 +332,7 @@ def test_wrong_input(name: str, kind: str) -> None:
         (lambda x: F.hardtanh(x, 1.0, -1.0), ValueError, "min_val"),
         (lambda x: F.softshrink(x, -1.0), RuntimeError, "lambda"),
         (lambda x: F.squareplus(x, -1.0), ValueError, "b must be at least 0"),
+        (lambda x: torch.jit.script(F.squareplus)(x, -1.0), torch.jit.Error, "b must be at least"),
         (lambda x: F.celu(x, 0.0), RuntimeError, "alpha"),
         (lambda x: F.gelu(x, "sigmoid"), RuntimeError, "approximate"),
         (lambda x: F.leaky_relu(x, "a"), TypeError, ""),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _cases import public
 from torch import Tensor
 
 import fusedtrain
@@ -65,7 +66,7 @@ def overwriting(x: Tensor, weight: Tensor) -> Tensor:
 
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {
-        name: (row.function, (ROWS,)) for name, row in ACTIVATIONS.items() if not row.tensors
+        name: (public(row), (ROWS,)) for name, row in ACTIVATIONS.items() if not row.tensors
     }
     found |= {
         "prelu": (F.prelu, (IMAGE, (4,))),

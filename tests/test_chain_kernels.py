@@ -16,10 +16,9 @@ from _kernels import BACKENDS, Kernels, placed, same_bits
 from _launches import parameters
 from torch import Tensor
 
-from fusedtrain._chain_ops import KERNELS as CHAIN_OPS
 from fusedtrain._chains import _BOUNDED
-from fusedtrain.reference import chains
-from fusedtrain.reference.batch_norm import Pointwise
+from fusedtrain.reference import FAMILIES, chains
+from fusedtrain.reference.pointwise import Pointwise
 
 F32, F64, F16, BF16 = DTYPES
 # Of one plus the size of the number, forward; backward differentiates an output that was rounded.
@@ -30,7 +29,7 @@ SEED = torch.tensor([0x1234_5678_9ABC_DEF1, -0x0FED_CBA9_8765_4321])
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, CHAIN_OPS)):
+    if not all(map(kernels.has, FAMILIES["chains"])):
         pytest.skip(f"{request.param} has no chains")
     return kernels
 

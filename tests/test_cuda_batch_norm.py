@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fusedtrain.reference import ACTIVATIONS
 from fusedtrain.reference import batch_norm as truth
+from fusedtrain.reference.pointwise import IDENTITY, INDEX, Pointwise
 
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.why_not()), reason=cuda_emulator.why_not())
 
@@ -60,12 +61,11 @@ class Case:
         return F64 if self.dtype is F64 else F32
 
     @property
-    def pointwise(self) -> truth.Pointwise:
+    def pointwise(self) -> Pointwise:
         if self.activation is None:
-            return truth.Pointwise()
+            return Pointwise()
         parameters = (*ACTIVATIONS[self.activation].example, 0.0, 0.0)
-        names = [row.name for row in truth.POINTWISE]
-        return truth.Pointwise(names.index(self.activation), parameters[0], parameters[1])
+        return Pointwise(INDEX[self.activation], parameters[0], parameters[1])
 
 
 def laid_out(values: Tensor, case: Case, name: str) -> Tensor:
@@ -113,7 +113,7 @@ class Call:
 
     def saved(self, output: Tensor) -> Tensor | None:
         pointwise = self.case.pointwise
-        if pointwise.op == truth.IDENTITY:
+        if pointwise.op == IDENTITY:
             return None
         if pointwise.saves_output:
             return output if self.case.residual or self.case.saves else None

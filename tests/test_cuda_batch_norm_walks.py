@@ -32,6 +32,7 @@ from test_cuda_batch_norm import (
 from torch import Tensor
 
 from fusedtrain.reference import batch_norm as truth
+from fusedtrain.reference.pointwise import Pointwise
 
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.why_not()), reason=cuda_emulator.why_not())
 
@@ -265,7 +266,7 @@ def test_passes_of_backward_with_fixed_statistics(
         assert passes(emulator, *written) == [(0, 1)] * len(written)
     # Nothing is left of the input, where a norm without activation needs no sum.
     arguments = (
-        call.grad, call.input, None, *call.affine(mean, invstd), False, *truth.Pointwise(), True,
+        call.grad, call.input, None, *call.affine(mean, invstd), False, *Pointwise(), True,
         False, False,
     )  # fmt: skip
     found = emulator.call("batch_norm_act_backward", *arguments)
@@ -326,7 +327,7 @@ def test_inverse_deviation(emulator: cuda_emulator.Emulator, eps: float) -> None
     variance = torch.cat([variance.float(), torch.tensor([0.0, float("inf"), float("nan"), 1.0])])
     x = torch.ones(1, len(variance))
     vectors = (torch.ones_like(variance), torch.zeros_like(variance))
-    arguments = (x, None, None, *vectors, vectors[1], variance, False, 0.1, eps, *truth.Pointwise())
+    arguments = (x, None, None, *vectors, vectors[1], variance, False, 0.1, eps, *Pointwise())
     output, _, invstd = run(emulator, "batch_norm_act", arguments, ANY)
     want = 1 / (variance.double() + eps).sqrt()
     special = ~want.isfinite() | (want == 0)

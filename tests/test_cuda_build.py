@@ -121,13 +121,10 @@ def test_it_loads_under_a_torch_without_cuda() -> None:
     """So the symbols it needs are those of libtorch_cpu; every op is registered for CUDA."""
     code = f"""
 import torch, fusedtrain
-from fusedtrain.reference import ACTIVATIONS
+from fusedtrain.reference import FAMILIES
 if torch.version.cuda is None:
     torch.ops.load_library({str(LIBRARY)!r})
-for name, row in ACTIVATIONS.items():
-    for op in (name, name + "_backward", *([] if row.tensors else [name + "_"])):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
-for op in (*fusedtrain._batch_norm_ops.KERNELS, *fusedtrain._image_ops.KERNELS):
+for op in (op for ops in FAMILIES.values() for op in ops):
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import functional as F
 from fusedtrain._few_bit import SAVES
-from fusedtrain._few_bit_ops import KERNELS
-from fusedtrain.reference import ACTIVATIONS, few_bit
-from fusedtrain.reference.batch_norm import POINTWISE
+from fusedtrain.reference import ACTIVATIONS, FAMILIES, few_bit
 from fusedtrain.reference.bits import BLOCK, packed_bytes, unpack
+from fusedtrain.reference.pointwise import INDEX
 
-INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 CASES = [(name, bits) for name, table in few_bit.TABLES.items() for bits in table.bits()]
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     name: getattr(F, name) for name in few_bit.TABLES if name != "gelu_tanh"
@@ -34,7 +32,7 @@ FUNCTIONS["gelu_tanh"] = lambda x, save: F.gelu(x, "tanh", save)
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, KERNELS)):
+    if not all(map(kernels.has, FAMILIES["few_bit"])):
         pytest.skip(f"{request.param} has no few-bit kernels")
     return kernels
 
@@ -232,7 +230,7 @@ def test_ops_reject(ops: Kernels, arguments: tuple[int, int], message: str) -> N
             ops("few_bit_backward", x, x.new_zeros(3, dtype=torch.uint8), INDEX["gelu"], 8)
 
 
-@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("op", FAMILIES["few_bit"])
 def test_opcheck(op: str) -> None:
     x = torch.randn(3, 5)
     codes = torch.ops.fusedtrain.few_bit(x, INDEX["silu"], 3)[1]

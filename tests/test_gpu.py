@@ -9,7 +9,7 @@ import os
 
 import pytest
 import torch
-from _cases import DTYPES, NAMES, assert_close, backward_scale, truth
+from _cases import DTYPES, NAMES, assert_close, backward_scale, public, truth
 
 import fusedtrain
 import fusedtrain.functional as F
@@ -46,7 +46,7 @@ def test_numbers_on_the_gpu(name: str, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     for shape in ((20_000_003,), (64, 96, 31, 33)):
         x = (torch.randn(shape, device="cuda", generator=generator) * 3).to(dtype).requires_grad_()
-        y = row.function(x)
+        y = public(row)(x)
         # Backward of a rounded output errs in proportion to the gradient.
         grad = torch.randn(shape, device="cuda", generator=generator).clamp_(-3, 3).to(dtype)
         (g,) = torch.autograd.grad(y, x, grad)
@@ -105,7 +105,7 @@ def test_second_device_while_the_first_is_current(name: str) -> None:
     row = ACTIVATIONS[name]
     x = torch.randn(1000, device="cuda:1", requires_grad=True)
     assert torch.cuda.current_device() == 0
-    y = row.function(x)
+    y = public(row)(x)
     y.sum().backward()
     assert torch.cuda.current_device() == 0
     assert y.device == x.grad.device == x.device
@@ -137,7 +137,7 @@ def test_every_alignment(name: str, dtype: torch.dtype) -> None:
     base = torch.randn(20_001, device="cuda").to(dtype)
     for offset in range(17):
         x = base[offset : offset + 10_000 + offset]
-        y = row.function(x)
+        y = public(row)(x)
         assert_close(y, row.eager(x.double()))
         saved = base[16 : 16 + x.numel()]  # aligned, where the gradient is not
         g = torch.ops.fusedtrain.leaky_relu_backward(x, saved, 0.01)
@@ -151,11 +151,11 @@ def test_peak_memory(name: str) -> None:
     x = torch.randn(1 << 24, device="cuda", requires_grad=True)
     grad = torch.ones_like(x)
     size = x.numel() * 4
-    torch.autograd.grad(row.function(x), x, grad)
+    torch.autograd.grad(public(row)(x), x, grad)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    y = row.function(x)
+    y = public(row)(x)
     assert torch.cuda.max_memory_allocated() - before <= size + (1 << 20)
     torch.autograd.grad(y, x, grad)
     assert torch.cuda.max_memory_allocated() - before <= 2 * size + (1 << 20)

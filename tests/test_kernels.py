@@ -119,7 +119,7 @@ def test_special_values(ops: Kernels, name: str, dtype: torch.dtype) -> None:
     x, expected = special_values(name, dtype)
     row = ACTIVATIONS[name]
     x = x.to(ops.device)
-    parameters = [p.to(x) if isinstance(p, Tensor) else p for p in row.arguments]
+    parameters = row.arguments_for(x)
     y = ops(name, x, *parameters).cpu()
     tiny = torch.finfo(dtype).smallest_normal
     if not ops.kernel:
@@ -143,7 +143,7 @@ def test_every_16_bit_number(ops: Kernels, name: str, dtype: torch.dtype) -> Non
     row = ACTIVATIONS[name]
     x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
     x = x[torch.isfinite(x)].clone().to(ops.device)
-    parameters = [p.to(x) if isinstance(p, Tensor) else p for p in row.arguments]
+    parameters = row.arguments_for(x)
     y = ops(name, x, *parameters)
     ones = torch.ones_like(y)
     g = ops(f"{name}_backward", ones, y if row.saves == "output" else x, *parameters)

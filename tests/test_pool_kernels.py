@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fusedtrain  # noqa: F401  (its ops)
 from fusedtrain._pool import _bits_of
-from fusedtrain._pool_ops import KERNELS as POOL_OPS
+from fusedtrain.reference import FAMILIES
 from fusedtrain.reference.bits import pack, packed_bytes, unpack
 from fusedtrain.reference.pool import max_pool2d_indices
 
@@ -60,7 +60,7 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kern
 
         # The interpreter takes as long for one lane.
         monkeypatch.setattr(pool, "_BLOCK", 1024)
-    if not all(map(kernels.has, POOL_OPS)):
+    if not all(map(kernels.has, FAMILIES["pool"])):
         pytest.skip(f"{request.param} has no pooling")
     return kernels
 

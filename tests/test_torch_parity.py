@@ -86,7 +86,7 @@ def test_gradients_at_special_values(
         ]  # the slope is infinite, torch multiplies in another order
     if grad != grad and name == "hard_mish":
         x = x[~(x < -2)]  # 0 as hardswish has it; the reference is composed, and 0 NaN is NaN
-    arguments = [a.to(x) if isinstance(a, Tensor) else a for a in row.arguments]
+    arguments = row.arguments_for(x)
     moved = [a.to(ops.device) if isinstance(a, Tensor) else a for a in (x, *arguments)]
     saved = ops(name, *moved) if row.saves == "output" else moved[0]
     found = ops(f"{name}_backward", torch.full_like(saved, grad), saved, *moved[1:])

@@ -236,11 +236,11 @@ def check_target(target: str) -> None:
 def check_chains(target: str, dtype: torch.dtype) -> None:
     """16-byte accesses to all tensors where rows are a multiple of 16 bytes long, 8-byte ones where
     they are of 8 (float64: 16); nothing spills, in odd rows neither."""
-    from fusedtrain.reference.batch_norm import POINTWISE as ROWS
+    from fusedtrain.reference.pointwise import INDEX
     from fusedtrain.triton import _chain_kernels as k
     from fusedtrain.triton import chains as c
 
-    silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
+    silu = INDEX["silu"]
     forward, backward, by_output, stored = c._formula(silu, dtype)
     block, small = c._BLOCK[dtype.itemsize], c._BIAS_BLOCK[dtype.itemsize]
     odd = dtype in (torch.float32, torch.bfloat16)
@@ -291,10 +291,10 @@ def check_widths(compiled: Any, size: int, tile: int, read: int, written: int) -
 
 def check_few_bits(target: str, dtype: torch.dtype) -> None:
     """16-byte accesses, but in forward of 16 bits, where tiles are smaller; nothing spills."""
-    from fusedtrain.reference.batch_norm import POINTWISE as ROWS
+    from fusedtrain.reference.pointwise import INDEX
     from fusedtrain.triton import few_bit
 
-    silu = next(i for i, row in enumerate(ROWS) if row.name == "silu")
+    silu = INDEX["silu"]
     for bits in (2, 3, 8):
         forward, backward = few_bit._constants(silu, bits, dtype.itemsize)
         for kernel, constants in (

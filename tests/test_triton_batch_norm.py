@@ -23,11 +23,10 @@ from test_triton import TARGETS, VIEWS, check_code, compile_for, fake_driver, ru
 from torch import Tensor
 
 from fusedtrain.reference import batch_norm as reference
-from fusedtrain.reference.batch_norm import IDENTITY, POINTWISE, Pointwise
+from fusedtrain.reference.pointwise import IDENTITY, INDEX, POINTWISE, Pointwise
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 FORMULAS: dict[str, Pointwise] = {"identity": Pointwise()} | {
     row.name: Pointwise(i, *row.example) for i, row in enumerate(POINTWISE)
 }

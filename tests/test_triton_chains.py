@@ -11,11 +11,11 @@ from _kernels import BACKENDS
 from torch import Tensor
 
 from fusedtrain.reference import chains as reference
-from fusedtrain.reference.batch_norm import IDENTITY, POINTWISE
+from fusedtrain.reference.pointwise import IDENTITY, INDEX
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-SILU = next(i for i, row in enumerate(POINTWISE) if row.name == "silu")
+SILU = INDEX["silu"]
 # Rows of several tiles and a rest: of 16 bytes, of 8, of 4 and of single elements.
 LENGTHS = (2064, 1036, 2050, 1027)
 

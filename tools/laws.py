@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+from _imports import circles_in, imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fusedtrain"
@@ -18,6 +21,12 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
                 FOUND.append(f"{path.relative_to(ROOT)}:{number}: {law}: {line.strip()}")
 
 
+def forbid_circles(package: Path) -> None:
+    for circle in circles_in(imports_of(package)):
+        modules = ", ".join(sorted(circle))
+        FOUND.append(f"no import circle, imports within functions included: {modules}")
+
+
 def python(*exceptions: str) -> list[Path]:
     return [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in exceptions]
 
@@ -25,6 +34,18 @@ def python(*exceptions: str) -> list[Path]:
 def sources(*exceptions: str) -> list[Path]:
     files = [p for p in sorted(CSRC.rglob("*")) if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
     return [p for p in files if p.name not in exceptions]
+
+
+def included(files: Iterable[Path]) -> list[Path]:
+    """The files and all of ours that they include."""
+    left, found = list(files), set[Path]()
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            quoted = re.findall(r'^#include "(.+)"', path.read_text(), re.M)
+            left += [(path.parent / name).resolve() for name in quoted]
+    return sorted(found)
 
 
 def names(text: str, macro: str) -> set[str]:
@@ -53,22 +74,16 @@ def main() -> int:
         sources("launch.cuh"),
         "kernels start by launch() of launch.cuh, so that the emulator can run them",
     )
-    compiled_once = (
-        "batch_norm.cpp", "batch_norm_tiles.h", "chains.cpp", "dispatch.cpp", "multi_tensor.cpp",
-        "pool.cpp",
-    )  # fmt: skip
-    isa = [p for p in sources() if p.parent == CSRC / "cpu" and p.name not in compiled_once] + [
-        CSRC / "formulas.h",
-        CSRC / "host_device.h",
-        CSRC / "ops.h",
-    ]
     forbid(
         r"#include\s*<(?!(stdint\.h|immintrin\.h)>)",
-        isa,
+        # The sqrt and pow of optimizers.h take doubles: C functions, no inline overload of C++.
+        [p for p in included((CSRC / "cpu").glob("isa_*.cpp")) if p.name != "optimizers.h"],
         "instruction-set units include no library (an inline function could be shared)",
     )
     formulas = (CSRC / "formulas.h").read_text()
     forbid(r"\bfor\s*\(|\bwhile\s*\(", [CSRC / "formulas.h"], "a formula knows no loop")
+
+    forbid_circles(PACKAGE)
 
     # One name everywhere.
     declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..nn.sync_norm import SyncBatchNormAct, convert_sync_batchnorm
-from ..reference.batch_norm import Pointwise
+from ..reference.pointwise import Pointwise
 
 
 class SyncBatchNorm(SyncBatchNormAct):

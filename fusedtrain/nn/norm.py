@@ -14,12 +14,12 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
-from .. import _batch_norm
-from .._fx import follow, path_of
+from .. import _batch_norm, _ops
 from .._fx import handle as _handle
+from .._fx import path_of
 from .._records import record_of
-from .._rewritten import passes_on
-from ..reference.batch_norm import POINTWISE, Pointwise
+from .._rewritten import follow, passes_on
+from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
 
@@ -70,7 +70,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
         if module.approximate not in ("none", "tanh"):
             return None
         name = "gelu" if module.approximate == "none" else "gelu_tanh"
-    return _batch_norm.pointwise(name, *(getattr(module, p) for p in row.parameters))
+    return _ops.pointwise(name, *(getattr(module, p) for p in row.parameters))
 
 
 def _package_and_name(module: nn.Module) -> tuple[str, str]:

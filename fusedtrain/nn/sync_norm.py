@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import _batch_norm, _ops
-from .._definitions import wide_of
-from ..reference.batch_norm import Pointwise
+from .. import _batch_norm, _calls, _ops
+from ..reference.dtypes import wide_of
+from ..reference.pointwise import Pointwise
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
 
 _stats = _ops._callable("batch_norm_stats")
@@ -172,7 +172,7 @@ class SyncBatchNormAct(_BatchNormAct):
         factor, updates = self._updates()
         statistics = (self.running_mean, self.running_var) if updates else (None, None)
         wide = wide_of(input)
-        if not _ops.takes(input) or input.shape[1] != self.num_features:
+        if not _calls.takes(input) or input.shape[1] != self.num_features:
             raise RuntimeError(
                 f"SyncBatchNormAct: expected a dense floating point tensor with "
                 f"{self.num_features} channels, got {input.dtype} of shape {tuple(input.shape)}"

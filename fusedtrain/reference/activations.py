@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dtypes import widened
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -46,26 +48,13 @@ class Activation:
 
     def eager(self, input: Tensor) -> Tensor:
         """What eager torch computes, with the example parameters."""
-        return self.forward(input, *self._converted(input))
+        return self.forward(input, *self.arguments_for(input))
 
-    def function(self, input: Tensor) -> Tensor:
-        """The public function of fusedtrain, with the example parameters."""
-        from .. import functional
-
-        if self.name == "gelu_tanh":
-            return functional.gelu(input, approximate="tanh")
-        result: Tensor = getattr(functional, self.name)(input, *self._converted(input))
-        return result
-
-    def _converted(self, input: Tensor) -> tuple[Any, ...]:
+    def arguments_for(self, input: Tensor) -> tuple[Any, ...]:
+        """The example parameters on the input's device and in its dtype."""
         return tuple(
             p.to(input.device, input.dtype) if isinstance(p, Tensor) else p for p in self.arguments
         )
-
-
-def _wide(t: Tensor) -> Tensor:
-    """Math of 16-bit tensors is done in float32, as in the kernels."""
-    return t.float() if t.dtype == torch.float16 or t.dtype == torch.bfloat16 else t
 
 
 # --- forward: every function scripts ---
@@ -186,9 +175,11 @@ def _squareplus(x: Tensor, b: float) -> Tensor:
 
 
 def squareplus(input: Tensor, b: float) -> Tensor:
+    if b < 0:
+        raise ValueError(f"squareplus: b must be at least 0, not {b}")
     if not input.is_floating_point():  # booleans and complex numbers have no sign
         return 0.5 * (input + torch.sqrt(input * input + b))
-    return _squareplus(_wide(input), b).to(input.dtype)
+    return _squareplus(widened(input), b).to(input.dtype)
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
@@ -197,8 +188,8 @@ def prelu(input: Tensor, weight: Tensor) -> Tensor:
 
 def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     if input.dtype == scale.dtype and input.dtype == bias.dtype:
-        r = _wide(F.relu(input))
-        y = _wide(scale) * r * r + _wide(bias)
+        r = widened(F.relu(input))
+        y = widened(scale) * r * r + widened(bias)
         return y.to(input.dtype)
     return scale * F.relu(input) ** 2 + bias
 
@@ -216,37 +207,37 @@ def relu6_backward(grad: Tensor, output: Tensor) -> Tensor:
 
 
 def leaky_relu_backward(grad: Tensor, output: Tensor, negative_slope: float) -> Tensor:
-    return torch.where(output > 0, grad, (_wide(grad) * negative_slope).to(grad.dtype))
+    return torch.where(output > 0, grad, (widened(grad) * negative_slope).to(grad.dtype))
 
 
 def sigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
-    y = _wide(output)
-    return (_wide(grad) * (y * (1 - y))).to(grad.dtype)
+    y = widened(output)
+    return (widened(grad) * (y * (1 - y))).to(grad.dtype)
 
 
 def logsigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
-    return (_wide(grad) * -torch.expm1(_wide(output))).to(grad.dtype)
+    return (widened(grad) * -torch.expm1(widened(output))).to(grad.dtype)
 
 
 def tanh_backward(grad: Tensor, output: Tensor) -> Tensor:
-    y = _wide(output)
-    return (_wide(grad) * (1 - y * y)).to(grad.dtype)
+    y = widened(output)
+    return (widened(grad) * (1 - y * y)).to(grad.dtype)
 
 
 def softplus_backward(grad: Tensor, output: Tensor, beta: float, threshold: float) -> Tensor:
-    z = _wide(output) * beta
+    z = widened(output) * beta
     slope = torch.where(z > threshold, 1.0, -torch.expm1(-z))
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 def softsign_backward(grad: Tensor, output: Tensor) -> Tensor:
-    d = 1 - _wide(output).abs()
-    return (_wide(grad) * (d * d)).to(grad.dtype)
+    d = 1 - widened(output).abs()
+    return (widened(grad) * (d * d)).to(grad.dtype)
 
 
 def hardsigmoid_backward(grad: Tensor, output: Tensor) -> Tensor:
     inside = (output > 0) & (output < 1)  # not NaN, where torch has 0 too
-    return (_wide(grad) * (1.0 / 6.0)).to(grad.dtype).masked_fill(~inside, 0)
+    return (widened(grad) * (1.0 / 6.0)).to(grad.dtype).masked_fill(~inside, 0)
 
 
 def hardtanh_backward(grad: Tensor, output: Tensor, min_val: float, max_val: float) -> Tensor:
@@ -265,27 +256,27 @@ def softshrink_backward(grad: Tensor, output: Tensor, lambd: float) -> Tensor:
 
 
 def elu_backward(grad: Tensor, input: Tensor, alpha: float) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     slope = torch.where(x > 0, 1.0, alpha * x.clamp(max=0).exp())
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 def celu_backward(grad: Tensor, input: Tensor, alpha: float) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     slope = torch.where(x > 0, 1.0, (x.clamp(max=0) * (1.0 / alpha)).exp())
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 _SELU_SCALE, _SELU_ALPHA = 1.0507009873554804934, 1.6732632423543772848  # arXiv:1706.02515
 
 
 def selu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     slope = torch.where(x > 0, _SELU_SCALE, _SELU_SCALE * _SELU_ALPHA * x.clamp(max=0).exp())
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
-def _elu_backward_in_place(
+def _elu_from_output(
     grad: Tensor, output: Tensor, alpha: float, scale: float, rate: float
 ) -> Tensor:
     result: Tensor = torch.ops.aten.elu_backward(grad, alpha, scale, rate, True, output)
@@ -293,53 +284,53 @@ def _elu_backward_in_place(
 
 
 def relu_squared_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
-    return (_wide(grad) * (2 * x)).to(grad.dtype).masked_fill(input <= 0, 0)
+    x = widened(input)
+    return (widened(grad) * (2 * x)).to(grad.dtype).masked_fill(input <= 0, 0)
 
 
 def silu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     s = torch.sigmoid(x)
-    return (_wide(grad) * (s * (1 + x * (1 - s)))).to(grad.dtype)
+    return (widened(grad) * (s * (1 + x * (1 - s)))).to(grad.dtype)
 
 
 def mish_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     t = torch.tanh(F.softplus(x))
-    return (_wide(grad) * (t + x * torch.sigmoid(x) * (1 - t * t))).to(grad.dtype)
+    return (widened(grad) * (t + x * torch.sigmoid(x) * (1 - t * t))).to(grad.dtype)
 
 
 def gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
     density = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    return (_wide(grad) * (cumulative + x * density)).to(grad.dtype)
+    return (widened(grad) * (cumulative + x * density)).to(grad.dtype)
 
 
 def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     x = x.clamp(-30, 30)  # beyond it the slope is 0 or 1, and the cube overflows
     linear, cubic = math.sqrt(2 / math.pi), math.sqrt(2 / math.pi) * 0.044715
     t = torch.tanh(x * (linear + cubic * x * x))
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (linear + 3 * cubic * x * x)
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 def quick_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input).clamp(-1e3, 1e3)  # beyond it the slope is 0 or 1
+    x = widened(input).clamp(-1e3, 1e3)  # beyond it the slope is 0 or 1
     s = torch.sigmoid(1.702 * x)
-    return (_wide(grad) * (s * (1 + 1.702 * x * (1 - s)))).to(grad.dtype)
+    return (widened(grad) * (s * (1 + 1.702 * x * (1 - s)))).to(grad.dtype)
 
 
 def tanhshrink_backward(grad: Tensor, input: Tensor) -> Tensor:
-    t = torch.tanh(_wide(input))
-    return (_wide(grad) * (t * t)).to(grad.dtype)
+    t = torch.tanh(widened(input))
+    return (widened(grad) * (t * t)).to(grad.dtype)
 
 
 def hardswish_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     slope = torch.where(x >= 3, 1.0, x / 3 + 0.5)
-    return (_wide(grad) * slope).to(grad.dtype).masked_fill(x <= -3, 0)
+    return (widened(grad) * slope).to(grad.dtype).masked_fill(x <= -3, 0)
 
 
 def threshold_backward(grad: Tensor, input: Tensor, threshold: float, value: float) -> Tensor:
@@ -347,18 +338,18 @@ def threshold_backward(grad: Tensor, input: Tensor, threshold: float, value: flo
 
 
 def hard_mish_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = _wide(input)
+    x = widened(input)
     slope = torch.where(x > 0, 1.0, x + 1).masked_fill(x < -2, 0)
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 def squareplus_backward(grad: Tensor, input: Tensor, b: float) -> Tensor:
-    x = _wide(input).clamp(-1e18, 1e18)
+    x = widened(input).clamp(-1e18, 1e18)
     if b == 0:
         slope = 0.5 + 0.5 * x.sign()
     else:
         slope = _squareplus(x, b) / _squareplus_root(x, b)
-    return (_wide(grad) * slope).to(grad.dtype)
+    return (widened(grad) * slope).to(grad.dtype)
 
 
 def _sum_to(t: Tensor, parameter: Tensor) -> Tensor:
@@ -371,12 +362,12 @@ def _sum_to(t: Tensor, parameter: Tensor) -> Tensor:
 
 def _channels(parameter: Tensor, input: Tensor) -> Tensor:
     if parameter.numel() == 1 or input.dim() < 2:
-        return _wide(parameter)
-    return _wide(parameter).reshape([1, -1] + [1] * (input.dim() - 2))
+        return widened(parameter)
+    return widened(parameter).reshape([1, -1] + [1] * (input.dim() - 2))
 
 
 def prelu_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    g, x = _wide(grad), _wide(input)
+    g, x = widened(grad), widened(input)
     grad_input = torch.where(x > 0, g, g * _channels(weight, input)).to(grad.dtype)
     grad_input = grad_input.reshape(input.shape)  # a 0-dim input meets a weight of one dimension
     return grad_input, _sum_to((g * x).masked_fill(x > 0, 0), weight)
@@ -385,7 +376,7 @@ def prelu_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor,
 def star_relu_backward(
     grad: Tensor, input: Tensor, scale: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    g, r = _wide(grad), _wide(input).clamp_min(0)
+    g, r = widened(grad), widened(input).clamp_min(0)
     grad_input = (g * (2 * _channels(scale, input) * r)).to(grad.dtype).masked_fill(input <= 0, 0)
     return grad_input, _sum_to(g * (r * r), scale), _sum_to(g, bias)
 
@@ -399,22 +390,16 @@ _ROWS = (
     ),
     Activation(
         "elu", elu, elu_backward, "input", ("alpha",), (1.0,),
-        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
-            grad, output, alpha, 1.0, 1.0
-        ),
+        backward_in_place=lambda g, y, alpha: _elu_from_output(g, y, alpha, 1.0, 1.0),
     ),
     Activation(
         "celu", celu, celu_backward, "input", ("alpha",), (1.0,),
         valid=lambda alpha: abs(alpha) >= 1e-30,  # whose inverse float32 holds
-        backward_in_place=lambda grad, output, alpha: _elu_backward_in_place(
-            grad, output, alpha, 1.0, 1.0 / alpha
-        ),
+        backward_in_place=lambda g, y, alpha: _elu_from_output(g, y, alpha, 1.0, 1.0 / alpha),
     ),
     Activation(
         "selu", selu, selu_backward, "input",
-        backward_in_place=lambda grad, output: _elu_backward_in_place(
-            grad, output, _SELU_ALPHA, _SELU_SCALE, 1.0
-        ),
+        backward_in_place=lambda g, y: _elu_from_output(g, y, _SELU_ALPHA, _SELU_SCALE, 1.0),
     ),
     Activation("silu", silu, silu_backward, "input"),
     Activation("mish", mish, mish_backward, "input"),

@@ -9,43 +9,12 @@ rounded once, at the end, where eager torch rounds after each operator.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS, Activation, _wide
-
-# As csrc/formulas.h counts them: an op gets the index, or -1 for no activation.
-POINTWISE: tuple[Activation, ...] = tuple(r for r in ACTIVATIONS.values() if not r.tensors)
-IDENTITY = -1
-
-
-class Pointwise(NamedTuple):
-    """An activation with the values of its parameters, as the ops take it."""
-
-    op: int = IDENTITY
-    a: float = 0.0
-    b: float = 0.0
-
-    @property
-    def saves_output(self) -> bool:
-        """Whether the derivative is computed from the output."""
-        return self.op != IDENTITY and POINTWISE[self.op].saves == "output"
-
-    def forward(self, z: Tensor) -> Tensor:
-        if self.op == IDENTITY:
-            return z
-        row = POINTWISE[self.op]
-        return row.forward(z, *(self.a, self.b)[: len(row.parameters)])
-
-    def backward(self, grad: Tensor, saved: Tensor) -> Tensor:
-        if self.op == IDENTITY:
-            return grad
-        row = POINTWISE[self.op]
-        result: Tensor = row.backward(grad, saved, *(self.a, self.b)[: len(row.parameters)])
-        return result
+from .dtypes import widened
+from .pointwise import IDENTITY, Pointwise
 
 
 def eager(
@@ -112,7 +81,7 @@ def batch_norm_act(
     a: float,
     b: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _wide(input).dtype
+    wide = widened(input).dtype
     if training:
         mean, variance = batch_norm_stats(input)
         invstd = inverse_deviation(variance, eps)
@@ -164,7 +133,7 @@ def batch_norm_act_restore(
 ) -> Tensor:
     """The input that an output was made of, with an activation that is `s` from 0 on and
     `slope * s` below. arXiv:1712.02616, section 3."""
-    y = _wide(output)
+    y = widened(output)
     s = torch.where(y > 0, y, y / slope)
     if bias is not None:
         s = s - per_channel(bias, output)
@@ -183,7 +152,7 @@ def _branch(
     invstd: Tensor,
 ) -> Tensor:
     scale = invstd if weight is None else invstd * weight
-    z = (_wide(input) - per_channel(mean, input)) * per_channel(scale, input)
+    z = (widened(input) - per_channel(mean, input)) * per_channel(scale, input)
     if bias is not None:
         z = z + per_channel(bias, input)
     return z if branch_scale is None else z * per_sample(branch_scale, input)
@@ -203,7 +172,7 @@ def batch_norm_act_apply(
 ) -> Tensor:
     z = _branch(input, branch_scale, weight, bias, mean, invstd)
     if residual is not None:
-        z = z + _wide(residual)
+        z = z + widened(residual)
     result = Pointwise(activation, a, b).forward(z)
     return torch.empty_like(input).copy_(result)
 
@@ -220,15 +189,15 @@ def _gradient_of_sum(
     activation: Pointwise,
 ) -> Tensor:
     """Of what the activation is applied to; also the gradient of the residual."""
-    g = _wide(grad)
+    g = widened(grad)
     if activation.op == IDENTITY:
         return g
     if activation.saves_output and saved is not None:
-        return activation.backward(g, _wide(saved))
+        return activation.backward(g, widened(saved))
     assert input is not None
     z = _branch(input, branch_scale, weight, bias, mean, invstd)
     if saved is not None:
-        z = z + _wide(saved)
+        z = z + widened(saved)
     return activation.backward(g, activation.forward(z) if activation.saves_output else z)
 
 
@@ -251,7 +220,7 @@ def batch_norm_act_backward_reduce(
     )
     grad_residual = torch.empty_like(input).copy_(dz) if needs_residual else input.new_empty(0)
     d = (dz if branch_scale is None else dz * per_sample(branch_scale, input)).double()
-    normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+    normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
     sums = torch.stack([_over_channels(d), _over_channels(d * normalised)])
     return sums, grad_residual
 
@@ -279,7 +248,7 @@ def batch_norm_act_backward_apply(
     d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
     if averages is not None:
         assert input is not None
-        normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+        normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
         average, slope = averages.to(d.dtype)
         d = d - per_channel(average, grad) - normalised * per_channel(slope, grad)
     scale = invstd if weight is None else invstd * weight
@@ -345,7 +314,7 @@ def differentiable_backward(
     """
     if training:
         assert input is not None
-        x = _wide(input)
+        x = widened(input)
         count = x.numel() // x.shape[1]
         mean = _over_channels(x) / count
         invstd = ((_over_channels((x - per_channel(mean, x)).square()) / count) + eps).rsqrt()
@@ -354,7 +323,7 @@ def differentiable_backward(
     scale = invstd if weight is None else invstd * weight
     grad_weight = grad_bias = None
     if input is not None:
-        normalised = (_wide(input) - per_channel(mean, input)) * per_channel(invstd, input)
+        normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
         grad_bias, grad_weight = _over_channels(d), _over_channels(d * normalised)
         if training:
             count = input.numel() // input.shape[1]

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .activations import _wide
-from .batch_norm import Pointwise
+from .dtypes import widened
+from .pointwise import Pointwise
 
 
 def _as(t: Tensor, model: Tensor) -> Tensor:
@@ -24,18 +24,18 @@ def _as(t: Tensor, model: Tensor) -> Tensor:
 
 
 def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
-    opened = Pointwise(activation, a, b).forward(_wide(gate))
-    return _as(opened * _wide(value), value)
+    opened = Pointwise(activation, a, b).forward(widened(gate))
+    return _as(opened * widened(value), value)
 
 
 def gated_gradients(
     grad: Tensor, gate: Tensor, value: Tensor, activation: int, a: float, b: float
 ) -> tuple[Tensor, Tensor]:
     """Of gate and value."""
-    f, g = Pointwise(activation, a, b), _wide(grad)
-    opened = f.forward(_wide(gate))
-    saved = opened if f.saves_output else _wide(gate)
-    grad_gate = f.backward(g * _wide(value), saved)
+    f, g = Pointwise(activation, a, b), widened(grad)
+    opened = f.forward(widened(gate))
+    saved = opened if f.saves_output else widened(gate)
+    grad_gate = f.backward(g * widened(value), saved)
     return grad_gate.to(gate.dtype), (g * opened).to(value.dtype)
 
 
@@ -69,9 +69,9 @@ def _sums(t: Tensor, samples: int, dim: int) -> Tensor:
 
 
 def scale_add(input: Tensor, scale: Tensor, residual: Tensor | None, dim: int) -> Tensor:
-    y = _wide(input) * spread(_wide(scale), input, dim)
+    y = widened(input) * spread(widened(scale), input, dim)
     if residual is not None:
-        y = y + _wide(residual)
+        y = y + widened(residual)
     return _as(y, input)
 
 
@@ -79,13 +79,13 @@ def scale_add_backward(
     grad: Tensor, input: Tensor | None, scale: Tensor, dim: int, needs_input: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of input and scale, the second in the dtype that is computed in."""
-    g = _wide(grad)
+    g = widened(grad)
     grad_input, grad_scale = grad.new_empty(0), g.new_empty(0)
     if needs_input:
         model = grad if input is None else input
-        grad_input = _as(g * spread(_wide(scale), grad, dim), model)
+        grad_input = _as(g * spread(widened(scale), grad, dim), model)
     if input is not None:
-        products = (g * _wide(input)).double()
+        products = (g * widened(input)).double()
         grad_scale = _sums(products, scale.shape[0], dim).to(g.dtype)
     return grad_input, grad_scale
 
@@ -120,8 +120,8 @@ def keep_mask(seed: Tensor, p: float, model: Tensor) -> Tensor:
 
 
 def _biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
-    z = _wide(input)
-    return z if bias is None else z + spread(_wide(bias)[None], input, dim)
+    z = widened(input)
+    return z if bias is None else z + spread(widened(bias)[None], input, dim)
 
 
 def bias_act(
@@ -143,12 +143,12 @@ def bias_act_gradient(
     """Of the input; `saved` is the output where the activation `saves_output`, else the input."""
     f, drops = Pointwise(activation, a, b), seed is not None and p > 0
     keep = 1 / (1 - p) if drops else 1.0
-    g = _wide(grad) * (gain * keep)
+    g = widened(grad) * (gain * keep)
     if drops:
         assert seed is not None
         g = torch.where(keep_mask(seed, p, saved), g, 0.0)
     if f.saves_output:
-        s = _wide(saved)
+        s = widened(saved)
         if clamp >= 0:
             g = torch.where(s.abs() < clamp * keep, g, 0.0)
         s = s / (gain * keep)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._definitions import wide_of
-from .batch_norm import POINTWISE
 from .bits import pack, unpack
+from .dtypes import wide_of
+from .pointwise import POINTWISE
 
 
 class Slopes(NamedTuple):

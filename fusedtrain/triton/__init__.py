@@ -8,33 +8,19 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from .._batch_norm_ops import KERNELS as _BATCH_NORM_OPS
-from .._chain_ops import KERNELS as _CHAIN_OPS
-from .._few_bit_ops import KERNELS as _FEW_BIT_OPS
-from .._image_ops import KERNELS as _IMAGE_OPS
-from .._pool_ops import KERNELS as _POOL_OPS
-from ..reference import ACTIVATIONS
+from ..reference import ACTIVATIONS, FAMILIES
 
 if importlib.util.find_spec("triton") is None:
     raise ImportError("fusedtrain.triton needs triton, which is not installed: pip install triton")
 
-_OPTIMIZER_OPS = (
-    "measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors",
-)  # fmt: skip
-# By the module here that has them.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "batch_norm": _BATCH_NORM_OPS,
-    "fold": ("fold_weight", "fold_weight_backward"),
-    "chains": _CHAIN_OPS,
-    "few_bit": _FEW_BIT_OPS,
-    "images": _IMAGE_OPS,
-    "pool": _POOL_OPS,
-}
+# The modules here whose family has another name.
+_MODULES = {"optimizers": "multi_tensor"}
 _OLDEST = (3, 6)  # of torch 2.10; older ones were not tried
 
 
@@ -55,7 +41,7 @@ def _load() -> dict[str, Callable[..., Any]]:
     if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         raise ImportError(f"fusedtrain.triton needs triton {oldest}, not {triton.__version__}")
-    from . import channelwise, multi_tensor, pointwise, scaling
+    from . import channelwise, pointwise
 
     ops: dict[str, Callable[..., Any]] = {}
     for name, row in ACTIVATIONS.items():
@@ -64,11 +50,10 @@ def _load() -> dict[str, Callable[..., Any]]:
         ops[f"{name}_backward"] = functools.partial(loop.backward, name)
         if not row.tensors:
             ops[f"{name}_"] = functools.partial(loop.inplace, name)
-    for name in _OPTIMIZER_OPS:
-        ops[name] = getattr(multi_tensor, name, None) or getattr(scaling, name)
-    for family, names in _FAMILIES.items():
-        module = importlib.import_module(f".{family}", __name__)
-        ops.update((name, getattr(module, name)) for name in names)
+    for family, names in FAMILIES.items():
+        if family != "activations":
+            module = importlib.import_module(f".{_MODULES.get(family, family)}", __name__)
+            ops.update((name, getattr(module, name)) for name in names)
     return ops
 
 
@@ -98,9 +83,5 @@ def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None
     def late(name: str) -> Callable[..., Any]:
         return lambda *arguments: _load()[name](*arguments)
 
-    for name, row in ACTIVATIONS.items():
-        companions = ("", "_backward") if row.tensors else ("", "_backward", "_")
-        for companion in companions:
-            library.impl(name + companion, late(name + companion), dispatch_key)
-    for name in (*_OPTIMIZER_OPS, *(name for family in _FAMILIES.values() for name in family)):
+    for name in itertools.chain(*FAMILIES.values()):
         library.impl(name, late(name), dispatch_key)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.batch_norm import IDENTITY, POINTWISE
+from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _batch_norm_kernels as kernels
 from . import formulas
 from ._layout import Tiles, cdiv, check_same, dense_like, is_dense, power_of_two, tiles_of

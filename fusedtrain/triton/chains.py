@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference.batch_norm import IDENTITY, POINTWISE
+from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _chain_kernels as kernels
 from . import formulas
 from ._layout import cdiv, check_same, dense_like, is_dense, power_of_two, unit_of

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.batch_norm import POINTWISE
 from ..reference.bits import BLOCK, STEP, packed_bytes
 from ..reference.few_bit import table_of
+from ..reference.pointwise import POINTWISE
 from . import formulas
 from ._layout import cdiv, dense_like, is_dense
 from .launch import Launcher, check_dtype

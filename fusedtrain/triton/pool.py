@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._pool_ops import new_image, out_sizes
 from ..reference.bits import packed_bytes
+from ..reference.pool import new_image, out_sizes
 from ._layout import cdiv, unit_of
 from .launch import Launcher, check_dtype
 from .vecmath import widen

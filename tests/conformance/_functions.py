@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedtrain import functional
-from fusedtrain.reference.batch_norm import POINTWISE
+from fusedtrain.reference.pointwise import POINTWISE
 
 torch_functional: Any = torch.nn.functional
 
