@@ -9,22 +9,22 @@ from . import amp, functional, integrations, nn, optim
 from ._backends import BackendInfo, backend_info
 from ._recompute import recompute
 from ._version import __version__
-from .convert import ConversionReport, convert, revert
+from .conversion import ConversionReport, convert, revert
 from .optim import zero_grad
 
 if TYPE_CHECKING:
     from . import compat as compat
-    from . import fold as fold
+    from . import folding as folding
     from . import fp16_utils as fp16_utils
     from . import memory as memory
-    from .fold import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
+    from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
 
 # Imported when somebody asks: importing the package takes 0.12 s so, and 0.2 with these and the
 # garbage collection that they bring about.
 _LATER = {
     "compat": (),
-    "fold": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
+    "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
 }

@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function as _has_any
 
 from . import _backends, _calls, _ops, _recompute
 from . import _batch_norm_in_place as in_place
-from ._fx import handle as _handle
+from ._graph.fx import handle as _handle
 from .reference.batch_norm import differentiable_backward, eager
 from .reference.dtypes import wide_of
 from .reference.pointwise import INDEX, POINTWISE, Pointwise

@@ -17,7 +17,7 @@ from torch.overrides import has_torch_function as _has_any
 
 from . import _chains, _ops
 from ._calls import fits
-from ._fx import handle as _handle
+from ._graph.fx import handle as _handle
 from .reference.pointwise import POINTWISE, Pointwise
 
 _IDENTITY = Pointwise()

@@ -10,7 +10,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
 from . import _calls, _ops
-from ._fx import handle as _handle
+from ._graph.fx import handle as _handle
 from .reference import images as _reference
 from .reference.images import (
     MemoryFormat,

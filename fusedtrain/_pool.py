@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function_unary as _has
 
 from . import _ops, _recompute
 from ._calls import apply_of, fits, needs_grad, plain_backward
-from ._fx import handle as _handle
+from ._graph.fx import handle as _handle
 from .reference import pool as reference
 
 _max_pool2d = _ops._callable("max_pool2d")

@@ -36,7 +36,7 @@ from ._chain_functions import glu as glu
 from ._chain_functions import reglu as reglu
 from ._chain_functions import residual_add as residual_add
 from ._chain_functions import swiglu as swiglu
-from ._fx import handle as _handle
+from ._graph.fx import handle as _handle
 from ._images import normalize_images as normalize_images
 from ._pool import max_pool2d as max_pool2d
 from .reference import activations as _reference

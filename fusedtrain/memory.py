@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 
-from ._conversion_report import shown, title
-from ._proof import _address, _arguments, check_type
+from ._graph.example import address_of, arguments_of, check_example
+from ._graph.report import shown, title
 from ._recompute import Recipe, observed
-from .convert import MEMORY, convert, revert
+from .conversion import MEMORY, convert, revert
 
 __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
@@ -146,7 +146,7 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    check_type(example_inputs)
+    check_example(example_inputs)
     found: dict[str, _Kept] = {}
     for mode in _MODES:
         twin = copy.deepcopy(model)
@@ -182,16 +182,16 @@ def _report(found: dict[str, _Kept]) -> MemoryReport:
 
 
 def _run(model: nn.Module, example: Any) -> _Kept:
-    arguments, named = _arguments(example)
+    arguments, named = arguments_of(example)
     kept = _Kept()
-    ours = {_address(t) for t in (*model.parameters(), *model.buffers())}
-    ours |= {_address(t) for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)}
+    ours = {address_of(t) for t in (*model.parameters(), *model.buffers())}
+    ours |= {address_of(t) for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)}
     sizes: dict[int, tuple[str, int]] = {}  # address: who made it, bytes
     with _following(model) as (makers, here), torch.enable_grad():
 
         def observe(tensor: Tensor, recipe: Recipe | None) -> None:
             for one in (tensor,) if recipe is None else recipe.kept():
-                address = _address(one)
+                address = address_of(one)
                 if address in ours or address == 0:
                     continue
                 # What an op keeps of its own before its module is through: that module made it.
@@ -224,13 +224,13 @@ def _following(model: nn.Module) -> Iterator[Any]:
     def leave(module: nn.Module, given: Any, output: Any) -> None:
         if running[-1] is module:
             running.pop()
-        before = {_address(t) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)}
+        before = {address_of(t) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)}
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
                 # Of those that hand it on, or work on it in place, the first; made by no module,
                 # it is of the forward around.
-                handed_on = _address(leaf) in before
-                makers.setdefault(_address(leaf), label(running[-1] if handed_on else module))
+                handed_on = address_of(leaf) in before
+                makers.setdefault(address_of(leaf), label(running[-1] if handed_on else module))
                 alive.append(leaf.detach())
 
     handles = [

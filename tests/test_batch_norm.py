@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
-from fusedtrain.nn.norm import _ROW_OF, activation_of, is_stochastic_depth
+from fusedtrain.nn.norm import ROW_OF, activation_of, is_stochastic_depth
 from fusedtrain.reference.pointwise import POINTWISE
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -170,7 +170,7 @@ def test_steps_of_training_and_evaluation(kind: str, options: dict[str, Any]) ->
         assert_equal_results(results(ours, *inputs), results(theirs, *inputs))
 
 
-@pytest.mark.parametrize("cls", _ROW_OF, ids=lambda c: f"{c.__module__}.{c.__name__}")
+@pytest.mark.parametrize("cls", ROW_OF, ids=lambda c: f"{c.__module__}.{c.__name__}")
 def test_every_activation_module_is_part_of_the_op(cls: type[nn.Module]) -> None:
     act = cls(0.3, -0.7) if cls.__name__ == "Threshold" else cls()
     for name, value in (("negative_slope", 0.3), ("alpha", 0.6), ("lambd", 0.4), ("max_val", 0.8)):

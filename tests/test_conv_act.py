@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedtrain import _conv_act
-from fusedtrain._conv_act import Act, ConvAct2d, assign
+from fusedtrain.folding import _conv_act
+from fusedtrain.folding._conv_act import Act, ConvAct2d, assign
 
 NOT_SUPPORTED = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"
 

@@ -12,7 +12,7 @@ from _models import build, timm, torchvision
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain._branch_sites import add_branch
+from fusedtrain.conversion._branches import add_branch
 
 SHAPE = (4, 6, 5, 5)
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils import fusion, parametrize, weight_norm
 
 import fusedtrain
-from fusedtrain import _conv_act
-from fusedtrain._conv_act import Act, ConvAct2d, ConvAct3d
+from fusedtrain.folding import _conv_act
+from fusedtrain.folding._conv_act import Act, ConvAct2d, ConvAct3d
 
 DOUBLE = 1e-12  # relative to the largest magnitude, for single layers in float64
 

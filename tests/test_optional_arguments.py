@@ -11,7 +11,7 @@ from _models import timm
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain._dataflow import trace
+from fusedtrain._graph.flow import trace
 
 
 class _Part(nn.Module):

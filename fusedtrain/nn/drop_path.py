@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
-from .._fx import handle as _handle
+from .._graph.fx import handle as _handle
 
 
 def _drop_path(input: Tensor, p: float, training: bool, scale_by_keep: bool) -> Tensor:

@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _batch_norm, _ops
-from .._fx import handle as _handle
-from .._fx import path_of
-from .._records import record_of
-from .._rewritten import follow, passes_on
+from .._graph.forward import follow, passes_on
+from .._graph.fx import handle as _handle
+from .._graph.fx import path_of
+from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
+from .._graph.records import record_of
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
@@ -28,15 +29,7 @@ from .drop_path import DropPath as DropPath  # pickles of earlier versions name 
 _backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 _NOTHING = Pointwise()
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
-# Modules that multiply each sample by 0 or 1 / keep_prob -> the attribute with the probability. By
-# package and name, since none of them is imported here; others of these names may do otherwise.
-_STOCHASTIC_DEPTH = {
-    ("fusedtrain", "DropPath"): "drop_prob",
-    ("timm", "DropPath"): "drop_prob",
-    ("torchvision", "StochasticDepth"): "p",
-}
 
 
 def _find_rows() -> dict[type, Any]:
@@ -51,7 +44,7 @@ def _find_rows() -> dict[type, Any]:
     return found
 
 
-_ROW_OF = _find_rows()
+ROW_OF = _find_rows()
 
 
 def activation_of(module: nn.Module) -> Pointwise | None:
@@ -62,7 +55,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     cls = type(module)
     if cls is nn.Identity:
         return _NOTHING
-    row = _ROW_OF.get(cls)
+    row = ROW_OF.get(cls)
     if row is None or not _replaceable(module):
         return None
     name = row.name
@@ -73,14 +66,9 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     return _ops.pointwise(name, *(getattr(module, p) for p in row.parameters))
 
 
-def _package_and_name(module: nn.Module) -> tuple[str, str]:
-    cls = type(module)
-    return cls.__module__.partition(".")[0], cls.__name__
-
-
 def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
     """What a module of stochastic depth multiplies each sample by, drawn as it draws it."""
-    probability: float = getattr(module, _STOCHASTIC_DEPTH[_package_and_name(module)])
+    probability: float = getattr(module, STOCHASTIC_DEPTH[package_and_name(module)])
     if probability == 0.0 or not module.training:
         return None
     keep = 1 - probability
@@ -92,7 +80,7 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
 
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Whether :func:`branch_scale_of` can take the module's place."""
-    known = _package_and_name(module) in _STOCHASTIC_DEPTH
+    known = package_and_name(module) in STOCHASTIC_DEPTH
     return known and _replaceable(module) and getattr(module, "mode", "row") == "row"
 
 
@@ -100,7 +88,7 @@ def _replaceable(module: nn.Module) -> bool:
     """Whether nobody would miss a call of the module. Where convert left one that hands on its
     input, it is this call that fires the hooks."""
     state = vars(module)
-    plain = "forward" not in state and not any(state[hooks] for hooks in _HOOKS)
+    plain = "forward" not in state and not any(state[hooks] for hooks in HOOKS)
     return plain or passes_on(module)
 
 

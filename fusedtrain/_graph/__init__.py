@@ -1,0 +1,1 @@
+"""What convert and fold see of a model: graphs of forwards, effects of calls, replaced forwards."""

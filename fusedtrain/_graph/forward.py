@@ -1,0 +1,261 @@
+"""Another forward for one module, kept in its `__dict__`, which is as good as the one of its class.
+
+It survives deepcopy and pickle, torch.compile and torch.export trace it, and to TorchScript,
+inspect and torch.fx it shows the forward of the class. The module is not kept alive by it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .._recompute import recompute
+from .records import record_of, unassign
+
+
+def _template(rewritten: Any, *args: Any, **kwargs: Any) -> Any:
+    return rewritten.run(*args, **kwargs)
+
+
+def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _same(module: nn.Module, input: Tensor) -> Tensor:
+    return input
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _proxy_in(values: Any) -> fx.Proxy | None:
+    """A proxy of torch.fx among values, in lists and dicts, too."""
+    if isinstance(values, fx.Proxy):
+        return values
+    if isinstance(values, dict):
+        values = list(values.values())
+    if not isinstance(values, (tuple, list)):
+        return None
+    return next((p for p in map(_proxy_in, values) if p is not None), None)
+
+
+class Rewritten:
+    """The other forward. `install` puts it into its module, `remove` takes it out again.
+
+    `source` is a function named "forward", `imports` what the names in it stand for, written as
+    "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
+    source it is the forward of the class. `recomputes`: it runs within `fusedtrain.recompute`.
+    `frozen`: attributes, by their paths, whose values the source was made with.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        source: str = "",
+        imports: Mapping[str, str] | None = None,
+        recomputes: bool = False,
+        frozen: Mapping[str, Any] | None = None,
+    ) -> None:
+        state = {"module": module, "source": source, "recomputes": recomputes}
+        self.__setstate__(state | {"imports": dict(imports or {}), "frozen": dict(frozen or {})})
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("source", "imports", "recomputes", "frozen")
+        return {"module": self._module()} | {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._module = weakref.ref(state["module"])
+        self.source: str = state["source"]
+        self.imports: dict[str, str] = state["imports"]
+        self.recomputes: bool = state["recomputes"]
+        self.frozen: dict[str, Any] = state.get("frozen", {})
+        self._function = self._compiled()
+
+    def _compiled(self) -> Callable[..., Any]:
+        if not self.source:
+            return _of_class
+        name = f"<fusedtrain.convert {type(self._module()).__name__} {id(self)}>"
+        # As fx does it: tracebacks and torch.compile's messages show the line.
+        linecache.cache[name] = (
+            len(self.source), None, self.source.splitlines(keepends=True), name,
+        )  # fmt: skip
+        weakref.finalize(self, linecache.cache.pop, name, None)
+        names = {name: resolve(path) for name, path in self.imports.items()}
+        exec(compile(self.source, name, "exec"), names)
+        function: Callable[..., Any] = names["forward"]
+        return function
+
+    @property
+    def forward(self) -> types.MethodType:
+        # pickle asks for this attribute of this object; TorchScript for the source and globals.
+        original: Any = getattr(type(self._module()), "forward")  # noqa: B009 (it may be None)
+        function = types.FunctionType(_template.__code__, original.__globals__, "forward")
+        function.__wrapped__ = original  # type: ignore[attr-defined]
+        return types.MethodType(function, self)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        if is_fx_symbolic_tracing() and self._is_traced(args, kwargs):
+            return _of_class(module, *args, **kwargs)
+        for path, value in self.frozen.items():
+            now = _attribute(module, path)
+            if now is not value and now != value:
+                raise RuntimeError(
+                    f"{path} of this {type(module).__name__} was {value!r} when fusedtrain.convert "
+                    f"wrote its forward, and is {now!r} now: call fusedtrain.revert, and convert "
+                    "once more"
+                )
+        if self.recomputes and not torch.compiler.is_compiling():
+            with recompute():
+                return self._function(module, *args, **kwargs)
+        return self._function(module, *args, **kwargs)
+
+    def _is_traced(self, *values: Any) -> bool:
+        """Whether a tracer follows that shall see the forward of the class."""
+        proxy = _proxy_in(values)
+        if proxy is None or getattr(proxy.tracer, "sees_conversions", False):
+            return False
+        follow(proxy.tracer)
+        return True
+
+
+class PassesOn(Rewritten):
+    """Of an activation or drop module whose work a batch norm does: hands on its input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+
+    def _compiled(self) -> Callable[..., Any]:
+        return _same
+
+
+def install(rewritten: Rewritten) -> None:
+    module = rewritten._module()
+    assert module is not None
+    vars(module)["forward"] = rewritten.forward
+
+
+def rewritten_of(module: nn.Module) -> Rewritten | None:
+    found = getattr(vars(module).get("forward"), "__self__", None)
+    return found if isinstance(found, Rewritten) else None
+
+
+def has_foreign_forward(module: nn.Module) -> bool:
+    """Whether something else has replaced the forward of its class."""
+    scripted: Any = getattr(torch.jit, "ScriptModule", ())
+    patched = "forward" in vars(module) and rewritten_of(module) is None
+    return patched or isinstance(module, scripted)
+
+
+def passes_on(module: nn.Module) -> bool:
+    return isinstance(rewritten_of(module), PassesOn)
+
+
+def remove(module: nn.Module) -> bool:
+    """Whether there was one."""
+    if rewritten_of(module) is None:
+        return False
+    del vars(module)["forward"]
+    return True
+
+
+def restore(module: nn.Module) -> bool:
+    """Takes back class, attributes and forward; whether there was anything to take back."""
+    rewritten = remove(module)
+    return unassign(module) or rewritten
+
+
+def is_changed(module: nn.Module) -> bool:
+    return record_of(module) is not None or rewritten_of(module) is not None
+
+
+def set_recomputing(module: nn.Module, wanted: bool) -> None:
+    """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`."""
+    now = rewritten_of(module)
+    if (now is not None and now.recomputes) == wanted or passes_on(module):
+        return
+    if wanted or (now is not None and now.source):
+        state = ("", {}, {}) if now is None else (now.source, now.imports, now.frozen)
+        install(Rewritten(module, *state[:2], wanted, state[2]))
+    else:
+        remove(module)
+
+
+def resolve(path: str) -> Any:
+    """What a name of `imports` stands for."""
+    module, _, qualified = path.partition(":")
+    found = importlib.import_module(module)
+    for part in filter(None, qualified.split(".")):
+        found = getattr(found, part)
+    return found
+
+
+def follow(tracer: Any) -> None:
+    """Makes a tracer that has come upon a converted module look into whatever works together with
+    modules outside of it since `convert`, also where it would call the likes of it as a whole.
+
+    Raises RuntimeError if it has called such a module as a whole already.
+    """
+    if not isinstance(tracer, fx.Tracer) or "is_leaf_module" in vars(tracer):
+        return
+    is_leaf: Callable[[nn.Module, str], bool] = tracer.is_leaf_module
+    partners = _partners(tracer.root)
+
+    def is_closed(module: nn.Module) -> bool:
+        parts = set(module.modules())
+        return all(partners.get(part, set()) <= parts for part in parts)
+
+    vars(tracer)["is_leaf_module"] = lambda m, path: is_leaf(m, path) and is_closed(m)
+    for node in tracer.graph.nodes:
+        if node.op == "call_module" and not is_closed(tracer.root.get_submodule(node.target)):
+            raise RuntimeError(
+                f"torch.fx: the tracer calls {node.target} as a whole, in which fusedtrain.convert "
+                "has moved work from or to the modules around it. Trace before converting, or "
+                "fusedtrain.revert first"
+            )
+
+
+def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
+    """Of each module that gives away or takes over work: those that it does so with."""
+    found: dict[nn.Module, set[nn.Module]] = {}
+    makers = _makers(root)
+    for module in root.modules():
+        mine = vars(module)
+        if isinstance(module, _BatchNorm) and record_of(module) is not None:
+            parts = [mine[kind] for kind in ("act", "drop") if kind in mine]
+            mates = found.setdefault(module, set())
+            if mine.get("_adds"):
+                mates.add(root)  # the sum is in a forward somewhere around it
+            if mine.get("overwrite_input"):
+                mates.add(makers.get(module, root))
+            for part in (part for part in parts if type(part) is not nn.Identity):
+                found[module].add(part)
+                found.setdefault(part, set()).add(module)
+        forward = rewritten_of(module)
+        if forward is not None and any(
+            path.endswith(":gated") for path in forward.imports.values()
+        ):
+            for part in filter(passes_on, module.modules()):
+                found.setdefault(part, set()).add(module)
+    return found
+
+
+def _makers(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Modules that are called with the value of another one, as far as containers tell."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+            found.update(zip(list(module)[1:], module))
+    return found

@@ -1,0 +1,78 @@
+"""What torch.fx.symbolic_trace, and with it feature extraction and quantisation, sees.
+
+A function of this package is one call of it. A module of this package is one call of it wherever
+the tracer has one call of torch's own modules, so that modes and names are those of torch. What
+`convert` has rewritten is traced as it was before: who makes a graph takes values out of it by the
+names of modules, so no module may do the work of another there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import fx, nn
+from torch.overrides import handle_torch_function
+
+from .forward import passes_on
+from .modules import is_hooked
+
+_NN = "fusedtrain.nn."
+
+
+def path_of(tracer: Any, module: nn.Module) -> str | None:
+    """Where a graph can call the module, whose forward is under way; None where it cannot.
+
+    Hooks run while the forward is traced: a call in the graph would run them once more.
+    """
+    if not isinstance(tracer, fx.Tracer) or module is tracer.root:
+        return None
+    if is_hooked(module):
+        return None
+    if "forward" in vars(module) and not passes_on(module):
+        return None
+    try:
+        return tracer.path_of_module(module)
+    except NameError:  # not a part of the root
+        return None
+
+
+def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """As torch.overrides.handle_torch_function, called by `function` itself.
+
+    Where torch.fx traces the forward of a module of this package that calls `function`, the graph
+    gets a call of that module instead.
+    """
+    proxy = next((t for t in tensors if isinstance(t, fx.Proxy)), None)
+    called = None if proxy is None else _module_call(proxy.tracer, sys._getframe(2))
+    if proxy is None or called is None:
+        return handle_torch_function(function, tensors, *args, **kwargs)
+    module, path, given = called
+    call = proxy.tracer.create_proxy("call_module", path, given, {})
+    if passes_on(module):
+        # Under the name of the module, but not by its forward, which hands on its input.
+        node: Any = call.node
+        node.op, node.target = "call_function", function
+        node.args, node.kwargs = proxy.tracer.create_arg(args), proxy.tracer.create_arg(kwargs)
+    return call
+
+
+def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[Any, ...]] | None:
+    """The module whose forward a frame is, its path and its arguments, where it is to be one call.
+
+    A subclass with a forward of its own is not: its super().forward() is but a part of it.
+    """
+    code, names = frame.f_code, frame.f_locals
+    module = names.get("self")
+    ours = frame.f_globals.get("__name__", "").startswith(_NN)
+    if not ours or not isinstance(module, nn.Module):
+        return None
+    if getattr(type(module).forward, "__code__", None) is not code:
+        return None
+    path = path_of(tracer, module)
+    # Asked of a module of torch in its place: only those are calls by default.
+    if path is None or not tracer.is_leaf_module(nn.Identity(), path):
+        return None
+    return module, path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])

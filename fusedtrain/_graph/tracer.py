@@ -1,0 +1,222 @@
+"""The tracer that :mod:`fusedtrain._graph.flow` runs forwards with, and what it notices besides the
+graph: guesses, contexts, values that outlive the forward, forwards that are called by name.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import operator
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"
+BYPASSED = "fusedtrain_bypassed"  # in the `meta` of nodes
+_PLAIN = (dict, list, tuple, torch.Size, fx.immutable_collections.immutable_dict,
+          fx.immutable_collections.immutable_list)  # fmt: skip
+_MOST_CHOICES = 64
+
+
+@dataclass
+class Choices:
+    """The answers of one way through a forward: those given, then always the first."""
+
+    given: tuple[bool, ...]
+    made: list[bool] = field(default_factory=list)
+
+    def choose(self, first: bool) -> bool:
+        place = len(self.made)
+        if place >= _MOST_CHOICES:  # `while not done:`
+            raise RuntimeError("its forward has too many branches")
+        self.made.append(self.given[place] if place < len(self.given) else first)
+        return self.made[-1]
+
+
+class Proxy(fx.Proxy):
+    """Also records `x += y` for what it is, which fx would take for `x = x + y`, and refuses
+    `x.data = y`, which fx would not record. Has no length, but can be unpacked."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise AttributeError(f"its forward sets `{name}` of a tensor")
+        super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        raise TypeError("its forward takes the length of a tensor")  # `*list` does without
+
+
+def _in_place(name: str) -> Any:
+    function = getattr(operator, name)
+
+    def record(self: fx.Proxy, other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return record
+
+
+IN_PLACE = (
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor",
+)  # fmt: skip
+for _name in IN_PLACE:
+    setattr(Proxy, f"__{_name}__", _in_place(_name))
+
+
+class Tracer(fx.Tracer):
+    # So that a forward which updates a buffer in place updates nothing here.
+    proxy_buffer_attributes = True
+    sees_conversions = True  # forwards as they run, not as they were before `convert`
+
+    def __init__(self, choices: Choices) -> None:
+        super().__init__()
+        self.choices = choices
+        self.guessed = ""
+        self.kinds: dict[fx.Node, bool] = {}
+        self.context = context_now()
+        self.proxies: list[weakref.ref[fx.Proxy]] = []
+        self.bypassed: set[str] = set()  # names of modules called by their `forward`
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        made = Proxy(node, self)
+        self.proxies.append(weakref.ref(made))
+        return made
+
+    def create_arg(self, a: Any) -> Any:
+        plain = type(a) in _PLAIN or hasattr(a, "_fields")  # fx knows named tuples
+        if isinstance(a, (dict, list, tuple)) and not plain:
+            self.guessed = f"its forward makes a value of type {type(a).__name__}"
+        return super().create_arg(a)
+
+    def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(m).__call__ is not nn.Module.__call__:  # its work is in the graph, too
+            self.guessed = f"{type(m).__name__} overrides __call__"
+        return super().call_module(m, *args, **kwargs)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if context_now() != self.context:
+            self.guessed = "its forward works under no_grad, autocast or checkpoint"
+        if "set_" in args:  # Tensor.set_
+            self.guessed = "its forward puts one tensor into the place of another"
+        node = super().create_node(*args, **kwargs)
+        node.meta[CONTEXT] = context_now()
+        return node
+
+    def mark_kept(self) -> None:
+        """Marks the values that something has kept beyond the end of the forward."""
+        if self._kept():  # or only in a cycle
+            gc.collect()
+        for node in self._kept():
+            node.meta[KEPT] = True
+            self.guessed = self.guessed or "its forward stores something"
+
+    def _kept(self) -> list[fx.Node]:
+        nodes = [proxy.node for ref in self.proxies if (proxy := ref()) is not None]
+        return [node for node in nodes if node.op not in ("placeholder", "get_attr")]
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        self.guessed = "what its forward does depends on its input"
+        return self.choices.choose(False)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        self.guessed = "its forward takes a list of tensors"
+        item: Any = obj
+        return iter((item[0], item[1]))
+
+    def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
+        """A tensor at first, then a list."""
+        flat = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not {torch.Tensor, list, tuple} & set(flat):
+            if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
+                self.guessed = "its forward asks for the type of its input"
+            return isinstance(obj, kinds)
+        self.guessed = "its forward asks for the type of its input"
+        if obj.node not in self.kinds:
+            self.kinds[obj.node] = self.choices.choose(True)
+        return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+@cache
+def _device_types() -> tuple[str, str]:
+    return "cpu", str(torch.accelerator.current_accelerator(False) or "cuda")
+
+
+def context_now() -> tuple[Any, ...]:
+    """What a `with` around a call changes, and a graph does not tell."""
+    autocast = [
+        (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()
+    ]
+    # Those of torch.utils.checkpoint, say.
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks(False))
+
+
+class Watch(TorchDispatchMode):
+    """Notes whether anything is computed while a forward runs on stand-ins."""
+
+    computed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.computed = True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def answering(forward: Any, tracer: Tracer) -> Iterator[None]:
+    """Lets the file that a forward was written in ask for the types of stand-ins."""
+    names = forward.__globals__
+    had, before = "isinstance" in names, names.get("isinstance")
+
+    def is_instance(obj: Any, kinds: Any) -> bool:
+        return (
+            tracer.is_instance(obj, kinds) if isinstance(obj, fx.Proxy) else isinstance(obj, kinds)
+        )
+
+    names["isinstance"] = is_instance
+    try:
+        yield
+    finally:
+        if had:
+            names["isinstance"] = before
+        else:
+            del names["isinstance"]
+
+
+def bypass(tracer: Tracer, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """In the place of the forward of a part: its caller goes round its `__call__`."""
+    for name, module in tracer.root.named_modules():
+        if module is part:
+            tracer.bypassed.add(name)
+    forward: Any = type(part).forward
+    return forward(part, *args, **kwargs)
+
+
+def has_with(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
+    return code is not None and any(step.opname in names for step in dis.get_instructions(code))
+
+
+def random_states() -> list[Any]:
+    numpy: Any = sys.modules.get("numpy")
+    state = torch.default_generator.get_state().tolist()
+    return [state, random.getstate(), None if numpy is None else numpy.random.get_state()]
+
+
+def set_random_states(states: list[Any]) -> None:
+    numpy: Any = sys.modules.get("numpy")
+    torch.default_generator.set_state(torch.tensor(states[0], dtype=torch.uint8))
+    random.setstate(states[1])
+    if numpy is not None and states[2] is not None:
+        numpy.random.set_state(states[2])

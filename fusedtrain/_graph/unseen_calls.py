@@ -1,0 +1,204 @@
+"""Which modules may be called where torch.fx does not see the call.
+
+A forward that cannot be traced, or not on every way, may reach for a part of a part
+(`self.block.act(x)`), for a module that it does not register, or call a method of a part other than
+forward (`self.block.features(x)`). And any forward may call the forward of a part by name.
+
+The bytecode of such a forward is read, and that of the methods and functions it may call.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from .flow import Flow
+
+# Names that reach modules without naming them.
+_REACHING = {
+    "_modules", "children", "get_submodule", "getattr", "modules", "named_children",
+    "named_modules", "vars",
+}  # fmt: skip
+# Of `for part in parts`, `parts[i]`, `parts[:i]`, `a, b = parts` and `*parts`.
+_TAKING = {
+    "GET_ITER", "BINARY_SUBSCR", "BINARY_SLICE", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND",
+    "SET_UPDATE", "CALL_FUNCTION_EX",
+}  # fmt: skip
+# Functions that go through the items of what they are given.
+_ITERATING = {
+    "accumulate", "chain", "enumerate", "filter", "iter", "list", "map", "reduce", "reversed",
+    "set", "sorted", "tuple", "zip",
+}  # fmt: skip
+_SEEN = ("forward", "__init__", "__call__")
+
+
+@dataclass
+class _Names:
+    """What code mentions. `takes`: it indexes something, or goes through its items."""
+
+    own: set[str] = field(default_factory=set)  # attributes of its first argument
+    others: set[str] = field(default_factory=set)  # attributes of anything else
+    globals: set[str] = field(default_factory=set)
+    takes: bool = False
+
+
+class UnseenCalls:
+    """Of the modules of a model."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._callers: dict[int, str] = {}
+        partial = {id(trace.module) for trace in flow.traces if trace.partial}
+        modules = set(flow.model.modules())
+        for name, module in flow.model.named_modules():
+            if id(module) in flow.failed or id(module) in partial:
+                for part in _reached(module, modules):
+                    self._callers.setdefault(id(part), name or "the model")
+        self._bypassed = {
+            key: flow.names[id(trace.module)] or "the model"
+            for trace in flow.traces
+            for key in trace.bypassed
+        }
+
+    def obstacle(self, module: nn.Module) -> str:
+        """Why a module has to go on doing what it does; '' if nobody unseen may call it."""
+        if id(module) in self._bypassed:
+            return f"{self._bypassed[id(module)]} calls its forward by name"
+        caller = self._callers.get(id(module))
+        return "" if caller is None else f"{caller}, which torch.fx cannot trace, may call it"
+
+
+def _reached(root: nn.Module, model: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules in a module that its forward may call; its children, whose callers Flow knows, need
+    not be among them."""
+    seen: dict[types.CodeType, _Names] = {}
+    pending: list[tuple[types.FunctionType, nn.Module | None]] = []
+    for cls in type(root).__mro__:  # that of a base class may be called by super()
+        _add(pending, vars(cls).get("forward"), root)
+    named = list(root.named_modules(remove_duplicate=False))
+    for key, value in vars(root).items():
+        for found in _unregistered(value, model):
+            named += found.named_modules(prefix=key, remove_duplicate=False)
+    parts = list(dict.fromkeys(part for _, part in named if part is not root))
+    others: set[str] = set()
+    containers: set[str] = set()
+    while pending:
+        function, owner = pending.pop()
+        if function.__code__ not in seen:
+            seen[function.__code__] = _read(function.__code__)
+            for found in _outside(function, seen[function.__code__]):
+                if isinstance(found, nn.Module):
+                    yield from found.modules()
+                _add(pending, found, None)
+        names = seen[function.__code__]
+        if owner is not None:
+            for name in names.own:
+                child = owner._modules.get(name)
+                if child is not None:
+                    yield child
+                elif name not in _SEEN:
+                    _add(pending, getattr(type(owner), name, None), owner)
+                    _add(pending, vars(owner).get(name), None)
+        fresh = (names.others if owner is not None else names.others | names.own) - others
+        others |= fresh
+        for name in fresh - set(_SEEN):
+            for part in parts:
+                _add(pending, getattr(type(part), name, None), part)
+                _add(pending, vars(part).get(name), None)
+        if names.takes or (names.globals | names.others) & _ITERATING:
+            containers |= names.own | names.others
+        if (names.own | names.others | names.globals) & _REACHING:
+            yield from parts
+            return
+    for path, part in named:
+        before, _, name = path.rpartition(".")
+        if name in others or (name.isdigit() and before.rpartition(".")[2] in containers):
+            yield part
+
+
+def _unregistered(value: Any, model: set[nn.Module]) -> Iterator[nn.Module]:
+    """Modules of the model that an attribute holds unregistered: `self.parent = [parent]`."""
+    if isinstance(value, nn.Module):
+        if value in model:
+            yield value
+    elif type(value) in (list, tuple, set):
+        for item in value:
+            yield from _unregistered(item, model)
+
+
+def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
+    """What a function mentions that is not its own: globals, functions of other files, and what
+    encloses or wraps it."""
+    for name in names.globals:
+        found = function.__globals__.get(name)
+        yield found
+        if isinstance(found, types.ModuleType):
+            yield from (vars(found).get(other) for other in names.others)
+        if isinstance(found, type):
+            yield from (getattr(found, other, None) for other in names.others)
+    yield getattr(function, "__wrapped__", None)
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+
+
+def _add(
+    pending: list[tuple[types.FunctionType, nn.Module | None]], found: Any, owner: nn.Module | None
+) -> None:
+    """What a name stands for, if it is a function of the user's."""
+    found = found.fget if isinstance(found, property) else found
+    found = getattr(found, "func", found) if isinstance(found, functools.partial) else found
+    found = getattr(found, "__func__", found)
+    if isinstance(found, types.FunctionType):
+        torchs = (found.__module__ or "").partition(".")[0] == "torch"
+        if not torchs and (found, owner) not in pending:
+            pending.append((found, owner))
+
+
+def _read(code: types.CodeType, first: str = "") -> _Names:
+    found = _Names()
+    first = first or (code.co_varnames[0] if code.co_argcount else "")
+    before: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            last = before.argval if before is not None else None
+            last = last[-1] if isinstance(last, tuple) else last
+            (found.own if last == first else found.others).add(str(step.argval))
+        elif step.opname == "LOAD_GLOBAL":
+            found.globals.add(str(step.argval))
+        found.takes |= step.opname in _TAKING or step.argrepr == "[]"
+        before = step
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _read(constant, first)
+            found.own |= inner.own
+            found.others |= inner.others
+            found.globals |= inner.globals
+            found.takes |= inner.takes
+    return found
+
+
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers, flags and strings among the attributes that a module's forward may read."""
+    names: set[str] = set()
+    pending: list[tuple[types.FunctionType, nn.Module | None]] = []
+    _add(pending, type(module).forward, module)
+    while pending:
+        function, _ = pending.pop()
+        fresh = _read(function.__code__).own - names
+        names |= fresh
+        for name in fresh:
+            _add(pending, getattr(type(module), name, None), module)
+    plain = (int, float, bool, str, types.NoneType)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name in names and type(value) in plain and name != "training"
+    }

@@ -1,0 +1,190 @@
+"""Which sums are those of a residual branch: what layer scale and stochastic depth made of it, plus
+a shortcut.
+
+From the sum backwards: a call of a module of stochastic depth (or Identity, which stands for one
+that never drops), a product with a tensor of the module, or both in either order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from .._chain_functions import residual_add
+from .._graph.flow import Flow, Trace, is_product
+from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from ..nn.norm import (
+    branch_scale_of,
+    is_stochastic_depth,
+)
+
+_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_LAYER_SCALE = ("timm", "LayerScale")
+_SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
+
+
+@dataclass
+class Branch:
+    """`node` adds to `shortcut` what `drop` and a product with `scale` made of `branch`."""
+
+    trace: Trace
+    name: str  # of the module whose forward it is in
+    node: fx.Node
+    shortcut: fx.Node
+    branch: fx.Node
+    drop: fx.Node | None
+    scale: fx.Node | None  # a tensor, or the call of a module that multiplies with one
+    gone: tuple[fx.Node, ...]  # calls whose work the sum does
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        found = ("layer scale",) if self.scale is not None else ()
+        drop = () if self.drop is None else (type(self.trace.callee(self.drop)).__name__,)
+        return found + drop
+
+
+def add_branch(
+    shortcut: Any,
+    branch: Tensor,
+    scale: Tensor | None,
+    drop: nn.Module | None,
+    in_place: bool = False,
+) -> Tensor:
+    """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
+    and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
+    written over the branch. `drop` draws the numbers that it would draw."""
+    if isinstance(branch, fx.Proxy):  # fusedtrain.fold looks into forwards as they run
+        call: Any = branch.tracer.create_proxy
+        return call("call_function", add_branch, (shortcut, branch, scale, drop, in_place), {})
+    dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
+    shift = 0 if scale is None else branch.dim() - scale.dim()
+    fits = isinstance(shortcut, Tensor) and shortcut.shape == branch.shape
+    fits = fits and branch.dim() > 1 and shift >= 0 and len(dims) <= 1
+    if fits and scale is not None:
+        dim = dims[0] + shift if dims else -1
+        fits = bool(dims) and dim > 0 and scale.numel() == branch.shape[dim]
+        fits = fits and scale.dtype is branch.dtype
+    fits = fits and shortcut.dtype is branch.dtype and (drop is None or is_stochastic_depth(drop))
+    if not fits:
+        branch = branch if scale is None else branch * scale
+        branch = branch if drop is None else drop(branch)
+        return branch.add_(shortcut) if in_place else shortcut + branch
+    kept = None if drop is None else branch_scale_of(drop, branch)
+    if scale is None:
+        return residual_add(shortcut, branch, None, kept)
+    return residual_add(shortcut, branch, scale.reshape(-1), kept, dims[0] + shift)
+
+
+def may_have_branches(module: nn.Module) -> bool:
+    """Whether a forward is worth looking at: it has layers of its own, and stochastic depth, layer
+    scale, or a parameter like that."""
+    children = [child for child in module._modules.values() if child is not None]
+    if not children:
+        return False
+    scales = (p for p in module._parameters.values() if p is not None)
+    known = {*STOCHASTIC_DEPTH, _LAYER_SCALE}
+    return any(package_and_name(child) in known for child in children) or any(
+        p.dim() > 0 and p.numel() == max(p.shape) for p in scales
+    )
+
+
+def find_branches(flow: Flow, excluded: set[int]) -> list[Branch]:
+    """All of a model, in the order of its forwards."""
+    found = []
+    for trace in flow.traces:
+        if trace.inexact or id(trace.module) in excluded:
+            continue
+        for node in trace.graphs[0].nodes:
+            branch = _branch(flow, trace, node, excluded)
+            if branch is not None:
+                found.append(branch)
+    return found
+
+
+def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Branch | None:
+    if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
+        return None
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    in_place = node.target in (operator.iadd, "add_")
+    for place, value in enumerate(node.args):
+        other = node.args[1 - place]
+        if not isinstance(value, fx.Node) or not isinstance(other, fx.Node) or value is other:
+            continue
+        if in_place and place == 1:
+            continue  # the sum is written over the shortcut
+        drop = scale = None
+        gone: list[fx.Node] = []
+        while len(value.users) == 1:
+            if drop is None and _drops(trace, value, excluded):
+                drop, following = value, value.args[0]
+            elif scale is None and (found := _scaled(value)):
+                scale, following = found
+            elif scale is None and _scales(trace, value, excluded):
+                scale, following = value, value.args[0]
+            else:
+                break
+            assert isinstance(following, fx.Node)
+            gone.append(value)
+            value = following
+        # Written over something that is nobody's but the product's.
+        if not gone or (in_place and scale is None):
+            continue
+        if drop is not None and type(trace.callee(drop)) is nn.Identity:
+            if scale is None:
+                continue
+            drop = None
+        name = flow.names[id(trace.module)]
+        return Branch(trace, name, node, other, value, drop, scale, tuple(gone))
+    return None
+
+
+def _drops(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
+    module = trace.callee(node)
+    if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
+        return False
+    return _is_plain(module) and (type(module) is nn.Identity or is_stochastic_depth(module))
+
+
+def _scales(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
+    """Whether it calls a module of layer scale."""
+    module = trace.callee(node)
+    if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
+        return False
+    known = package_and_name(module) == _LAYER_SCALE and not module.inplace
+    return known and _is_plain(module)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    hooked = is_hooked(module)
+    return "forward" not in vars(module) and not hooked and not parametrize.is_parametrized(module)
+
+
+def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Of a product with a tensor of the module: that tensor, and what it is multiplied with."""
+    if not is_product(node):
+        return None
+    for scale, other in (node.args, node.args[::-1]):
+        if isinstance(scale, fx.Node) and isinstance(other, fx.Node) and _is_own(scale):
+            return scale, other
+    return None
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether this is a parameter or buffer of the module, in another shape at most."""
+    return any(step.op == "get_attr" for step in _upwards(node))
+
+
+def _upwards(node: fx.Node) -> Iterator[fx.Node]:
+    while True:
+        yield node
+        shapes = node.op in ("call_method", "call_function") and node.target in _SHAPES
+        if not shapes or len(node.all_input_nodes) != 1:
+            return
+        node = node.all_input_nodes[0]

@@ -1,0 +1,372 @@
+"""What `convert` does to one model: chooses, swaps, runs both ways, and undoes what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from .._graph.effects import Effects
+from .._graph.example import check_example
+from .._graph.flow import Flow
+from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
+from .._graph.records import Found, assign, record_of
+from .._graph.report import Left, title
+from ..nn.activation import _Saving
+from ..nn.norm import _BatchNormAct
+from ._branches import find_branches, may_have_branches
+from ._gates import find_products
+from ._in_place import can_overwrite
+from ._norms import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
+from ._proof import Errors, Run, excess, is_doubtful, run
+from ._report import (
+    Branched,
+    ConversionReport,
+    Converted,
+    FusedNorm,
+    Gated,
+    Layer,
+    Proof,
+)
+from ._rewrite import Plan, apply, undo
+
+
+class Conversion:
+    """The swaps of a model, which can be installed and taken back any number of times."""
+
+    def __init__(
+        self, model: nn.Module, found: list[Found], excluded: set[int], memory: str
+    ) -> None:
+        self.model, self.found, self.excluded, self.memory = model, found, excluded, memory
+        before = rewritten_of(model)
+        self.recomputed = before is not None and before.recomputes
+        set_recomputing(model, False)  # else the forward could not be traced
+        try:
+            self.flow = Flow(model, is_activation, may_have_branches)
+            self.effects = Effects(self.flow)
+            self.readers = self.effects  # of what a norm may overwrite
+            if memory == "inplace" and any(map(rewritten_of, model.modules())):
+                now = Flow(model, is_activation, may_have_branches, converted=True)
+                self.readers = Effects(now)
+        finally:
+            set_recomputing(model, self.recomputed)
+        self.activations = [entry for entry in found if entry.fused and not entry.reason]
+        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self.norms = [norm for norm in norms if not _is_done(norm)]
+        self.done = len(norms) - len(self.norms)
+        # Converted before: only what `memory` says of them may change, from this.
+        self.before = {n: n.overwrite_input for n in norms if isinstance(n, _BatchNormAct)}
+        self.sources = {id(module): title(type(module)) for module in model.modules()}
+        self.undone: dict[int, str] = {}  # id of a module: why
+        self.swapped: list[Found] = []
+        self.plan = Plan(self.effects, [])
+        self.left: dict[int, str] = {}
+
+    def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> Plan:
+        """Swaps what is chosen, as far as it was not found to be wrong."""
+
+        def chosen(module: nn.Module) -> bool:
+            return id(module) not in self.undone and only(module)
+
+        try:
+            return self._install(chosen)
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def _install(self, chosen: Callable[[nn.Module], bool]) -> Plan:
+        self.swapped = [entry for entry in self.activations if chosen(entry.module)]
+        for entry in self.swapped:
+            assert entry.fused is not None
+            assign(entry.module, entry.fused, entry.attributes)
+        finder = Finder(self.flow, self.excluded)
+        self.left = {}
+        sites = [site for norm in self.norms if (site := self._site(finder, norm, chosen))]
+        # Now that timm's activations have classes which are known.
+        products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
+        branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
+        self.plan = Plan(self.effects, sites, products, branches)
+        for site in sites:
+            site.overwrites = self._overwrites(site.norm, site.steps)
+            of_use = site.steps or has_own_steps(site.norm) or self._is_recomputed(site.norm)
+            if not of_use and not site.overwrites:
+                self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
+        self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
+        self.rewritten = apply(self.plan)
+        for norm in self.before:
+            if record_of(norm) is not None and norm not in self.norms:
+                norm.overwrite_input = not norm._adds and self._overwrites(norm, ())
+        set_recomputing(self.model, self.memory == "recompute")
+        return self.plan
+
+    def _site(
+        self, finder: Finder, norm: nn.Module, chosen: Callable[[nn.Module], bool]
+    ) -> Site | None:
+        name = self.flow.names[id(norm)]
+        found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
+        alone = self._is_recomputed(norm) or self._overwrites(norm, ())
+        if isinstance(found, str) and alone:
+            found = Site(norm, name)  # so that its output, or its input, need not be kept
+        if found == "" or not chosen(norm):
+            return None
+        reason = found if isinstance(found, str) else obstacle(norm)
+        reason = "excluded" if id(norm) in self.excluded else reason
+        if reason or isinstance(found, str):
+            self.left[id(norm)] = reason
+            return None
+        return found
+
+    def _is_recomputed(self, norm: nn.Module) -> bool:
+        """Whether the output of a norm that nothing follows need not be kept; its numbers are those
+        of torch with any `memory`."""
+        return self.memory == "recompute" and not isinstance(norm, nn.SyncBatchNorm)
+
+    def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
+        """Whether a norm that is followed by these steps is to write over its input."""
+        if self.memory != "inplace" or id(norm) in self.excluded:
+            return False
+        acts = [step.module for step in steps if step.kind == "act"]
+        own = [part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None]
+        acts += [part for part in own if type(part) is not nn.Identity]
+        if len(acts) > 1 or len(acts) < len(steps):
+            return False
+        ends = [(step.trace, node) for step in steps for node in step.nodes][-1:]
+        return can_overwrite(self.readers, norm, acts[0] if acts else None, ends)
+
+    def keep_few_bits(self) -> None:
+        """Activations that `convert` gave their class save what `memory` says. Last of all: the
+        comparison with the stock model is of exact derivatives."""
+        save = "q8" if self.memory == "q8" else None
+        for module in self.model.modules():
+            cls = type(module)
+            if record_of(module) is None or not issubclass(cls, _Saving) or not cls.takes("q8"):
+                continue
+            runs = id(module) not in self.excluded and not passes_on(module)
+            if runs and vars(module).get("save") != save:
+                vars(module)["save"] = save
+
+    def uninstall(self) -> None:
+        set_recomputing(self.model, self.recomputed)
+        for norm, overwrites in self.before.items():
+            norm.overwrite_input = overwrites
+        undo(self.plan)
+        for entry in self.swapped:
+            restore(entry.module)
+
+    def watched(self) -> list[nn.Module]:
+        """Modules whose outputs are what they were, if all is right."""
+        gone = {
+            id(step.module)
+            for site in self.plan.sites
+            for step in site.steps
+            if step.is_call and id(step.module) not in self.plan.passing
+        }
+        gone |= {id(p.module) for p in self.plan.products}
+        after = [_place(site, self.plan) for site in self.plan.sites]
+        acts = [entry.module for entry in self.swapped if id(entry.module) not in gone]
+        owners = self.plan.owners()
+        return [*after, *acts, *owners, self.model]
+
+    def report(self) -> ConversionReport:
+        report = ConversionReport(already=self.done, memory=self.memory)
+        swapped = {id(entry.module) for entry in self.swapped}
+        for entry in self.found:
+            module, name = entry.module, entry.names[0]
+            source = self.sources[id(module)]
+            reason = entry.reason or self.undone.get(id(module), "")
+            if reason:
+                report.left.append(Left(name, source, reason))
+            elif entry.fused is None:
+                report.already += 1
+            elif id(module) in swapped:
+                report.converted.append(Converted(name, source, title(entry.fused)))
+                if len(entry.names) > 1:
+                    report.shared[name] = entry.names
+        for site in self.plan.sites:
+            report.norms.append(self._fused(site))
+        for product in self.plan.products:
+            act = type(product.module).__name__
+            report.products.append(Gated(product.name, title(type(product.trace.module)), act))
+        for branch in self.plan.branches:
+            kind = title(type(branch.trace.module))
+            report.branches.append(Branched(branch.name, kind, branch.parts))
+        for norm in self.norms:
+            why = self.undone.get(id(norm)) or self.left.get(id(norm))
+            if why:
+                report.left.append(Left(self.flow.names[id(norm)], self.sources[id(norm)], why))
+        report.overwriting = [
+            self.flow.names[id(module)]
+            for module in self.model.modules()
+            if isinstance(module, _BatchNormAct) and module.overwrite_input
+        ]
+        report.rewritten = [self.flow.names[id(module)] for module in self.rewritten]
+        return report
+
+    def _fused(self, site: Site) -> FusedNorm:
+        parts = [
+            "add" if step.module is None else type(step.module).__name__ for step in site.steps
+        ]
+        fused = fused_class(site.norm)
+        assert fused is not None
+        return FusedNorm(site.name, self.sources[id(site.norm)], title(fused), tuple(parts))
+
+
+def _is_done(norm: nn.Module) -> bool:
+    ours = type(norm).__module__.startswith("fusedtrain.")
+    return record_of(norm) is not None or (ours and has_own_steps(norm))
+
+
+def _place(site: Site, plan: Plan) -> nn.Module:
+    """The module that returns what a site computes."""
+    if not site.steps:
+        return site.norm
+    step = site.steps[-1]
+    passes = step.is_call and step.module is not None and id(step.module) in plan.passing
+    return step.module if passes and step.module is not None else step.trace.module
+
+
+def prove(conversion: Conversion, example: Any) -> ConversionReport:
+    """Installs what does not change results.
+
+    Raises:
+        RuntimeError: what is right one by one is not right together. Nothing is converted then.
+    """
+    check_example(example)
+    try:
+        return _prove(conversion, _Trials(conversion, example))
+    except BaseException:
+        conversion.uninstall()
+        raise
+
+
+def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
+    conversion.install()
+    tried: set[int] = set()
+    while wrong := proof.judge():
+        units = [module for module in _units(conversion) if id(module) not in tried]
+        if not units:
+            raise RuntimeError(
+                f"the converted model differs from the original one ({wrong}); nothing is converted"
+            )
+        conversion.uninstall()
+        for module in units:
+            tried.add(id(module))
+            conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
+            reason = proof.judge()
+            conversion.uninstall()
+            if reason:
+                conversion.undone[id(module)] = f"undone: {reason}"
+        # A norm may have lost a sum to one that is undone now, and is tried in the next round.
+        conversion.install()
+    report = conversion.report()
+    report.proof = proof.result()
+    return report
+
+
+def _units(conversion: Conversion) -> list[nn.Module]:
+    acts = [entry.module for entry in conversion.swapped]
+    owners = conversion.plan.owners()
+    return acts + [site.norm for site in conversion.plan.sites] + owners
+
+
+class _Trials:
+    """Compares the model as it is at the moment with the stock one."""
+
+    def __init__(self, conversion: Conversion, example: Any) -> None:
+        self.conversion, self.model, self.example = conversion, conversion.model, example
+        conversion.install()
+        watched = conversion.watched()
+        conversion.uninstall()
+        self.stock, _ = run(self.model, example, watched)
+        _, self.noise = run(self.model, example, watched, self.stock, noise=True)
+        self._wide: tuple[Run, Errors] | None = None
+
+    def judge(self) -> str:
+        """What is wrong; '' if nothing is."""
+        watched = self.conversion.watched()
+        try:
+            self.after, self.errors = run(self.model, self.example, watched, self.stock)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        factor, what = excess(self.errors, self.noise)
+        if is_doubtful(self.errors, self.noise, factor):
+            factor, what = self._in_float64(watched, (factor, what))
+        return f"{what} is off by {factor:.2g} times what rounding explains" if factor > 1 else ""
+
+    def _in_float64(self, watched: list[nn.Module], narrow: tuple[float, str]) -> tuple[float, str]:
+        """The same with copies in float64: that rounding grows into large errors, as in the last
+        layers for a small image, must not hide a mistake."""
+        example = pytree.tree_map(_widened, self.example)
+        try:
+            converted = copy.deepcopy(self.model).double()
+            if self._wide is None:
+                self.conversion.uninstall()
+                try:
+                    stock = copy.deepcopy(self.model).double()
+                finally:
+                    self.conversion.install()
+                self._wide = self._run_wide(stock, example, watched)
+            reference, noise = self._wide
+            _, errors = run(converted, example, (), reference)
+        except Exception:  # a model that insists on its dtype: the first verdict stays
+            return narrow
+        factor, what = excess(errors, noise)
+        return factor, f"{what}, in float64,"
+
+    def _run_wide(self, stock: nn.Module, example: Any, watched: list[nn.Module]) -> Any:
+        copies = dict(zip(map(id, self.model.modules()), stock.modules()))
+        places = [copies[id(module)] for module in watched]
+        reference, _ = run(stock, example, places)
+        _, noise = run(stock, example, places, reference, noise=True)
+        return reference, noise
+
+    def result(self) -> Proof:
+        conversion, plan = self.conversion, self.conversion.plan
+        layers = []
+        for site in plan.sites:
+            error = self.errors.layers.get(id(_place(site, plan)), 0.0)
+            before, after = self._saved(self.stock, site), self._saved(self.after, site)
+            layers.append(Layer(site.name, before, after, error))
+        taken = {id(step.module) for site in plan.sites for step in site.steps}
+        taken |= {id(part) for site in plan.sites for part in site.norm.modules()}
+        for entry in conversion.swapped:
+            if id(entry.module) not in taken:
+                error = self.errors.layers.get(id(entry.module), 0.0)
+                before = self.stock.bytes_of(entry.module)
+                after = self.after.bytes_of(entry.module)
+                layers.append(Layer(entry.names[0], before, after, error))
+        return Proof(
+            self.errors.outputs,
+            self.errors.gradient,
+            self.noise.outputs,
+            self.noise.gradient,
+            self.stock.saved.total(),
+            self.after.saved.total(),
+            layers,
+        )
+
+    @staticmethod
+    def _saved(done: Run, site: Site) -> int:
+        total = sum(done.bytes_of(part) for part in site.norm.modules())
+        for step in site.steps:
+            if step.is_call and step.module is not None:
+                total += done.saved[(id(step.module), id(step.trace.module), _ordinal(step))]
+        return total
+
+
+def _ordinal(step: Step) -> int:
+    """Which call of its module a step is, in the forward that makes it."""
+    nodes = step.trace.graphs[0].nodes
+    calls = [node for node in nodes if step.trace.callee(node) is step.module]
+    return calls.index(step.nodes[0])
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(torch.float64).requires_grad_(value.requires_grad)
+    return value

@@ -1,0 +1,306 @@
+"""Which batch norms are followed by what they can do as one op: drop, residual add, activation.
+
+A site starts at the call of a norm and follows the value as long as nobody else reads it, out of
+the forward that called the norm where the value is what that forward returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as torch_functional
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from .. import functional as fused_functional
+from .. import nn as fused_nn
+from .._graph.flow import Flow, Trace
+from .._graph.forward import passes_on
+from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from .._graph.unseen_calls import UnseenCalls
+from ..nn.norm import (
+    ROW_OF,
+    activation_of,
+    is_stochastic_depth,
+)
+from ..reference.pointwise import POINTWISE
+
+_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_FUSED: dict[type, type] = {
+    base: getattr(fused_nn, base.__name__.replace("Norm", "NormAct")) for base in _TORCH
+}
+_FUSED[nn.SyncBatchNorm] = fused_nn.SyncBatchNormAct
+_FUSED.update({fused: fused for fused in tuple(_FUSED.values())})
+_TIMM: dict[str, type] = {
+    "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
+    "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
+}
+_ADDITIONS = (operator.add, operator.iadd, torch.add)
+_ORDER = ("drop", "add", "act")
+
+
+def _functions() -> dict[Any, str]:
+    """Functions and names of methods of Tensor -> activation."""
+    found: dict[Any, str] = {}
+    for row in POINTWISE:
+        for name in (row.name, f"{row.name}_"):
+            for space in (torch_functional, torch, fused_functional):
+                if callable(getattr(space, name, None)):
+                    found[getattr(space, name)] = row.name
+    methods = ("relu", "sigmoid", "tanh", "hardshrink")
+    return found | {f"{m}{end}": m for m in methods for end in ("", "_")}
+
+
+_ACTIVATION_OF_CALL = _functions()
+_MODULE_OF: dict[str, type] = {
+    row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
+}
+
+
+class Step(NamedTuple):
+    """One call after a norm that becomes part of it."""
+
+    kind: str  # of _ORDER
+    trace: Trace
+    nodes: tuple[fx.Node, ...]  # one in each graph
+    module: nn.Module | None  # of the model, or made for a function; None for "add"
+    is_call: bool = False  # of a module of the model
+    place: int = 0  # "add": which operand comes from the norm
+    in_place: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the sum is written over its other operand."""
+        return self.in_place and self.place == 1
+
+
+@dataclass
+class Site:
+    """A norm and what it takes over. `levels`: the forwards through which its value goes, from
+    that which calls the norm outwards, each with the node whose value it is there."""
+
+    norm: nn.Module
+    name: str
+    steps: list[Step] = field(default_factory=list)
+    levels: list[tuple[Trace, fx.Node]] = field(default_factory=list)
+    overwrites: bool = False  # the norm its input
+
+    def step(self, kind: str) -> Step | None:
+        return next((step for step in self.steps if step.kind == kind), None)
+
+    def truncate(self, step: Step) -> None:
+        del self.steps[self.steps.index(step) :]
+
+
+class _Walk(NamedTuple):
+    steps: list[Step]
+    returned: bool  # whether the value is what the forward returns
+    blocked: str = ""  # by what
+
+
+def fused_class(module: nn.Module) -> type | None:
+    """The class that a norm can be given."""
+    cls = type(module)
+    return _FUSED.get(cls) or _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
+
+
+def has_own_steps(module: nn.Module) -> bool:
+    """Whether it has an activation or a drop layer already."""
+    parts = (getattr(module, "act", None), getattr(module, "drop", None))
+    return any(part is not None and type(part) is not nn.Identity for part in parts)
+
+
+def obstacle(module: nn.Module) -> str:
+    """Why a norm has to stay as it is; '' where it need not."""
+    if parametrize.is_parametrized(module):
+        return "parametrized"
+    if fused_class(module) is None:
+        base = next((cls for cls in type(module).__mro__ if cls in _FUSED), None)
+        return f"subclass of torch.nn.{base.__name__}" if base else "no fused version"
+    if "forward" in vars(module):
+        return "its forward is patched"
+    if is_hooked(module):
+        return "it has hooks"
+    act = getattr(module, "act", None)
+    if act is not None and activation_of(act) is None:
+        return f"{type(act).__name__} has no kernel inside of batch norm"
+    return ""
+
+
+class Finder:
+    """Finds the sites of a model; `excluded` are ids of modules that nobody touches."""
+
+    def __init__(self, flow: Flow, excluded: set[int]) -> None:
+        self.flow, self.excluded = flow, excluded
+        self.unseen = UnseenCalls(flow)
+
+    def find(self, norm: nn.Module) -> Site | str:
+        """The site of a norm, or why there is none; "" where nothing of the kind follows."""
+        site = Site(norm, self.flow.names[id(norm)])
+        calls = self.flow.calls(norm)
+        graphs = {id(graph) for _, graph, _ in calls}
+        if not calls:
+            for owner in self.flow.untraced(norm):
+                if id(owner) in self.flow.failed:
+                    where = self.flow.names[id(owner)] or "the model"
+                    return f"torch.fx cannot trace {where} ({self.flow.failed[id(owner)]})"
+            return ""
+        trace = calls[0][0]
+        walks = [self._walk(owner, node, []) for owner, _, node in calls]
+        walk = self._agreed(trace, walks)
+        if isinstance(walk, str):
+            return walk
+        node = calls[0][2]
+        site.levels.append((trace, node))
+        while walk.returned and not trace.inexact:
+            above = self._above(trace.module)
+            if above is None:
+                break
+            trace, node = above
+            site.levels.append((trace, node))
+            walk = self._walk(trace, node, walk.steps)
+        site.steps = walk.steps
+        if not site.steps:
+            return walk.blocked
+        if unseen := self.unseen.obstacle(norm):
+            return unseen
+        if self.flow.places.get(id(norm), 0) > 1:
+            return f"registered {self.flow.places[id(norm)]} times"
+        if len(graphs) < len(calls) or any(found is not calls[0][0] for found, _, _ in calls):
+            return f"called {len(calls)} times"
+        return site
+
+    def _above(self, module: nn.Module) -> tuple[Trace, fx.Node] | None:
+        """The only call of a module, of which nothing else than its value is known."""
+        calls = self.flow.calls(module)
+        if len(calls) != 1 or self.flow.places.get(id(module), 0) != 1:
+            return None
+        if id(module) in self.excluded or is_hooked(module):
+            return None
+        return calls[0][0], calls[0][2]
+
+    def _agreed(self, trace: Trace, walks: list[_Walk]) -> _Walk | str:
+        """What follows on every way through the forward."""
+        if not trace.inexact:
+            return walks[0]
+        # A forward that may take several ways cannot be replaced: calls of modules only.
+        kept = [[s for s in walk.steps if s.is_call and s.kind != "add"] for walk in walks]
+        for walk, steps in zip(walks, kept):
+            if steps != walk.steps[: len(steps)]:
+                return trace.inexact
+        if len({tuple((s.kind, id(s.module)) for s in steps) for steps in kept}) > 1:
+            return trace.inexact
+        merged = [
+            s._replace(nodes=tuple(steps[i].nodes[0] for steps in kept))
+            for i, s in enumerate(kept[0])
+        ]
+        lost = len(walks[0].steps) > len(kept[0])
+        return _Walk(merged, False, trace.inexact if lost else walks[0].blocked)
+
+    def _walk(self, trace: Trace, node: fx.Node, before: list[Step]) -> _Walk:
+        value, steps = node, list(before)
+        if not (len(node.args) == 1 and not node.kwargs):
+            return _Walk(steps, False)
+        while True:
+            if trace.is_kept(value):
+                return _Walk(steps, False, "its output is stored, too")
+            users = list(value.users)
+            if len(users) != 1:
+                kinds = [self._step(trace, value, user) for user in users]
+                shared = any(isinstance(kind, Step) for kind in kinds)
+                return _Walk(steps, False, "its output is used elsewhere, too" if shared else "")
+            user = users[0]
+            if user.op == "output":
+                return _Walk(steps, user.args[0] is value)
+            step = self._step(trace, value, user)
+            if step is not None and not trace.are_alike(node, user):
+                step = "what follows it is under another no_grad, autocast or checkpoint"
+            if isinstance(step, str):
+                return _Walk(steps, False, step)
+            if step is not None:
+                rank = _ORDER.index(step.kind)
+                if steps and rank <= _ORDER.index(steps[-1].kind):
+                    return _Walk(steps, False)
+                steps.append(step)
+                if step.kind == "act":
+                    return _Walk(steps, False)
+            value = user
+
+    def _step(self, trace: Trace, value: fx.Node, user: fx.Node) -> Step | str | None:
+        """What a call does with a value: a step, nothing (None), or something else (why not)."""
+        module = trace.callee(user)
+        if module is not None:
+            if user.args != (value,) or user.kwargs:
+                return ""
+            return self._module_step(trace, user, module)
+        if user.op not in ("call_function", "call_method"):
+            return ""
+        if user.target in _ADDITIONS or user.target in ("add", "add_"):
+            return _addition(trace, value, user)
+        name = _ACTIVATION_OF_CALL.get(user.target)
+        if name is None or user.args[:1] != (value,) or user.all_input_nodes != [value]:
+            return ""
+        made = _module_of_call(name, user)
+        if made is None:
+            return f"{name} has no kernel inside of batch norm with these arguments"
+        return Step("act", trace, (user,), made)
+
+    def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
+        kind = type(module).__name__
+        hooked = is_hooked(module)
+        name = self.flow.names[id(module)]
+        if type(module) is nn.Identity and not hooked and "forward" not in vars(module):
+            return None
+        known = is_activation(module)
+        if not known and package_and_name(module) not in STOCHASTIC_DEPTH:
+            return ""
+        if id(module) in self.excluded:
+            return f"{name} is excluded"
+        if unseen := self.unseen.obstacle(module):
+            return f"{name} stays: {unseen}"
+        if hooked:
+            return f"{name} has hooks"
+        if "forward" in vars(module):
+            return "" if passes_on(module) else f"the forward of {name} is patched"
+        if known and activation_of(module) is not None:
+            return Step("act", trace, (user,), module, True)
+        if not known and is_stochastic_depth(module):
+            return Step("drop", trace, (user,), module, True)
+        return f"{kind} has no kernel inside of batch norm"
+
+
+def is_activation(module: nn.Module) -> bool:
+    files = ("torch.nn.modules.activation", "timm.layers.activations", "fusedtrain.nn.activation")
+    plain = type(module).__name__ not in ("Softmax", "Softmax2d", "GLU", "MultiheadAttention")
+    return plain and any(cls.__module__.startswith(files) for cls in type(module).__mro__)
+
+
+def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
+    if len(user.args) != 2 or not set(user.kwargs) <= {"alpha"} or user.kwargs.get("alpha", 1) != 1:
+        return ""
+    first, second = user.args
+    other = second if first is value else first
+    if not isinstance(other, fx.Node) or other is value:
+        return ""
+    in_place = user.target in (operator.iadd, "add_")
+    return Step("add", trace, (user,), None, False, int(first is not value), in_place)
+
+
+def _module_of_call(name: str, node: fx.Node) -> nn.Module | None:
+    """The activation module that does what a call of the function does."""
+    bind: Callable[..., Any] = inspect.signature(getattr(fused_functional, name)).bind
+    try:
+        arguments = dict(bind(*node.args, **node.kwargs).arguments)
+    except TypeError:
+        return None
+    del arguments["input"]
+    arguments.pop("inplace", None)
+    if any(isinstance(argument, fx.Node) for argument in arguments.values()):
+        return None
+    module: nn.Module = _MODULE_OF[name](**arguments)
+    return None if activation_of(module) is None else module

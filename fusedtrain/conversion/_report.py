@@ -1,0 +1,197 @@
+"""What `fusedtrain.convert` tells about a model it went through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .._graph.report import Left, counted, left_lines, shown
+
+
+class Converted(NamedTuple):
+    """One module which `convert` changed; a shared one goes by its first name."""
+
+    name: str
+    source: str
+    target: str
+
+
+class FusedNorm(NamedTuple):
+    """One batch norm which `convert` changed. `parts`: what it took over, in the order of calls."""
+
+    name: str
+    source: str
+    target: str
+    parts: tuple[str, ...]
+
+
+class Gated(NamedTuple):
+    """A product with a gate that became one op, in the forward of the module `name`."""
+
+    name: str
+    type: str
+    activation: str
+
+
+class Branched(NamedTuple):
+    """A residual branch that is added by one op, in the forward of the module `name`; `parts` are
+    what becomes part of the sum: layer scale, a module of stochastic depth."""
+
+    name: str
+    type: str
+    parts: tuple[str, ...]
+
+
+class Layer(NamedTuple):
+    """What running the example told about one converted module, with all that it took over.
+
+    Bytes count for the module that saved a storage last: an activation's output for the next layer.
+    `error`: of the outputs of it or, where it has none of its own, the module around it.
+    """
+
+    name: str
+    saved_before: int
+    saved_after: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Errors are relative: norm of the difference by norm of what the stock model gives; those of
+    gradients are the largest of all parameters. `noise`: what rounding does to the stock model."""
+
+    output_error: float
+    gradient_error: float
+    output_noise: float
+    gradient_noise: float
+    saved_before: int
+    saved_after: int
+    layers: list[Layer]
+
+    def __str__(self) -> str:
+        saved = _megabytes(self.saved_before, self.saved_after)
+        return (
+            f"on the example: saved for backward {saved}; largest relative error of outputs "
+            f"{self.output_error:.1e} (rounding alone: {self.output_noise:.1e}), of gradients "
+            f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})"
+        )
+
+
+@dataclass(repr=False)
+class ConversionReport:
+    """What `convert` changed and what it left: print it, or read its fields.
+
+    `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
+    multiplication by a gate that is one op now, `branches` one for each sum of a residual branch
+    that is one op with its layer scale and stochastic depth, `shared` maps the first
+    name of a converted module that sits at several places to all of its names, `already` counts
+    modules that were fused before. `rewritten` names the modules with another `forward`: those that
+    added or called what is part of a norm now, and activation and drop modules that hand on their
+    input, since a norm does their work. `overwriting` names the batch norms whose output takes the
+    place of their input. `memory` is what was asked for. `proof` is None where no example was
+    given. The length is the number of changed modules.
+
+    >>> import fusedtrain, torch
+    >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
+    converted 1 module
+      1 x torch.nn.SiLU -> fusedtrain.nn.SiLU
+    left 1 module
+      1 x torch.nn.RReLU: no fused version (1)
+    """
+
+    converted: list[Converted] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    shared: dict[str, list[str]] = field(default_factory=dict)
+    already: int = 0
+    norms: list[FusedNorm] = field(default_factory=list)
+    products: list[Gated] = field(default_factory=list)
+    branches: list[Branched] = field(default_factory=list)
+    overwriting: list[str] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    memory: str = "store"
+    proof: Proof | None = None
+
+    def __len__(self) -> int:
+        swapped = {entry.name for entry in self.converted} | {norm.name for norm in self.norms}
+        return len(swapped.union(self.rewritten))
+
+    def __repr__(self) -> str:
+        counts = {"converted": len(self.converted)}
+        if self.norms:
+            counts["norms"] = len(self.norms)
+        counts |= {"left": len(self.left), "already": self.already}
+        return f"ConversionReport({', '.join(f'{name}={n}' for name, n in counts.items())})"
+
+    def __str__(self) -> str:
+        lines = [f"converted {_modules(len(self.converted))}"]
+        lines += self._table([(e.name, e.source, f" -> {e.target}") for e in self.converted])
+        for names in self.shared.values():
+            lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
+        if self.norms:
+            norms = counted(len(self.norms), "batch norm")
+            lines.append(f"fused {norms} with what follows")
+            lines += self._table(
+                [(e.name, " + ".join((e.source, *e.parts)), "") for e in self.norms]
+            )
+            if self.proof is None:
+                lines.append("  not run on an example (example_inputs=None)")
+        if self.products:
+            lines.append(f"fused {counted(len(self.products), 'product')} with a gate")
+            lines += self._table(
+                [(e.name, f"{e.type} * {e.activation}", "") for e in self.products]
+            )
+        if self.branches:
+            many = len(self.branches) > 1
+            lines.append(f"fused {len(self.branches)} residual branch{'es' * many} with the sum")
+            lines += self._table(
+                [(e.name, " + ".join((e.type, *e.parts)), "") for e in self.branches]
+            )
+        if self.memory == "recompute":
+            lines.append("outputs are computed again in backward")
+        if self.memory == "inplace":
+            norms = counted(len(self.overwriting), "batch norm")
+            lines.append(f"the output takes the place of the input in {norms}")
+        if self.memory == "q8":
+            lines.append("derivatives of activations on their own are kept in 8 bits")
+        if self.proof is not None:
+            lines.append(str(self.proof))
+        if self.already:
+            lines.append(f"already fused: {_modules(self.already)}")
+        if self.left:
+            lines.append(f"left {_modules(len(self.left))}")
+        lines += left_lines(self.left)
+        if lines == ["converted 0 modules"]:
+            lines.append("  no activation modules found (calls such as F.relu are not modules)")
+        return "\n".join(lines)
+
+    def _table(self, rows: list[tuple[str, str, str]]) -> list[str]:
+        """A line for each kind of swap."""
+        kinds: dict[tuple[str, str], list[str]] = {}
+        for name, source, target in rows:
+            kinds.setdefault((source, target), []).append(name)
+        ordered = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+        digits = max((len(str(len(names))) for _, names in ordered), default=0)
+        width = max((len(source) for (source, _), _ in ordered), default=0)
+        wide = max((len(target) for (_, target), _ in ordered), default=0)
+        lines = []
+        for (source, target), names in ordered:
+            swap = f"{len(names):>{digits}} x {source:<{width}}{target:<{wide}}"
+            lines.append(f"  {swap}{self._proven(names)}".rstrip())
+        return lines
+
+    def _proven(self, names: list[str]) -> str:
+        chosen = set(names)
+        layers = [e for e in (self.proof.layers if self.proof else []) if e.name in chosen]
+        if len(layers) < len(chosen):  # activations which are part of norms
+            return ""
+        before, after = (sum(sizes) for sizes in zip(*(layer[1:3] for layer in layers)))
+        worst = max(layer.error for layer in layers)
+        return f"  saved {_megabytes(before, after)}, error {worst:.1e}"
+
+
+def _megabytes(before: int, after: int) -> str:
+    return f"{before / 1e6:.3g} -> {after / 1e6:.3g} MB"
+
+
+def _modules(count: int) -> str:
+    return counted(count, "module")

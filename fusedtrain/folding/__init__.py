@@ -1,0 +1,257 @@
+"""Convolutions that do the work of the batch norms beside them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._graph.report import Left
+from . import _activations
+from ._bias import drop_redundant_bias
+from ._kinds import (
+    conv_obstacle,
+    fits,
+    followers,
+    is_transposed,
+    norm_obstacle,
+    norm_trains,
+    spatial,
+    statistics,
+)
+from ._links import Flow, Link, is_flat
+from ._numbers import apply, fold_calls
+from ._report import Folded, FoldReport, list_scripted
+from ._rewrite import replace
+from ._sharing import Sharing
+from ._trace import input_of, is_scripted
+from ._tune import tune_mode
+from ._verify import call, difference, ranks
+from ._writes import written_between
+
+__all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"]
+
+_TRAINING = "it is in training mode (model.eval() first)"
+
+
+class OfRank(nn.Identity):
+    """Where a norm was that treats other dimensions differently: refuses these."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() != self.rank:
+            raise RuntimeError(
+                f"folded batch norm: made for inputs of {self.rank} dimensions, not {input.dim()}; "
+                "the norm would have taken dimension 1 for its channels"
+            )
+        return input
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}"
+
+
+def fold_conv_bn(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    verify: Any = None,
+    tolerance: float | None = None,
+    inplace: bool = False,
+    fuse_activation: bool = True,
+) -> tuple[nn.Module, FoldReport]:
+    """Fold the batch norms of a model in eval mode into its convolutions, for inference.
+
+    A norm is folded into a convolution (1-, 2- or 3-d, transposed or not, any groups) or linear
+    layer whose output goes to this norm and nowhere else; or else into one that follows it, where
+    that is exact: not if it is transposed or pads with zeros. What goes where is seen by torch.fx;
+    the order in which modules were declared tells nothing. Calls of `F.batch_norm` count, too.
+    Shared, hooked and parametrized modules, subclasses with a forward of their own, norms in
+    training mode or without running statistics are left, with the reason in the report. A
+    BatchNorm1d after Linear is folded only if its input is known to have two dimensions: by the
+    example, or because `torch.flatten(x, 1)` comes before.
+
+    A folded norm becomes `nn.Identity`, or its activation where it had one (timm's BatchNormAct2d).
+    Convolutions keep class and name; their bias, if new, requires a gradient as the weight does.
+    If `fuse_activation`, convolutions of two and three dimensions then take over the activation
+    that follows, and the addition of a residual before it, where the platform has an op for that
+    (mkldnn on the CPU, cuDNN). They become a subclass of their class; and a module whose forward
+    has to change for it becomes a `torch.fx.GraphModule` with the same attribute names. The packed
+    weights of these follow load_state_dict and updates in place, but not writes through `.data`.
+
+    Args:
+        model: in eval mode, at least the norms that are to be folded.
+        example_inputs: one input, a tuple of inputs, or a dict of named ones. Both models are run
+            on it and compared.
+        verify: False: do not compare; or the inputs to compare with, instead of `example_inputs`.
+        tolerance: the largest difference of an output, relative to the output's largest magnitude.
+            By default 1e-9 in float64, 1e-4 in float32, 2e-2 in float16, 1e-1 in bfloat16.
+        inplace: give `model` itself the folded modules. By default it stays as it is.
+        fuse_activation: see above.
+
+    Returns:
+        The folded model, a deep copy unless `inplace`, and a :class:`FoldReport`.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: `tolerance` is negative, or `inplace` is asked for a scripted model.
+        RuntimeError: the outputs differ by more than the tolerance; nothing was changed.
+
+    >>> import fusedtrain, torch
+    >>> conv, norm = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8)
+    >>> model = torch.nn.Sequential(conv, norm, torch.nn.ReLU()).eval()
+    >>> folded, report = fusedtrain.fold_conv_bn(model, torch.randn(2, 3, 8, 8))
+    >>> len(report), type(folded[1]).__name__, folded[0].bias.requires_grad
+    (1, 'Identity', True)
+    """
+    check_module(model)
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance must not be negative, but is {tolerance}")
+    if inplace and is_scripted(model):
+        raise ValueError("inplace: a scripted model cannot be changed")
+    example = example_inputs if verify is None or verify is True or verify is False else verify
+    expected, dims = (None, {}) if example is None else ranks(model, example)
+
+    folded = copy.deepcopy(model)
+    report = FoldReport()
+    with torch.no_grad():
+        folded = _fold(folded, dims, report)
+    if fuse_activation:
+        folded = _activations.fuse(folded, report)
+        _activations.pack(folded, report)
+    if example is not None and verify is not False:
+        report.error, ratio = difference(call(copy.deepcopy(folded), example), expected, tolerance)
+        if ratio > 1:
+            raise RuntimeError(
+                f"fold_conv_bn: the outputs of the folded model differ by {report.error:.2e} of "
+                f"the largest magnitude, {ratio:.3g} times what is allowed; nothing was changed"
+            )
+    if inplace:
+        model.__class__ = type(folded)
+        vars(model).clear()
+        vars(model).update(vars(folded))
+        folded = model
+    return folded, report
+
+
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+
+
+def _passes(module: nn.Module) -> bool:
+    idle = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+    return type(module) is nn.Identity or idle
+
+
+def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn.Module:
+    flow = Flow(model, _passes)
+    sharing = Sharing(model, [flow])
+    chosen: list[Link] = []
+    for norm in flow.norms():
+        found = _choose(flow, norm, dims)
+        if isinstance(found, Link):
+            found = sharing.called(found) or _shared(sharing, found) or found
+        if isinstance(found, str):
+            report.left.append(Left(flow.name(norm), type(norm).__name__, found))
+        else:
+            chosen.append(found)
+    swapped: dict[int, nn.Module] = {}
+    for link in chosen:
+        assert link.norm is not None
+        apply(link, statistics(link.norm))
+        swapped[id(link.norm)] = _stand_in(link)
+        names = flow.name(link.conv), type(link.conv).__name__
+        report.folded.append(Folded(*names, flow.name(link.norm), type(link.norm).__name__))
+    model = fold_calls(flow, sharing, model, report)
+    list_scripted(model, report)
+    return replace(model, swapped)
+
+
+def _choose(flow: Flow, norm: nn.Module, dims: dict[str, set[int]]) -> Link | str:
+    reason = norm_obstacle(norm) or (_TRAINING if norm_trains(norm) else "")
+    if reason:
+        return reason
+    before = flow.before(norm)
+    if isinstance(before, Link):
+        return _obstacle(flow, before, dims) or before
+    if followers(norm):
+        return before
+    after = flow.after(norm)
+    if isinstance(after, Link):
+        return _obstacle(flow, after, dims) or after
+    return before
+
+
+def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
+    conv, norm = link.conv, link.norm
+    assert norm is not None
+    if reason := conv_obstacle(conv):
+        return f"{flow.name(conv)}: {reason}"
+    if reason := fits(conv, norm, link.norm_first):
+        return reason
+    if link.norm_first and is_transposed(conv):
+        return f"{flow.name(conv)} follows, but is transposed: its borders see less of the shift"
+    if link.norm_first and _pads_with_zeros(conv):
+        return (
+            f"{flow.name(conv)} follows, but pads with zeros, which the norm would not leave zeros"
+        )
+    # Without the norm, the convolution reads the norm's input itself.
+    if link.norm_first and written_between(link.trace, link.norm_node, link.conv_node):
+        return "something may be written in place between it and the convolution"
+    if spatial(conv) == 0:
+        seen = dims.get(flow.names[id(norm)], set())
+        flat = is_flat(link.trace, input_of(link.norm_node))
+        if not flat and link.conv_node is not None:
+            flat = is_flat(link.trace, input_of(link.conv_node))
+        if seen - {2}:
+            return f"its input has {max(seen - {2})} dimensions, of which it normalises the second"
+        if not seen and not flat:
+            return "its input may have three dimensions (example_inputs would show that it has not)"
+    return ""
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """Who reads numbers that change, or a module that goes."""
+    conv, norm = link.conv, link.norm
+    assert norm is not None
+    statistics = ("running_mean", "running_var")
+    for key in statistics:
+        for owner in sharing.other_norms(norm, key):
+            if norm_trains(owner):
+                return f"its {key} is that of {sharing.flows[0].name(owner)}, which trains"
+    if reason := sharing.read(norm, "weight", "bias", *statistics, running=True):
+        return reason
+    if reason := sharing.read(conv, "weight", "bias", running=True):
+        return f"{sharing.flows[0].name(conv)}: {reason}"
+    return ""
+
+
+def _pads_with_zeros(conv: Any) -> bool:
+    if getattr(conv, "padding_mode", "zeros") != "zeros" or conv.__class__ is nn.Linear:
+        return False
+    if type(conv).__name__ == "Conv2dSame":
+        return True
+    padding = getattr(conv, "padding", 0)
+    if isinstance(padding, str):
+        return padding == "same" and any(k > 1 for k in conv.kernel_size)
+    return any(padding) if isinstance(padding, tuple) else bool(padding)
+
+
+def _stand_in(link: Link) -> nn.Module:
+    norm = link.norm
+    assert norm is not None
+    rest = followers(norm)
+    module: nn.Module
+    if isinstance(norm, nn.BatchNorm1d):
+        module = OfRank(3 if spatial(link.conv) else 2)
+    elif len(rest) == 1:
+        return rest[0]
+    else:
+        module = nn.Sequential(*rest) if rest else nn.Identity()
+    module.training = norm.training
+    return module

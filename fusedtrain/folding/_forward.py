@@ -1,0 +1,44 @@
+"""A convolution with a forward of its own, on the instance: class, parameters and names stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ._kinds import is_transposed, spatial
+
+_TRANSPOSED: dict[int, Any] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
+
+
+class Convolving:
+    """What stands for the forward of `conv`, which `norm` follows."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
+        self.conv: Any = conv
+        self.norm: Any = norm
+        self.rank = spatial(conv) + 2
+        self.transposed = is_transposed(conv)
+
+    def convolve(
+        self, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None
+    ) -> Tensor:
+        """What the class of the convolution does, with another weight and bias."""
+        conv, dims = self.conv, self.rank - 2
+        if not self.transposed:
+            output: Tensor = (
+                conv._conv_forward(input, weight, bias) if dims else F.linear(input, weight, bias)
+            )
+            return output
+        padding = conv._output_padding(
+            input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
+        )
+        output = _TRANSPOSED[dims](
+            input, weight, bias, conv.stride, conv.padding, padding, conv.groups, conv.dilation
+        )
+        return output

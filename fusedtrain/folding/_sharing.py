@@ -1,0 +1,292 @@
+"""Who else sees a convolution before its norm: ties, shared memory, code that reads or calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._graph.modules import HOOKS
+from .._graph.report import shown
+from ._code import WHOLE, Mention, as_function, environment, mentions, resolve
+from ._links import Flow, Link
+from ._trace import is_scripted
+
+_KEYS = {"weight", "bias", "running_mean", "running_var"}
+_OWN = ("forward", "_conv_forward", "reset_parameters")
+# Whose norms are known.
+_LIBRARIES = ("fusedtrain.", "timm.", "torchvision.")
+# They make a module, or a text of it.
+_UNSEEN = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__")
+
+
+@dataclass
+class _Place:
+    name: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+
+
+@dataclass
+class _Code:
+    """A function. `runs`: a call of its module's forward may come here; `seen`: and is traced."""
+
+    where: str
+    scope: nn.Module
+    names: dict[str, Any]
+    mentions: tuple[Mention, ...]
+    runs: bool
+    seen: bool
+    own: bool  # part of what a convolution or norm is
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """The addresses of its elements; None where there are none."""
+    try:
+        start = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+    if not start or not tensor.numel() or tensor.layout is not torch.strided:
+        return None
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if a.device != b.device:
+        return False
+    first, second = _span(a), _span(b)
+    if first is None or second is None:
+        return False
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _is_partial(tensor: Tensor) -> bool:
+    """Whether its storage holds more than it."""
+    span = _span(tensor)
+    return span is not None and tensor.untyped_storage().nbytes() > span[1] - span[0]
+
+
+class Sharing:
+    """Answers for the modules of a model, with flows that were made of it."""
+
+    def __init__(self, model: nn.Module, flows: Sequence[Flow]) -> None:
+        self.model, self.flows = model, flows
+        self.places = list(_places(model))
+        self._resolve_all()
+        self.reads = [
+            (flow.name(trace.root), tensor)
+            for flow in flows
+            for trace in flow.traces
+            for _, tensor in trace.tensors()
+        ]
+
+    def tied(self, owner: nn.Module, key: str) -> str:
+        """Why a write to a tensor is seen by others; '' where it is not."""
+        tensor = getattr(owner, key, None)
+        if not isinstance(tensor, Tensor):
+            return ""
+        for place in self.places:
+            if place.owner is owner and place.key == key:
+                continue
+            if place.tensor is tensor:
+                return f"its {key} is {place.name}, too"
+            if _overlap(place.tensor, tensor):
+                return f"its {key} shares memory with {place.name}"
+        if _is_partial(tensor):
+            return f"its {key} is a view of a larger storage, which others may see"
+        if tensor.is_inference():
+            return f"its {key} was made in inference mode"
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        if tensor.requires_grad and any(getattr(tensor, name, None) for name in hooks):
+            return f"its {key} has a hook"
+        return ""
+
+    def other_norms(self, norm: nn.Module, key: str) -> Iterator[nn.Module]:
+        """Modules with the same buffer."""
+        tensor = getattr(norm, key, None)
+        if isinstance(tensor, Tensor):
+            for place in self.places:
+                if place.owner is not norm and _overlap(place.tensor, tensor):
+                    yield place.owner
+
+    def read(self, owner: nn.Module, *keys: str, running: bool = False) -> str:
+        """Who reads a parameter or buffer of it; '' where nobody does.
+
+        `running`: of code that names no module of the model, only what a forward runs counts.
+        """
+        for key in keys:
+            tensor = getattr(owner, key, None)
+            if not isinstance(tensor, Tensor):
+                continue
+            for where, other in self.reads:
+                if other is tensor:
+                    return f"its {key} is read by the forward of {where}"
+            for code in self._readers(owner, key, tensor, running):
+                if not (code.own and code.scope is owner):
+                    return f"its {key} is read by {code.where}"
+        return ""
+
+    def _readers(
+        self, owner: nn.Module, key: str, tensor: Tensor, running: bool
+    ) -> Iterator[_Code]:
+        yield from self._tensors.get(id(tensor), [])
+        for code, within in self._whole:
+            if code.runs and any(m is owner for m in within.modules()):
+                yield code
+        for code, within in self._unknown.get(key, []):
+            if not (running and not code.runs) and any(m is owner for m in within.modules()):
+                yield code
+
+    def _resolve_all(self) -> None:
+        """What the code mentions, by what it is."""
+        # Calls and values of modules in code that was not traced.
+        self._modules: dict[int, list[tuple[_Code, Mention, bool]]] = {}
+        self._tensors: dict[int, list[_Code]] = {}
+        self._whole: list[tuple[_Code, nn.Module]] = []  # .parameters() and the like
+        # By name: a parameter of some module within this one.
+        self._unknown: dict[str, list[tuple[_Code, nn.Module]]] = {}
+        for code in self._code():
+            for mention in code.mentions:
+                value, rest = resolve(code.names, mention.chain)
+                is_module = isinstance(value, nn.Module)
+                if is_module and rest in ((), ("forward",)):
+                    if not code.seen:
+                        uses = self._modules.setdefault(id(value), [])
+                        uses.append((code, mention, bool(rest)))
+                elif mention.harmless:
+                    continue
+                elif isinstance(value, Tensor):
+                    self._tensors.setdefault(id(value), []).append(code)
+                elif is_module and rest[0] in WHOLE:
+                    self._whole.append((code, value))
+                elif not code.seen and not (is_module and len(rest) < 2):
+                    for key in _KEYS.intersection(rest):
+                        within = value if is_module else code.scope
+                        self._unknown.setdefault(str(key), []).append((code, within))
+
+    def called(self, link: Link) -> str:
+        """What calls one of both without the other; '' where nothing does."""
+        parts = [m for m in (link.conv, link.norm) if m is not None]
+        return self.called_apart(parts[::-1] if link.norm_first else parts)
+
+    def called_apart(self, parts: Sequence[nn.Module]) -> str:
+        """What calls one of these modules, but not each with the output of the one before.
+
+        Of code that was traced the graph tells.
+        """
+        for place, part in enumerate(parts):
+            name = self.flows[0].name(part)
+            for code, mention, forward in self._modules.get(id(part), []):
+                if code.scope is part:  # its own methods
+                    continue
+                if not mention.called:
+                    if code.runs and not mention.harmless:
+                        return f"{code.where} hands {name} on"
+                    continue
+                apart = forward or len(parts) == 1
+                for chain, other in ((mention.source, place - 1), (mention.sink, place + 1)):
+                    if 0 <= other < len(parts):
+                        met = None if chain is None else resolve(code.names, chain)
+                        apart = apart or met is None or met[0] is not parts[other] or bool(met[1])
+                if apart:
+                    return f"{code.where} calls {name}, too"
+        return next(filter(None, map(self._elsewhere, parts)), "")
+
+    def _elsewhere(self, module: nn.Module) -> str:
+        """Whether it belongs to several modules, one of which was not traced."""
+        parents = [p for p in self.model.modules() if any(c is module for c in p._modules.values())]
+        for parent in parents if len(parents) > 1 else []:
+            if is_scripted(parent) or any(id(parent) in flow.failed for flow in self.flows):
+                where = shown(self.flows[0].names[id(parent)])
+                return f"{self.flows[0].name(module)} is a part of {where}, too"
+        return ""
+
+    def _code(self) -> Iterator[_Code]:
+        traced = {id(trace.root) for flow in self.flows for trace in flow.traces}
+        failed = {key for flow in self.flows for key in flow.failed}
+        for name, module in self.model.named_modules():
+            if is_scripted(module):
+                continue
+            functions = dict(_functions(module))
+            runs = _reached(functions)
+            for key, (function, owner) in functions.items():
+                where = f"{type(module).__name__}.{key}"
+                reached = key in runs
+                yield _Code(
+                    where,
+                    module,
+                    environment(function, owner),
+                    mentions(function.__code__),
+                    reached,
+                    reached and id(module) in traced - failed,
+                    key in _OWN or function.__module__.startswith(_LIBRARIES),
+                )
+            for table in HOOKS:
+                for hook in getattr(module, table, {}).values():
+                    function = as_function(hook)
+                    if function is None or function.__module__.startswith("torch."):
+                        continue
+                    owner = getattr(hook, "__self__", module)
+                    where = f"a hook of {shown(name)}"
+                    known = environment(function, owner)
+                    found = mentions(function.__code__)
+                    yield _Code(where, self.model, known, found, True, False, False)
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        tables = ("_parameters", "_buffers")
+        found = [(k, t) for table in tables for k, t in getattr(module, table).items()]
+        if not is_scripted(module):
+            for key, value in vars(module).items():
+                if key in tables or key == "_modules":
+                    continue
+                inside = value.values() if isinstance(value, dict) else value
+                several = isinstance(value, (dict, list, tuple, set))
+                found += [(key, v) for v in (inside if several else (value,))]
+        for key, tensor in found:
+            if isinstance(tensor, Tensor):
+                yield _Place(prefix + key, module, key, tensor)
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The methods that somebody wrote for it, by name, and what their first argument is."""
+    taken: set[str] = set()
+    for cls in type(module).__mro__:
+        if cls.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
+            continue
+        for key, value in vars(cls).items():
+            function = as_function(value)
+            if function is None or key in _UNSEEN:
+                continue
+            label = key if key not in taken else f"{cls.__name__}.{key}"
+            taken.add(key)
+            yield label, (function, None if isinstance(value, staticmethod) else module)
+    for key, value in vars(module).items():
+        inside = list(value.values()) if isinstance(value, dict) else value
+        for one in inside if isinstance(inside, (list, tuple)) else [value]:
+            function = as_function(one)
+            if function is not None and not key.startswith("_"):
+                yield f"{key} (of the instance)", (function, getattr(one, "__self__", None))
+
+
+def _reached(functions: dict[str, tuple[Any, Any]]) -> set[str]:
+    """The names of those that its forward calls, or those call."""
+    pending = [n for n in functions if n.rpartition(".")[2] == "forward" or "(of" in n]
+    reached: set[str] = set()
+    while pending:
+        name = pending.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        used = {key for m in mentions(functions[name][0].__code__) for key in m.chain.path}
+        pending += [n for n in functions if n.rpartition(".")[2] in used]
+    return reached

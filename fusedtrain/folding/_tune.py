@@ -1,0 +1,212 @@
+"""Training with frozen statistics, the norm folded into the convolution at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._fold_ops import fold_weight
+from .._graph.report import Left
+from ._forward import Convolving
+from ._kinds import (
+    conv_kind,
+    conv_obstacle,
+    fits,
+    followers,
+    is_frozen,
+    norm_obstacle,
+    statistics,
+    writer_of,
+)
+from ._links import Flow, Link
+from ._report import Folded, FoldReport, list_scripted
+from ._sharing import Sharing
+from ._trace import is_scripted, unchanged
+
+
+class TunedConv(Convolving):
+    """The forward of a convolution that is folded with the norm after it while that is frozen."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
+        super().__init__(conv, norm)
+        self.always = is_frozen(norm)
+
+    def folds(self, input: Tensor) -> bool:
+        frozen = self.always or not self.norm.training
+        return frozen and input.dim() == self.rank and self.norm.running_mean is not None
+
+    def __call__(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+        conv = self.conv
+        if not self.folds(input):
+            output: Tensor = type(conv).forward(conv, input, *rest, **options)
+            return output
+        return self.convolve(*self.folded(), input, *rest, **options)
+
+    def folded(self) -> tuple[Tensor, Tensor]:
+        conv = self.conv
+        groups = 1 if self.rank == 2 else conv.groups
+        gamma, beta, mean, var, eps = statistics(self.norm)
+        return fold_weight(
+            conv.weight, conv.bias, gamma, beta, mean, var, eps, self.transposed, groups
+        )
+
+
+class TunedNorm:
+    """The forward of the norm: nothing is left to do but its activation."""
+
+    def __init__(self, tuned: TunedConv) -> None:
+        self.tuned = tuned
+
+    def __call__(self, input: Tensor) -> Tensor:
+        norm = self.tuned.norm
+        if not self.tuned.folds(input):
+            output: Tensor = type(norm).forward(norm, input)
+            return output
+        for part in followers(norm):
+            input = part(input)
+        return input
+
+
+def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
+    """Train with frozen batch norm statistics as fast as without batch norm, in place.
+
+    In fine-tuning and detection batch norms often run in eval mode while the model is trained.
+    After this, a convolution or linear layer whose output goes to a batch norm and nowhere else
+    computes, while that norm is in eval mode, with its weight and bias folded with the norm's, anew
+    at every call; the norm passes its input on. What the norm would have saved for backward, a
+    tensor of the size of the output, is not saved. Gradients to weight, bias, gamma and beta are
+    those of the two layers, up to rounding. While the norm is in training mode, nothing differs
+    from before: each call looks at `norm.training`.
+
+    Parameters, buffers, state dict, classes and names stay; the modules get a forward of their own,
+    which `tune_mode(model, False)` takes away. Pairs are found as by :func:`fold_conv_bn` (but
+    calls of `F.batch_norm` are left), in training mode and in eval mode. Convert to SyncBatchNorm,
+    and replace layers in other ways, before this: a convolution keeps to the norm it was given.
+
+    The formula is that of You et al., "Efficient ConvBN Blocks for Transfer Learning and Beyond"
+    (2023).
+
+    Args:
+        model: of any mode, dtype and device.
+        mode: False: undo it.
+
+    Returns:
+        A :class:`FoldReport`, with each norm that was left and why.
+
+    Raises:
+        TypeError: `model` is not a module, or `mode` not a bool.
+
+    >>> import fusedtrain, torch
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    >>> print(fusedtrain.tune_mode(model))
+    tuned 1 norm
+      1 x Conv2d + BatchNorm2d
+    >>> model[1].eval()(model[0](torch.ones(1, 3, 8, 8))).grad_fn.name()
+    'ConvolutionBackward0'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(mode, bool):
+        raise TypeError(f"mode must be a bool, not {type(mode).__name__}")
+    report = restore(model, TunedConv, TunedNorm)
+    if mode:
+        report = FoldReport("tuned")
+        for link in pairs(model, report, _shared):
+            assert link.norm is not None
+            tuned = TunedConv(link.conv, link.norm)
+            vars(link.conv)["forward"] = tuned
+            vars(link.norm)["forward"] = TunedNorm(tuned)
+    return report
+
+
+def _shared(sharing: Sharing, link: Link) -> str:
+    """The other norm may write between the convolution's call, which now reads, and the norm's."""
+    assert link.norm is not None
+    for key in ("running_mean", "running_var"):
+        for owner in sharing.other_norms(link.norm, key):
+            return f"its {key} is shared with {sharing.flows[0].name(owner)}"
+    return ""
+
+
+def restore(model: nn.Module, of_conv: type, of_norm: type | None = None) -> FoldReport:
+    """Takes the forwards of these classes away."""
+    report = FoldReport("restored")
+    names = {id(m): name for name, m in model.named_modules()}
+    for name, module in model.named_modules():
+        forward: Any = vars(module).get("forward")
+        kind: Any = type(forward)
+        if kind is of_conv:
+            other = names.get(id(forward.norm), "")
+            report.folded.append(
+                Folded(name, type(module).__name__, other, type(forward.norm).__name__)
+            )
+        elif of_norm is None or kind is not of_norm:
+            continue
+        del vars(module)["forward"]
+    return report
+
+
+def pairs(
+    model: nn.Module,
+    report: FoldReport,
+    shared: Callable[[Sharing, Link], str],
+    statistics: bool = True,
+) -> list[Link]:
+    """Each convolution with the norm after it, in every mode; the report is filled in.
+
+    `shared`: why what it shares with others forbids a pair. `statistics`: only where the norm keeps
+    running ones.
+    """
+    flows = []
+    for training in (True, False):
+        with unchanged(model):
+            for module in model.modules():
+                if not is_scripted(module):
+                    module.training = training
+            flows.append(Flow(model))
+    found = []
+    sharing = Sharing(model, flows)
+    for norm in flows[0].norms():
+        link = _pair(flows, norm, statistics)
+        if isinstance(link, Link):
+            link = sharing.called(link) or shared(sharing, link) or link
+        name, kind = flows[0].name(norm), type(norm).__name__
+        if isinstance(link, str):
+            report.left.append(Left(name, kind, link))
+            continue
+        found.append(link)
+        conv = link.conv
+        report.folded.append(Folded(flows[0].name(conv), type(conv).__name__, name, kind))
+    for trace, _ in flows[0].calls():
+        reason = "a call, which keeps no mode"
+        report.left.append(Left(flows[0].name(trace.root), "F.batch_norm", reason))
+    list_scripted(model, report)
+    return found
+
+
+def _pair(flows: list[Flow], norm: nn.Module, statistics: bool) -> Link | str:
+    if reason := norm_obstacle(norm, statistics):
+        return reason
+    links = []
+    for flow in flows:
+        if not flow.is_called(norm):
+            continue
+        link = flow.before(norm)
+        if isinstance(link, str):
+            return link
+        links.append(link)
+    if not links:
+        return flows[0].before(norm)
+    conv = links[0].conv
+    if any(link.conv is not conv for link in links):
+        return "it follows different convolutions in training and in eval mode"
+    if any(flow.uses(conv) and not flow.is_called(norm) for flow in flows):
+        return f"{flows[0].name(conv)} is called without it in one mode"
+    if reason := conv_obstacle(conv):
+        return f"{flows[0].name(conv)}: {reason}"
+    kind: Any = conv_kind(conv)
+    if writer_of(conv) != f"{kind.__module__}:{kind.__qualname__}":
+        return f"{flows[0].name(conv)}: a {type(conv).__name__} has a forward of its own"
+    return fits(conv, norm, False) or links[0]

@@ -1,0 +1,86 @@
+"""Runs a model on an example, and compares what two models give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .._graph.example import arguments_of
+from ._trace import is_scripted, same_generators
+
+# Largest difference allowed, relative to the largest magnitude of each output. The sum of a
+# convolution is rounded in another order: 1.2e-6 was the most that float32 models of timm and
+# torchvision showed. In 16 bits the weights are rounded once more.
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+
+
+def call(model: nn.Module, example: Any) -> Any:
+    """The model's output for an input, a tuple of inputs, or a dict of named ones; no gradients.
+
+    Random numbers are the same at every call, and the generators left as they were. The model's
+    own state may change: counters, statistics, and what its forward stores.
+    """
+    arguments, named = arguments_of(example)
+    with torch.no_grad(), same_generators(seed=0):
+        return model(*arguments, **named)
+
+
+def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
+    """The output of a copy of the model, and by name of a module the dimensions of its inputs."""
+    found: dict[str, set[int]] = {}
+    duplicate = copy.deepcopy(model)
+    for name, module in duplicate.named_modules():
+
+        def note(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
+            if inputs and isinstance(inputs[0], Tensor):
+                found.setdefault(name, set()).add(inputs[0].dim())
+
+        if not is_scripted(module):
+            module.register_forward_pre_hook(note)
+    return call(duplicate, example), found
+
+
+def difference(actual: Any, expected: Any, tolerance: float | None) -> tuple[float, float]:
+    """The largest relative difference of all outputs, and that in units of what is allowed."""
+    values, structure = pytree.tree_flatten(actual)
+    wanted, wanted_structure = pytree.tree_flatten(expected)
+    if structure != wanted_structure:
+        return float("inf"), float("inf")
+    worst = worst_ratio = 0.0
+    for a, b in zip(values, wanted, strict=True):
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            continue
+        error = _difference(a, b)
+        exact = not (a.is_floating_point() or a.is_complex())
+        limit = TOLERANCES.get(a.dtype, 0.0) if tolerance is None or exact else tolerance
+        worst = max(worst, error)
+        worst_ratio = max(
+            worst_ratio, 0.0 if error == 0 else error / limit if limit else float("inf")
+        )
+    return worst, worst_ratio
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if a.numel() == 0 or torch.equal(a, b):
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
+    # Where both are the same infinity or both NaN, they agree.
+    same = (x == y) | (x.isnan() & y.isnan())
+    if not bool(y[~same].isfinite().all()):
+        return float("inf")
+    scale = y[y.isfinite()].abs().max().item() or torch.finfo(torch.float64).tiny
+    error = ((x - y).abs().masked_fill(same, 0) / scale).max().item()
+    return error if error == error else float("inf")
