@@ -568,3 +568,11 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     if _calls.autocasts(input, "cuda"):  # whose autocast squares in float32
         return _reference.star_relu(input, scale, bias)
     return _star_relu(input, scale, bias)
+
+
+# Pickles name functions by their modules: in graphs of torch.fx, in forwards that convert wrote.
+for _function in (
+    batch_norm_act, bias_act, bias_act_dropout, bilinear_glu, dropout, gated, geglu, glu,
+    max_pool2d, normalize_images, reglu, residual_add, swiglu,
+):  # fmt: skip
+    _function.__module__ = __name__

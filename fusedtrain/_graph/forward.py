@@ -60,6 +60,8 @@ class Rewritten:
     `frozen`: attributes, by their paths, whose values the source was made with.
     """
 
+    __module__ = "fusedtrain.conversion"  # the name in pickles
+
     def __init__(
         self,
         module: nn.Module,
@@ -133,6 +135,8 @@ class Rewritten:
 
 class PassesOn(Rewritten):
     """Of an activation or drop module whose work a batch norm does: hands on its input."""
+
+    __module__ = "fusedtrain.conversion"  # the name in pickles
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

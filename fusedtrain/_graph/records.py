@@ -31,6 +31,9 @@ class Record(NamedTuple):
     replaced: dict[str, Any]  # and those which had another value
 
 
+Record.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
 def record_of(module: nn.Module) -> Record | None:
     return vars(module).get(_KEY)
 

@@ -14,11 +14,16 @@ import torch
 from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
+from .._graph.forward import PassesOn as PassesOn
+from .._graph.forward import Rewritten as Rewritten
 from .._graph.forward import has_foreign_forward, is_changed, restore
 from .._graph.records import Found, record_of
+from .._graph.records import Record as Record
 from .._graph.report import shown, title
 from ._report import ConversionReport
 
+# PassesOn, Record, Rewritten and add_branch are not public: pickles of converted models look for
+# them here.
 __all__ = ["ConversionReport", "convert", "revert"]
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
@@ -62,6 +67,14 @@ _TORCH: dict[type, type] = {
 }
 MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.values()))
+
+
+def __getattr__(name: str) -> Any:
+    if name != "add_branch":  # with which the finders of `convert` would be imported
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._branches import add_branch
+
+    return add_branch
 
 
 def convert(

@@ -81,6 +81,9 @@ def add_branch(
     return residual_add(shortcut, branch, scale.reshape(-1), kept, dims[0] + shift)
 
 
+add_branch.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
 def may_have_branches(module: nn.Module) -> bool:
     """Whether a forward is worth looking at: it has layers of its own, and stochastic depth, layer
     scale, or a parameter like that."""

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from .._graph.report import Left
 from . import _activations
+from ._bias import AfterLoading as AfterLoading
+from ._bias import WithoutBias as WithoutBias
 from ._bias import drop_redundant_bias
+from ._conv_act import Act as Act
+from ._conv_act import ConvAct2d as ConvAct2d
+from ._conv_act import ConvAct3d as ConvAct3d
 from ._kinds import (
     conv_obstacle,
     fits,
@@ -26,11 +31,15 @@ from ._numbers import apply, fold_calls
 from ._report import Folded, FoldReport, list_scripted
 from ._rewrite import replace
 from ._sharing import Sharing
+from ._trace import GraphTracer as GraphTracer
 from ._trace import input_of, is_scripted
+from ._tune import TunedConv as TunedConv
+from ._tune import TunedNorm as TunedNorm
 from ._tune import tune_mode
 from ._verify import call, difference, ranks
 from ._writes import written_between
 
+# The classes are not public: pickles of folded and tuned models name them here.
 __all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"]
 
 _TRAINING = "it is in training mode (model.eval() first)"

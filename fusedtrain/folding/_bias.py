@@ -21,6 +21,8 @@ from ._verify import ranks
 class WithoutBias(Convolving):
     """The forward without the bias, which the norm's running mean has taken over."""
 
+    __module__ = "fusedtrain.folding"  # the name in pickles
+
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__(conv, norm)
         self.bias = self.conv.bias.detach().clone()
@@ -91,6 +93,8 @@ class WithoutBias(Convolving):
 
 class AfterLoading:
     """A hook of the later one of convolution and norm: both are loaded when it runs."""
+
+    __module__ = "fusedtrain.folding"  # the name in pickles
 
     def __init__(self, forward: WithoutBias) -> None:
         self.forward = forward

@@ -28,6 +28,9 @@ class Act(NamedTuple):
     algorithm: str = ""
 
 
+Act.__module__ = "fusedtrain.folding"  # the name in pickles
+
+
 NO_ACT = Act("none")
 
 _PLAIN: dict[str, Callable[..., Tensor]] = {
@@ -227,9 +230,13 @@ class _ConvAct:
 class ConvAct2d(_ConvAct, nn.Conv2d):
     """A Conv2d that gives its output to an activation."""
 
+    __module__ = "fusedtrain.folding"  # the name in pickles
+
 
 class ConvAct3d(_ConvAct, nn.Conv3d):
     """A Conv3d that gives its output to an activation."""
+
+    __module__ = "fusedtrain.folding"  # the name in pickles
 
 
 KINDS: dict[type, type] = {nn.Conv2d: ConvAct2d, nn.Conv3d: ConvAct3d}

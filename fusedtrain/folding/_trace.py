@@ -18,7 +18,9 @@ from .._graph.tracer import Proxy
 _MUTABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
-class _Tracer(fx.Tracer):
+class GraphTracer(fx.Tracer):
+    __module__ = "fusedtrain.folding"  # the name in pickles
+
     # Buffers show as nodes, and a forward that updates one in place updates nothing here.
     proxy_buffer_attributes = True
     sees_conversions = True  # forwards as they run, not as they were before `convert`
@@ -120,7 +122,7 @@ def trace(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> Trace | st
         return "it is scripted"
     try:
         with unchanged(module), same_generators():
-            return Trace(module, _Tracer(is_leaf).trace(module))
+            return Trace(module, GraphTracer(is_leaf).trace(module))
     except Exception as error:  # whatever a forward makes of what is no tensor
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 

@@ -29,6 +29,8 @@ from ._trace import is_scripted, unchanged
 class TunedConv(Convolving):
     """The forward of a convolution that is folded with the norm after it while that is frozen."""
 
+    __module__ = "fusedtrain.folding"  # the name in pickles
+
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__(conv, norm)
         self.always = is_frozen(norm)
@@ -55,6 +57,8 @@ class TunedConv(Convolving):
 
 class TunedNorm:
     """The forward of the norm: nothing is left to do but its activation."""
+
+    __module__ = "fusedtrain.folding"  # the name in pickles
 
     def __init__(self, tuned: TunedConv) -> None:
         self.tuned = tuned
