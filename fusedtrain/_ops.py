@@ -340,13 +340,12 @@ def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | N
     if name not in INDEX:
         raise ValueError(f"activation: {name!r} is none of identity, {', '.join(INDEX)}")
     row = POINTWISE[INDEX[name]]
-    if unknown := parameters.keys() - set(row.parameters):
-        raise TypeError(f"activation: {name} has no parameter {min(unknown)!r}")
-    return pointwise(name, *_values(row, parameters))
-
-
-def _values(row: Activation, parameters: dict[str, Any]) -> list[Any]:
-    return [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
+    values = [
+        parameters.pop(p, default) for p, default in zip(row.parameters, row.example, strict=True)
+    ]
+    if parameters:
+        raise TypeError(f"activation: {name} has no parameter {min(parameters)!r}")
+    return pointwise(name, *values)
 
 
 def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -354,7 +353,8 @@ def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Ten
 
     The function raises what the public function of that name raises.
     """
-    values = _values(POINTWISE[INDEX[name]], parameters)
+    row = POINTWISE[INDEX[name]]
+    values = [parameters.get(p, d) for p, d in zip(row.parameters, row.example, strict=True)]
 
     def function(input: Tensor) -> Tensor:
         if name == "softplus" and _calls.autocasts(input, "cuda"):
