@@ -21,27 +21,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
-from torch.overrides import has_torch_function as _has_any
 from torch.overrides import has_torch_function_unary as _has
 
-from . import _calls, _few_bit, _ops
-from ._batch_norm import batch_norm_act as batch_norm_act
-from ._chain_functions import bias_act as bias_act
-from ._chain_functions import bias_act_dropout as bias_act_dropout
-from ._chain_functions import bilinear_glu as bilinear_glu
-from ._chain_functions import dropout as dropout
-from ._chain_functions import gated as gated
-from ._chain_functions import geglu as geglu
-from ._chain_functions import glu as glu
-from ._chain_functions import reglu as reglu
-from ._chain_functions import residual_add as residual_add
-from ._chain_functions import swiglu as swiglu
+from . import _calls
 from ._graph.fx import handle as _handle
-from ._images import normalize_images as normalize_images
-from ._pool import max_pool2d as max_pool2d
+from .ops import activations as _activations
+from .ops import few_bit as _few_bit
+from .ops.batch_norm import batch_norm_act as batch_norm_act
+from .ops.bias_act import bias_act as bias_act
+from .ops.bias_act import bias_act_dropout as bias_act_dropout
+from .ops.bias_act import dropout as dropout
+from .ops.channelwise import prelu as prelu
+from .ops.channelwise import star_relu as star_relu
+from .ops.gated import bilinear_glu as bilinear_glu
+from .ops.gated import gated as gated
+from .ops.gated import geglu as geglu
+from .ops.gated import glu as glu
+from .ops.gated import reglu as reglu
+from .ops.gated import swiglu as swiglu
+from .ops.images import normalize_images as normalize_images
+from .ops.pool import max_pool2d as max_pool2d
+from .ops.scale_add import residual_add as residual_add
 from .reference import activations as _reference
 
-_K = _ops.KERNELS
+_K = _activations.KERNELS
 _relu, _relu6, _leaky_relu = _K["relu"], _K["relu6"], _K["leaky_relu"]
 _elu, _celu, _selu, _silu, _mish = _K["elu"], _K["celu"], _K["selu"], _K["silu"], _K["mish"]
 _gelu, _gelu_tanh, _quick_gelu = _K["gelu"], _K["gelu_tanh"], _K["quick_gelu"]
@@ -51,7 +54,6 @@ _hardswish, _hardsigmoid, _hardtanh = _K["hardswish"], _K["hardsigmoid"], _K["ha
 _hardshrink, _softshrink, _threshold = _K["hardshrink"], _K["softshrink"], _K["threshold"]
 _relu_squared, _hard_mish = _K["relu_squared"], _K["hard_mish"]
 _squareplus = _K["squareplus"]
-_prelu, _star_relu = _ops.CHANNEL_KERNELS["prelu"], _ops.CHANNEL_KERNELS["star_relu"]
 
 
 def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
@@ -524,55 +526,9 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
     return _squareplus(input, False, b)
 
 
-def prelu(input: Tensor, weight: Tensor) -> Tensor:
-    """``x if x > 0 else weight * x``; saves both arguments.
-
-    See :func:`torch.nn.functional.prelu`.
-
-    Args:
-        input: any shape; dimension 1 are the channels.
-        weight: 1-D, one element or one a channel. Under autocast both are cast, as torch does.
-
-    Example:
-        >>> prelu(torch.tensor([-1.0, 2.0]), torch.tensor([0.25]))
-        tensor([-0.2500,  2.0000])
-    """
-    if _scripting():
-        return _reference.prelu(input, weight)
-    if _has_any((input, weight)):
-        return _handle(prelu, (input, weight), input, weight)
-    if _calls.autocasts(input):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input = input.to(dtype)
-        if weight.is_floating_point() and weight.dtype != torch.float64:
-            weight = weight.to(dtype)
-    return _prelu(input, weight)
-
-
-def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """``scale * max(x, 0)^2 + bias`` (arXiv:2210.13452); saves input, scale and bias.
-
-    Args:
-        input: any shape.
-        scale: 1-D, one element.
-        bias: 1-D, one element.
-
-    Example:
-        >>> star_relu(torch.tensor([-1.0, 2.0]), torch.tensor([0.5]), torch.tensor([0.25]))
-        tensor([0.2500, 2.2500])
-    """
-    if _scripting():
-        return _reference.star_relu(input, scale, bias)
-    if _has_any((input, scale, bias)):
-        return _handle(star_relu, (input, scale, bias), input, scale, bias)
-    if _calls.autocasts(input, "cuda"):  # whose autocast squares in float32
-        return _reference.star_relu(input, scale, bias)
-    return _star_relu(input, scale, bias)
-
-
 # Pickles name functions by their modules: in graphs of torch.fx, in forwards that convert wrote.
 for _function in (
     batch_norm_act, bias_act, bias_act_dropout, bilinear_glu, dropout, gated, geglu, glu,
-    max_pool2d, normalize_images, reglu, residual_add, swiglu,
+    max_pool2d, normalize_images, prelu, reglu, residual_add, star_relu, swiglu,
 ):  # fmt: skip
     _function.__module__ = __name__

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 import fusedtrain.functional as F
-from fusedtrain import _batch_norm_in_place as in_place
+from fusedtrain.ops import batch_norm_in_place as in_place
 
 F32, F64, F16, BF16 = DTYPES
 SLOPES = {"identity": 1.0, "leaky_relu": 0.01}

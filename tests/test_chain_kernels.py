@@ -16,7 +16,7 @@ from _kernels import BACKENDS, Kernels, placed, same_bits
 from _launches import parameters
 from torch import Tensor
 
-from fusedtrain._chains import _BOUNDED
+from fusedtrain.ops.bias_act import BOUNDED
 from fusedtrain.reference import FAMILIES, chains
 from fusedtrain.reference.pointwise import Pointwise
 
@@ -278,7 +278,7 @@ def check_bias(
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_every_activation(ops: Kernels, name: str) -> None:
-    bounded = FORMULAS[name].op in _BOUNDED
+    bounded = FORMULAS[name].op in BOUNDED
     for i, dtype in enumerate(DTYPES):
         finish = FINISHES[0 if bounded else (i + len(name)) % len(FINISHES)]
         if ops.slow and i % 2 == len(name) % 2:

@@ -21,9 +21,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
-from fusedtrain import _batch_norm
 from fusedtrain import nn as fused_nn
 from fusedtrain.conversion import _conversion
+from fusedtrain.ops import batch_norm as _batch_norm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import functional as F
-from fusedtrain._few_bit import SAVES
+from fusedtrain.ops.few_bit import SAVES
 from fusedtrain.reference import ACTIVATIONS, FAMILIES, few_bit
 from fusedtrain.reference.bits import BLOCK, packed_bytes, unpack
 from fusedtrain.reference.pointwise import INDEX

@@ -12,7 +12,7 @@ from _launches import parameters
 from torch import Tensor
 
 import fusedtrain  # noqa: F401  (its ops)
-from fusedtrain._fold_ops import fold_weight
+from fusedtrain.ops.fold import fold_weight
 from fusedtrain.reference import fold as reference
 
 # Relative to the largest magnitude, in eps: sums of up to 2000 products in float32, and one

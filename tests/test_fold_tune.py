@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedtrain
-from fusedtrain._fold_ops import fold_weight
+from fusedtrain.ops.fold import fold_weight
 from fusedtrain.reference import fold as reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")

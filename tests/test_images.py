@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 import fusedtrain.functional as F
-from fusedtrain import _images
+from fusedtrain.ops import images as _images
 from fusedtrain.reference import images
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from _launches import parameters
 from torch import Tensor
 
 import fusedtrain  # noqa: F401  (its ops)
-from fusedtrain._pool import _bits_of
+from fusedtrain.ops.pool import _bits_of
 from fusedtrain.reference import FAMILIES
 from fusedtrain.reference.bits import pack, packed_bytes, unpack
 from fusedtrain.reference.pool import max_pool2d_indices

@@ -89,8 +89,9 @@ def main() -> int:
     declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")
     reference = (PACKAGE / "reference/activations.py").read_text()
     table = set(re.findall(r'Activation\(\s*"(\w+)"', reference))
-    public = set(re.findall(r"^def (\w+)\(", (PACKAGE / "functional.py").read_text(), re.M))
-    for where, found in (("reference/activations.py", table), ("functional.py", public)):
+    functions = "".join((PACKAGE / f).read_text() for f in ("functional.py", "ops/channelwise.py"))
+    public = set(re.findall(r"^def ([a-z]\w*)\(", functions, re.M))
+    for where, found in (("reference/activations.py", table), ("the functions", public)):
         # functional.gelu reaches gelu_tanh by its argument, as torch's does
         for name in declared ^ (found | ({"gelu_tanh"} if found is public else set())):
             FOUND.append(f"one name everywhere: {name} is not in both formulas.h and {where}")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from .._chain_functions import residual_add
 from .._graph.flow import Flow, Trace, is_product
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
 from ..nn.norm import (
     branch_scale_of,
     is_stochastic_depth,
 )
+from ..ops.scale_add import residual_add
 
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _LAYER_SCALE = ("timm", "LayerScale")

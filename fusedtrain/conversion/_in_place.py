@@ -8,11 +8,11 @@ from torch import fx, nn
 from torch.nn.modules import module as global_hooks
 
 from .. import nn as fused_nn
-from .._batch_norm_in_place import slope_of
 from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.modules import is_hooked
 from ..nn.norm import activation_of
+from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
 
 # These do not save their output.

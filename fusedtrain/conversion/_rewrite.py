@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from .._chain_functions import gated
 from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.forward import PassesOn, Rewritten, install, remove, resolve, restore
 from .._graph.records import assign, record_of
 from .._graph.unseen_calls import numbers_of
 from ..nn.norm import activation_of
+from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
 from ._gates import Product

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._fold_ops import fold_weight
 from .._graph.report import Left
+from ..ops.fold import fold_weight
 from ._forward import Convolving
 from ._kinds import (
     conv_kind,

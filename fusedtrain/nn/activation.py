@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from .._few_bit import SAVES, check_save
+from ..ops.few_bit import SAVES, check_save
 
 
 class _Saving(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _images
+from ..ops import images as _images
 from ..reference import images as _reference
 from ..reference.images import MemoryFormat, Numbers
 

@@ -14,12 +14,13 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
-from .. import _batch_norm, _ops
 from .._graph.forward import follow, passes_on
 from .._graph.fx import handle as _handle
 from .._graph.fx import path_of
 from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
 from .._graph.records import record_of
+from ..ops import batch_norm as _batch_norm
+from ..ops.activations import pointwise
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
@@ -63,7 +64,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
         if module.approximate not in ("none", "tanh"):
             return None
         name = "gelu" if module.approximate == "none" else "gelu_tanh"
-    return _ops.pointwise(name, *(getattr(module, p) for p in row.parameters))
+    return pointwise(name, *(getattr(module, p) for p in row.parameters))
 
 
 def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import _batch_norm, _calls, _ops
+from .. import _calls
+from ..ops import batch_norm as _batch_norm
+from ..ops._library import op
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
 
-_stats = _ops._callable("batch_norm_stats")
-_apply = _ops._callable("batch_norm_act_apply")
-_reduce = _ops._callable("batch_norm_act_backward_reduce")
-_backward_apply = _ops._callable("batch_norm_act_backward_apply")
+_stats = op("batch_norm_stats")
+_apply = op("batch_norm_act_apply")
+_reduce = op("batch_norm_act_backward_reduce")
+_backward_apply = op("batch_norm_act_backward_apply")
 
 
 def _merge(input: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +47,7 @@ def _merge(input: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SyncBatchNormActFunction(torch.autograd.Function):
-    """As _batch_norm.BatchNormAct, with one collective forward and one backward."""
+    """As ops/batch_norm.py's BatchNormAct, with one collective forward and one backward."""
 
     @staticmethod
     def forward(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
-from .. import _ops as _ops  # defines and loads the ops
+from .. import ops as ops  # defines and loads the ops
 from . import _distributed
 from ._checkpoints import Checkpoints
 from ._checks import check_written

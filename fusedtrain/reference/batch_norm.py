@@ -1,4 +1,4 @@
-"""Batch norm with what follows it, in plain torch: the truth of the ops in `_batch_norm_ops.py`.
+"""Batch norm with what follows it, in plain torch: the truth of `ops/batch_norm.py`.
 
     z = (x - mean) / sqrt(var + eps) * weight + bias          arXiv:1502.03167, algorithm 1
     y = activation(z * branch_scale + residual)

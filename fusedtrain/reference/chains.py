@@ -1,4 +1,4 @@
-"""Pointwise chains in plain torch: the truth of the ops in `_chain_ops.py`.
+"""Pointwise chains in plain torch: the truth of ops/gated.py, scale_add.py, bias_act.py.
 
     gated       y = f(gate) value                   GLU family, arXiv:1612.08083, arXiv:2002.05202
     scale_add   y = x scale + residual              squeeze-excite gate, arXiv:1709.01507; layer

@@ -1,4 +1,4 @@
-"""Batch norm with activation: the ops of `_batch_norm_ops.py`.
+"""Batch norm with activation: the ops of `ops/batch_norm_schema.py`.
 
 Training takes three launches forward (shares of the statistics; the statistics, invstd and running
 statistics; the output) and three backward (shares of the sums, with the gradient of the residual;

@@ -1,4 +1,4 @@
-"""Pointwise chains: the ops of `_chain_ops.py`."""
+"""Pointwise chains: gated, scale_add and bias_act."""
 
 from __future__ import annotations
 

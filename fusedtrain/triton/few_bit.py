@@ -1,4 +1,4 @@
-"""Activations whose derivative is kept in few bits: kernels, then the ops of `_few_bit_ops.py`."""
+"""Activations whose derivative is kept in few bits: kernels, then the ops."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

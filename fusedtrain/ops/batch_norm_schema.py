@@ -6,7 +6,7 @@ have the dtype that is computed in: float64 for float64 input, else float32. ``a
 the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are its parameters.
 ``saved`` is the output where `saves_output` of the activation (reference/pointwise.py), else the
 residual; without either, backward computes from the input what it needs. What was not asked for is
-returned with no elements. `_batch_norm.py` puts autograd in front.
+returned with no elements. `batch_norm.py` puts autograd in front.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._definitions import fallback
-from .reference import batch_norm
-from .reference.dtypes import wide_of
+from ..reference import batch_norm
+from ..reference.dtypes import wide_of
+from ._library import define
 
 _AFFINE = "Tensor? branch_scale, Tensor? weight, Tensor? bias"
 _STATISTICS = "Tensor mean, Tensor invstd"
@@ -165,11 +165,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
-    """Defines the ops in the library, with the plain-torch reference behind each."""
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _FAKES[name], "Meta")
-        function = getattr(batch_norm, name, None)
-        run = _functional if function is None else fallback(function, warn)
-        library.impl(name, run, "CompositeExplicitAutograd")
+for _name, _schema in SCHEMAS.items():
+    define(_name, _schema, getattr(batch_norm, _name, _functional), _FAKES[_name])

@@ -1,7 +1,12 @@
-"""Max pooling: autograd around the ops of `_pool_ops.py`, and the public function."""
+"""Max pooling: the ops, autograd around them, and the public function.
+
+`bits` is what a place takes (1, 2, 4 or 8; 0: no codes are asked for). `channels_last` says how
+output and gradient lie in memory, the order of the codes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -11,13 +16,56 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function_unary as _has
 
-from . import _ops, _recompute
-from ._calls import apply_of, fits, needs_grad, plain_backward
-from ._graph.fx import handle as _handle
-from .reference import pool as reference
+from .. import _recompute
+from .._calls import apply_of, fits, needs_grad, plain_backward
+from .._graph.fx import handle as _handle
+from ..reference import pool as reference
+from ..reference.bits import packed_bytes
+from ..reference.pool import new_image, out_sizes
+from ._library import define_all, op
 
-_max_pool2d = _ops._callable("max_pool2d")
-_max_pool2d_backward = _ops._callable("max_pool2d_backward")
+_WINDOW = "int[] kernel_size, int[] stride, int[] padding"
+
+SCHEMAS = {
+    # -> output, codes
+    "max_pool2d": (
+        f"(Tensor input, {_WINDOW}, bool ceil_mode, int bits, bool channels_last) "
+        "-> (Tensor, Tensor)"
+    ),
+    "max_pool2d_backward": (
+        f"(Tensor grad, Tensor codes, int height, int width, {_WINDOW}, int bits, "
+        "bool channels_last) -> Tensor"
+    ),
+}
+
+
+def _fake(
+    input: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    bits: int,
+    channels_last: bool,
+) -> tuple[Tensor, Tensor]:
+    sizes = out_sizes(input, kernel_size, stride, padding, ceil_mode)
+    output = new_image(input, *sizes, channels_last)
+    codes = input.new_empty(packed_bytes(output.numel(), bits), dtype=torch.uint8)
+    return output, codes
+
+
+def _fake_backward(grad: Tensor, codes: Tensor, height: int, width: int, *rest: object) -> Tensor:
+    return new_image(grad, height, width, bool(rest[-1]))
+
+
+_FAKES: dict[str, Callable[..., object]] = {
+    "max_pool2d": _fake,
+    "max_pool2d_backward": _fake_backward,
+}
+
+define_all(SCHEMAS, reference, _FAKES)
+_max_pool2d = op("max_pool2d")
+_max_pool2d_backward = op("max_pool2d_backward")
 
 _Pair = tuple[int, int]
 

@@ -10,13 +10,13 @@ back. `optim/_engine.py` makes the arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .reference import optimizers, scaling
+from ..reference import optimizers, scaling
+from ._library import define
 
 _ARGUMENTS = (
     "int rule, Tensor{a}[] params, Tensor{b}[] grads, Tensor{c}[] states, Tensor{d}[] masters, "
@@ -44,28 +44,7 @@ def _fake_sums(rule: int, params: list[Tensor], *rest: Any) -> Tensor:
     return scalars.new_empty((len(params), 3), dtype=torch.float64)
 
 
-def _fallback(function: Callable[..., Any], warn: Callable[[torch.device], None]) -> Any:
-    def run(*arguments: Any) -> Any:
-        for argument in arguments:
-            tensor = argument[0] if isinstance(argument, list) and argument else argument
-            if isinstance(tensor, Tensor):
-                warn(tensor.device)
-                break
-        return function(*arguments)
-
-    return run
-
-
-def define(library: torch.library.Library, warn: Callable[[torch.device], None]) -> None:
-    """Defines the ops in the library, with the plain-torch reference behind each.
-
-    `warn` is told of every device that the reference is used on.
-    """
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        function = getattr(optimizers, name, None) or getattr(scaling, name)
-        library.impl(name, _fallback(function, warn), "CompositeExplicitAutograd")
-    for name in ("measure_gradients", "try_update", "optimizer_step"):
-        library.impl(name, _fake_sums, "Meta")
-    library.impl("update_scale", lambda *_: None, "Meta")
-    library.impl("zero_tensors", lambda tensors: None, "Meta")
+_SUMMED = ("measure_gradients", "try_update", "optimizer_step")
+for _name, _schema in SCHEMAS.items():
+    _formula = getattr(optimizers, _name, None) or getattr(scaling, _name)
+    define(_name, _schema, _formula, _fake_sums if _name in _SUMMED else lambda *_: None)

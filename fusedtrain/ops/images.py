@@ -1,4 +1,7 @@
-"""Normalised images; :mod:`fusedtrain.functional` has the name of the function."""
+"""Normalised images: the op, and the public function.
+
+``input`` is uint8 [N, C, H, W], ``coefficients`` float32 [3, C], ``dtype`` not float64.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
-from . import _calls, _ops
-from ._graph.fx import handle as _handle
-from .reference import images as _reference
-from .reference.images import (
+from .. import _calls
+from .._graph.fx import handle as _handle
+from ..reference import images as _reference
+from ..reference.images import (
     MemoryFormat,
     Numbers,
     check_coefficients,
@@ -21,8 +24,24 @@ from .reference.images import (
     image_coefficients,
     vector_of,
 )
+from ._library import define, op
 
-_op = _ops._callable("normalize_images")
+SCHEMAS = {
+    "normalize_images": (
+        "(Tensor input, Tensor coefficients, ScalarType dtype, MemoryFormat memory_format) "
+        "-> Tensor"
+    ),
+}
+
+
+def _fake(
+    input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: torch.memory_format
+) -> Tensor:
+    return torch.empty_like(input, dtype=dtype, memory_format=memory_format)
+
+
+define("normalize_images", SCHEMAS["normalize_images"], _reference.normalize_images, _fake)
+_op = op("normalize_images")
 
 
 def _kernel_takes(input: Tensor) -> bool:

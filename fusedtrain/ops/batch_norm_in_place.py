@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _calls, _ops, _recompute
-from .reference.batch_norm import differentiable_backward
-from .reference.pointwise import IDENTITY, POINTWISE, Pointwise
+from .. import _calls, _recompute
+from ..reference.batch_norm import differentiable_backward
+from ..reference.pointwise import IDENTITY, POINTWISE, Pointwise
+from . import batch_norm_schema as batch_norm_schema  # defines the ops
+from ._library import op
 
 # |weight| must be at least these, the second one times |bias|.
 LEAST_WEIGHT, LEAST_SHARE = 2.0**-6, 0.25
 
-_forward = _ops._callable("batch_norm_act_")
-_restore = _ops._callable("batch_norm_act_restore")
-_backward = _ops._callable("batch_norm_act_backward")
+_forward = op("batch_norm_act_")
+_restore = op("batch_norm_act_restore")
+_backward = op("batch_norm_act_backward")
 
 
 def slope_of(activation: Pointwise, dtype: torch.dtype) -> float | None:

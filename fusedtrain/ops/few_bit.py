@@ -1,21 +1,54 @@
-"""Activations that keep their derivative in few bits: autograd around the ops of
-`_few_bit_ops.py`, for the functions with an argument ``save``."""
+"""Activations that keep their derivative in few bits: the ops, and autograd around them, for the
+functions with an argument ``save``.
+
+``activation`` counts the lines of ``FT_POINTWISE`` (csrc/formulas.h). Codes are in the order of the
+memory of a tensor like the input, as ``torch.empty_like`` lays it out, packed as csrc/bits.h says;
+the gradient that backward takes has that layout, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _calls, _ops
-from .reference.dtypes import laid_out, wide_of
-from .reference.few_bit import TABLES
-from .reference.pointwise import INDEX, POINTWISE
+from .. import _calls
+from ..reference import few_bit
+from ..reference.bits import packed_bytes
+from ..reference.dtypes import laid_out, wide_of
+from ..reference.few_bit import TABLES
+from ..reference.pointwise import INDEX, POINTWISE
+from ._library import define_all, op
+from .activations import Kernel
 
-_forward = _ops._callable("few_bit")
-_inplace = _ops._callable("few_bit_")
-_backward = _ops._callable("few_bit_backward")
+SCHEMAS = {
+    "few_bit": "(Tensor input, int activation, int bits) -> (Tensor, Tensor)",  # output, codes
+    "few_bit_": "(Tensor(a!) input, int activation, int bits) -> Tensor",
+    "few_bit_backward": "(Tensor grad, Tensor codes, int activation, int bits) -> Tensor",
+}
+
+
+def _codes(input: Tensor, activation: int, bits: int) -> Tensor:
+    few_bit.table_of(activation, bits)
+    return input.new_empty(packed_bytes(input.numel(), bits), dtype=torch.uint8)
+
+
+def _fake_forward(input: Tensor, activation: int, bits: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input), _codes(input, activation, bits)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "few_bit": _fake_forward,
+    "few_bit_": _codes,
+    "few_bit_backward": lambda grad, *_: torch.empty_like(grad),
+}
+
+define_all(SCHEMAS, few_bit, _FAKES)
+_forward = op("few_bit")
+_inplace = op("few_bit_")
+_backward = op("few_bit_backward")
 
 # What `save` may be beside None, by activation: the number of bits.
 SAVES = {
@@ -86,7 +119,7 @@ class FewBitInplace(torch.autograd.Function):
 _apply, _apply_inplace = _calls.apply_of(FewBit), _calls.apply_of(FewBitInplace)
 
 
-def run(kernel: _ops.Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
+def run(kernel: Kernel, input: Tensor, inplace: bool, save: str) -> Tensor:
     """The activation, with its derivative in few bits where backward will ask for it.
 
     Under torch.compile and the like it is the exact one. Raises ValueError for an unknown ``save``.

@@ -11,16 +11,19 @@ from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function as _has_any
 
-from . import _backends, _calls, _ops, _recompute
-from . import _batch_norm_in_place as in_place
-from ._graph.fx import handle as _handle
-from .reference.batch_norm import differentiable_backward, eager
-from .reference.dtypes import wide_of
-from .reference.pointwise import INDEX, POINTWISE, Pointwise
+from .. import _backends, _calls, _recompute
+from .._graph.fx import handle as _handle
+from ..reference.batch_norm import differentiable_backward, eager
+from ..reference.dtypes import wide_of
+from ..reference.pointwise import INDEX, POINTWISE, Pointwise
+from . import activations as _activations
+from . import batch_norm_in_place as in_place
+from . import batch_norm_schema as batch_norm_schema  # defines the ops
+from ._library import library, op
 
-_forward = _ops._callable("batch_norm_act")
-_backward = _ops._callable("batch_norm_act_backward")
-_given_statistics = _ops._callable("batch_norm_act_apply")
+_forward = op("batch_norm_act")
+_backward = op("batch_norm_act_backward")
+_given_statistics = op("batch_norm_act_apply")
 
 
 class BatchNormAct(torch.autograd.Function):
@@ -160,7 +163,7 @@ torch.library.register_autograd(
     "fusedtrain::batch_norm_act_functional",
     _backward_functional,
     setup_context=_setup_functional,
-    lib=_ops._library,
+    lib=library,
 )
 
 
@@ -274,7 +277,7 @@ def run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, Pointwise(),
         )  # fmt: skip
-        return _ops.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
+        return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
     apart = residual is not None and not _matches(residual, input)
     if apart and residual is not None:
         _check_residual(residual, input)
@@ -328,7 +331,7 @@ def run(
         row = POINTWISE[activation.op] if activation.op >= 0 else None
         if row is not None:
             values = (activation.a, activation.b)[: len(row.parameters)]
-            output = _ops.KERNELS[row.name](output, False, *values)
+            output = _activations.KERNELS[row.name](output, False, *values)
     return output
 
 
@@ -398,7 +401,7 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    found = _ops.activation_of(activation, parameters)
+    found = _activations.activation_of(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
@@ -407,7 +410,7 @@ def batch_norm_act(
     if training:
         _verify_batch_size(input.size())
     if found is None:
-        function = _ops.as_function(str(activation), parameters)
+        function = _activations.as_function(str(activation), parameters)
         function(input.new_zeros(1))  # raises before running statistics have moved
         z = run(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,

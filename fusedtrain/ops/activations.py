@@ -1,4 +1,4 @@
-"""Every op: its schema, its fake kernel, its fallback; and the road from a function to the op.
+"""The pointwise activations: their ops, and the road from a function to the op.
 
 An op ``fusedtrain::mish(Tensor input) -> Tensor`` has two companions, ``mish_`` (in place) and
 ``mish_backward(Tensor grad, Tensor saved)``. The ops carry no autograd formula: ``Kernel`` puts an
@@ -8,7 +8,6 @@ The dispatcher chooses the kernel: the C++ one of the device, else the plain-tor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,84 +15,47 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import (
-    _backends,
-    _batch_norm_ops,
-    _calls,
-    _chain_ops,
-    _few_bit_ops,
-    _fold_schema,
-    _image_ops,
-    _optimizer_ops,
-    _pool_ops,
-    _recompute,
-)
-from ._calls import KERNEL_DTYPES, apply_of, takes
-from ._definitions import fallback
-from .reference import ACTIVATIONS, Activation
-from .reference.pointwise import INDEX, POINTWISE, Pointwise
+from .. import _calls, _recompute
+from .._calls import KERNEL_DTYPES, apply_of, takes
+from ..reference import ACTIVATIONS, Activation
+from ..reference.pointwise import INDEX, POINTWISE, Pointwise
+from ._library import define, op
 
-_library = torch.library.Library("fusedtrain", "DEF")
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in KERNEL_DTYPES}
-_told: set[str] = set()
 
 
-def _warn_once(device: torch.device) -> None:
-    if device.type not in _told:
-        _told.add(device.type)
-        reason = _backends.why_not(device.type)
-        if reason:
-            warnings.warn(
-                f"fusedtrain: plain-torch reference used on {device.type}: {reason}", stacklevel=4
-            )
-
-
-def _fallback_inplace(forward: Callable[..., Tensor]) -> Callable[..., None]:
+def _in_place(forward: Callable[..., Tensor]) -> Callable[..., None]:
     def run(input: Tensor, *args: Any) -> None:
-        _warn_once(input.device)
         input.copy_(forward(input, *args))
 
     return run
 
 
-def _check_all_meta(name: str, *arguments: Any) -> None:
+def check_all_meta(name: str, *arguments: Any) -> None:
+    """Raises RuntimeError where tensors with values are among those without."""
     for argument in arguments:
         if isinstance(argument, Tensor) and not argument.is_meta:
             raise RuntimeError(f"fusedtrain::{name}: meta and {argument.device} tensors are mixed")
 
 
 def _define(row: Activation) -> None:
-    kind = "Tensor" if row.tensors else "float"
-    parameters = "".join(f", {kind} {p}" for p in row.parameters)
-    count = 1 + (len(row.parameters) if row.tensors else 0)
-    gradients = "Tensor" if count == 1 else "(" + ", ".join(["Tensor"] * count) + ")"
-    tags = (torch.Tag.pt2_compliant_tag,)
-    saved = row.saves
+    parameters = "".join(f", float {p}" for p in row.parameters)
 
-    def fake_forward(input: Tensor, *parameters: Any) -> Tensor:
-        _check_all_meta(row.name, input, *parameters)
+    def fake(input: Tensor, *_: Any) -> Tensor:
+        check_all_meta(row.name, input)
         return torch.empty_like(input)
 
-    def fake_backward(grad: Tensor, saved: Tensor, *parameters: Any) -> Any:
-        _check_all_meta(row.name, grad, saved, *parameters)
-        grad_input = torch.empty_like(saved)
-        if not row.tensors:
-            return grad_input
-        return (grad_input, *(torch.empty_like(p) for p in parameters))
+    def fake_backward(grad: Tensor, saved: Tensor, *_: Any) -> Tensor:
+        check_all_meta(row.name, grad, saved)
+        return torch.empty_like(saved)
 
-    _library.define(f"{row.name}(Tensor input{parameters}) -> Tensor", tags=tags)
-    _library.define(
-        f"{row.name}_backward(Tensor grad, Tensor {saved}{parameters}) -> {gradients}", tags=tags
-    )
-    key = "CompositeExplicitAutograd"
-    _library.impl(row.name, fallback(row.forward, _warn_once), key)
-    _library.impl(f"{row.name}_backward", fallback(row.backward, _warn_once), key)
-    _library.impl(row.name, fake_forward, "Meta")
-    _library.impl(f"{row.name}_backward", fake_backward, "Meta")
-    if not row.tensors:
-        _library.define(f"{row.name}_(Tensor(a!) input{parameters}) -> ()", tags=tags)
-        _library.impl(f"{row.name}_", _fallback_inplace(row.forward), key)
-        _library.impl(f"{row.name}_", lambda input, *_: None, "Meta")
+    backward = f"(Tensor grad, Tensor {row.saves}{parameters}) -> Tensor"
+    define(row.name, f"(Tensor input{parameters}) -> Tensor", row.forward, fake)
+    define(f"{row.name}_backward", backward, row.backward, fake_backward)
+    define(
+        f"{row.name}_", f"(Tensor(a!) input{parameters}) -> ()", _in_place(row.forward),
+        lambda input, *_: None,
+    )  # fmt: skip
 
 
 def _check_inference(input: Tensor) -> None:
@@ -106,20 +68,13 @@ def _check_inference(input: Tensor) -> None:
         )
 
 
-def _callable(name: str) -> Callable[..., Any]:
-    """The op ``fusedtrain::name``, without the Python call around it (0.5 us) where it has one."""
-    overload = getattr(torch.ops.fusedtrain, name).default
-    found: Callable[..., Any] = getattr(overload, "_op", overload)
-    return found
-
-
 class Kernel:
     """An activation with float parameters, ready to be called: ``kernel(input, inplace, *p)``."""
 
     def __init__(self, row: Activation) -> None:
         self.row = row
-        self._forward = _callable(row.name)
-        self._inplace = _callable(f"{row.name}_")
+        self._forward = op(row.name)
+        self._inplace = op(f"{row.name}_")
         self._valid = row.valid
         self._keeps_output = row.saves == "output" or row.backward_in_place is not None
         self._reference = row.forward
@@ -188,9 +143,9 @@ def _functions(
     row: Activation,
 ) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
     """The autograd.Function of the activation, and the one that works in place."""
-    forward_op = _callable(row.name)
-    inplace_op = _callable(f"{row.name}_")
-    backward_op = _callable(f"{row.name}_backward")
+    forward_op = op(row.name)
+    inplace_op = op(f"{row.name}_")
+    backward_op = op(f"{row.name}_backward")
     saves_output = row.saves == "output"
     has_parameters = bool(row.parameters)
     reference_backward, from_output = row.backward, row.backward_in_place
@@ -248,76 +203,10 @@ def _functions(
     )
 
 
-class ChannelKernel:
-    """An activation with parameter tensors that are trained: ``kernel(input, *tensors)``."""
-
-    def __init__(self, row: Activation) -> None:
-        self.row = row
-        self._forward = _callable(row.name)
-        self._apply = apply_of(_channel_function(row))
-        self._reference = row.forward
-
-    def __call__(self, input: Tensor, *tensors: Tensor) -> Tensor:
-        if not takes(input) or not all(self._fits(t, input) for t in tensors):
-            return self._reference(input, *tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *tensors)):
-            if torch.is_inference_mode_enabled() or input.is_inference():
-                return self._reference(input, *tensors)
-            return self._apply(input, *tensors)
-        output: Tensor = self._forward(input, *tensors)
-        return output
-
-    def _fits(self, tensor: Tensor, input: Tensor) -> bool:
-        per_channel = self.row.per_channel and input.dim() > 1
-        return (
-            takes(tensor)
-            and tensor.dtype == input.dtype
-            and tensor.device == input.device
-            and tensor.dim() <= min(input.dim(), 1)  # broadcasting would add a dimension
-            and (tensor.numel() == 1 or (per_channel and tensor.numel() == input.size(1)))
-        )
-
-
-def _channel_function(row: Activation) -> type[torch.autograd.Function]:
-    forward_op = _callable(row.name)
-    backward_op = _callable(f"{row.name}_backward")
-    reference_backward = row.backward
-
-    def forward(ctx: Any, input: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(input, *tensors)
-        output: Tensor = forward_op(input, *tensors)
-        scope = _recompute.scope()
-        if scope is not None:
-            scope.tag(output, forward_op, (input, *tensors))
-        return output
-
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, *tensors = ctx.saved_tensors
-        differentiable = torch.is_grad_enabled() or not takes(grad)
-        formula = reference_backward if differentiable else backward_op
-        gradients: tuple[Tensor | None, ...] = formula(grad, input, *tensors)
-        return tuple(
-            g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True)
-        )
-
-    name = "".join(part.capitalize() for part in row.name.split("_"))
-    return type(
-        name,
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
-    )
-
-
-for _row in ACTIVATIONS.values():
+_ROWS = [row for row in ACTIVATIONS.values() if not row.tensors]
+for _row in _ROWS:
     _define(_row)
-for _family in (
-    _batch_norm_ops, _chain_ops, _few_bit_ops, _fold_schema, _image_ops, _optimizer_ops, _pool_ops,
-):  # fmt: skip
-    _family.define(_library, _warn_once)
-_backends.load(_library)
-
-KERNELS = {row.name: Kernel(row) for row in ACTIVATIONS.values() if not row.tensors}
-CHANNEL_KERNELS = {row.name: ChannelKernel(row) for row in ACTIVATIONS.values() if row.tensors}
+KERNELS = {row.name: Kernel(row) for row in _ROWS}
 
 
 def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:
@@ -362,6 +251,14 @@ def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Ten
         return KERNELS[name](input, False, *values)
 
     return function
+
+
+def chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
+    """The activation as the ops take it (None where no kernel is exact), and as a function."""
+    found = activation_of(activation, parameters)
+    if found is not None:
+        return found, found.forward
+    return None, as_function(str(activation), parameters)
 
 
 def pointwise(name: str, *values: float) -> Pointwise | None:

@@ -1,4 +1,4 @@
-"""The op that folds a batch norm into a weight at every call, with its gradients."""
+"""The ops that fold a batch norm into a weight at every call, with its gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._calls import takes
-from ._ops import _callable
-from .reference import fold as reference
+from .._calls import takes
+from ..reference import fold as reference
+from ._library import define_all, op
 
-_forward = _callable("fold_weight")
-_backward = _callable("fold_weight_backward")
+_REST = "Tensor running_mean, Tensor running_var, float eps, bool transposed, int groups"
+SCHEMAS = {
+    "fold_weight": (
+        f"(Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, {_REST}) -> (Tensor, Tensor)"
+    ),
+    "fold_weight_backward": (
+        "(Tensor grad_weight, Tensor grad_bias, Tensor weight, Tensor? bias, Tensor? gamma, "
+        f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def _fake(weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Tensor, *rest: Any) -> Any:
+    return torch.empty_like(weight), weight.new_empty(mean.shape)
+
+
+def _fake_backward(
+    grad_weight: Tensor, grad_bias: Tensor, weight: Tensor, bias: Any, gamma: Any, mean: Tensor,
+    *rest: Any,
+) -> Any:  # fmt: skip
+    ours = torch.empty_like(weight), weight.new_empty(mean.shape)
+    return (*ours, torch.empty_like(mean), torch.empty_like(mean))
+
+
+define_all(SCHEMAS, reference, {"fold_weight": _fake, "fold_weight_backward": _fake_backward})
+_forward = op("fold_weight")
+_backward = op("fold_weight_backward")
 
 
 class _FoldWeight(torch.autograd.Function):

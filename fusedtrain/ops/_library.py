@@ -1,0 +1,69 @@
+"""How an op is defined, with its fake kernel and its fallback, and how it is called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _backends
+
+library = torch.library.Library("fusedtrain", "DEF")
+_KEY = "CompositeExplicitAutograd"
+_told: set[str] = set()  # types of devices
+
+
+def warn_once(device: torch.device) -> None:
+    """Says on which type of device the reference is used, and why, unless it was asked for."""
+    if device.type not in _told:
+        _told.add(device.type)
+        reason = _backends.why_not(device.type)
+        if reason:
+            warnings.warn(
+                f"fusedtrain: plain-torch reference used on {device.type}: {reason}", stacklevel=4
+            )
+
+
+def fallback(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain-torch formula as the kernel of last resort."""
+
+    def run(*arguments: Any) -> Any:
+        for argument in arguments:
+            tensor = argument[0] if isinstance(argument, list) and argument else argument
+            if isinstance(tensor, Tensor):
+                warn_once(tensor.device)
+                break
+        return function(*arguments)
+
+    return run
+
+
+def define(name: str, schema: str, formula: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines ``fusedtrain::name``.
+
+    Args:
+        schema: arguments and results, as torch.library.define takes them behind the name.
+        formula: in plain torch, where no kernel is registered for the device.
+        fake: makes results of the right shape, dtype and layout, of tensors without values.
+    """
+    library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, fallback(formula), _KEY)
+    library.impl(name, fake, "Meta")
+
+
+def define_all(
+    schemas: Mapping[str, str], formulas: Any, fakes: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Defines the ops of a family, whose formulas have the same names in a module."""
+    for name, schema in schemas.items():
+        define(name, schema, getattr(formulas, name), fakes[name])
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The op ``fusedtrain::name``, without the Python call around it (0.5 us) where it has one."""
+    overload = getattr(torch.ops.fusedtrain, name).default
+    found: Callable[..., Any] = getattr(overload, "_op", overload)
+    return found

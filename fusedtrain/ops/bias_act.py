@@ -1,0 +1,302 @@
+"""Bias, activation, gain, clamp and dropout in one pass: the ops, autograd, public functions.
+
+``activation`` counts the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b``
+are its parameters. ``seed`` is two int64 numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as torch_functional
+from torch import Tensor
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.overrides import has_torch_function as _has_any
+
+from .. import _recompute
+from .._calls import apply_of, fits, needs_grad, plain_backward
+from .._graph.fx import handle as _handle
+from ..reference import chains as reference
+from ..reference.dtypes import laid_out, wide_of
+from ..reference.pointwise import INDEX, Pointwise
+from ._library import define, op
+from .activations import chosen
+
+_FINISH = "int dim, int activation, float a, float b, float gain, float clamp, float p"
+_IDENTITY = Pointwise()
+
+
+def _fake_backward(
+    grad: Tensor, saved: Tensor, bias: Any, seed: Any, dim: int, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (1, saved.shape[dim] if dim >= 0 else 1) if rest[-1] else (0,)
+    return torch.empty_like(saved), grad.new_empty(shape, dtype=wide_of(grad))
+
+
+define(
+    "bias_act", f"(Tensor input, Tensor? bias, Tensor? seed, {_FINISH}) -> Tensor",
+    reference.bias_act, lambda input, *_: torch.empty_like(input),
+)  # fmt: skip
+define(
+    "bias_act_backward",
+    # -> gradients of input and bias [1, channels]
+    f"(Tensor grad, Tensor saved, Tensor? bias, Tensor? seed, {_FINISH}, bool needs_bias) "
+    "-> (Tensor, Tensor)",
+    reference.bias_act_backward,
+    _fake_backward,
+)
+_bias_act, _bias_act_backward = op("bias_act"), op("bias_act_backward")
+
+# Their output tells by a comparison with a bound where the slope is 0: not after a multiplication.
+BOUNDED = {INDEX[name] for name in ("relu6", "hardtanh", "hardsigmoid")}
+
+
+def _differentiable_bias_act(
+    grad: Tensor, saved: Tensor, bias: Tensor | None, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    gradient = reference.bias_act_gradient(grad, saved, bias, seed, *rest[:-1])
+    sums = gradient
+    if rest[-1]:
+        sums = reference._sums(gradient, 1, rest[0])
+    return gradient.to(grad.dtype), sums
+
+
+class BiasAct(torch.autograd.Function):
+    """Saves the output where the derivative is a function of it, else the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
+        activation: Pointwise, gain: float, clamp: float, p: float,
+    ) -> Tensor:  # fmt: skip
+        rest = (dim, *activation, gain, clamp, p)
+        output: Tensor = _bias_act(input, bias, seed, *rest)
+        by_output = activation.saves_output
+        # Without an activation the derivative is that of a clamp, or constant.
+        needs = by_output or activation.op >= 0 or clamp >= 0
+        ctx.save_for_backward((output if by_output else input) if needs else None, bias, seed)
+        ctx.rest, ctx.strides = rest, output.stride()
+        scope = _recompute.scope()
+        if scope is not None:
+            dropped = () if needs and not by_output else (input,)
+            scope.tag(output, _bias_act, (input, bias, seed), rest, dropped)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved, bias, seed = ctx.saved_tensors
+        needs_bias = bias is not None and ctx.needs_input_grad[1]
+        if seed is not None:  # the mask goes by the order of the output's memory
+            grad = laid_out(grad, ctx.strides)
+            saved = None if saved is None else laid_out(saved, ctx.strides)
+        op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
+        found = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
+        grad_bias = found[1].view(-1).to(bias.dtype) if needs_bias else None
+        return (found[0], grad_bias, *(None,) * 6)
+
+
+_apply_bias_act = apply_of(BiasAct)
+
+
+def new_seed(input: Tensor) -> Tensor:
+    """Two random numbers of the device's generator, left on the device: 16 bytes."""
+    return torch.empty(2, dtype=torch.int64, device=input.device).random_()
+
+
+@functools.cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """As the dtype holds it: backward compares what was clamped with the bound."""
+    return float(torch.tensor(value, dtype=dtype, device="cpu"))
+
+
+def run_bias_act(
+    input: Tensor, bias: Tensor | None, dim: int, activation: Pointwise,
+    gain: float = 1.0, clamp: float = -1.0, p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """:func:`fits` has allowed the tensors; ``0 <= p < 1``, gain finite and not 0."""
+    keep = 1 / (1 - p)
+    if activation.op in BOUNDED and (gain * keep != 1 or clamp >= 0):
+        input = run_bias_act(input, bias, dim, activation)
+        bias, activation = None, Pointwise()
+    if clamp >= 0:
+        clamp = _rounded(clamp, input.dtype)
+    seed = new_seed(input) if p > 0 else None
+    if needs_grad(input, bias):
+        return _apply_bias_act(input, bias, seed, dim, activation, gain, clamp, p)
+    output: Tensor = _bias_act(input, bias, seed, dim, *activation, gain, clamp, p)
+    return output
+
+
+def biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+    """The sum in torch's operators."""
+    if bias is None:
+        return input
+    shape = [1] * input.dim()
+    shape[dim] = -1
+    return input + bias.reshape(shape)
+
+
+def usable(gain: float, dtype: torch.dtype) -> bool:
+    """Whether backward can undo the gain of an output: in float16, small ones cost digits."""
+    smallest = 2.0**-7 if dtype is torch.float16 else 1e-30
+    return math.isfinite(gain) and abs(gain) >= smallest
+
+
+def _check_probability(p: float) -> None:
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+
+
+def _check_bias(bias: Tensor, input: Tensor, dim: int) -> None:
+    if not -input.dim() <= dim < input.dim():
+        raise IndexError(f"dim: {dim} is not a dimension of an input of {input.dim()}")
+    if bias.dim() != 1 or bias.numel() != input.size(dim):
+        raise ValueError(
+            f"bias: expected one value for each of {input.size(dim)} channels, got shape "
+            f"{tuple(bias.shape)}"
+        )
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Zeroes each element with probability `p`, and multiplies the others by ``1 / (1 - p)``.
+
+    Saves 16 bytes: the mask is computed again in backward, from two random numbers that are drawn
+    from the generator of the input's device (so it follows torch.manual_seed, but is not the mask
+    that torch would draw). For the same numbers it is the same on every device and with every
+    backend. Dropped elements are 0 also where the input is infinite or NaN. ``p=1`` and `inplace`
+    are torch's own. See :func:`torch.nn.functional.dropout`.
+
+    Raises:
+        ValueError: `p` is not from 0 to 1.
+
+    Example:
+        >>> dropout(torch.ones(1000), 0.25).unique()
+        tensor([0.0000, 1.3333])
+    """
+    if _scripting():
+        return torch_functional.dropout(input, p, training, inplace)
+    if _has_any((input,)):
+        return _handle(dropout, (input,), input, p=p, training=training, inplace=inplace)
+    _check_probability(p)
+    if isinstance(input, Tensor) and (not training or p == 0.0):
+        return input
+    if not isinstance(input, Tensor) or inplace or p == 1.0 or not fits(input):
+        return torch_functional.dropout(input, p, training, inplace)
+    return run_bias_act(input, None, -1, _IDENTITY, p=p)
+
+
+def bias_act_dropout(
+    input: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = "gelu",
+    p: float = 0.0,
+    training: bool = True,
+    dim: int = -1,
+    **parameters: float,
+) -> Tensor:
+    """``dropout(activation(input + bias), p)`` in one pass.
+
+    Saves the output where the derivative of the activation is a function of it, else the input, and
+    16 bytes for the mask (see :func:`dropout`).
+
+    Args:
+        input: any shape.
+        bias: one value for each index of dimension `dim`.
+        activation: the name of a function of :mod:`fusedtrain.functional`, or "identity".
+        p: probability of an element to become 0, in training.
+        dim: of the bias.
+        parameters: of the activation, as the function names them.
+
+    Raises:
+        ValueError: an unknown activation, a bias of another size, or `p` not from 0 to 1.
+        TypeError: a parameter that the activation does not have.
+
+    Example:
+        >>> bias_act_dropout(torch.tensor([[1.0, -1.0]]), torch.tensor([1.0, -1.0]), "relu")
+        tensor([[2., 0.]])
+    """
+    if _has_any((input, bias)):
+        return _handle(
+            bias_act_dropout, (input, bias), input, bias, activation=activation, p=p,
+            training=training, dim=dim, **parameters,
+        )  # fmt: skip
+    found, function = chosen(activation, parameters)
+    _check_probability(p)
+    if bias is not None:
+        _check_bias(bias, input, dim)
+    p = p if training else 0.0
+    axis = dim % input.dim() if bias is not None else -1
+    if found is not None and p < 1 and fits(input, bias):
+        return run_bias_act(input, bias, axis, found, p=p)
+    y = function(biased(input, bias, axis))
+    return dropout(y, p, True) if p > 0 else y
+
+
+# StyleGAN's names -> ours, and the gains that it gives them.
+_STYLEGAN = {
+    "linear": ("identity", 1.0),
+    "relu": ("relu", math.sqrt(2)),
+    "lrelu": ("leaky_relu", math.sqrt(2)),
+    "tanh": ("tanh", 1.0),
+    "sigmoid": ("sigmoid", 1.0),
+    "elu": ("elu", 1.0),
+    "selu": ("selu", 1.0),
+    "softplus": ("softplus", 1.0),
+    "swish": ("silu", math.sqrt(2)),
+}
+
+
+def bias_act(
+    input: Tensor,
+    bias: Tensor | None = None,
+    dim: int = 1,
+    act: str = "linear",
+    alpha: float | None = None,
+    gain: float | None = None,
+    clamp: float | None = None,
+) -> Tensor:
+    """``clamp(gain * act(input + bias))``: StyleGAN's op (arXiv:2106.12423), with its arguments.
+
+    Differentiable to any order. Saves one tensor: the output where the derivative of `act` is a
+    function of it, else the input.
+
+    Args:
+        input: any shape and number of elements.
+        bias: one value for each index of dimension `dim`.
+        act: linear, relu, lrelu, tanh, sigmoid, elu, selu, softplus or swish.
+        alpha: slope of lrelu, 0.2 if None.
+        gain: sqrt(2) for relu, lrelu and swish if None, else 1.
+        clamp: the result is limited to [-clamp, clamp]; None for no limit. The gradient is 0 where
+            the limit is reached.
+
+    Raises:
+        ValueError: an unknown `act`, a bias of another size, or a negative clamp.
+
+    Example:
+        >>> bias_act(torch.tensor([[1.0, -5.0]]), torch.tensor([1.0, 0.0]), act="lrelu", gain=1)
+        tensor([[ 2., -1.]])
+    """
+    if _has_any((input, bias)):
+        return _handle(
+            bias_act, (input, bias), input, bias, dim=dim, act=act, alpha=alpha, gain=gain,
+            clamp=clamp,
+        )  # fmt: skip
+    if act not in _STYLEGAN:
+        raise ValueError(f"act: {act!r} is none of {', '.join(_STYLEGAN)}")
+    if clamp is not None and not clamp >= 0:
+        raise ValueError(f"clamp: must be at least 0, not {clamp}")
+    if bias is not None:
+        _check_bias(bias, input, dim)
+    name, standard = _STYLEGAN[act]
+    parameters = {"negative_slope": 0.2 if alpha is None else alpha} if act == "lrelu" else {}
+    found, function = chosen(name, parameters)
+    factor = standard if gain is None else gain
+    bound = -1.0 if clamp is None else float(clamp)
+    axis = dim % input.dim() if bias is not None else -1
+    if found is not None and usable(factor, input.dtype) and fits(input, bias):
+        return run_bias_act(input, bias, axis, found, factor, bound)
+    y = function(biased(input, bias, axis)) * factor
+    return y if clamp is None else y.clamp(-bound, bound)

@@ -1,0 +1,332 @@
+"""Gated products: the ops, autograd around them, and the gated linear units.
+
+``activation`` counts the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b``
+are its parameters. Where a kernel does not fit (other dtypes, mixed dtypes or devices,
+torch.compile, torch.func, other shapes than are told), eager torch runs, with its results and its
+errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as torch_functional
+from torch import Tensor
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.overrides import has_torch_function as _has_any
+
+from .. import _recompute
+from .._calls import apply_of, fits, needs_grad, plain_backward
+from .._graph.fx import handle as _handle
+from ..reference import chains as reference
+from ..reference.pointwise import POINTWISE, Pointwise
+from ._library import define, op
+from .activations import KERNELS, chosen, pointwise
+from .scale_add import run_scale
+
+_ACTIVATION = "int activation, float a, float b"
+_IDENTITY = Pointwise()
+
+define(
+    "gated", f"(Tensor gate, Tensor value, {_ACTIVATION}) -> Tensor", reference.gated,
+    lambda gate, value, *_: torch.empty_like(value),
+)  # fmt: skip
+define(
+    "gated_backward",
+    # Writes both gradients, which may be halves of one tensor.
+    "(Tensor grad, Tensor gate, Tensor value, Tensor(a!) grad_gate, Tensor(b!) grad_value, "
+    f"{_ACTIVATION}) -> ()",
+    reference.gated_backward,
+    lambda *_: None,
+)
+_gated, _gated_backward = op("gated"), op("gated_backward")
+
+
+def _plain_gated_backward(grad: Tensor) -> bool:
+    """The same of an op that writes into given tensors: torch.autograd.grad(is_grads_batched=True)
+    loops over all other ops."""
+    return plain_backward(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
+
+
+class Gated(torch.autograd.Function):
+    """Saves both arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
+        output: Tensor = _gated(gate, value, *activation)
+        ctx.save_for_backward(gate, value)
+        ctx.activation = activation
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, _gated, (gate, value), tuple(activation))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, value = ctx.saved_tensors
+        if _plain_gated_backward(grad):
+            return (*reference.gated_gradients(grad, gate, value, *ctx.activation), None)
+        grad_gate, grad_value = torch.empty_like(gate), torch.empty_like(value)
+        _gated_backward(grad, gate, value, grad_gate, grad_value, *ctx.activation)
+        return grad_gate, grad_value, None
+
+
+def halves(input: Tensor, dim: int, gate_last: bool) -> tuple[Tensor, Tensor]:
+    """Gate and value in a packed tensor."""
+    first, second = input.chunk(2, dim)
+    return (second, first) if gate_last else (first, second)
+
+
+def _gated_halves(
+    input: Tensor, dim: int, gate_last: bool, activation: int, a: float, b: float
+) -> Tensor:
+    output: Tensor = _gated(*halves(input, dim, gate_last), activation, a, b)
+    return output
+
+
+class GatedHalves(torch.autograd.Function):
+    """Saves the packed tensor; the gradient is written into halves of one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, dim: int, gate_last: bool, activation: Pointwise
+    ) -> Tensor:
+        output = _gated_halves(input, dim, gate_last, *activation)
+        ctx.save_for_backward(input)
+        ctx.layout, ctx.activation = (dim, gate_last), activation
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, _gated_halves, (input,), (dim, gate_last, *activation))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (input,) = ctx.saved_tensors
+        dim, gate_last = ctx.layout
+        gate, value = halves(input, dim, gate_last)
+        if _plain_gated_backward(grad):
+            found = reference.gated_gradients(grad, gate, value, *ctx.activation)
+            return torch.cat(found[::-1] if gate_last else found, dim), None, None, None
+        grad_input = torch.empty_like(input)
+        _gated_backward(grad, gate, value, *halves(grad_input, dim, gate_last), *ctx.activation)
+        return grad_input, None, None, None
+
+
+_apply_gated, _apply_halves = apply_of(Gated), apply_of(GatedHalves)
+
+
+def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
+    """Two tensors of one shape, which :func:`fits` has allowed."""
+    if needs_grad(gate, value):
+        return _apply_gated(gate, value, activation)
+    output: Tensor = _gated(gate, value, *activation)
+    return output
+
+
+def run_halves(input: Tensor, dim: int, gate_last: bool, activation: Pointwise) -> Tensor:
+    if needs_grad(input):
+        return _apply_halves(input, dim, gate_last, activation)
+    return _gated_halves(input, dim, gate_last, *activation)
+
+
+def _glu(
+    activation: Pointwise, input: Tensor, value: Tensor | None, dim: int, gate_last: bool
+) -> Tensor:
+    if value is None:
+        size = input.size(dim)
+        if size % 2:
+            raise RuntimeError(
+                f"Halving dimension must be even, but dimension {dim} is size {size}"
+            )
+        if fits(input):
+            return run_halves(input, dim % input.dim(), gate_last, activation)
+        gate, value = halves(input, dim, gate_last)
+    else:
+        gate = input
+        if fits(gate, value) and gate.shape == value.shape:
+            return run_gated(gate, value, activation)
+    return activation.forward(gate) * value
+
+
+def _named(name: str, *values: float) -> Pointwise:
+    found = pointwise(name, *values)
+    assert found is not None
+    return found
+
+
+_SIGMOID, _SILU, _RELU = _named("sigmoid"), _named("silu"), _named("relu")
+_GELU, _GELU_TANH = _named("gelu"), _named("gelu_tanh")
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """``a * sigmoid(b)`` where a and b are the halves of `input` along `dim` (arXiv:1612.08083).
+
+    The halves are read in place; saves the input. See :func:`torch.nn.functional.glu`.
+
+    Raises:
+        RuntimeError: a dimension of odd size.
+
+    Example:
+        >>> glu(torch.tensor([2.0, 3.0, 0.0, 100.0]))
+        tensor([1., 3.])
+    """
+    if _scripting():
+        return torch_functional.glu(input, dim)
+    if _has_any((input,)):
+        return _handle(glu, (input,), input, dim=dim)
+    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
+        return torch_functional.glu(input, dim)
+    return _glu(_SIGMOID, input, None, dim, True)
+
+
+def swiglu(
+    input: Tensor, value: Tensor | None = None, dim: int = -1, gate_last: bool = False
+) -> Tensor:
+    """``silu(gate) * value`` (arXiv:2002.05202, section 2); saves both, and no product.
+
+    Args:
+        input: the gate, or gate and value packed along `dim`: the halves are read in place.
+        value: of the gate's shape.
+        dim: which dimension a packed input is halved along.
+        gate_last: whether the second half is the gate.
+
+    Raises:
+        RuntimeError: a dimension of odd size.
+
+    Example:
+        >>> swiglu(torch.tensor([0.0, 100.0, 2.0, 3.0]))
+        tensor([  0., 300.])
+    """
+    if _scripting():
+        if value is None:
+            first, second = input.chunk(2, dim)
+            if gate_last:
+                return torch_functional.silu(second) * first
+            return torch_functional.silu(first) * second
+        return torch_functional.silu(input) * value
+    if _has_any((input, value)):
+        return _handle(swiglu, (input, value), input, value, dim=dim, gate_last=gate_last)
+    return _glu(_SILU, input, value, dim, gate_last)
+
+
+def geglu(
+    input: Tensor,
+    value: Tensor | None = None,
+    dim: int = -1,
+    gate_last: bool = False,
+    approximate: str = "none",
+) -> Tensor:
+    """``gelu(gate) * value`` (arXiv:2002.05202), arguments as of :func:`swiglu`.
+
+    Args:
+        approximate: "none" for the exact form, "tanh" for the other.
+
+    Example:
+        >>> geglu(torch.tensor([0.0, 100.0, 2.0, 3.0]))
+        tensor([  0., 300.])
+    """
+    if _scripting():
+        if value is None:
+            first, second = input.chunk(2, dim)
+            if gate_last:
+                return torch_functional.gelu(second, approximate=approximate) * first
+            return torch_functional.gelu(first, approximate=approximate) * second
+        return torch_functional.gelu(input, approximate=approximate) * value
+    if _has_any((input, value)):
+        return _handle(
+            geglu, (input, value), input, value, dim=dim, gate_last=gate_last,
+            approximate=approximate,
+        )  # fmt: skip
+    if approximate not in ("none", "tanh"):
+        raise RuntimeError("approximate argument must be either none or tanh.")
+    return _glu(_GELU if approximate == "none" else _GELU_TANH, input, value, dim, gate_last)
+
+
+def reglu(
+    input: Tensor, value: Tensor | None = None, dim: int = -1, gate_last: bool = False
+) -> Tensor:
+    """``relu(gate) * value`` (arXiv:2002.05202), arguments as of :func:`swiglu`.
+
+    Example:
+        >>> reglu(torch.tensor([-1.0, 1.0, 2.0, 3.0]))
+        tensor([0., 3.])
+    """
+    if _scripting():
+        if value is None:
+            first, second = input.chunk(2, dim)
+            return torch.relu(second) * first if gate_last else torch.relu(first) * second
+        return torch.relu(input) * value
+    if _has_any((input, value)):
+        return _handle(reglu, (input, value), input, value, dim=dim, gate_last=gate_last)
+    return _glu(_RELU, input, value, dim, gate_last)
+
+
+def bilinear_glu(
+    input: Tensor, value: Tensor | None = None, dim: int = -1, gate_last: bool = False
+) -> Tensor:
+    """``gate * value`` (arXiv:2002.05202, "Bilinear"), arguments as of :func:`swiglu`.
+
+    Example:
+        >>> bilinear_glu(torch.tensor([-1.0, 1.0, 2.0, 3.0]))
+        tensor([-2.,  3.])
+    """
+    if _scripting():
+        if value is None:
+            first, second = input.chunk(2, dim)
+            return first * second
+        return input * value
+    if _has_any((input, value)):
+        return _handle(bilinear_glu, (input, value), input, value, dim=dim, gate_last=gate_last)
+    return _glu(_IDENTITY, input, value, dim, gate_last)
+
+
+def gated(
+    input: Tensor, gate: Tensor, activation: str | None = "sigmoid", **parameters: float
+) -> Tensor:
+    """``input * activation(gate)``: a gated linear unit where the shapes are equal, the gate of a
+    squeeze-and-excitation block (arXiv:1709.01507) where `gate` is broadcast over space.
+
+    Saves both arguments, and where it is broadcast, the small activation of the gate.
+
+    Args:
+        input: any shape; [N, C, ...] where the gate is broadcast.
+        gate: of the input's shape, or [N, C, 1, ...]. Any other broadcast runs in eager torch.
+        activation: the name of a function of :mod:`fusedtrain.functional`, or "identity".
+        parameters: of the activation, as the function names them.
+
+    Raises:
+        ValueError: an unknown activation.
+        TypeError: a parameter that the activation does not have.
+        RuntimeError: shapes that cannot be broadcast.
+
+    Example:
+        >>> gated(torch.ones(1, 2, 1, 3), torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)).flatten()
+        tensor([0.5000, 0.5000, 0.5000, 1.0000, 1.0000, 1.0000])
+    """
+    if _has_any((input, gate)):
+        return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
+    found, function = chosen(activation, parameters)
+    if not fits(input, gate):
+        return input * function(gate)
+    if gate.shape == input.shape:
+        if found is None:
+            found, gate = _IDENTITY, function(gate)
+        return run_gated(gate, input, found)
+    if found is None or found.op < 0:
+        opened = function(gate)
+    else:
+        row = POINTWISE[found.op]
+        opened = KERNELS[row.name](gate, False, *(found.a, found.b)[: len(row.parameters)])
+    if not _spreads(opened, input) or not fits(input, opened):
+        return input * opened
+    return run_scale(input, opened.reshape(input.shape[:2]), None, 1)
+
+
+def _spreads(scale: Tensor, input: Tensor) -> bool:
+    """Whether it is one value for each sample and channel, [N, C, 1, ...]."""
+    return (
+        scale.dim() == input.dim() >= 2
+        and scale.shape[:2] == input.shape[:2]
+        and scale.numel() == input.shape[0] * input.shape[1]
+    )
