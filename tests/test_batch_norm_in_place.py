@@ -9,7 +9,7 @@ import pytest
 import torch
 from _batch_norm_cases import LAYOUTS, Case, last, wide_dtype
 from _cases import DTYPES
-from _kernels import BACKENDS, BATCH_NORM_OPS, Kernels, same_bits
+from _kernels import BACKENDS, Kernels, same_bits
 from _launches import NO_ELEMENTS
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ SLOPES = {"identity": 1.0, "leaky_relu": 0.01}
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, BATCH_NORM_OPS)):
+    if not all(map(kernels.has, FAMILIES["batch_norm"])):
         pytest.skip(f"{request.param} has no batch norm")
     return kernels
 

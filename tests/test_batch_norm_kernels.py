@@ -18,8 +18,10 @@ import pytest
 import torch
 from _batch_norm_cases import FORMULAS, LAYOUTS, Case, close, last, wide_dtype
 from _cases import DTYPES
-from _kernels import BACKENDS, BATCH_NORM_OPS, Kernels, placed, same_bits
+from _kernels import BACKENDS, Kernels, placed, same_bits
 from torch import Tensor
+
+from fusedtrain.reference import FAMILIES
 
 F32, F64, F16, BF16 = DTYPES
 # Backward takes: nothing, the output, the input.
@@ -29,7 +31,7 @@ THREE = ("identity", "softplus", "silu")
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, BATCH_NORM_OPS)):
+    if not all(map(kernels.has, FAMILIES["batch_norm"])):
         pytest.skip(f"{request.param} has no batch norm")
     return kernels
 
