@@ -53,6 +53,14 @@ def main() -> int:
         sources("launch.cuh"),
         "kernels start by launch() of launch.cuh, so that the emulator can run them",
     )
+    packages = ("optim", "amp", "fp16_utils", "compat")
+    for i, package in enumerate(packages[:-1]):
+        above = "|".join(packages[i + 1 :])
+        forbid(
+            rf"(from (\.\.|fusedtrain\.)|from (\.\.|fusedtrain) import .*\b)({above})\b",
+            sorted((PACKAGE / package).rglob("*.py")),
+            "of optim, amp, fp16_utils and compat each imports only those before it",
+        )
     compiled_once = (
         "batch_norm.cpp", "batch_norm_tiles.h", "chains.cpp", "dispatch.cpp", "multi_tensor.cpp",
         "pool.cpp",
