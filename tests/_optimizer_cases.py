@@ -21,11 +21,11 @@ import fusedtrain
 from fusedtrain.reference import RULES, optimizers
 from fusedtrain.reference.optimizers import (
     CONTROLS,
-    GROUP_OPTIONS,
     MAX_STATES,
     SCALARS,
-    STEP_OPTIONS,
     WIDTH,
+    GroupOptions,
+    StepOptions,
 )
 
 RULE_NAMES = [rule.name for rule in RULES]
@@ -165,7 +165,7 @@ class Case:
         self.table = torch.zeros(1 + len(groups), WIDTH, dtype=torch.float64)
         for name, value in {"measures": 1, "norm_eps": 1e-6, "unit_eps": 1e-3, **step}.items():
             self.set(name, value)
-        names = (*GROUP_OPTIONS, *OPTIONS[rule])
+        names = (*GroupOptions._fields[:-1], *OPTIONS[rule])
         for options, line in zip(groups, self.table[1:]):
             for name, value in {"lr": 0.1, "lr_index": -1.0, "sign": 1.0, **options}.items():
                 line[names.index(name)] = value
@@ -175,7 +175,7 @@ class Case:
 
     def set(self, name: str, value: float) -> None:
         """Changes an option of the step."""
-        self.table[0, STEP_OPTIONS.index(name)] = value
+        self.table[0, StepOptions._fields.index(name)] = value
 
     def _random(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain.ops import batch_norm_in_place as in_place
+from fusedtrain.reference import FAMILIES
 
 F32, F64, F16, BF16 = DTYPES
 SLOPES = {"identity": 1.0, "leaky_relu": 0.01}

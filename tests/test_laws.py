@@ -112,3 +112,21 @@ def test_includes_are_followed(laws: Any, tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     found = laws.included([tmp_path / "cpu/unit.cpp"])
     assert found == [tmp_path / name for name in ("cpu/loop.h", "cpu/unit.cpp", "ops.h")]
+
+
+def test_imports_go_down(laws: Any, tmp_path: Path) -> None:
+    files = {
+        "reference/__init__.py": "from .. import nn",
+        "ops/pool.py": "def f():\n    import house.amp",
+        "nn/__init__.py": "from ..ops import pool\nfrom .. import reference", "amp/__init__.py": "",
+        "cellar.py": "",
+    }  # fmt: skip
+    laws.forbid_upward(package(tmp_path, files))
+    law = "each imports only those before it"
+    assert sorted(laws.FOUND) == [
+        f"{law}: house.ops.pool imports house.amp",
+        f"{law}: house.reference imports house.nn",
+    ]
+    laws.FOUND.clear()
+    laws.forbid_upward(package(tmp_path, {"ops/b.py": "from .. import cellar", "cellar.py": ""}))
+    assert f"{law}: FLOORS lacks cellar" in laws.FOUND

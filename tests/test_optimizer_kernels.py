@@ -283,7 +283,7 @@ def test_streams_of_random_numbers() -> None:
     for seed, tensor, done, step in [(0, 0, 1, 1), (2**53 - 1, 12345, 2**24, 7), (7, 1, 3, 0)]:
         later = seed_after(seed, done)
         assert seed_after(later, -done) == seed
-        whole = whole_seed({"seed": later % 2**32, "seed_high": later // 2**32})
+        whole = whole_seed(later % 2**32, later // 2**32)
         key = random_key(whole, tensor, torch.tensor(float(step)))
         assert key.item() == _key(seed, tensor, done + step)
 

@@ -21,6 +21,31 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
                 FOUND.append(f"{path.relative_to(ROOT)}:{number}: {law}: {line.strip()}")
 
 
+# What is right under fusedtrain/, from the ground up: each imports only those before it.
+FLOORS = (
+    "_version", "_gpus", "_calls", "_recompute", "reference", "triton", "_backends", "_graph",
+    "ops", "functional", "nn", "optim", "integrations", "amp", "fp16_utils", "compat", "folding",
+    "conversion", "memory", "__init__", "__main__",
+)  # fmt: skip
+
+
+def forbid_upward(package: Path) -> None:
+    """Names the modules that import one of a higher floor, or that have no floor."""
+
+    def floor(module: str) -> int:
+        room = (module.split(".") + ["__init__"])[1]
+        if room not in FLOORS:
+            FOUND.append(f"each imports only those before it: FLOORS lacks {room}")
+            return len(FLOORS)
+        return FLOORS.index(room)
+
+    for module, imported in sorted(imports_of(package).items()):
+        for other in sorted(imported):
+            # Each imports the package itself, by importing anything in it.
+            if other != package.name and floor(other) > floor(module):
+                FOUND.append(f"each imports only those before it: {module} imports {other}")
+
+
 def forbid_circles(package: Path) -> None:
     for circle in circles_in(imports_of(package)):
         modules = ", ".join(sorted(circle))
@@ -84,6 +109,7 @@ def main() -> int:
     forbid(r"\bfor\s*\(|\bwhile\s*\(", [CSRC / "formulas.h"], "a formula knows no loop")
 
     forbid_circles(PACKAGE)
+    forbid_upward(PACKAGE)
 
     # One name everywhere.
     declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")

@@ -165,8 +165,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         LOOPS, "for (int64_t t = 0; t < call.count; ++t) skip |=",
         "for (int64_t t = 0; t + 1 < call.count; ++t) skip |="),
     "gradients are not looked at": (
-        ENGINE, "measures |= _FINITE | _GRADIENTS\n        if",
-        "measures |= _GRADIENTS\n        if"),
+        ENGINE, "measures |= MEASURE_FINITE | MEASURE_GRADIENTS\n        if",
+        "measures |= MEASURE_GRADIENTS\n        if"),
     "norm without the unscaling": (
         LOOPS, "table(T()).measure(g.values, factor, n, sums);",
         "table(T()).measure(g.values, T(1), n, sums);"),
@@ -300,9 +300,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "if (*u.growth_tracker == u.growth_interval) {",
         "if (*u.growth_tracker > u.growth_interval) {"),
     "scaler: hears of no skipped step": (
-        REPORTS, "plan.store.control[0].clone() for", "plan.store.control[6].clone() for"),
+        REPORTS, "{flag.device: flag.clone() for", "{flag.device: flag * 0 for"),
     "applied steps of the last plan only": (
-        REPORTS, "if self._last else list(self._controls.values())", "if self._last else []"),
+        REPORTS, "for control in self._controls.values():", "for control in ():"),
     "empty tensors are not dense": (
         "csrc/checks.h", "return total == 0 || expected == total;", "return expected == total;"),
     "the tail of a block is lost": (

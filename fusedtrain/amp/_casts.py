@@ -1,6 +1,7 @@
-"""What `initialize` does to a model: casts of what goes in and comes out, float32 checkpoints.
+"""What `initialize` does to a model: its dtypes, casts of inputs and outputs, float32 checkpoints.
 
-All of it is hooks, which replicas and pickles of the model take along; copies take the casts.
+Casts and checkpoints are hooks, which replicas and pickles of the model take along; copies take the
+casts. Conversions of dtypes are public in `fusedtrain.fp16_utils`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,81 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ._masters import HALF_DTYPES, full_precision, load_full_precision
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Converts the parameters and buffers of a module, without those of the modules in it.
+
+    In place: a parameter stays the same object, so that what shares or refers to it sees the new
+    dtype. Gradients are converted with it. Integer and complex tensors stay as they are.
+
+    Args:
+        module: any module.
+        dtype: a floating dtype.
+
+    Raises:
+        TypeError: for a dtype that is not floating.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> convert_module(layer, torch.float16)
+        >>> layer.weight.dtype
+        torch.float16
+    """
+    _check_floating(dtype)
+    for param in module.parameters(recurse=False):
+        grad = param.grad
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+        if grad is not None and grad.is_floating_point():
+            grad.data = grad.data.to(dtype)
+    for buffer in module.buffers(recurse=False):
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Converts parameters and buffers of a network, in place, but for batch norms with weights.
+
+    These (see `fp16_utils.BN_convert_float`) are left as they are, in whatever dtype. Weights of
+    recurrent layers are laid out in one piece again, as cuDNN wants them.
+
+    Args:
+        network: any module; see `convert_module` for what is converted.
+        dtype: a floating dtype.
+
+    Returns:
+        The same network.
+
+    Raises:
+        TypeError: for a dtype that is not floating.
+
+    Example:
+        >>> model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.half)
+        >>> model[0].weight.dtype, model[1].weight.dtype
+        (torch.float16, torch.float32)
+    """
+    _check_floating(dtype)
+    for module in network.modules():
+        if is_affine_norm(module):
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+def is_affine_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm with a weight and a bias, which may stay in float32."""
+    return isinstance(module, _BatchNorm) and module.affine
+
+
+def _check_floating(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating dtype, got {dtype}")
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,7 +1,13 @@
-"""What is known of one optimizer's gradients: which are scaled, by what; and unscaling them."""
+"""What is known of one optimizer's gradients: which are scaled, by what; and unscaling them.
+
+`GradientState` changes the class of its parameters while their gradients are scaled, and a
+`LazyParameter` asks its `GradientState` to unscale: the two refer to each other, so one file.
+"""
 
 from __future__ import annotations
 
+import inspect
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -15,15 +21,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..optim import FusedOptimizer
-from ._known_gradients import NotedGradients
-from ._lazy import LazyParameter
 from ._masters import Masters
-from ._raw import raw_grad, set_raw_grad
+from ._raw import NotedGradients, raw_grad, set_raw_grad
 
 _OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
 # By parameter, a weak reference to the `GradientState` that it belongs to.
 _owner: Any = WeakTensorKeyDictionary()
 _LAYOUT = attrgetter("layout")
+_ZEROING = inspect.unwrap(torch.nn.Module.zero_grad).__code__
 
 
 class GradientState:
@@ -284,6 +289,53 @@ class GradientState:
                 "gradients were changed between amp.scale_loss and optimizer.step() without being "
                 "read through .grad: a backward pass must be under amp.scale_loss, too"
             )
+
+
+class LazyParameter(torch.nn.Parameter):
+    """A parameter whose gradient is unscaled when somebody looks at it.
+
+    Each optimizer has a subclass of its own, which its parameters are of while their gradients are
+    scaled: reading any attribute of a subclass takes torch three times as long. What is pickled is
+    a plain parameter.
+    """
+
+    _gradients: GradientState
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of every tensor."""
+        gradients = self._gradients
+        scaled = gradients.scaled_by is not None and not gradients.running
+        if scaled and not _drops(sys._getframe(1)):
+            gradients.unscale()
+        return raw_grad(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        gradients = self._gradients
+        if value is not None and gradients.scaled_by is not None and not gradients.running:
+            gradients.unscale()
+        if value is None:
+            gradients.drop(self)
+        set_raw_grad(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._gradients.drop(self)
+        set_raw_grad(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """A parameter of no optimizer, as that of a copied model is."""
+        if id(self) not in memo:
+            data = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(data, self.requires_grad)
+        copied: torch.nn.Parameter = memo[id(self)]
+        return copied
+
+
+def _drops(frame: Any) -> bool:
+    """Whether it is Module.zero_grad, asking what there is to drop: no reason to unscale it."""
+    return frame.f_code is _ZEROING and bool(frame.f_locals.get("set_to_none", False))
 
 
 def _owner_of(p: Tensor) -> GradientState | None:

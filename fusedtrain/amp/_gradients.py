@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ._gradient_state import GradientState
-from ._known_gradients import NotedGradients
-from ._raw import raw_grad, set_raw_grad
+from ._raw import NotedGradients, raw_grad, set_raw_grad
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
 

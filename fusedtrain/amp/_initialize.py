@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._casts import cast_model, save_in_float32
+from ._casts import cast_model, convert_network, save_in_float32
 from ._functions import disable_casts, switch_autocast, wrap_registered
 from ._gradients import ScaledGradients
 from ._loss_scaler import LossScaler
@@ -207,11 +207,9 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _optimizers(optimizers: Any) -> list[Any]:
-    from ..fp16_utils import FP16_Optimizer  # which few scripts need
-
     some = optimizers if isinstance(optimizers, list) else [optimizers]
     for optimizer in some:
-        if isinstance(optimizer, FP16_Optimizer):
+        if getattr(type(optimizer), "_scales_losses", False):
             raise RuntimeError(
                 "An incoming optimizer is an instance of FP16_Optimizer. The optimizer(s) passed "
                 "to amp.initialize() must be ordinary PyTorch optimizers or fusedtrain's."
@@ -272,8 +270,6 @@ def _prepare_model(model: nn.Module, options: Options, outputs: torch.dtype | No
         cast_model(model, None, outputs)
         return
     if options.keep_batchnorm_fp32:
-        from ..fp16_utils import convert_network
-
         convert_network(model, dtype)
     else:
         model.to(dtype)

@@ -48,7 +48,6 @@ _LEVELS: dict[str, dict[str, Any]] = {
         "loss_scale": 1.0,
     },
 }
-_MASTERS = (torch.float16, torch.bfloat16)  # dtypes of weights that may have float32 masters
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Options:

@@ -13,6 +13,7 @@ from ..optim import FusedOptions
 from ..optim._checks import check_betas, check_not_negative, two
 from ..optim._options import OtherOptions
 from ..optim._plan import Numbers
+from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
 from ._apex_optimizer import ApexOptimizer
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,7 +54,7 @@ class FusedLAMB(ApexOptimizer):
     """
 
     _rule = "lamb"
-    _norms = 2 | 4  # of gradients and parameters
+    _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _tries = True
     _norm_eps = 0.0
     _attributes = ("adam_w_mode", "use_nvlamb")
@@ -145,7 +146,7 @@ class FusedNovoGrad(ApexOptimizer):
 
     _rule = "novograd"
     _scalar_names = ("step", "exp_avg_sq", None)
-    _norms = 2  # of gradients
+    _norms = MEASURE_GRADIENTS
     _attributes = ("moment_mode",)
     _counts = True
 

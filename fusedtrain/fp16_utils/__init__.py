@@ -1,13 +1,7 @@
 """What `apex.fp16_utils` was: mixed precision by hand, for scripts that still do it so."""
 
-from .convert import (
-    BN_convert_float,
-    FP16Model,
-    convert_module,
-    convert_network,
-    network_to_half,
-    tofp16,
-)
+from ..amp._casts import convert_module, convert_network
+from .convert import BN_convert_float, FP16Model, network_to_half, tofp16
 from .fp16_optimizer import FP16_Optimizer
 from .loss_scaler import DynamicLossScaler, LossScaler
 from .master_params import (

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..amp._casts import convert_module, convert_network, is_affine_norm
 
 
 class tofp16(nn.Module):
@@ -43,7 +44,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
         [torch.float16, torch.float32]
     """
     for norm in module.modules():
-        if _is_kept(norm):
+        if is_affine_norm(norm):
             convert_module(norm, torch.float32)
     return module
 
@@ -69,68 +70,6 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
         torch.float32
     """
     return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
-
-
-def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts the parameters and buffers of a module, without those of the modules in it.
-
-    In place: a parameter stays the same object, so that what shares or refers to it sees the new
-    dtype. Gradients are converted with it. Integer and complex tensors stay as they are.
-
-    Args:
-        module: any module.
-        dtype: a floating dtype.
-
-    Raises:
-        TypeError: for a dtype that is not floating.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> convert_module(layer, torch.float16)
-        >>> layer.weight.dtype
-        torch.float16
-    """
-    _check_floating(dtype)
-    for param in module.parameters(recurse=False):
-        grad = param.grad
-        if param.is_floating_point():
-            param.data = param.data.to(dtype)
-        if grad is not None and grad.is_floating_point():
-            grad.data = grad.data.to(dtype)
-    for buffer in module.buffers(recurse=False):
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
-
-
-def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts parameters and buffers of a network, in place, but for batch norms with weights.
-
-    These (see `BN_convert_float`) are left as they are, in whatever dtype. Weights of recurrent
-    layers are laid out in one piece again, as cuDNN wants them.
-
-    Args:
-        network: any module; see `convert_module` for what is converted.
-        dtype: a floating dtype.
-
-    Returns:
-        The same network.
-
-    Raises:
-        TypeError: for a dtype that is not floating.
-
-    Example:
-        >>> model = convert_network(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.half)
-        >>> model[0].weight.dtype, model[1].weight.dtype
-        (torch.float16, torch.float32)
-    """
-    _check_floating(dtype)
-    for module in network.modules():
-        if _is_kept(module):
-            continue
-        convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-    return network
 
 
 class FP16Model(nn.Module):
@@ -160,14 +99,5 @@ class FP16Model(nn.Module):
         )
 
 
-def _is_kept(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine
-
-
 def _half(value: Any) -> Any:
     return value.half() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _check_floating(dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating dtype, got {dtype}")

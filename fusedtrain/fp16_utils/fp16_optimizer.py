@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class FP16_Optimizer:
         >>> optimizer.overflow
         False
     """
+
+    _scales_losses: ClassVar[bool] = True  # amp.initialize, which would scale again, refuses it
 
     def __init__(
         self,

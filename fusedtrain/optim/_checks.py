@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ._distributed import local
+
 _WORDS = {"lr": "learning rate", "eps": "epsilon value"}
+_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 def check_not_negative(**values: float | Tensor) -> None:
@@ -40,6 +44,24 @@ def refuse_differentiable(differentiable: bool) -> None:
     """Raises what torch raises of its fused optimizers."""
     if differentiable:
         raise RuntimeError("`fused` does not support `differentiable`")
+
+
+def check_parameter(p: Tensor, kind: str) -> None:
+    """Raises RuntimeError for a parameter that the kernels do not update; `kind` of optimizer."""
+    if p.is_complex():
+        raise RuntimeError(f"{kind} does not support complex parameters")
+    if p.dtype not in _DTYPES:
+        raise RuntimeError(
+            f"{kind} supports float32, float64, float16 and bfloat16 parameters, got {p.dtype}"
+        )
+    if p.is_neg():
+        raise RuntimeError(f"{kind} does not support negated views as parameters")
+    inner = local(p)
+    sizes = zip(inner.shape, inner.stride(), strict=True)
+    if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} has several elements at one place in memory"
+        )
 
 
 def check_written(grads: list[list[Tensor]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference.optimizers import MEASURE_FINITE, StepOptions
+
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor (FSDP2, tensor parallelism)."""
@@ -73,12 +75,12 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
             trial_sums[:, 0] *= torch.tensor(shares, dtype=torch.float64).to(trial_sums.device)
         ops.optimizer_step(*arguments, plan.sums, trial_sums)
         if norm is not None:
-            control = plan.store.control
-            control[2].copy_(norm[0], non_blocking=True)
-            control[3].copy_(norm[1], non_blocking=True)
+            plan.store.last_step.grad_norm.copy_(norm[0], non_blocking=True)
+            plan.store.last_step.clip.copy_(norm[1], non_blocking=True)
 
 
-_RULE, _TABLE, _SCALE, _FOUND_INF = 0, 9, 11, 12  # among the arguments
+_TABLE, _SCALE, _FOUND_INF = 9, 11, 12  # among the arguments
+_MAX_NORM = StepOptions._fields.index("max_norm")
 
 
 def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]:
@@ -93,17 +95,17 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
     total = torch.stack(totals).sum(0)
     norm = total[1].sqrt()
     coefficient = torch.ones_like(norm)
-    options = calls[0][1][_TABLE][0]
-    measures, max_norm, eps = options[:3].tolist()
-    if max_norm:
-        coefficient = (max_norm / (norm + eps)).clamp(max=1)
-    if int(measures) & 1:  # a skipped step clips nothing, but may write unscaled gradients
+    options = StepOptions.of(calls[0][1][_TABLE][0].tolist())
+    checks = int(options.measures) & MEASURE_FINITE
+    if options.max_norm:
+        coefficient = (options.max_norm / (norm + options.norm_eps)).clamp(max=1)
+    if checks:  # a skipped step clips nothing, but may write unscaled gradients
         coefficient = torch.where(total[0] != 0, 1.0, coefficient)
     for plan, arguments in calls:
         device = plan.sums.device
         here = coefficient.to(device)
         plan.sums[:, 1] *= here * here
-        arguments[_TABLE][0, 1] = 0.0  # max_norm: clipped by the scale from here on
+        arguments[_TABLE][0, _MAX_NORM] = 0.0  # clipped by the scale from here on
         scale = arguments[_SCALE]
         one = (
             torch.ones((), dtype=torch.float32, device=device)
@@ -111,7 +113,7 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
             else scale.reshape(())
         )
         arguments[_SCALE] = (one / here).to(torch.float32)
-        if int(measures) & 1:
+        if checks:
             found = (total[:1] != 0).to(device, torch.float32)
             given = arguments[_FOUND_INF]
             arguments[_FOUND_INF] = found if given is None else found + given.reshape(1)

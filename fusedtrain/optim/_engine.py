@@ -19,17 +19,25 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from .. import ops as ops  # defines and loads the ops
+from ..reference.optimizers import (
+    CONTROLS,
+    MEASURE_FINITE,
+    MEASURE_GRADIENTS,
+    MEASURE_PARAMETERS,
+    Control,
+    StepOptions,
+)
 from . import _distributed
 from ._checkpoints import Checkpoints
-from ._checks import check_written
+from ._checks import check_parameter, check_written
 from ._options import DEFAULTS, WRITE_BACK, check_options
-from ._plan import DTYPES, RULE_NUMBERS, Needs, Numbers, Plan, Store
+from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store
 from ._reports import Reports
 
-_FINITE, _GRADIENTS, _PARAMETERS = 1, 2, 4  # kMeasure... of csrc/ops.h
 _PLANS_KEPT = 8  # of different sets of parameters with gradients
 # Over hundreds of tensors, several times a step: mapped, they take a third of a loop's time.
 _GRAD, _VERSION, _LAYOUT = attrgetter("grad"), attrgetter("_version"), attrgetter("layout")
+_CAUTIOUS = attrgetter("cautious")
 _GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
@@ -68,9 +76,7 @@ class FusedOptimizer(Reports, Checkpoints):
     _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
-    _unscaled_by_reading = (
-        False  # whether who looks at a gradient finds it unscaled: fusedtrain.amp
-    )
+    _unscaled_by_reading = False  # fusedtrain.amp: whether ``.grad`` gives unscaled gradients
 
     # What an optimizer says of itself.
     _rule: ClassVar[str]
@@ -165,19 +171,21 @@ class FusedOptimizer(Reports, Checkpoints):
         else:
             self._measured = False
             for control in self._controls.values():
-                control[0] = 0
+                Control.of(control).skipped.zero_()
         decay = self._fused_options["ema_decay"]
         if decay is not None:
             self._average_parameters_without_gradients(1 - decay)
 
     def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
-        writes_grads = self._writeback() != "none"
-        if writes_grads:
+        writeback = self._writeback()
+        if writeback != "none":
             check_written(grads)
-        trial = self._tries or any(self._numbers(group).cautious for group in self.param_groups)
+        groups = list(map(self._numbers, self.param_groups))
+        trial = self._tries or any(map(_CAUTIOUS, groups))
         measures = self._measures()
         self._measured = measures != 0
-        calls = self._calls(plans, grads, measures, trial)
+        options = self._step_options(measures, writeback, trial)
+        calls = self._calls(plans, grads, options, groups)
         if (measures or trial) and (len(plans) > 1 or plans[0].distributed):
             if self._fused_options["agc"] is not None:
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
@@ -192,32 +200,38 @@ class FusedOptimizer(Reports, Checkpoints):
             increment_version(plan.written)
             increment_version(plan.states)
             plan.note_versions()
-            if writes_grads:
+            if writeback != "none":
                 increment_version([g for g in plan_grads if not g.is_inference()])
+
+    def _step_options(self, measures: int, writeback: str, trial: bool) -> StepOptions:
+        options = self._fused_options
+        decay = options["ema_decay"]
+        return StepOptions(
+            measures=float(measures),
+            max_norm=self._clip_norm(),
+            norm_eps=self._norm_eps,
+            unit_factor=options["agc"] or 0.0,
+            unit_eps=options["agc_eps"],
+            average_weight=0.0 if decay is None else 1.0 - decay,
+            write_back=WRITE_BACK[writeback],
+            stochastic=float(options["stochastic_rounding"]),
+            seed=float(self._rounding_seed % 2**32),
+            trial=float(trial),
+            seed_high=float(self._rounding_seed >> 32),
+        )
 
     def _calls(
         self,
         plans: list[Plan],
         grads: list[list[Tensor]],
-        measures: int,
-        trial: bool,
+        options: StepOptions,
+        groups: list[Numbers],
         stateless: bool = False,
     ) -> list[tuple[Plan, list[Any]]]:
         """The arguments of each plan's call, which can do without states if it is to measure."""
-        options = self._fused_options
-        rows = [self._numbers(group) for group in self.param_groups]
-        decay = options["ema_decay"]
-        head = (
-            float(measures), self._clip_norm(), self._norm_eps, options["agc"] or 0.0,
-            options["agc_eps"], 0.0 if decay is None else 1.0 - decay,
-            WRITE_BACK[self._writeback()], float(options["stochastic_rounding"]),
-            float(self._rounding_seed % 2**32), float(trial), float(self._rounding_seed >> 32),
-            0.0, 0.0, 0.0,
-        )  # fmt: skip
         lrs: list[Tensor] = []
-        table = torch.tensor(
-            [head, *(row.row(lrs) for row in rows)], dtype=torch.float64, device="cpu"
-        )
+        rows = [options.row(), *(group.row(lrs) for group in groups)]
+        table = torch.tensor(rows, dtype=torch.float64, device="cpu")
         scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         calls = []
@@ -252,11 +266,13 @@ class FusedOptimizer(Reports, Checkpoints):
         self.grad_scale = scale
         try:
             measures = self._measures()
-            stateless = not measures & _PARAMETERS
+            stateless = not measures & MEASURE_PARAMETERS
             plans, grads = self._plans_and_gradients(stateless)
             if not plans:
                 return torch.zeros_like(scale)
-            calls = self._calls(plans, grads, measures, False, stateless)
+            options = self._step_options(measures, self._writeback(), trial=False)
+            groups = list(map(self._numbers, self.param_groups))
+            calls = self._calls(plans, grads, options, groups, stateless)
         finally:
             del self.grad_scale
         sums = [torch.ops.fusedtrain.measure_gradients(*arguments) for _, arguments in calls]
@@ -295,11 +311,11 @@ class FusedOptimizer(Reports, Checkpoints):
         # A scaler of torch has looked at scaled gradients: what overflows on unscaling it misses.
         scaled = getattr(self, "grad_scale", None) is not None
         if getattr(self, "_checks_gradients", scaled):
-            measures |= _FINITE | _GRADIENTS
+            measures |= MEASURE_FINITE | MEASURE_GRADIENTS
         if self._clip_norm():
-            measures |= _GRADIENTS
+            measures |= MEASURE_GRADIENTS
         if self._fused_options["agc"] is not None:
-            measures |= _GRADIENTS | _PARAMETERS
+            measures |= MEASURE_GRADIENTS | MEASURE_PARAMETERS
         return measures
 
     def _writeback(self) -> str:
@@ -366,7 +382,7 @@ class FusedOptimizer(Reports, Checkpoints):
 
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
         for p in params:
-            self._check_parameter(p)
+            check_parameter(p, type(self).__name__)
         by_device: dict[torch.device, list[int]] = {}
         for i, p in enumerate(params):
             by_device.setdefault(p.device, []).append(i)
@@ -378,32 +394,14 @@ class FusedOptimizer(Reports, Checkpoints):
             for device, which in by_device.items()
         ]  # fmt: skip
 
-    def _check_parameter(self, p: Tensor) -> None:
-        if p.is_complex():
-            raise RuntimeError(f"{type(self).__name__} does not support complex parameters")
-        if p.dtype not in DTYPES:
-            raise RuntimeError(
-                f"{type(self).__name__} supports float32, float64, float16 and bfloat16 "
-                f"parameters, got {p.dtype}"
-            )
-        if p.is_neg():
-            raise RuntimeError(
-                f"{type(self).__name__} does not support negated views as parameters"
-            )
-        inner = _distributed.local(p)
-        sizes = zip(inner.shape, inner.stride(), strict=True)
-        if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
-            raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} has several elements at one place in memory"
-            )
-
     def _store(self, device: torch.device) -> Store:
         """The scalars of all parameters on the device; made anew where there are others."""
         params = [p for g in self.param_groups for p in g["params"] if p.device == device]
         store = self._stores.get(device)
         if store is None or list(map(id, store.params)) != list(map(id, params)):
             if device not in self._controls:
-                self._controls[device] = torch.zeros(8, dtype=torch.float32, device=device)
+                control = torch.zeros(CONTROLS, dtype=torch.float32, device=device)
+                self._controls[device] = control
             new = Store(params, device, self._controls[device])
             if self._scalar_names[0] is None:
                 # No step count in the checkpoint: one that has states has had a step.
@@ -431,7 +429,7 @@ class FusedOptimizer(Reports, Checkpoints):
 
 def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
     tensors = list(chain(*grads))
-    if measures & _PARAMETERS:
+    if measures & MEASURE_PARAMETERS:
         tensors += chain(*(plan.written for plan in plans))
     try:
         return list(map(_VERSION, tensors))

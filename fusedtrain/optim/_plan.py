@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
+from ..reference.optimizers import MAX_STATES, SCALARS, Control, GroupOptions
 from ._distributed import is_distributed, local
 
-SCALARS = 3  # numbers that a parameter has: step, two moments
-STATES = 3
-DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
 
 
 class Numbers(NamedTuple):
-    """A parameter group as a row of the table (OptionGroup of csrc/ops.h)."""
+    """What an optimizer says of a parameter group; `row` makes `GroupOptions` of it."""
 
     lr: float | Tensor
     weight_decay: float
@@ -30,19 +28,17 @@ class Numbers(NamedTuple):
     cautious: bool = False
 
     def row(self, lrs: list[Tensor]) -> tuple[float, ...]:
-        """The row; a learning rate that is a tensor joins `lrs`."""
+        """The row of the table; a learning rate that is a tensor joins `lrs`."""
         lr, index = self.lr, -1.0
         if isinstance(lr, Tensor):
             index, lr = float(len(lrs)), 0.0
             assert isinstance(self.lr, Tensor)
             lrs.append(self.lr)
-        padding = (0.0,) * (8 - len(self.option))
         sign = -1.0 if self.maximize else 1.0
-        cautious = float(self.cautious)
-        return (
-            float(lr), index, float(self.weight_decay), sign, float(self.max_lr), cautious,
-            *map(float, self.option), *padding,
-        )  # fmt: skip
+        return GroupOptions(
+            float(lr), index, float(self.weight_decay), sign, float(self.max_lr),
+            float(self.cautious), tuple(map(float, self.option)),
+        ).row()  # fmt: skip
 
 
 class Store:
@@ -54,6 +50,7 @@ class Store:
         self.scalars = torch.zeros(SCALARS, len(params), dtype=torch.float32, device=device)
         self.views = [row.unbind() for row in self.scalars.unbind()]
         self.control = control
+        self.last_step = Control.of(control)
 
 
 class Needs(NamedTuple):
@@ -121,7 +118,7 @@ class Plan:
             self._scalar(own, needs.scalar_names[0], store.views[0][column])  # first, as torch's
             for name in slots:
                 row.append(-1 if name is None else self._large(own, name, p, inner, needs))
-            row += [-1] * (STATES - len(slots))
+            row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             has_master = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
             if is_master:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference.optimizers import CONTROLS, Control
 from ._plan import Plan
 
 
@@ -21,9 +22,13 @@ class Reports(torch.optim.Optimizer):
     _low_precision: Mapping[int, Tensor]
     ema_decay: Any
 
-    def _control(self, which: int) -> Tensor:
-        controls = [self._last[0].store.control] if self._last else list(self._controls.values())
-        return controls[0][which].clone() if controls else torch.zeros((), dtype=torch.float32)
+    def _last_control(self) -> Control:
+        """Views of what the next step changes."""
+        if self._last:
+            return self._last[0].store.last_step
+        for control in self._controls.values():
+            return Control.of(control)
+        return Control.of(torch.zeros(CONTROLS, dtype=torch.float32))
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -31,17 +36,17 @@ class Reports(torch.optim.Optimizer):
 
         A bool tensor of no dimensions on the device of the parameters; nothing waits for it.
         """
-        return self._control(0) != 0
+        return self._last_control().skipped != 0
 
     @property
     def skipped_steps(self) -> Tensor:
         """How many steps were skipped: an int64 tensor of no dimensions, on the device."""
-        return self._control(1).long()
+        return self._last_control().skipped_steps.long()
 
     @property
     def applied_steps(self) -> Tensor:
         """How many steps were not skipped: an int64 tensor of no dimensions, on the device."""
-        return self._control(5).long()
+        return self._last_control().applied_steps.long()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -50,7 +55,7 @@ class Reports(torch.optim.Optimizer):
         A float32 tensor of no dimensions on the device, or None where the step had no reason to
         measure it: no loss scaling, no clipping, no rule that needs norms.
         """
-        return self._control(2) if self._measured else None
+        return self._last_control().grad_norm.clone() if self._measured else None
 
     def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter of the last step, and how many of its gradient's values were not finite.
@@ -69,7 +74,8 @@ class Reports(torch.optim.Optimizer):
 
     def _found_inf(self) -> dict[torch.device, Tensor]:
         """Of the last step, for GradScaler.update: 1 where it was skipped, by device."""
-        return {plan.store.control.device: plan.store.control[0].clone() for plan in self._last[:1]}
+        skipped = [plan.store.last_step.skipped for plan in self._last[:1]]
+        return {flag.device: flag.clone() for flag in skipped}
 
     # --- averages ---
 
@@ -114,5 +120,5 @@ class Reports(torch.optim.Optimizer):
             for p in group["params"]:
                 average = self.state.get(p, {}).get("ema")
                 if average is not None and id(p) not in stepped:
-                    skipped = self._control(0).to(p.device, average.dtype)
+                    skipped = self._last_control().skipped.to(p.device, average.dtype)
                     average.lerp_(p.to(average.dtype), (1 - skipped) * weight)

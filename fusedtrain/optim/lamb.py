@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
 from ._checks import check_betas, check_not_negative, two
 from ._engine import FusedOptimizer
 from ._options import OtherOptions
@@ -57,7 +58,7 @@ class LAMB(FusedOptimizer):
     """
 
     _rule = "lamb"
-    _norms = 2 | 4  # of gradients and parameters
+    _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _tries = True
     _norm_eps = 0.0
     _absent: ClassVar = {

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
 from ._checks import check_nesterov, check_not_negative
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
@@ -47,7 +48,7 @@ class LARS(FusedOptimizer):
 
     _rule = "lars"
     _scalar_names = (None, None, None)
-    _norms = 2 | 4  # of gradients and parameters
+    _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _absent: ClassVar = {"nesterov": False}
 
     def __init__(

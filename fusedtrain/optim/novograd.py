@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ..reference.optimizers import MEASURE_GRADIENTS
 from ._checks import check_betas, check_not_negative, two
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
@@ -43,7 +44,7 @@ class NovoGrad(FusedOptimizer):
 
     _rule = "novograd"
     _scalar_names = ("step", "exp_avg_sq", "max_exp_avg_sq")
-    _norms = 2  # of gradients
+    _norms = MEASURE_GRADIENTS
     _absent: ClassVar = {"amsgrad": False}
 
     def __init__(

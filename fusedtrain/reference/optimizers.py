@@ -4,14 +4,15 @@ Nothing here waits for the device: a step that is to be skipped is computed all 
 ``torch.where`` keeps every bit of what was there. Only ``table`` and ``rows`` are read, which are
 in host memory.
 
-``table`` is a matrix of float64: the options of the step (STEP_OPTIONS), then a row for each group
-(GROUP_OPTIONS, then the options of the rule, which csrc/optimizers.h names). ``rows`` has for each
-parameter: its group, its column of ``scalars``, the index of each of its states in ``states``, of
-its master in ``masters``, of its average in ``averages``; -1 where there is none.
+``table`` is a matrix of float64: the row of a `StepOptions`, then that of a `GroupOptions` for each
+group. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of each of
+its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1 where
+there is none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,18 +22,80 @@ from torch import Tensor
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16, whole_seed
 
-WIDTH = 14  # of the table
-STEP_OPTIONS = (
-    "measures", "max_norm", "norm_eps", "unit_factor", "unit_eps", "average_weight", "write_back",
-    "stochastic", "seed", "trial", "seed_high",
-)  # fmt: skip
-GROUP_OPTIONS = ("lr", "lr_index", "weight_decay", "sign", "max_lr", "cautious")
+# csrc/ops.h has the same numbers and names (tests/test_optimizer_tables.py compares them).
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
 MAX_STATES = 3
 SCALARS = 3  # rows of `scalars`: applied steps, two second moments
-# `control`, about the last step: skipped?, skipped steps, norm of all gradients, clip coefficient,
-# number of non-finite gradients, applied steps, two that are unused.
-CONTROLS = 8
+CONTROLS = 8  # numbers in `control`, of which the last ones are unused
+RULE_OPTIONS = 8  # of a group, which only the rule knows
+
+
+class StepOptions(NamedTuple):
+    """What one step does to all tensors."""
+
+    measures: float  # MEASURE_...: what the sweep over gradients must find out
+    max_norm: float  # of all gradients together, or 0
+    norm_eps: float
+    unit_factor: float  # of adaptive (unit-wise) clipping, or 0
+    unit_eps: float
+    average_weight: float  # of the new parameter in its moving average, or 0
+    write_back: float  # to gradients: 0 nothing, 1 the unscaled and clipped ones, 2 zeros
+    stochastic: float  # 1: bfloat16 parameters are rounded stochastically
+    seed: float  # an integer below 2^53
+    trial: float  # 1: the rule needs sums over a trial of the update
+    seed_high: float  # an integer below 2^32: the stream's seed is seed + 2^32 seed_high
+
+    def row(self) -> tuple[float, ...]:
+        """WIDTH numbers, the unused ones 0."""
+        return self + _UNUSED
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> StepOptions:
+        """The options in a row, or in a table that begins with one."""
+        return cls(*row[: len(cls._fields)])
+
+
+class GroupOptions(NamedTuple):
+    """What one step does to the parameters of a group."""
+
+    lr: float
+    lr_index: float  # of the tensor in `lrs` that holds the rate instead, or -1
+    weight_decay: float
+    sign: float  # -1: maximize
+    max_lr: float  # for "corrected" weight decay, or 0
+    cautious: float  # 1: directions that disagree with the gradient's sign are dropped
+    option: tuple[float, ...]  # of the rule (csrc/optimizers.h), RULE_OPTIONS at most
+
+    def row(self) -> tuple[float, ...]:
+        """WIDTH numbers, the unused ones 0."""
+        *shared, option = self
+        return (*shared, *option, *_UNUSED_OF_RULE[len(option) :])
+
+    @classmethod
+    def column(cls, name: str) -> int:
+        """Where an option is in a row; "option": where those of the rule begin."""
+        return cls._fields.index(name)
+
+
+class Control(NamedTuple):
+    """``control``: the last step, and counts of all, on the device."""
+
+    skipped: Tensor  # 1 or 0
+    skipped_steps: Tensor
+    grad_norm: Tensor  # of all gradients, nan where the step did not measure it
+    clip: Tensor  # the coefficient
+    nonfinite: Tensor  # number of non-finite gradients
+    applied_steps: Tensor
+
+    @classmethod
+    def of(cls, control: Tensor) -> Control:
+        """Views of ``control``."""
+        return cls(*control.unbind()[: len(cls._fields)])
+
+
+WIDTH = GroupOptions.column("option") + RULE_OPTIONS  # of the table
+_UNUSED = (0.0,) * (WIDTH - len(StepOptions._fields))
+_UNUSED_OF_RULE = (0.0,) * RULE_OPTIONS
 
 
 class _Measures(NamedTuple):
@@ -71,8 +134,8 @@ class _Call:
 
     def __post_init__(self) -> None:
         step, *self.groups = self.table.view(-1, WIDTH).tolist()
-        self.option = dict(zip(STEP_OPTIONS, step))
-        self.measures = int(self.option["measures"])
+        self.option = StepOptions.of(step)
+        self.measures = int(self.option.measures)
         columns = self.rows.view(-1, 4 + MAX_STATES).tolist()
         self.group = [row[0] for row in columns]
         self.column = [row[1] for row in columns]
@@ -130,13 +193,13 @@ class _Call:
             sums.append(torch.stack([bad.double(), squares.sum(), weights.sum()]))
             clipped.append((squares * factor.square()).sum())
             factors.append(factor)
-        if self.option["unit_factor"] == 0:
+        if self.option.unit_factor == 0:
             return self.measured(torch.stack(sums))
         return _Measures(torch.stack(sums), torch.stack(clipped), factors)
 
     def unit_factor(self, grad_norm: Tensor, param_norm: Tensor) -> Tensor:
         """Adaptive clipping (arXiv 2102.06171), timm's constants."""
-        most = param_norm.clamp(min=self.option["unit_eps"]) * self.option["unit_factor"]
+        most = param_norm.clamp(min=self.option.unit_eps) * self.option.unit_factor
         return torch.where(grad_norm < most, 1.0, most / grad_norm.clamp(min=1e-6))
 
     def measured(self, sums: Tensor | None) -> _Measures:
@@ -152,10 +215,10 @@ class _Call:
         return sums[:, 1].sum().sqrt()
 
     def clip(self, sums: Tensor) -> Tensor:
-        norm, most = self.norm(sums), self.option["max_norm"]
+        norm, most = self.norm(sums), self.option.max_norm
         if most == 0:
             return torch.ones_like(norm)
-        return (most / (norm + self.option["norm_eps"])).clamp(max=1)
+        return (most / (norm + self.option.norm_eps)).clamp(max=1)
 
     def skip(self, sums: Tensor) -> Tensor:
         skip = torch.zeros((), dtype=torch.bool, device=self.scalars.device)
@@ -167,9 +230,11 @@ class _Call:
 
     def plan(self, measures: _Measures) -> _Plan:
         table = self.table.view(-1, WIDTH)[1:].to(self.scalars.device, non_blocking=True)
+        column = GroupOptions.column
+        indices = [int(row[column("lr_index")]) for row in self.groups]
         lrs = [
-            table[g, 0] if row[1] < 0 else self.lrs[int(row[1])].reshape(()).double()
-            for g, row in enumerate(self.groups)
+            table[g, column("lr")] if index < 0 else self.lrs[index].reshape(()).double()
+            for g, index in enumerate(indices)
         ]
         group = self.on_device(self.group)
         options = table[group]
@@ -177,10 +242,10 @@ class _Call:
         clip = self.clip(measures.sums)
         facts = Facts(
             lr=torch.stack(lrs)[group],
-            weight_decay=options[:, 2],
-            max_lr=options[:, 4],
-            cautious=options[:, 5],
-            option=options[:, 6:],
+            weight_decay=options[:, column("weight_decay")],
+            max_lr=options[:, column("max_lr")],
+            cautious=options[:, column("cautious")],
+            option=options[:, column("option") :],
             step=scalars[0].double() + 1,
             grad_norm=measures.squares.sqrt() * clip,
             param_norm=measures.sums[:, 2].sqrt(),
@@ -188,7 +253,7 @@ class _Call:
         )
         return _Plan(
             skip=self.skip(measures.sums),
-            gradient=self.unscale() * clip * options[:, 3],
+            gradient=self.unscale() * clip * options[:, column("sign")],
             unit_factors=measures.unit_factors,
             facts=facts,
             k=RULES[self.rule].prepare(facts),
@@ -210,9 +275,16 @@ class _Call:
         skipped, norm, clip, bad = plan.skip.double(), self.norm(sums), self.clip(sums), sums[:, 0]
         if self.measures == 0:
             norm, clip, bad = norm * torch.nan, torch.ones_like(clip), bad * 0
-        applied = self.control[5] + (1 - skipped)
-        told = [skipped, self.control[1] + skipped, norm, clip, bad.sum(), applied]
-        self.control[: len(told)].copy_(torch.stack(told))
+        before = Control.of(self.control)
+        now = Control(
+            skipped=skipped,
+            skipped_steps=before.skipped_steps + skipped,
+            grad_norm=norm,
+            clip=clip,
+            nonfinite=bad.sum(),
+            applied_steps=before.applied_steps + (1 - skipped),
+        )
+        self.control[: len(now)].copy_(torch.stack(now))
 
     # --- the sweep over parameters
 
@@ -249,22 +321,23 @@ class _Call:
         param = k.keep[i].to(dtype) * param - k.size[i].to(dtype) * u
         for old, new in zip(self.state[i], states):
             write(old, new)
-        average, weight = self.average[i], self.option["average_weight"]
+        average, weight = self.average[i], self.option.average_weight
         if average is not None and weight != 0:
             old = average.to(dtype)
             write(average, old + weight * (param - old))
         write(self.master[i], param)
         stored = self.params[i]
-        if self.option["stochastic"] and stored.dtype == torch.bfloat16 and self.master[i] is None:
-            key = random_key(whole_seed(self.option), self.column[i], self.control[5])
+        if self.option.stochastic and stored.dtype == torch.bfloat16 and self.master[i] is None:
+            seed = whole_seed(self.option.seed, self.option.seed_high)
+            key = random_key(seed, self.column[i], Control.of(self.control).applied_steps)
             param = stochastic_bfloat16(param, memory_index(stored), key)
         write(stored, param)
-        if self.option["write_back"] == 1:
+        if self.option.write_back == 1:
             clipped = grad * plan.gradient[i].abs().to(dtype)
             unscaled = self.grad(i, None) * self.unscale().to(dtype)
             left = self.grads[i] if self.scale is None else unscaled.to(self.grads[i].dtype)
             self.grads[i].copy_(torch.where(plan.skip, left, clipped.to(left.dtype)))
-        elif self.option["write_back"] == 2:
+        elif self.option.write_back == 2:
             self.grads[i].zero_()
 
 
@@ -289,7 +362,7 @@ def try_update(*arguments: Any) -> Tensor:
     call = _Call(*arguments[:-1])
     if not call.params:
         return call.measured(None).sums
-    if call.option["unit_factor"] != 0:
+    if call.option.unit_factor != 0:
         raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
     return call.trial(call.plan(call.measured(arguments[-1])))
 
@@ -303,13 +376,13 @@ def optimizer_step(*arguments: Any) -> Tensor:
             ``try_update``, each None where it is to be found out here.
     """
     call, sums, trial_sums = _Call(*arguments[:-2]), arguments[-2], arguments[-1]
-    if sums is not None and call.option["unit_factor"] != 0:
+    if sums is not None and call.option.unit_factor != 0:
         raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
     if not call.params:
         return call.measured(sums).sums.clone()
     measures = call.measure() if sums is None and call.measures else call.measured(sums)
     plan = call.plan(measures)
-    if call.option["trial"] != 0:
+    if call.option.trial != 0:
         plan = call.finished(plan, call.trial(plan) if trial_sums is None else trial_sums)
     for i in range(len(call.params)):
         call.update(i, plan)

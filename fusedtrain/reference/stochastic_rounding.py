@@ -5,8 +5,6 @@ torch has no arithmetic of unsigned integers: theirs is done in int64, which wra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,9 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def whole_seed(option: Mapping[str, float]) -> int:
+def whole_seed(seed: float, seed_high: float) -> int:
     """The seed of a step's options, an int64."""
-    return _signed(int(option["seed"]) + (int(option["seed_high"]) << 32))
+    return _signed(int(seed) + (int(seed_high) << 32))
 
 
 def seed_after(seed: int, steps: int) -> int:

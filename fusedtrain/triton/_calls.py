@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import GROUP_OPTIONS, SCALARS, STEP_OPTIONS, WIDTH
+from ..reference.optimizers import SCALARS, WIDTH, GroupOptions, StepOptions
 from . import _tables
 from ._tables import Tables, send
 
-_LR_INDEX = GROUP_OPTIONS.index("lr_index")
+_LR_INDEX = GroupOptions.column("lr_index")
 _dtype = attrgetter("dtype")
 
 
@@ -86,9 +86,9 @@ class DeviceCall:
             if maybe is not None:
                 self._check_number(maybe, name, 1)
         numbers = table.flatten().tolist()
-        self.option: dict[str, float] = dict(zip(STEP_OPTIONS, numbers))
-        self.measures = int(self.option["measures"])
-        self.clips_units = self.option["unit_factor"] != 0
+        self.option = StepOptions.of(numbers)
+        self.measures = int(self.option.measures)
+        self.clips_units = self.option.unit_factor != 0
         self.shadows: list[tuple[Tensor, Tensor]] = []
         if not params:
             return

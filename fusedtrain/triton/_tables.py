@@ -95,7 +95,7 @@ class Tables(_Call):
         self.device = self.scalars.device
         self.shadows: list[tuple[Tensor, Tensor]] = []  # tensors with gaps, and their copies
         self.launches: list[Launch] = []
-        self.clips_units = self.option["unit_factor"] != 0
+        self.clips_units = self.option.unit_factor != 0
         self.columns = self.scalars.numel() // SCALARS
         self._cut([self._entry(i) for i in range(len(self.params))])
 

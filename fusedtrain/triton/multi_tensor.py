@@ -178,8 +178,8 @@ def _try(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> Tensor:
 
 def _update(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> None:
     rule, option = RULES[call.rule].name, call.option
-    weight, seed = option["average_weight"], whole_seed(option)
-    write_back, stochastic = int(option["write_back"]), option["stochastic"] != 0
+    weight, seed = option.average_weight, whole_seed(option.seed, option.seed_high)
+    write_back, stochastic = int(option.write_back), option.stochastic != 0
     for kind, first, chunks, _, _ in call.launches:
         variant = (rule, kind, call.clips_units, weight != 0, write_back, stochastic)
         if chunks:
@@ -223,7 +223,7 @@ def optimizer_step(*arguments: Any) -> Tensor:
         return _measured(call, sums).sums
     measures = _measure(call) if sums is None and call.measures else _measured(call, sums)
     numbers = _doubles(call, 1 + len(call.params), NUMBERS)
-    if call.option["trial"] == 0:
+    if call.option.trial == 0:
         tried = None
     elif tried is not None:
         _check_sums(call, tried)

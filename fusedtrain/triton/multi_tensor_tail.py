@@ -25,17 +25,17 @@ from .optimizers import (
 
 _WIDTH: tl.constexpr = tl.constexpr(reference.WIDTH)
 _FINITE: tl.constexpr = tl.constexpr(reference.MEASURE_FINITE)
-_MEASURES: tl.constexpr = tl.constexpr(reference.STEP_OPTIONS.index("measures"))
-_MAX_NORM: tl.constexpr = tl.constexpr(reference.STEP_OPTIONS.index("max_norm"))
-_NORM_EPS: tl.constexpr = tl.constexpr(reference.STEP_OPTIONS.index("norm_eps"))
-_UNIT_FACTOR: tl.constexpr = tl.constexpr(reference.STEP_OPTIONS.index("unit_factor"))
-_UNIT_EPS: tl.constexpr = tl.constexpr(reference.STEP_OPTIONS.index("unit_eps"))
-_LR: tl.constexpr = tl.constexpr(reference.GROUP_OPTIONS.index("lr"))
-_WEIGHT_DECAY: tl.constexpr = tl.constexpr(reference.GROUP_OPTIONS.index("weight_decay"))
-_SIGN: tl.constexpr = tl.constexpr(reference.GROUP_OPTIONS.index("sign"))
-_MAX_LR: tl.constexpr = tl.constexpr(reference.GROUP_OPTIONS.index("max_lr"))
-_CAUTIOUS: tl.constexpr = tl.constexpr(reference.GROUP_OPTIONS.index("cautious"))
-_OF_RULE: tl.constexpr = tl.constexpr(len(reference.GROUP_OPTIONS))
+_MEASURES: tl.constexpr = tl.constexpr(reference.StepOptions._fields.index("measures"))
+_MAX_NORM: tl.constexpr = tl.constexpr(reference.StepOptions._fields.index("max_norm"))
+_NORM_EPS: tl.constexpr = tl.constexpr(reference.StepOptions._fields.index("norm_eps"))
+_UNIT_FACTOR: tl.constexpr = tl.constexpr(reference.StepOptions._fields.index("unit_factor"))
+_UNIT_EPS: tl.constexpr = tl.constexpr(reference.StepOptions._fields.index("unit_eps"))
+_LR: tl.constexpr = tl.constexpr(reference.GroupOptions.column("lr"))
+_WEIGHT_DECAY: tl.constexpr = tl.constexpr(reference.GroupOptions.column("weight_decay"))
+_SIGN: tl.constexpr = tl.constexpr(reference.GroupOptions.column("sign"))
+_MAX_LR: tl.constexpr = tl.constexpr(reference.GroupOptions.column("max_lr"))
+_CAUTIOUS: tl.constexpr = tl.constexpr(reference.GroupOptions.column("cautious"))
+_OF_RULE: tl.constexpr = tl.constexpr(reference.GroupOptions.column("option"))
 
 
 @triton.jit
