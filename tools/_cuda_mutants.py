@@ -7,8 +7,10 @@ that reaches past a buffer, into another thread's memory or past a barrier.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from _collected import Collected
 from _mutant import Key, Mutant, mutant
 
 FOLDER = "csrc/cuda"
+KEPT = Path(__file__).resolve().parent.parent / "build/kernel_mutants"
 _NORMS = [
     "tests/test_cuda_batch_norm_walks.py", "tests/test_cuda_batch_norm.py",
     "tests/test_batch_norm_kernels.py",
@@ -115,7 +118,8 @@ EQUIVALENT: dict[Key, str] = {
 }
 
 # What is looked for, what stands there in the mutant, what is inserted behind it in the build of
-# all mutants, and the name of the sort.
+# all mutants, and the name of the sort. What is compared is an integer, mostly; of two floats the
+# second becomes one more, or one less.
 _SORTS = (
     (r"__syncthreads\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
     (r"__syncwarp\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
@@ -124,7 +128,7 @@ _SORTS = (
     (r" > (?=[\w(*&-])", " >= ", "-ft_more(#) + ", ">= for >"),
     (r" >= (?=[\w(*&-])", " > ", "ft_more(#) + ", "> for >="),
     (r" [=!]= (?=[\w(*&-])(?!nullptr|\w*[dD]type\b)", "{}1 + ", "ft_more(#) + ", "one more"),
-    (r" \+= (?=[\w(*-])", " -= ", "ft_sign(#) * ", "-= for +="),
+    (r" \+= (?=[\w(*-])", " -= ", "ft_signed(#) *= ", "-= for +="),
     (r"(?<=[\w\])]) \+ (?=[\w(*])", " - ", "ft_sign(#) * ", "- for +"),
     (r"(?<=[\w\])]) - (?=[\w(*])", " + ", "ft_sign(#) * ", "+ for -"),
     (r"(?<=[\w\])]) \* (?=[\w(])", " * 2 * ", "ft_two(#) * ", "times two"),
@@ -137,10 +141,17 @@ _SORTS = (
 _SWITCHES = """\
 #ifndef FT_MUTANTS
 #define FT_MUTANTS
-extern "C" bool ft_is(int mutant);  // whether it is the one that is tried
+extern "C" __attribute__((const)) bool ft_is(int mutant);  // whether it is the one that is tried
 static inline int ft_more(int mutant) { return ft_is(mutant) ? 1 : 0; }
 static inline int ft_two(int mutant) { return ft_is(mutant) ? 2 : 1; }
 static inline int ft_sign(int mutant) { return ft_is(mutant) ? -1 : 1; }
+// Takes all that follows: x += ft_signed(7) *= a ? b : c.
+struct ft_signed {
+  int mutant;
+  explicit ft_signed(int mutant) : mutant(mutant) {}
+  template <class T>
+  auto operator*=(T x) const { return ft_is(mutant) ? -x : +x; }
+};
 #endif
 """
 # Read when a fork that tries a mutant loads the library.
@@ -189,6 +200,7 @@ class Site:
     text: str
     new: str
     what: str
+    tie: bool = False
 
 
 def _sites(text: str) -> Iterator[Site]:
@@ -205,11 +217,10 @@ def _sites(text: str) -> Iterator[Site]:
                     )
                     shuffles = what != "lane of a shuffle" or "__shfl" in code
                     tie = re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start())
-                    if in_template or tie or not shuffles:
+                    if in_template or not shuffles:
                         continue
-                    yield Site(
-                        start + found.start(), found[0], insertion, new.format(found[0]), what
-                    )
+                    at = start + found.start()
+                    yield Site(at, found[0], insertion, new.format(found[0]), what, bool(tie))
         # A definition may go on in the next lines.
         if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
             constant = False
@@ -238,7 +249,8 @@ def _numbered(root: Path) -> Iterator[tuple[int, str, Site, Mutant]]:
 
 
 def mutants(root: Path) -> list[Mutant]:
-    return [m for *_, m in _numbered(root)]
+    # Ties are left out here, and numbered and built: the numbers, and so what was built, stay.
+    return [made for *_, site, made in _numbered(root) if not site.tie]
 
 
 def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
@@ -273,16 +285,22 @@ def tests_of(file: str) -> tuple[str, ...]:
     return (*chosen, "tests/test_kernel_traffic.py")
 
 
-def prepare(tree: Path, files: set[str], seconds: float) -> str:
-    sites: dict[str, list[tuple[int, Site]]] = {}
-    for number, file, site, made in _numbered(tree):
-        sites.setdefault(file, []).append((number, site))
-        _numbers[made] = number
-    sources = {file: (tree / file).read_text() for file in files}
-    for file, text in sources.items():
-        (tree / file).write_text(with_switches(text, sites[file]))
-    folder = tree / "tests/cuda_emulator"
-    with (folder / "emulator.cpp").open("a") as emulator:
+def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
+    """Builds the library, or takes the one that was built of the same sources. What is wrong."""
+    sources = {file: (tree / file).read_text() for file in sites}
+    switched = {file: with_switches(text, sites[file]) for file, text in sources.items()}
+    others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc").glob("*.cpp")]
+    others += (f for f in (tree / "tests/cuda_emulator").rglob("*.*") if f.suffix != ".pyc")
+    texts = [*switched.values(), _CHOICE, *(f.read_text() for f in sorted(others))]
+    kept = KEPT / hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] / "_emulated.so"
+    built = tree / "build/emulator/_emulated.so"
+    built.parent.mkdir(parents=True)
+    if kept.exists():
+        shutil.copy(kept, built)
+        return ""
+    for file, text in switched.items():
+        (tree / file).write_text(text)
+    with (tree / "tests/cuda_emulator/emulator.cpp").open("a") as emulator:
         emulator.write(_CHOICE)
     print("the emulator is built with all mutants (five minutes of two processors)", flush=True)
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests"}
@@ -293,6 +311,20 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
         (tree / file).write_text(text)
     if done.returncode != 0:
         return done.stderr[-6000:]
+    shutil.rmtree(KEPT, ignore_errors=True)
+    kept.parent.mkdir(parents=True)
+    shutil.copy(built, kept)
+    return ""
+
+
+def prepare(tree: Path, files: set[str], seconds: float) -> str:
+    sites: dict[str, list[tuple[int, Site]]] = {}
+    for number, file, site, made in _numbered(tree):
+        sites.setdefault(file, []).append((number, site))
+        _numbers[made] = number
+    if failed := _build(tree, sites):
+        return failed
+    folder = tree / "tests/cuda_emulator"
     # The sources are newer now, and are going to change.
     loader = folder / "__init__.py"
     text = loader.read_text()
