@@ -112,6 +112,7 @@ assert tests.run(file, 60, ["test_f.py::test_two"]) == "test_f.py::test_two"
 assert tests.run(["tests/test_f.py::test_two"], 60) == "test_f.py::test_two"
 kernel.write_text("def f(x):\\n    while True: pass\\n")
 assert tests.run(file, 0.5) == "not done after 0.5 s"
+assert tests.run(file, 60) == "a test does not end"
 kernel.write_text("import os; os.abort()\\n")
 assert tests.run(file, 60) == "exit -6"
 kernel.write_text("def f(x): return x + 1\\n")
