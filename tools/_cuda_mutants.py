@@ -24,34 +24,35 @@ from _mutant import Key, Mutant, mutant
 
 FOLDER = "csrc/cuda"
 KEPT = Path(__file__).resolve().parent.parent / "build/kernel_mutants"
+_PASSES = "tests/test_kernel_traffic.py::test_passes_and_launches["
 _NORMS = [
-    "tests/test_cuda_batch_norm_walks.py", "tests/test_cuda_batch_norm.py",
+    "tests/test_cuda_batch_norm_walks.py", f"{_PASSES}batch_norm", "tests/test_cuda_batch_norm.py",
     "tests/test_batch_norm_kernels.py",
 ]  # fmt: skip
 _STEPS = [
     "tests/test_bad_gradients.py", "tests/test_optimizer_gpu_kernels.py",
-    "tests/test_cuda_optimizers.py",
+    "tests/test_cuda_optimizers.py", f"{_PASSES}optimizer_step",
+]  # fmt: skip
+_CHAINS = [
+    "tests/test_chain_walks.py", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),
+    "tests/test_chain_kernels.py", "tests/test_bias_dropout.py",
 ]  # fmt: skip
 # The tests of the files whose names begin so, the narrowest first: the first that fails ends the
 # trial.
 TESTS = {
     "batch_norm": _NORMS,
-    "chains": [
-        "tests/test_chain_walks.py",
-        "tests/test_chain_kernels.py",
-        "tests/test_bias_dropout.py",
-    ],
-    "channelwise": ["tests/test_kernels.py"],
-    "few_bit": ["tests/test_few_bit.py"],
-    "fold": ["tests/test_fold_kernels.py"],
-    "images": ["tests/test_images.py"],
+    "chains": _CHAINS,
+    "channelwise": ["tests/test_kernels.py", f"{_PASSES}channelwise"],
+    "few_bit": ["tests/test_few_bit.py", f"{_PASSES}few_bit"],
+    "fold": ["tests/test_fold_kernels.py", f"{_PASSES}fold"],
+    "images": ["tests/test_images.py", f"{_PASSES}normalize_images"],
     "multi_tensor": _STEPS,
-    "pointwise": ["tests/test_kernels.py"],
-    "pool": ["tests/test_pool_kernels.py"],
+    "pointwise": ["tests/test_kernels.py", f"{_PASSES}pointwise"],
+    "pool": ["tests/test_pool_kernels.py", f"{_PASSES}max_pool2d"],
     "scaling": ["tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"],
     "launch": ["tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
-    "vec": ["tests/test_kernels.py"],
+    "vec": ["tests/test_kernels.py", *_CHAINS],
 }
 EQUIVALENT: dict[Key, str] = {
     (f"{FOLDER}/{file}", function, after): why
@@ -215,17 +216,18 @@ _BUILD = "import cuda_emulator; cuda_emulator.build()"
 _collected: list[Collected] = []
 _numbers: dict[Mutant, int] = {}
 _limits: dict[tuple[str, ...], float] = {}
-# One op of each loop; its formulas are those of the CPU.
+# One op of each loop: its formulas are those of the CPU.
 _CHOSEN = [
-    "-k", "(emulated or test_cuda or walks or traffic) and not 2_to_31"
-    " and (not test_kernels or silu or prelu or star_relu or hardtanh)",
+    "-k", "(emulated or test_cuda or traffic) and not 2_to_31"
+    " and (not test_kernels or silu or prelu or star_relu or hardtanh)"
+    " and not every_formula and not every_activation",
 ]  # fmt: skip
 
 
 def tests_of(file: str) -> tuple[str, ...]:
     stem = Path(file).name.split(".")[0]
     chosen = next(tests for begin, tests in TESTS.items() if stem.startswith(begin))
-    return (*chosen, "tests/test_kernel_traffic.py")
+    return tuple(chosen)
 
 
 def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
@@ -275,7 +277,7 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
     loader.write_text(text.replace("path = build()", 'path = BUILD / "_emulated.so"'))
     choice = tree / "mutant"
     choice.write_text("-1")
-    tests = sorted({test for file in files for test in tests_of(file)})
+    tests = sorted({test.split("::")[0] for file in files for test in tests_of(file)})
     _collected.append(Collected(tree, [*tests, *_CHOSEN], FT_MUTANT_FILE=str(choice)))
     for chosen in sorted({tests_of(file) for file in files}):
         began = time.monotonic()
