@@ -118,6 +118,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "one": lambda: torch.randn(1),
     "half a block": lambda: torch.randn(128),
     "a block": lambda: torch.randn(256),
+    "a block but for an element": lambda: torch.randn(767)[:255],
     "blocks and a rest": lambda: torch.randn(7, 333),
     "many": lambda: torch.randn(40, 1001),
     "channels last": lambda: torch.randn(2, 5, 6, 7).to(memory_format=torch.channels_last),

@@ -29,9 +29,10 @@ _NORMS = [
     "tests/test_cuda_batch_norm_walks.py", f"{_PASSES}batch_norm", "tests/test_cuda_batch_norm.py",
     "tests/test_batch_norm_kernels.py",
 ]  # fmt: skip
+_GPU_STEPS, _CUDA_STEPS = "tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"
+_LAUNCHES = "tests/test_cuda_optimizer_launches.py"
 _STEPS = [
-    "tests/test_bad_gradients.py", "tests/test_optimizer_gpu_kernels.py",
-    "tests/test_cuda_optimizers.py", f"{_PASSES}optimizer_step",
+    _GPU_STEPS, _CUDA_STEPS, _LAUNCHES, f"{_PASSES}optimizer_step", "tests/test_bad_gradients.py",
 ]  # fmt: skip
 _CHAINS = [
     "tests/test_chain_walks.py", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),
@@ -49,7 +50,11 @@ TESTS = {
     "multi_tensor": _STEPS,
     "pointwise": ["tests/test_kernels.py", f"{_PASSES}pointwise"],
     "pool": ["tests/test_pool_kernels.py", f"{_PASSES}max_pool2d"],
-    "scaling": ["tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"],
+    "scaling": [
+        f"{file}::test_{what}"
+        for file in (_GPU_STEPS, _CUDA_STEPS, _LAUNCHES)
+        for what in ("zero", "update_scale", "ranges")
+    ],
     "launch": ["tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
     "vec": ["tests/test_kernels.py", *_CHAINS],
@@ -134,6 +139,17 @@ def _is_tie(code: str, at: int) -> bool:
     return False
 
 
+def _is_pointless(code: str, above: str, found: re.Match[str], what: str) -> bool:
+    """Whether that mutant of a line, below another one, could never be noticed."""
+    if re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start()):
+        return True
+    if what == "times two":
+        # How large a grid is; and twice a count is 0 where the count is.
+        return "multiprocessors()" in code or re.search(r" [=>]=? 0\)", code) is not None
+    # Unrolled loops go over a thread's own arrays: an overrun is AddressSanitizer's to see.
+    return what == "<= for <" and above == "#pragma unroll"
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in a file: ``old`` at ``offset``. In the build of all mutants ``text`` goes behind
@@ -144,11 +160,11 @@ class Site:
     text: str
     new: str
     what: str
-    tie: bool = False
+    pointless: bool = False
 
 
 def _sites(text: str) -> Iterator[Site]:
-    start, constant = 0, False
+    start, constant, above = 0, False, ""
     for line in text.splitlines(keepends=True):
         code = line.split("//")[0]
         constant = constant or _CONSTANT.search(code) is not None
@@ -160,15 +176,14 @@ def _sites(text: str) -> Iterator[Site]:
                         r"[^<>;()]*>", after
                     )
                     shuffles = what != "lane of a shuffle" or "__shfl" in code
-                    tie = re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start())
                     if in_template or not shuffles:
                         continue
-                    at = start + found.start()
-                    yield Site(at, found[0], insertion, new.format(found[0]), what, bool(tie))
+                    at, pointless = start + found.start(), _is_pointless(code, above, found, what)
+                    yield Site(at, found[0], insertion, new.format(found[0]), what, pointless)
         # A definition may go on in the next lines.
         if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
             constant = False
-        start += len(line)
+        start, above = start + len(line), code.strip() or above
 
 
 def _functions(text: str) -> list[tuple[int, str]]:
@@ -193,8 +208,8 @@ def _numbered(root: Path) -> Iterator[tuple[int, str, Site, Mutant]]:
 
 
 def mutants(root: Path) -> list[Mutant]:
-    # Ties are left out here, and numbered and built: the numbers, and so what was built, stay.
-    return [made for *_, site, made in _numbered(root) if not site.tie]
+    # Others are numbered and built: so the library stays the same, whatever is left out here.
+    return [made for *_, site, made in _numbered(root) if not site.pointless]
 
 
 def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
@@ -212,6 +227,7 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
     return _SWITCHES + text
 
 
+_ORDERS = '("forward", "reverse", "shuffled")'
 _BUILD = "import cuda_emulator; cuda_emulator.build()"
 _collected: list[Collected] = []
 _numbers: dict[Mutant, int] = {}
@@ -270,11 +286,18 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
     if failed := _build(tree, sites):
         return failed
     folder = tree / "tests/cuda_emulator"
-    # The sources are newer now, and are going to change.
+    # The sources are newer now, and are going to change. One order of threads is enough: where the
+    # order matters the emulator notices a race.
     loader = folder / "__init__.py"
     text = loader.read_text()
-    assert "path = build()" in text
-    loader.write_text(text.replace("path = build()", 'path = BUILD / "_emulated.so"'))
+    for old, new in (
+        ("path = build()", 'path = BUILD / "_emulated.so"'),
+        ("ORDERS.index(order)", f"{_ORDERS}.index(order)"),
+        (f"ORDERS = {_ORDERS}", 'ORDERS = ("shuffled",)'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    loader.write_text(text)
     choice = tree / "mutant"
     choice.write_text("-1")
     tests = sorted({test.split("::")[0] for file in files for test in tests_of(file)})
