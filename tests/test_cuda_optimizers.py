@@ -369,6 +369,13 @@ def test_units_of_other_dtypes(
     check(emulator, replace(case, group={"cautious": 1}), orders=("reverse",))
 
 
+@pytest.mark.parametrize("measures", [0, FINITE, GRADIENTS])
+def test_units_that_nobody_measures(emulator: cuda_emulator.Emulator, measures: int) -> None:
+    """Of gradients alone units are clipped, too; where nothing is measured none is."""
+    step = {"measures": measures, "unit_factor": 0.05}
+    check(emulator, Case("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[2:])
 def test_layouts(emulator: cuda_emulator.Emulator, layout: str) -> None:
     shapes = ((8, 4, 3, 3), (32, 7), (5,))
