@@ -193,6 +193,16 @@ def test_codes_anywhere_in_memory(ops: Kernels, bits: int, dtype: torch.dtype) -
         assert same_bits(found, want), offset
 
 
+def test_more_blocks_of_codes_than_a_grid_takes(ops: Kernels) -> None:
+    """The emulator has two multiprocessors, whose thread blocks go round then."""
+    if ops.counter == "triton" and ops.slow:
+        pytest.skip("slow")
+    x = torch.randn(2 * 32 * 16 * BLOCK + 5 * BLOCK + 3, dtype=torch.float64).to(ops.device)
+    y, codes = ops("few_bit", x, INDEX["relu"], 1)
+    assert y.equal(x.relu())
+    assert ops("few_bit_backward", x, codes, INDEX["relu"], 1).equal(x.relu())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", few_bit.TABLES)
 def test_special_inputs(ops: Kernels, name: str, dtype: torch.dtype) -> None:

@@ -48,6 +48,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
         ("multi_tensor_measure.cuh", "units_of_chunk"): (
             "return numel / units <= kLargeUnit ? kSmallUnits : 1;",
+            "for (int k = 0; k < kCount; ++k) sum -= x[k] * x[k];",  # so squares go one by one
             "if (sum > 1e-30f && false && sum <= FLT_MAX) {",
         ),
         ("multi_tensor_measure.cuh", "measure"): (
@@ -66,6 +67,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     },
     _NOTHING: {
         ("batch_norm.cuh", "for_vectors"): ("for (; p.left >= 0; p.left -= kBatch) {",),
+        ("chains.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
         ("pointwise.cu", "forward_kernel"): (
             "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
         ),
@@ -130,6 +132,9 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _OWN: {
         ("chains.cuh", "formula_of"): (
             "for (int k = 0; k <= kMaxParameters; ++k) n.parameters[k] = call.parameters[k];",
+        ),
+        ("few_bit.cu", "forward_kernel"): (
+            "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
         ),
         ("multi_tensor.cu", "swept"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
         ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),
