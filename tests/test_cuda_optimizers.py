@@ -376,6 +376,16 @@ def test_units_that_nobody_measures(emulator: cuda_emulator.Emulator, measures: 
     check(emulator, Case("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
 
 
+def test_a_unit_of_more_elements_than_a_piece(emulator: cuda_emulator.Emulator) -> None:
+    call = Call(Case("sgd", shapes=((1, 2**20 + 8),), step=UNITS))
+    emulator.set_order("forward")
+    found = emulator.call("measure_gradients", *call.arguments())
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(
+        found, cpu("measure_gradients", *call.arguments()), rtol=5e-7, atol=0
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[2:])
 def test_layouts(emulator: cuda_emulator.Emulator, layout: str) -> None:
     shapes = ((8, 4, 3, 3), (32, 7), (5,))
