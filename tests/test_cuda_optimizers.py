@@ -481,6 +481,20 @@ def test_stochastic_rounding_of_what_is_not_finite(emulator: cuda_emulator.Emula
     for bad in (float("inf"), float("-inf"), float("nan")):
         call = check(emulator, replace(case, bad=bad), orders=("forward",))
         assert not call.params[-1].view(-1)[-1].isfinite()
+    # A GPU's own NaN: with a random bit more it would be -0.
+    for op in (cpu, emulator.call):
+        call = Call(case)
+        call.grads[-1].view(torch.int32).fill_(0x7FFFFFFF)
+        one_call(op, call)  # type: ignore[arg-type]
+        assert call.params[-1].isnan().all()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_averages_that_stay_or_follow(emulator: cuda_emulator.Emulator, weight: float) -> None:
+    case = Case("sgd", average=F32, step={"average_weight": weight})
+    call = check(emulator, case, orders=("shuffled",))
+    left, followed = Call(case).averages, call.params
+    torch.testing.assert_close(call.averages, followed if weight else left)
 
 
 @pytest.mark.parametrize("rule", ["lamb", "adam", "novograd"])

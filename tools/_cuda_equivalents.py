@@ -95,6 +95,9 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "const int64_t part = (blockIdx.x + 1) % parts, group = blockIdx.x / parts;",
             "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
         ),
+        ("few_bit.cu", "each_column"): (
+            "const int column = (threadIdx.x + 1) % kColumns<S> * kColumn<S>;",
+        ),
         ("channelwise.cu", "segments_kernel"): (
             "const int64_t channel = (blockIdx.x + 1) % channels, group = blockIdx.x / channels;",
             "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",

@@ -235,7 +235,7 @@ _limits: dict[tuple[str, ...], float] = {}
 # One op of each loop: its formulas are those of the CPU.
 _CHOSEN = [
     "-k", "(emulated or test_cuda or traffic) and not 2_to_31"
-    " and (not test_kernels or silu or prelu or star_relu or hardtanh)"
+    " and (not test_kernels.py or silu or prelu or star_relu or hardtanh)"
     " and not every_formula and not every_activation",
 ]  # fmt: skip
 
