@@ -300,15 +300,25 @@ def test_every_bias(ops: Kernels, kind: str) -> None:
             check_bias(ops, name, x, dim, finish, has_bias=(i + j) % 3 > 0)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["leaky_relu", "silu"])
+def test_gradients_of_clamped_outputs(ops: Kernels, name: str, p: float) -> None:
+    """By what is saved: the output, or the input."""
+    for dtype in (F32, F64):
+        check_bias(ops, name, torch.randn(3, 6, 5, 4).to(ops.device, dtype), 1, (2.0, 0.5, p))
+
+
 def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
     """The same for every backend and dtype; a word for each element, in the order of memory."""
     words = chains.philox(SEED, 5003)
+    exact = int(words[7]) / 2**32  # that word is kept
     for dtype in DTYPES:
-        for p in (0.1, 0.5, 0.9):
-            x = torch.ones(5003).to(ops.device, dtype)
+        for p, count in ((0.1, 5003), (0.5, 5000), (exact, 5003), (exact, 5000)):
+            # 5000 are whole vectors.
+            x = torch.ones(count).to(ops.device, dtype)
             rest = (-1, *Pointwise(), 1.0, -1.0, p)
             found = ops("bias_act", x, None, SEED.to(ops.device), *rest).cpu()
-            assert torch.equal(found != 0, words >= int(p * 2**32))
+            assert torch.equal(found != 0, words[:count] >= int(p * 2**32))
             # Elements from an odd one on: vectors of a kernel do not begin where blocks do.
             odd = torch.ones(17, 3).to(ops.device, dtype)[1:]
             part = ops("bias_act", odd, None, SEED.to(ops.device), *rest)

@@ -26,6 +26,7 @@ COLUMNS = {
     "element by element": (8 * 32 * 5 + 77, 5, 1, F16),
     "float64": (8 * 32 * 3 - 2, 3, 1, F64),
     "more columns than a warp has": (70, 264, 1, F16),
+    "as many columns as a warp has": (300, 256, 1, F16),
     "short planes": (200, 6, 4, F32),
 }
 PLANES = {

@@ -70,6 +70,7 @@ PLANES = {
     (300, 8, 7, 7): (True, True),  # three groups, the last one shorter
     (9, 8, 3, 3): (True, True),
     (9, 8, 5, 15): (True, True),
+    (9, 8, 2, 1): (True, True),  # a vector has lanes of four channels
     (10, 4, 14, 14): (True, True),
     (8, 4, 7, 7): (False, True),  # 196 elements a row: 8 do not divide them, 4 do
     (9, 12, 7, 14): (True, True),
@@ -203,6 +204,31 @@ def test_statistics_of_badly_placed_numbers(
         mean, variance = statistics(emulator, x, ANY)
         assert ((variance - want_variance).abs() / want_variance).max().item() <= 1e-6
         assert ((mean - want).abs() / want_variance.sqrt()).max().item() <= 1e-7
+
+
+def test_one_element(emulator: cuda_emulator.Emulator) -> None:
+    for training in (True, False):
+        case = Case((1, 1), F32, "contiguous", "silu", running=not training, training=training)
+        call = check(emulator, case, ANY)
+    vectors = (torch.tensor([3.0]), torch.tensor([0.5]))
+    restored = run(emulator, "batch_norm_act_restore", (call.input, None, None, *vectors, 1.0), ANY)
+    assert restored[0].equal(call.input * 2 + 3)
+
+
+def test_fixed_statistics_and_nothing_saved(emulator: cuda_emulator.Emulator) -> None:
+    """Without sums and without the output the gradient needs the input: relu's, the first formula
+    of the table, too."""
+    case = Case((5, 3, 4, 4), F32, "contiguous", residual=False, training=False, saves=False)
+    call = Call(case)
+    output, mean, invstd = run(emulator, "batch_norm_act", call.forward(), ANY)
+    assert call.saved(output) is None
+    arguments = (
+        call.grad, call.input, None, *call.affine(mean, invstd), False, *case.pointwise, True,
+        False, False,
+    )  # fmt: skip
+    found = run(emulator, "batch_norm_act_backward", arguments, ANY)[0]
+    torch.testing.assert_close(found, truth.batch_norm_act_backward(*arguments)[0])
+    assert case.pointwise.op == 0
 
 
 # Passes: what each call moves, in tensors.

@@ -83,7 +83,14 @@ def test_tensors_that_just_fit(
     shapes = tuple((i % 4 + (i == count - 1),) for i in range(count))
     case = Case(rule, shapes=shapes, param=(F32, F64), step={**AMP, "trial": 1, "unit_factor": 0.1})
     check(emulator, case, orders=("shuffled",))
-    assert step(emulator, case)[0] == 7 + 3  # float64 has sweeps of its own
+    sweep, tail = 16 if count <= SWEPT[0] else 32, 4 if count <= PREPARED[0] else 32
+    # float64 has sweeps of its own
+    assert step(emulator, case) == (7 + 3, near(2 * 3 * sweep + 2 * tail + 2 * 4))
+
+
+def test_tensors_without_elements_have_no_sweep(emulator: cuda_emulator.Emulator) -> None:  # noqa: F811
+    case = Case("sgd", shapes=((5,), (0,)), param=(F32, F64), step=AMP)
+    assert step(emulator, case)[0] == 4
 
 
 @pytest.mark.parametrize("count", [SWEPT[1], SWEPT[1] + 1])

@@ -369,6 +369,23 @@ def test_units_of_other_dtypes(
     check(emulator, replace(case, group={"cautious": 1}), orders=("reverse",))
 
 
+@pytest.mark.parametrize("measures", [0, FINITE, GRADIENTS])
+def test_units_that_nobody_measures(emulator: cuda_emulator.Emulator, measures: int) -> None:
+    """Of gradients alone units are clipped, too; where nothing is measured none is."""
+    step = {"measures": measures, "unit_factor": 0.05}
+    check(emulator, Case("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
+
+
+def test_a_unit_of_more_elements_than_a_piece(emulator: cuda_emulator.Emulator) -> None:
+    call = Call(Case("sgd", shapes=((1, 2**20 + 8),), step=UNITS))
+    emulator.set_order("forward")
+    found = emulator.call("measure_gradients", *call.arguments())
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(
+        found, cpu("measure_gradients", *call.arguments()), rtol=5e-7, atol=0
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[2:])
 def test_layouts(emulator: cuda_emulator.Emulator, layout: str) -> None:
     shapes = ((8, 4, 3, 3), (32, 7), (5,))
@@ -464,6 +481,20 @@ def test_stochastic_rounding_of_what_is_not_finite(emulator: cuda_emulator.Emula
     for bad in (float("inf"), float("-inf"), float("nan")):
         call = check(emulator, replace(case, bad=bad), orders=("forward",))
         assert not call.params[-1].view(-1)[-1].isfinite()
+    # A GPU's own NaN: with a random bit more it would be -0.
+    for op in (cpu, emulator.call):
+        call = Call(case)
+        call.grads[-1].view(torch.int32).fill_(0x7FFFFFFF)
+        one_call(op, call)  # type: ignore[arg-type]
+        assert call.params[-1].isnan().all()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_averages_that_stay_or_follow(emulator: cuda_emulator.Emulator, weight: float) -> None:
+    case = Case("sgd", average=F32, step={"average_weight": weight})
+    call = check(emulator, case, orders=("shuffled",))
+    left, followed = Call(case).averages, call.params
+    torch.testing.assert_close(call.averages, followed if weight else left)
 
 
 @pytest.mark.parametrize("rule", ["lamb", "adam", "novograd"])

@@ -116,6 +116,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "one": lambda: torch.randn(1),
     "half a block": lambda: torch.randn(128),
     "a block": lambda: torch.randn(256),
+    "a block but for an element": lambda: torch.randn(767)[:255],
     "blocks and a rest": lambda: torch.randn(7, 333),
     "many": lambda: torch.randn(40, 1001),
     "channels last": lambda: torch.randn(2, 5, 6, 7).to(memory_format=torch.channels_last),
@@ -188,6 +189,16 @@ def test_codes_anywhere_in_memory(ops: Kernels, bits: int, dtype: torch.dtype) -
         assert buffer.data_ptr() % 16 == 0
         found = ops("few_bit_backward", grad, buffer[offset:].copy_(codes), INDEX[name], bits)
         assert same_bits(found, want), offset
+
+
+def test_more_blocks_of_codes_than_a_grid_takes(ops: Kernels) -> None:
+    """The emulator has two multiprocessors, whose thread blocks go round then."""
+    if ops.counter == "triton" and ops.slow:
+        pytest.skip("slow")
+    x = torch.randn(2 * 32 * 16 * BLOCK + 5 * BLOCK + 3, dtype=torch.float64).to(ops.device)
+    y, codes = ops("few_bit", x, INDEX["relu"], 1)
+    assert y.equal(x.relu())
+    assert ops("few_bit_backward", x, codes, INDEX["relu"], 1).equal(x.relu())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,8 +7,10 @@ that reaches past a buffer, into another thread's memory or past a barrier.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,105 +19,56 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _collected import Collected
+from _cuda_equivalents import SAME
 from _mutant import Key, Mutant, mutant
 
 FOLDER = "csrc/cuda"
+KEPT = Path(__file__).resolve().parent.parent / "build/kernel_mutants"
+_PASSES = "tests/test_kernel_traffic.py::test_passes_and_launches["
 _NORMS = [
-    "tests/test_cuda_batch_norm_walks.py", "tests/test_cuda_batch_norm.py",
+    "tests/test_cuda_batch_norm_walks.py", f"{_PASSES}batch_norm", "tests/test_cuda_batch_norm.py",
     "tests/test_batch_norm_kernels.py",
 ]  # fmt: skip
+_GPU_STEPS, _CUDA_STEPS = "tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"
+_LAUNCHES = "tests/test_cuda_optimizer_launches.py"
 _STEPS = [
-    "tests/test_bad_gradients.py", "tests/test_optimizer_gpu_kernels.py",
-    "tests/test_cuda_optimizers.py",
+    _GPU_STEPS, _CUDA_STEPS, _LAUNCHES, f"{_PASSES}optimizer_step", "tests/test_bad_gradients.py",
+]  # fmt: skip
+_CHAINS = [
+    "tests/test_chain_walks.py", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),
+    "tests/test_chain_kernels.py",
 ]  # fmt: skip
 # The tests of the files whose names begin so, the narrowest first: the first that fails ends the
 # trial.
 TESTS = {
     "batch_norm": _NORMS,
-    "chains": [
-        "tests/test_chain_walks.py",
-        "tests/test_chain_kernels.py",
-        "tests/test_bias_dropout.py",
-    ],
-    "channelwise": ["tests/test_kernels.py"],
-    "few_bit": ["tests/test_few_bit.py"],
-    "fold": ["tests/test_fold_kernels.py"],
-    "images": ["tests/test_images.py"],
+    "chains": _CHAINS,
+    "channelwise": ["tests/test_kernels.py", f"{_PASSES}channelwise"],
+    "few_bit": ["tests/test_few_bit.py", f"{_PASSES}few_bit"],
+    "fold": ["tests/test_fold_kernels.py", f"{_PASSES}fold"],
+    "images": ["tests/test_images.py", f"{_PASSES}normalize_images"],
     "multi_tensor": _STEPS,
-    "pointwise": ["tests/test_kernels.py"],
-    "pool": ["tests/test_pool_kernels.py"],
-    "scaling": ["tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"],
+    "pointwise": ["tests/test_kernels.py", f"{_PASSES}pointwise"],
+    "pool": ["tests/test_pool_kernels.py", f"{_PASSES}max_pool2d"],
+    "scaling": [
+        f"{file}::test_{what}"
+        for file in (_GPU_STEPS, _CUDA_STEPS, _LAUNCHES)
+        for what in ("zero", "update_scale", "ranges")
+    ],
     "launch": ["tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
-    "vec": ["tests/test_kernels.py"],
-}
-# Reasons why mutants change nothing that a test can see; (file, function): lines as they become.
-_SPEED = "how many blocks there are, or which of two walks, changes the speed alone"
-_NOTHING = "there is nothing beyond the last element: neither turn does anything"
-_ROUND = "the lanes, or blocks, of a row of work change places"
-_TAIL = "the last whole tile goes element by element, to the same numbers"
-_OWN = "an overrun of a thread's own array: AddressSanitizer's to see (make sanitize)"
-_LARGE = "of indices from 2^32 on, which no test has memory for"
-_FACTOR = "twice a count is above 0 where the count is"
-_SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
-    _SPEED: {
-        ("channelwise.cu", "plan_for"): (
-            "const int64_t most = int64_t(multiprocessors()) * 2 * kBlocksPerMultiprocessor;",
-            "plan.columns = inner / (plan.wide ? kLanes : 1) <= kWarp && channels > 1;",
-            "plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels >= 1;",
-        ),
-        ("images.cu", "run"): (
-            "const int64_t most = int64_t(multiprocessors()) * 2 * kBlocksPerMultiprocessor;",
-            "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
-        ),
-        ("pointwise.cu", "blocks_for"): (
-            "const int64_t tiles = ceil_div(n, kThreads * 2 * kItems<S>);",
-        ),
-    },
-    _NOTHING: {
-        ("channelwise.cu", "apply"): ("for (int j = 0; j <= kVectors; ++j) {",),
-        ("pointwise.cu", "forward_kernel"): (
-            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
-        ),
-        ("pointwise.cu", "backward_kernel"): (
-            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
-        ),
-    },
-    _ROUND: {
-        ("channelwise.cu", "segments_kernel"): (
-            "const int64_t channel = (blockIdx.x + 1) % channels, group = blockIdx.x / channels;",
-            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
-        ),
-        ("channelwise.cu", "columns_kernel"): (
-            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
-        ),
-    },
-    _TAIL: {
-        ("pointwise.cu", "forward_kernel"): ("if (wide && n - start > kTile) {",),
-        ("pointwise.cu", "backward_kernel"): ("if (wide && n - start > kTile) {",),
-        ("images.cu", "to_last_kernel"): ("const bool whole = i + V::kLanes < total;",),
-    },
-    _OWN: {("images.cu", "to_last_kernel"): ("for (int l = 0; l <= V::kLanes; ++l) {",)},
-    _LARGE: {
-        ("images.cu", "quotient"): (
-            "return ((a | b) >> 32) == 1 + 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;",
-        ),
-    },
-    _FACTOR: {
-        ("channelwise.cu", "run_op"): (
-            "if (call.rows * 2 * call.channels * call.inner > 0) kRuns[call.op](call, stream);",
-        ),
-    },
+    "vec": ["tests/test_kernels.py", *_CHAINS],
 }
 EQUIVALENT: dict[Key, str] = {
     (f"{FOLDER}/{file}", function, after): why
-    for why, functions in _SAME.items()
+    for why, functions in SAME.items()
     for (file, function), lines in functions.items()
     for after in lines
 }
 
 # What is looked for, what stands there in the mutant, what is inserted behind it in the build of
-# all mutants, and the name of the sort.
+# all mutants, and the name of the sort. What is compared is an integer, mostly; of two floats the
+# second becomes one more, or one less.
 _SORTS = (
     (r"__syncthreads\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
     (r"__syncwarp\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),
@@ -124,7 +77,7 @@ _SORTS = (
     (r" > (?=[\w(*&-])", " >= ", "-ft_more(#) + ", ">= for >"),
     (r" >= (?=[\w(*&-])", " > ", "ft_more(#) + ", "> for >="),
     (r" [=!]= (?=[\w(*&-])(?!nullptr|\w*[dD]type\b)", "{}1 + ", "ft_more(#) + ", "one more"),
-    (r" \+= (?=[\w(*-])", " -= ", "ft_sign(#) * ", "-= for +="),
+    (r" \+= (?=[\w(*-])", " -= ", "ft_signed(#) *= ", "-= for +="),
     (r"(?<=[\w\])]) \+ (?=[\w(*])", " - ", "ft_sign(#) * ", "- for +"),
     (r"(?<=[\w\])]) - (?=[\w(*])", " + ", "ft_sign(#) * ", "+ for -"),
     (r"(?<=[\w\])]) \* (?=[\w(])", " * 2 * ", "ft_two(#) * ", "times two"),
@@ -137,10 +90,17 @@ _SORTS = (
 _SWITCHES = """\
 #ifndef FT_MUTANTS
 #define FT_MUTANTS
-extern "C" bool ft_is(int mutant);  // whether it is the one that is tried
+extern "C" __attribute__((const)) bool ft_is(int mutant);  // whether it is the one that is tried
 static inline int ft_more(int mutant) { return ft_is(mutant) ? 1 : 0; }
 static inline int ft_two(int mutant) { return ft_is(mutant) ? 2 : 1; }
 static inline int ft_sign(int mutant) { return ft_is(mutant) ? -1 : 1; }
+// Takes all that follows: x += ft_signed(7) *= a ? b : c.
+struct ft_signed {
+  int mutant;
+  explicit ft_signed(int mutant) : mutant(mutant) {}
+  template <class T>
+  auto operator*=(T x) const { return ft_is(mutant) ? -x : +x; }
+};
 #endif
 """
 # Read when a fork that tries a mutant loads the library.
@@ -179,6 +139,17 @@ def _is_tie(code: str, at: int) -> bool:
     return False
 
 
+def _is_pointless(code: str, above: str, found: re.Match[str], what: str) -> bool:
+    """Whether that mutant of a line, below another one, could never be noticed."""
+    if re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start()):
+        return True
+    if what == "times two":
+        # How large a grid is; and twice a count is 0 where the count is.
+        return "multiprocessors()" in code or re.search(r" [=>]=? 0\)", code) is not None
+    # Unrolled loops go over a thread's own arrays: an overrun is AddressSanitizer's to see.
+    return what == "<= for <" and above == "#pragma unroll"
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in a file: ``old`` at ``offset``. In the build of all mutants ``text`` goes behind
@@ -189,10 +160,11 @@ class Site:
     text: str
     new: str
     what: str
+    pointless: bool = False
 
 
 def _sites(text: str) -> Iterator[Site]:
-    start, constant = 0, False
+    start, constant, above = 0, False, ""
     for line in text.splitlines(keepends=True):
         code = line.split("//")[0]
         constant = constant or _CONSTANT.search(code) is not None
@@ -204,16 +176,14 @@ def _sites(text: str) -> Iterator[Site]:
                         r"[^<>;()]*>", after
                     )
                     shuffles = what != "lane of a shuffle" or "__shfl" in code
-                    tie = re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start())
-                    if in_template or tie or not shuffles:
+                    if in_template or not shuffles:
                         continue
-                    yield Site(
-                        start + found.start(), found[0], insertion, new.format(found[0]), what
-                    )
+                    at, pointless = start + found.start(), _is_pointless(code, above, found, what)
+                    yield Site(at, found[0], insertion, new.format(found[0]), what, pointless)
         # A definition may go on in the next lines.
         if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
             constant = False
-        start += len(line)
+        start, above = start + len(line), code.strip() or above
 
 
 def _functions(text: str) -> list[tuple[int, str]]:
@@ -238,7 +208,8 @@ def _numbered(root: Path) -> Iterator[tuple[int, str, Site, Mutant]]:
 
 
 def mutants(root: Path) -> list[Mutant]:
-    return [m for *_, m in _numbered(root)]
+    # Others are numbered and built: so the library stays the same, whatever is left out here.
+    return [made for *_, site, made in _numbered(root) if not site.pointless]
 
 
 def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
@@ -256,33 +227,41 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
     return _SWITCHES + text
 
 
+_ORDERS = '("forward", "reverse", "shuffled")'
 _BUILD = "import cuda_emulator; cuda_emulator.build()"
 _collected: list[Collected] = []
 _numbers: dict[Mutant, int] = {}
 _limits: dict[tuple[str, ...], float] = {}
-# One op of each loop; its formulas are those of the CPU.
+# One op of each loop: its formulas are those of the CPU.
 _CHOSEN = [
-    "-k", "(emulated or test_cuda or walks or traffic) and not 2_to_31"
-    " and (not test_kernels or silu or prelu or star_relu or hardtanh)",
+    "-k", "(emulated or test_cuda or traffic) and not 2_to_31"
+    " and (not test_kernels.py or silu or prelu or star_relu or hardtanh)"
+    " and not every_formula and not every_activation",
 ]  # fmt: skip
 
 
 def tests_of(file: str) -> tuple[str, ...]:
     stem = Path(file).name.split(".")[0]
     chosen = next(tests for begin, tests in TESTS.items() if stem.startswith(begin))
-    return (*chosen, "tests/test_kernel_traffic.py")
+    return tuple(chosen)
 
 
-def prepare(tree: Path, files: set[str], seconds: float) -> str:
-    sites: dict[str, list[tuple[int, Site]]] = {}
-    for number, file, site, made in _numbered(tree):
-        sites.setdefault(file, []).append((number, site))
-        _numbers[made] = number
-    sources = {file: (tree / file).read_text() for file in files}
-    for file, text in sources.items():
-        (tree / file).write_text(with_switches(text, sites[file]))
-    folder = tree / "tests/cuda_emulator"
-    with (folder / "emulator.cpp").open("a") as emulator:
+def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
+    """Builds the library, or takes the one that was built of the same sources. What is wrong."""
+    sources = {file: (tree / file).read_text() for file in sites}
+    switched = {file: with_switches(text, sites[file]) for file, text in sources.items()}
+    others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc").glob("*.cpp")]
+    others += (f for f in (tree / "tests/cuda_emulator").rglob("*.*") if f.suffix != ".pyc")
+    texts = [*switched.values(), _CHOICE, *(f.read_text() for f in sorted(others))]
+    kept = KEPT / hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] / "_emulated.so"
+    built = tree / "build/emulator/_emulated.so"
+    built.parent.mkdir(parents=True)
+    if kept.exists():
+        shutil.copy(kept, built)
+        return ""
+    for file, text in switched.items():
+        (tree / file).write_text(text)
+    with (tree / "tests/cuda_emulator/emulator.cpp").open("a") as emulator:
         emulator.write(_CHOICE)
     print("the emulator is built with all mutants (five minutes of two processors)", flush=True)
     environment = {**os.environ, "PYTHONPATH": f"{tree}:{tree}/tests"}
@@ -293,14 +272,35 @@ def prepare(tree: Path, files: set[str], seconds: float) -> str:
         (tree / file).write_text(text)
     if done.returncode != 0:
         return done.stderr[-6000:]
-    # The sources are newer now, and are going to change.
+    shutil.rmtree(KEPT, ignore_errors=True)
+    kept.parent.mkdir(parents=True)
+    shutil.copy(built, kept)
+    return ""
+
+
+def prepare(tree: Path, files: set[str], seconds: float) -> str:
+    sites: dict[str, list[tuple[int, Site]]] = {}
+    for number, file, site, made in _numbered(tree):
+        sites.setdefault(file, []).append((number, site))
+        _numbers[made] = number
+    if failed := _build(tree, sites):
+        return failed
+    folder = tree / "tests/cuda_emulator"
+    # The sources are newer now, and are going to change. One order of threads is enough: where the
+    # order matters the emulator notices a race.
     loader = folder / "__init__.py"
     text = loader.read_text()
-    assert "path = build()" in text
-    loader.write_text(text.replace("path = build()", 'path = BUILD / "_emulated.so"'))
+    for old, new in (
+        ("path = build()", 'path = BUILD / "_emulated.so"'),
+        ("ORDERS.index(order)", f"{_ORDERS}.index(order)"),
+        (f"ORDERS = {_ORDERS}", 'ORDERS = ("shuffled",)'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    loader.write_text(text)
     choice = tree / "mutant"
     choice.write_text("-1")
-    tests = sorted({test for file in files for test in tests_of(file)})
+    tests = sorted({test.split("::")[0] for file in files for test in tests_of(file)})
     _collected.append(Collected(tree, [*tests, *_CHOSEN], FT_MUTANT_FILE=str(choice)))
     for chosen in sorted({tests_of(file) for file in files}):
         began = time.monotonic()

@@ -1,0 +1,202 @@
+"""Mutants of the CUDA kernels that change nothing that a test of the emulator can see, and why."""
+
+from __future__ import annotations
+
+# Reasons why mutants change nothing that a test can see; (file, function): lines as they become.
+_SPEED = "how many blocks there are, or which of two walks, changes the speed alone"
+_NOTHING = "there is nothing beyond the last element: neither turn does anything"
+_ROUND = "the lanes, or blocks, of a row of work change places: (-t) % 8 is an order of eight, too"
+_ANY = "any one thread, or warp, will do"
+_TAIL = "the last whole tile goes element by element, to the same numbers"
+_TIE = "where both sides are equal, so are both results"
+_OWN = "an overrun of an array that is not a tensor's: AddressSanitizer's to see (make sanitize)"
+_LARGE = "of indices from 2^32 on, which no test has memory for"
+_ROOM = "more of the workspace than is used"
+_BEYOND = "the blocks beyond the last group find nothing to do, and leave nothing"
+_ROUNDED = "one less than that number is rounded to the same number"
+_FAR = "the error of the guess is 1e-7, or not a number: either bound lies between"
+_EXACT = "the quotient is exact below 2^61 all the same"
+_DOUBLES = "of doubles nobody asks for vectors: pointers count as not aligned"
+SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
+    _SPEED: {
+        ("batch_norm_walk.cuh", "across_for"): (
+            "while (best < kWarp && false && best < lines) best *= 2;",
+            "for (int fewer = best / 2; fewer > fewest; fewer /= 2)",
+            "if (ceil_div(lines, fewer) * 2 * fewer < ceil_div(lines, best) * best) best = fewer;",
+        ),
+        ("batch_norm_walk.cuh", "walk_for"): (
+            "bool columns = n.channels > 1 && n.inner / (w.wide ? lanes : 1) <= kWarp;",
+            "bool columns = n.channels >= 1 && n.inner / (w.wide ? lanes : 1) < kWarp;",
+        ),
+        ("chains.cu", "by_dtype"): (
+            "const bool wide = strides_fit(call, Vec<S>::kLanes) && sizeof(S) <= 8;",
+            "const int64_t vectors = call.rows * 2 * (call.n / (wide ? Vec<S>::kLanes : 1));",
+        ),
+        ("chains.cuh", "plan_for"): (
+            "plan.columns = c.inner / (plan.wide ? kLanes : 1) < kWarp && c.channels >= 1;",
+        ),
+        ("channelwise.cu", "plan_for"): (
+            "plan.columns = inner / (plan.wide ? kLanes : 1) <= kWarp && channels > 1;",
+            "plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels >= 1;",
+        ),
+        ("images.cu", "run"): (
+            "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
+        ),
+        ("multi_tensor.cu", "aligned"): (
+            "return dtype != Dtype::kFloat64 && reinterpret_cast<uintptr_t>(data) % (4 * 2 *"
+            " bytes_of(dtype)) == 0;",
+        ),
+        ("multi_tensor_measure.cuh", "units_of_chunk"): (
+            "return numel / units <= kLargeUnit ? kSmallUnits : 1;",
+            "for (int k = 0; k < kCount; ++k) sum -= x[k] * x[k];",  # so squares go one by one
+            "if (sum > 1e-30f && false && sum <= FLT_MAX) {",
+        ),
+        ("multi_tensor_measure.cuh", "measure"): (
+            "for (; i + (kLoads + 1) * step < rest; i += kLoads * step) {",
+        ),
+        ("multi_tensor_measure.cuh", "measure_units_kernel"): (
+            "const bool wide = t.wide && false && t.inner % 4 == 0;",
+        ),
+        ("pointwise.cu", "blocks_for"): (
+            "const int64_t tiles = ceil_div(n, kThreads * 2 * kItems<S>);",
+        ),
+        ("pool.cu", "is_small"): (
+            "return call.inputs() < kMost && false && call.outputs() < kMost && call.stride_h <"
+            " kMost &&",
+        ),
+    },
+    _NOTHING: {
+        ("batch_norm.cuh", "for_vectors"): ("for (; p.left >= 0; p.left -= kBatch) {",),
+        ("chains.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
+        ("pointwise.cu", "forward_kernel"): (
+            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
+        ),
+        ("pointwise.cu", "backward_kernel"): (
+            "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
+        ),
+    },
+    _ROUND: {
+        ("batch_norm.cu", "merge_statistics_kernel"): (
+            "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels - threadIdx.x %"
+            " kMergeChannels;",
+            "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + (threadIdx.x + 1) %"
+            " kMergeChannels;",
+        ),
+        ("batch_norm_reduce.cu", "merge_sums_kernel"): (
+            "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels - threadIdx.x %"
+            " kMergeChannels;",
+            "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + (threadIdx.x + 1) %"
+            " kMergeChannels;",
+        ),
+        ("chains.cuh", "planes_kernel"): (
+            "const int64_t part = (blockIdx.x + 1) % parts, group = blockIdx.x / parts;",
+        ),
+        ("chains.cuh", "columns_kernel"): (
+            "const int64_t part = (blockIdx.x + 1) % parts, group = blockIdx.x / parts;",
+            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
+        ),
+        ("few_bit.cu", "each_column"): (
+            "const int column = (threadIdx.x + 1) % kColumns<S> * kColumn<S>;",
+        ),
+        ("channelwise.cu", "segments_kernel"): (
+            "const int64_t channel = (blockIdx.x + 1) % channels, group = blockIdx.x / channels;",
+            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
+        ),
+        ("channelwise.cu", "columns_kernel"): (
+            "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
+        ),
+    },
+    _ANY: {
+        ("chains.cuh", "columns_kernel"): ("if (warp == 1 + 0 && exists) {",),
+        ("few_bit.cu", "forward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
+        ("few_bit.cu", "backward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
+    },
+    _TAIL: {
+        ("pointwise.cu", "forward_kernel"): ("if (wide && n - start > kTile) {",),
+        ("pointwise.cu", "backward_kernel"): ("if (wide && n - start > kTile) {",),
+        ("images.cu", "to_last_kernel"): ("const bool whole = i + V::kLanes < total;",),
+        ("pool.cu", "max_pool2d_kernel"): (
+            "if (at + (kOutputs + 1) * block_bytes(kBits) < outputs) {",
+        ),
+    },
+    _TIE: {
+        ("multi_tensor.cuh", "chunk_length"): (
+            "return t.numel - begin <= kChunk ? int(t.numel - begin) : kChunk;",
+        ),
+        ("multi_tensor_measure.cuh", "measure_units_kernel"): (
+            "const int64_t last = first + in_chunk <= t.units ? first + in_chunk : t.units;",
+        ),
+        ("pool.cu", ""): ("first_i = top <= 0 ? int(-top) : 0;",),
+        ("pool.cu", "between"): ("return x <= least ? least : (x > most ? most : x);",),
+        ("pool.cu", "max_pool2d_kernel"): (
+            "first_h = least_h >= 0 ? (least_h + stride_h - 1) / stride_h : 0;",
+        ),
+    },
+    _OWN: {
+        ("chains.cuh", "formula_of"): (
+            "for (int k = 0; k <= kMaxParameters; ++k) n.parameters[k] = call.parameters[k];",
+        ),
+        ("few_bit.cu", "forward_kernel"): (
+            "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
+        ),
+        ("multi_tensor.cu", "swept"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
+        ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),
+    },
+    _LARGE: {
+        ("images.cu", "quotient"): (
+            "return ((a | b) >> 32) == 1 + 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;",
+        ),
+        ("pool.cu", "is_small"): (
+            "return call.inputs() <= kMost && call.outputs() < kMost && call.stride_h < kMost &&",
+        ),
+    },
+    _ROOM: {
+        ("batch_norm_sums.cuh", "shares_of"): (
+            "inline int64_t shares_of(const Walk& w) { return 2 * 2 * w.groups * share_width(w); }",
+        ),
+        ("multi_tensor.cu", "Workspace"): (
+            "reinterpret_cast<Coefficients*>(take(count * 2 * sizeof(Coefficients) /"
+            " sizeof(double)));",
+        ),
+    },
+    _BEYOND: {
+        ("batch_norm_normalise.cu", "by_dtype"): (
+            "launch(kernel_of<Normalise, S>(n.op, w.wide), w.parts.value * 2 * w.groups, kThreads,"
+            " stream, 0,",
+        ),
+        ("batch_norm_grad_input.cu", "by_dtype"): (
+            "launch(kernel_of<GradInput, S>(n.op, w.wide), w.parts.value * 2 * w.groups, kThreads,"
+            " stream, 0,",
+        ),
+        ("batch_norm_restore.cu", "by_dtype"): (
+            "launch(kernel, w.parts.value * 2 * w.groups, kThreads, stream, 0, w, t, T(1) /"
+            " T(r.slope),",
+        ),
+    },
+    _ROUNDED: {
+        ("batch_norm.cu", "statistics_kernel"): (
+            "shifts[segment] = formulas::math::abs(mean) < formulas::Constants<T>::kHuge ? mean :"
+            " T(0);",
+        ),
+        ("batch_norm.cu", "merge_statistics_kernel"): (
+            "if (!(formulas::math::abs(shift) < formulas::Constants<double>::kHuge)) shift = 0;",
+        ),
+        ("multi_tensor_measure.cuh", "units_of_chunk"): ("if (sum > 1e-30f && sum < FLT_MAX) {",),
+    },
+    _FAR: {
+        ("batch_norm_normalise.cu", "inverse_deviation"): (
+            "return formulas::math::abs(error) <= 1.0f ? fmaf(0.5f * guess, error, guess) : guess;",
+        ),
+    },
+    _EXACT: {
+        ("batch_norm_walk.cuh", ""): (
+            "while (int64_t(1) << shift <= value) ++shift;",
+            "magic = uint64_t((((unsigned __int128)(1) << (62 + shift)) + value + 1) / value);",
+        ),
+    },
+    _DOUBLES: {
+        ("chains.cuh", "plan_for"): (
+            "plan.wide = aligned && c.inner % kLanes == 0 && sizeof(S) <= 8;",
+        ),
+    },
+}
