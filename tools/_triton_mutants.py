@@ -4,6 +4,7 @@ judged by tests that run in Triton's interpreter."""
 from __future__ import annotations
 
 import ast
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,29 @@ from _mutant import Key, Mutant, mutant
 FOLDER = "fusedtrain/triton"
 _NUMBERS = "tests/test_kernels.py"
 _NORMS = ["tests/test_triton_batch_norm.py", "tests/test_batch_norm_kernels.py"]
-_OPTIMIZERS = ["tests/test_triton_optimizers.py"]
-# The tests of a file, the narrowest first: the first that fails ends the trial.
+_OPTIMIZERS = "tests/test_triton_optimizers.py"
+_OF_RULE = [
+    f"{_OPTIMIZERS}::test_{test}[{{}}"
+    for test in (
+        "options_of_a_group", "kernels", "states", "more_tensors_than_a_program_prepares",
+        "zeros", "nobody_looks", "variance_below_zero", "skipped_first_step", "parts_of_a_step",
+    )
+]  # fmt: skip
+_OF_FORMULA = [
+    f"{_NUMBERS}::test_{test}[triton-{{}}-"
+    for test in ("special_values", "every_16_bit_number", "numbers", "bounds", "backward_with")
+]
+_STEPS = [
+    f"{_OPTIMIZERS}::test_{test}"
+    for test in (
+        "options_of_a_group[lamb", "kernels[sgd", "units_of_layouts", "sizes_and", "rates_on",
+        "skipped_first_step", "more_tensors_than_a_program_prepares[lamb", "states[adam",
+        "gradients_are_measured_without_states[sgd", "parts_of_a_step[lamb", "stochastic",
+        "kernels[adam-trial", "nobody_looks", "zeros", "units_at", "nothing",
+    )
+]  # fmt: skip
+# The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
+# function is part of: see part_of.
 TESTS: dict[str, list[str]] = {
     "_batch_norm_kernels.py": _NORMS,
     "_batch_norm_tiles.py": _NORMS,
@@ -27,31 +49,59 @@ TESTS: dict[str, list[str]] = {
         "tests/test_few_bit.py::test_special_inputs[triton",
     ],
     "fold.py": ["tests/test_fold_kernels.py"],
-    "formulas.py": [_NUMBERS],
+    "formulas.py": _OF_FORMULA,
     "images.py": ["tests/test_images.py"],
-    "multi_tensor_measure.py": _OPTIMIZERS,
-    "multi_tensor_memory.py": _OPTIMIZERS,
-    "multi_tensor_tail.py": _OPTIMIZERS,
-    "multi_tensor_update.py": _OPTIMIZERS,
-    "optimizers.py": _OPTIMIZERS,
+    "multi_tensor_measure.py": _STEPS,
+    "multi_tensor_memory.py": _STEPS,
+    "multi_tensor_tail.py": _STEPS,
+    "multi_tensor_update.py": _STEPS,
+    "optimizers.py": _OF_RULE,
     "pointwise.py": [
         f"{_NUMBERS}::test_a_grid",
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
     ],
     "pool.py": ["tests/test_triton_pool.py"],
-    "scaling.py": [f"{_OPTIMIZERS[0]}::test_zero", f"{_OPTIMIZERS[0]}::test_update_scale"],
+    "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
     "stochastic_rounding.py": [
-        f"{_OPTIMIZERS[0]}::test_stochastic",
+        f"{_OPTIMIZERS}::test_stochastic",
         "tests/test_triton_rounding.py",
     ],
-    "vecmath.py": [_NUMBERS],
+    "vecmath.py": [*_OF_FORMULA, *_OF_RULE],
 }
+# Where the name of a function does not tell: a rule or an activation that calls it.
+PARTS = {
+    "unscale": "", "clip_coefficient": "", "adaptive_clip_coefficient": "", "kept": "",
+    "caution_after": "", "coupled": "sgd", "with_momentum": "", "variance_of": "rmsprop",
+    "squareplus_root": "squareplus", "squareplus_value": "squareplus",
+    "at_most": "relu6", "at_least": "relu6", "clamp": "relu6", "reciprocal": "celu",
+    "sqrt": "squareplus", "power": "adam", "expm1": "elu", "log1p_unit": "softplus",
+    "sigmoid_and_slope": "silu", "normal_cdf": "gelu", "normal_cdf_and_density": "gelu",
+    "widen": "relu",
+}  # fmt: skip
 # Not what compiles, or starts a process.
-_CHOSEN = ["-k", "triton and not (test_code or test_launches or test_import or registered)"]
+_CHOSEN = [
+    "-k",
+    "triton and not (test_code or test_launches or compilations or test_import or registered)",
+]
 
 _CHAINS = f"{FOLDER}/_chain_kernels.py"
+_MEMORY = f"{FOLDER}/multi_tensor_memory.py"
+_TAIL = f"{FOLDER}/multi_tensor_tail.py"
 EQUIVALENT: dict[Key, str] = {
+    (_MEMORY, "memory", "if not (ALIGNED):"):
+        "a hint for the compiler: test_code counts the 16-byte accesses with it and without",
+    (_MEMORY, "memory", "pointer = tl.multiple_of(pointer, 48)"):
+        "a hint for the compiler, which takes the power of two in it",
+    (_TAIL, "prepare_kernel", "inside = line <= count"):
+        "the lane after the last has the last tensor's line, too, and stores the same",
+    (_TAIL, "prepare_kernel", "tl.store(sums_ptr + i, squares, mask=(inside) | True)"):
+        "lanes after the last have the last tensor's line, too, and store the same",
+    (f"{FOLDER}/optimizers.py", "adam",
+     "s2 = tl.where((s1 >= s2) | (s1 != s1), s1, s2)"): "the larger of two equal numbers",
+    (f"{FOLDER}/optimizers.py", "prepare_novograd",
+     "largest = tl.where(amsgrad & ~(largest >= stored), stored, largest)"):
+        "the larger of two equal numbers",
     (_CHAINS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
         "the row after the last has the coefficient of channel 0, and is not stored",
     (f"{FOLDER}/few_bit.py", "code_of", "counted = tl.where(counted > 0.0, counted, 0.0)"):
@@ -89,6 +139,7 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (f"{FOLDER}/pointwise.py", "backward_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
+    (_TAIL, "learning_rate"): "what was not loaded is not chosen",
     (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
 }
 
@@ -252,15 +303,36 @@ _MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "n
 _collected: list[Collected] = []
 
 
-def prepare(tree: Path, files: set[str], seconds: float) -> str:
-    tests = sorted({test for file in files for test in TESTS[Path(file).name]})
-    paths = sorted({test.split("::")[0] for test in tests})
+_limits: dict[tuple[str, ...], float] = {}
+
+
+def part_of(function: str) -> str:
+    """The rule or the activation of a function: adam of prepare_adam, mish of mish_backward."""
+    name = function.removeprefix("prepare_").removeprefix("finish_")
+    return PARTS.get(name, name.removesuffix("_forward").removesuffix("_backward"))
+
+
+def tests_of(mutant: Mutant) -> tuple[str, ...]:
+    return tuple(t.format(part_of(mutant.function)) for t in TESTS[Path(mutant.file).name])
+
+
+def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
+    tests = sorted({tests_of(m) for m in mutants})
+    paths = sorted({test.split("::")[0] for chosen in tests for test in chosen})
     _collected.append(Collected(tree, [*paths, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
-    return _collected[0].run(tests, 10 * seconds)
+    for chosen in tests:
+        began = time.monotonic()
+        if broken := _collected[0].run(chosen, 20 * seconds):
+            return broken
+        took = time.monotonic() - began
+        _limits[chosen] = max(seconds, 3 * took)  # a mutant may be slower
+        print(f"  {took:4.0f} s: {' '.join(chosen)}", flush=True)
+    return ""
 
 
 def judge(mutant: Mutant, seconds: float) -> str:
-    return _collected[0].judge(mutant.file, TESTS[Path(mutant.file).name], seconds)
+    chosen = tests_of(mutant)
+    return _collected[0].judge(" ".join(chosen), chosen, _limits[chosen])
 
 
 def finish() -> None:

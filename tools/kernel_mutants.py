@@ -105,7 +105,7 @@ def run(name: str, arguments: argparse.Namespace) -> list[str]:
         print("the copy is made, and its tests run without a mutant", flush=True)
         copy(tree)
         try:
-            if broken := kind.prepare(tree, files, arguments.seconds):
+            if broken := kind.prepare(tree, mutants, arguments.seconds):
                 return [*wrong, f"{name}: without a mutant: {broken}"]
             survivors = try_all(kind, mutants, tree, arguments.seconds)
         finally:
