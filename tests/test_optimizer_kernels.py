@@ -189,6 +189,17 @@ def test_zeros(kernels: Any, rule: str) -> None:
             other.grads[0].zero_()  # where there are states now
 
 
+def test_a_step_count_of_32_bits(kernels: Any) -> None:
+    """Of which every bit counts in the bias correction."""
+    case = Case("adam", [Spec((4,), F64)], [{"lr": 0.1, "beta2": 1 - 2.0**-31, "eps": 1e-8}])
+    case.scalars[0] = 2.0**31
+    expected = case.clone()
+    optimizers.optimizer_step(*expected.arguments(), None, None)
+    kernels.optimizer_step(*case.arguments(), None, None)
+    # One bit of eps in beta2 is 2^-22 of its 2^31st power.
+    torch.testing.assert_close(case.params[0], expected.params[0], rtol=1e-5, atol=0)
+
+
 def test_units_at_their_bound(ops: Any) -> None:
     """Units smaller than 1e-6 are divided by 1e-6, unless they are below the bound."""
     bound = 2.0**-21

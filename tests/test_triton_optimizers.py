@@ -82,6 +82,7 @@ test_gradients_are_measured_without_states = shared.test_gradients_are_measured_
 test_variance_below_zero = shared.test_variance_below_zero
 test_rates_on_the_device = shared.test_rates_on_the_device
 test_no_tensors = shared.test_no_tensors
+test_a_step_count_of_32_bits = shared.test_a_step_count_of_32_bits
 test_zeros = shared.test_zeros
 test_units_at_their_bound = shared.test_units_at_their_bound
 test_nothing_is_measured = shared.test_nothing_is_measured

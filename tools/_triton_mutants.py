@@ -13,19 +13,41 @@ from _mutant import Key, Mutant, mutant
 
 FOLDER = "fusedtrain/triton"
 _NUMBERS = "tests/test_kernels.py"
-_NORMS = ["tests/test_triton_batch_norm.py", "tests/test_batch_norm_kernels.py"]
+_NORMS = [
+    f"tests/test_{test}"
+    for test in (
+        "triton_batch_norm.py::test_options[contiguous-softplus-rba-training",
+        "triton_batch_norm.py::test_options[channels_last-silu-rba",
+        "triton_batch_norm.py::test_padding",
+        "triton_batch_norm.py::test_constant", "triton_batch_norm.py::test_large_mean",
+        "triton_batch_norm.py::test_momentum", "triton_batch_norm.py::test_options[contiguous",
+        "batch_norm_in_place.py::test_kernels[triton", "triton_batch_norm.py::test_every_cut",
+        "triton_batch_norm.py::test_outlier", "triton_batch_norm.py::test_special",
+        "triton_batch_norm.py::test_halves", "triton_batch_norm.py::test_fixed",
+        "triton_batch_norm.py::test_layouts", "triton_batch_norm.py::test_only",
+        "triton_batch_norm.py::test_dtypes",
+    )
+]  # fmt: skip
 _OPTIMIZERS = "tests/test_triton_optimizers.py"
 _OF_RULE = [
-    f"{_OPTIMIZERS}::test_{test}[{{}}"
+    f"{_OPTIMIZERS}::test_{test}"
     for test in (
-        "options_of_a_group", "kernels", "states", "more_tensors_than_a_program_prepares",
-        "zeros", "nobody_looks", "variance_below_zero", "skipped_first_step", "parts_of_a_step",
+        "options_of_a_group[{}", "kernels[{}", "states[{}", "zeros[{}",
+        "nobody_looks_for_infinities[{}",
+        "more_tensors_than_a_program_prepares[{}", "variance_below_zero[{}", "skipped_first_step",
+        "parts_of_a_step[{}", "units_at", "a_step_count",
     )
 ]  # fmt: skip
 _OF_FORMULA = [
-    f"{_NUMBERS}::test_{test}[triton-{{}}-"
-    for test in ("special_values", "every_16_bit_number", "numbers", "bounds", "backward_with")
-]
+    f"{_NUMBERS}::test_{test}"
+    for test in (
+        "special_values[triton-{}-", "every_16_bit_number[triton-{}-", "numbers[triton-{}-",
+        "zero_is_on_the_side_of_negative_numbers[triton-{}", "{}_at", "{}_without",
+        "infinite_gradients_where_the_slope_is_zero[triton-{}",
+        "bounds_that_16_bits_cannot_hold[triton-{}-",
+        "backward_with_one_tensor_misaligned[triton-{}-",
+    )
+]  # fmt: skip
 _STEPS = [
     f"{_OPTIMIZERS}::test_{test}"
     for test in (
@@ -41,8 +63,15 @@ TESTS: dict[str, list[str]] = {
     "_batch_norm_kernels.py": _NORMS,
     "_batch_norm_tiles.py": _NORMS,
     "_chain_kernels.py": ["tests/test_triton_chains.py", "tests/test_chain_kernels.py"],
-    "channelwise.py": ["tests/test_triton.py", _NUMBERS],
+    "channelwise.py": [
+        "tests/test_triton.py::test_every_cut[star_relu-torch.float32",
+        f"{_NUMBERS}::test_numbers[triton-prelu-torch.float32",
+        f"{_NUMBERS}::test_numbers[triton-star_relu-torch.float32",
+        "tests/test_triton.py::test_every_cut[prelu",
+        f"{_NUMBERS}::test_two_parameters",
+    ],
     "few_bit.py": [
+        "tests/test_few_bit.py::test_kernels[triton-a block-torch.float32",
         "tests/test_triton_few_bit.py",
         "tests/test_few_bit.py::test_kernels[triton-sliced-torch.float32",
         "tests/test_few_bit.py::test_kernels[triton-many-torch.float32",
@@ -71,10 +100,11 @@ TESTS: dict[str, list[str]] = {
 }
 # Where the name of a function does not tell: a rule or an activation that calls it.
 PARTS = {
-    "unscale": "", "clip_coefficient": "", "adaptive_clip_coefficient": "", "kept": "",
-    "caution_after": "", "coupled": "sgd", "with_momentum": "", "variance_of": "rmsprop",
+    "unscale": "sgd", "clip_coefficient": "lamb", "adaptive_clip_coefficient": "sgd",
+    "kept": "nadamw", "caution_after": "lion", "coupled": "sgd", "with_momentum": "sgd",
+    "variance_of": "rmsprop",
     "squareplus_root": "squareplus", "squareplus_value": "squareplus",
-    "at_most": "relu6", "at_least": "relu6", "clamp": "relu6", "reciprocal": "celu",
+    "at_most": "elu", "at_least": "relu", "clamp": "relu6", "reciprocal": "celu",
     "sqrt": "squareplus", "power": "adam", "expm1": "elu", "log1p_unit": "softplus",
     "sigmoid_and_slope": "silu", "normal_cdf": "gelu", "normal_cdf_and_density": "gelu",
     "widen": "relu",
@@ -86,9 +116,85 @@ _CHOSEN = [
 ]
 
 _CHAINS = f"{FOLDER}/_chain_kernels.py"
+_KERNELS, _TILES = f"{FOLDER}/_batch_norm_kernels.py", f"{FOLDER}/_batch_norm_tiles.py"
+_CHANNELS, _BITS = f"{FOLDER}/channelwise.py", f"{FOLDER}/few_bit.py"
+_MATH, _FORMULAS = f"{FOLDER}/vecmath.py", f"{FOLDER}/formulas.py"
 _MEMORY = f"{FOLDER}/multi_tensor_memory.py"
 _TAIL = f"{FOLDER}/multi_tensor_tail.py"
 EQUIVALENT: dict[Key, str] = {
+    (_KERNELS, "merge_kernel", "inside = (channel <= channels)[:, None] & (j < n)[None, :]"):
+        "what the channel after the last comes to is not stored",
+    (_KERNELS, "move", "moved = tl.where(momentum <= 0.5, near, far)"):
+        "at a half both forms are old / 2 + value / 2, but for rounding in float64",
+    (_KERNELS, "restore_kernel", "s = tl.where(y >= 0, y, y * tl.full((), below, y.dtype))"):
+        "0 times what is finite is 0",
+    (_KERNELS, "restore_kernel",
+     "x = tl.where(x > most, most, tl.where(x <= -most, -most, x))"):
+        "a number that is the bound becomes the bound",
+    (_TILES, "channel_places", "return row % channels.to(INDEX), row <= rows"):
+        "the row after the last has the coefficients of a channel, and is not stored",
+    (_CHANNELS, "flat_backward_kernel", "if COUNT >= 1:"):
+        "a sum that is not stored (a store would be outside of the shares)",
+    (_CHANNELS, "tile_backward_kernel", "if COUNT >= 1:"):
+        "a sum that is not stored (a store would be outside of the shares)",
+    (_BITS, "level_of", "if len(LEVELS) > 1:"): "no table has a single level",
+    (_FORMULAS, "hardshrink_backward",
+     "return tl.where((saved == 0.0) & (a - saved >= 0.0), 0.0, g)"): "where it counts, saved is 0",
+    (_FORMULAS, "softshrink_forward",
+     "return tl.where(x >= a, x - a, tl.where(x < -a, x + a, x * 0.0))"): "0 either way",
+    (_FORMULAS, "softshrink_forward",
+     "return tl.where(x > a, x - a, tl.where(x <= -a, x + a, x * 0.0))"):
+        "0 either way; torch's vectors and its tail disagree about the sign",
+    (_FORMULAS, "hardsigmoid_forward", "return tl.where(x <= 0.0, t, 1.0 - t)"):
+        "a half either way",
+    (_FORMULAS, "hard_mish_backward",
+     "return tl.where(saved < -2.0, 0.0, tl.where(saved >= 0.0, g, g * (saved + 1.0)))"):
+        "the slope of 0 is 1 either way",
+    (_FORMULAS, "elu_forward", "return tl.where(x >= 0.0, x, e)"):
+        "expm1 keeps zeros; but for their sign where alpha is negative, and there torch keeps it",
+    (_FORMULAS, "elu_forward", "e = a * expm1(at_most(x, 1.0))"):
+        "of positive numbers x is taken",
+    (_FORMULAS, "celu_forward", "e = a * expm1(at_most(x, 1.0) * reciprocal(a))"):
+        "of positive numbers x is taken",
+    (_FORMULAS, "celu_forward", "return tl.where(x >= 0.0, x, e)"):
+        "expm1 keeps zeros; alpha, which must be positive, keeps their sign",
+    (_FORMULAS, "celu_backward",
+     "return tl.where(saved >= 0.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))"):
+        "the slope of 0 is 1 either way",
+    (_FORMULAS, "selu_forward", "return tl.where(x >= 0.0, 1.0507009873554804934 * x, e)"):
+        "zeros are kept either way",
+    (_FORMULAS, "softsign_forward", "x = clamp(x, -3.0000000000000003e+30, 1e30)"):
+        "it is -1 from -1e30 on",
+    (_FORMULAS, "silu_forward", "x = at_least(x, -3000.0)"): "it is -0 from -1000 on",
+    (_FORMULAS, "silu_backward", "x = clamp(saved, -3000.0, 1000.0)"): "it is 0 from -1000 on",
+    (_FORMULAS, "quick_gelu_forward", "x = at_least(x, -3000.0)"): "it is -0 from -1000 on",
+    (_FORMULAS, "quick_gelu_backward", "x = clamp(saved, -3000.0, 1000.0)"):
+        "it is 0 from -1000 on",
+    (_FORMULAS, "mish_backward", "x = clamp(saved, -3000.0, 20.0)"): "it is 0 from -1000 on",
+    (_FORMULAS, "gelu_forward", "return at_least(x, -120.0) * normal_cdf(x)"):
+        "the probability is 0 from -40 on",
+    (_FORMULAS, "gelu_backward", "x = clamp(saved, -120.0, 40.0)"):
+        "probability and density are 0 from -40 on",
+    (_FORMULAS, "gelu_tanh_forward", "z = clamp(x, -90.0, 30.0)"): "the sigmoid is 0 from -30 on",
+    (_FORMULAS, "gelu_tanh_backward", "x = clamp(saved, -90.0, 30.0)"):
+        "sigmoid and slope are 0 from -30 on",
+    (_FORMULAS, "squareplus_root", "c = at_most(tl.abs(x), 3e+18)"):
+        "3e18 has a square in float32, too",
+    (_FORMULAS, "squareplus_backward", "x = clamp(saved, -3e+18, 1e18)"):
+        "the slope is 0 from -1e18 on",
+    (_FORMULAS, "prelu_backward", "share = tl.where(saved >= 0.0, 0.0, g * saved)"):
+        "0 times a finite gradient is 0",
+    (_MATH, "expm1", "z = clamp(x, -120.0, 710.0)"): "it is -1 from -40 on",
+    (_MATH, "log1p_unit", "upper = x >= 0.41421356237309504880"): "both forms hold at the border",
+    (_MATH, "sigmoid_and_slope", "return tl.where(x <= 0.0, e * r, r), e * r * r"):
+        "e is 1 at 0",
+    (_MATH, "tanh", "return tl.where(x == 0.0, x, tl.where(x <= 0.0, t, -t))"):
+        "0 was taken before",
+    (_MATH, "normal_cdf", "return tl.where(x >= 0.0, 1.0 - upper_tail, upper_tail)"):
+        "at 0 both are a half within the error of the polynomial",
+    (_MATH, "normal_cdf_and_density",
+     "return tl.where(x >= 0.0, 1.0 - upper_tail, upper_tail), density"):
+        "at 0 both are a half within the error of the polynomial",
     (_MEMORY, "memory", "if not (ALIGNED):"):
         "a hint for the compiler: test_code counts the 16-byte accesses with it and without",
     (_MEMORY, "memory", "pointer = tl.multiple_of(pointer, 48)"):
@@ -139,6 +245,18 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (f"{FOLDER}/pointwise.py", "backward_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
+    (_KERNELS, "move"): "what is beyond the channels is not stored",
+    (_KERNELS, "invert_kernel"): "what is beyond the channels is not stored",
+    (_KERNELS, "normalise_kernel"): "what is beyond the data is not stored",
+    (_KERNELS, "restore_kernel"): "what is beyond the data is not stored",
+    (_KERNELS, "reduce_kernel"): "sums take a zero where there is no element",
+    (_KERNELS, "apply_kernel"): "what is beyond the data is not stored",
+    (_TILES, "of_channels"): "what is beyond the data is neither stored nor added",
+    (_TILES, "of_samples"): "what is beyond the data is neither stored nor added",
+    (_CHANNELS, "flat_forward_kernel"): "what is beyond the data is not stored",
+    (_CHANNELS, "tile_forward_kernel"): "what is beyond the data is not stored",
+    (_BITS, "load"): "what is beyond the data is not stored, and has code 0",
+    (_BITS, "backward_tile"): "what is beyond the data is not stored",
     (_TAIL, "learning_rate"): "what was not loaded is not chosen",
     (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
 }
