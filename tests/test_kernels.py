@@ -241,6 +241,23 @@ def test_bounds_that_16_bits_cannot_hold(
     assert torch.equal(g == 1, inside)
 
 
+OTHER_PARAMETERS = {"elu": [0.7], "celu": [2.5], "softplus": [0.5, 20.0], "leaky_relu": [0.2]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OTHER_PARAMETERS)
+def test_other_parameters(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    """Than the examples, of which many are 1."""
+    x = torch.linspace(-7, 7, 999, dtype=dtype).to(ops.device)
+    parameters, row = OTHER_PARAMETERS[name], ACTIVATIONS[name]
+    y, ones = ops(name, x, *parameters), torch.ones_like(x)
+    saved = y if row.saves == "output" else x
+    gradient = ops(f"{name}_backward", ones, saved, *parameters)
+    expected = want(name, x, ones, parameters)
+    assert_close(y.cpu(), expected[0])
+    assert_close(gradient.cpu(), expected[1], backward_scale(row))
+
+
 @pytest.mark.parametrize("name", ["leaky_relu", "elu", "prelu"])
 def test_zero_is_on_the_side_of_negative_numbers(ops: Kernels, name: str) -> None:
     """As in torch: it has their slope, and is multiplied by it."""

@@ -177,7 +177,8 @@ def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_zeros(kernels: Any, rule: str) -> None:
     """Of parameters, of gradients and of both: no trust ratio, no sign, nothing that agrees."""
-    case = Case(rule, [Spec((6,))] * 3, [busy(rule, cautious=1)], measures=7, trial=1)
+    step = {"measures": 7, "trial": 1, "max_norm": 1.0, "norm_eps": 0.5}
+    case = Case(rule, [Spec((6,))] * 3, [busy(rule, cautious=1)], **step)
     for zero in (case.params[0], case.grads[1], case.params[2], case.grads[2]):
         zero.zero_()
     expected = case.clone()

@@ -124,7 +124,9 @@ def main() -> int:
         "-k", default="", help="only where this is found in the name (a regular expression)"
     )
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts: i/n")
-    parser.add_argument("--seconds", type=float, default=120, help="the limit of a mutant")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="the limit of a mutant, of the processor"
+    )
     parser.add_argument("--all", action="store_true", help="not one of each sort alone")
     parser.add_argument("--list", action="store_true", help="do not run them")
     arguments = parser.parse_args()
