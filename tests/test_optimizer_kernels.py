@@ -178,16 +178,18 @@ def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
 def test_zeros(kernels: Any, rule: str) -> None:
     """Of parameters, of gradients and of both: no trust ratio, no sign, nothing that agrees."""
     step = {"measures": 7, "trial": 1, "max_norm": 1.0, "norm_eps": 0.5}
-    case = Case(rule, [Spec((6,))] * 3, [busy(rule, cautious=1)], **step)
-    for zero in (case.params[0], case.grads[1], case.params[2], case.grads[2]):
-        zero.zero_()
+    groups = [busy(rule, cautious=1), busy(rule, cautious=0)]
+    case = Case(rule, [Spec((6,), group=i // 3) for i in range(6)], groups, **step)
+    for i in (0, 3):
+        for zero in (case.params[i], case.grads[i + 1], case.params[i + 2], case.grads[i + 2]):
+            zero.zero_()
     expected = case.clone()
     for _ in range(2):
         optimizers.optimizer_step(*expected.arguments(), None, None)
         kernels.optimizer_step(*case.arguments(), None, None)
         _assert_close(case, expected)
-        for other in (case, expected):
-            other.grads[0].zero_()  # where there are states now
+        for grads in (case.grads, expected.grads):
+            grads[0].zero_()  # where there are states now
 
 
 def test_a_step_count_of_32_bits(kernels: Any) -> None:

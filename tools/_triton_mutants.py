@@ -98,7 +98,7 @@ TESTS: dict[str, list[str]] = {
 # Where the name of a function does not tell: a rule or an activation that calls it.
 PARTS = {
     "unscale": "sgd", "clip_coefficient": "lamb", "adaptive_clip_coefficient": "sgd",
-    "kept": "nadamw", "caution_after": "lion", "coupled": "sgd", "with_momentum": "sgd",
+    "kept": "lion", "caution_after": "lion", "coupled": "sgd", "with_momentum": "sgd",
     "variance_of": "rmsprop",
     "squareplus_root": "squareplus", "squareplus_value": "squareplus",
     "at_most": "elu", "at_least": "relu", "clamp": "relu6", "reciprocal": "celu",
