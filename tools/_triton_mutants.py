@@ -105,7 +105,7 @@ PARTS = {
     "at_most": "elu", "at_least": "relu", "clamp": "relu6", "reciprocal": "celu",
     "sqrt": "squareplus", "power": "adam", "expm1": "elu", "log1p_unit": "softplus",
     "sigmoid_and_slope": "silu", "normal_cdf": "gelu", "normal_cdf_and_density": "gelu",
-    "widen": "relu",
+    "widen": "silu",
 }  # fmt: skip
 # Not what compiles, or starts a process.
 _CHOSEN = [
