@@ -226,7 +226,9 @@ def test_two_parameters_of_a_channel_each(ops: Kernels, shape: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "bounds"), [("hardtanh", (-0.1, 0.3)), ("hardshrink", (0.3,))])
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("hardtanh", (-0.1, 0.3)), ("hardshrink", (0.3,)), ("hardshrink", (0.0,))]
+)
 def test_bounds_that_16_bits_cannot_hold(
     ops: Kernels, name: str, bounds: tuple[float, ...], dtype: torch.dtype
 ) -> None:
@@ -237,3 +239,64 @@ def test_bounds_that_16_bits_cannot_hold(
     rounded = [torch.tensor(b).to(dtype).item() for b in bounds]
     inside = (x > rounded[0]) & (x < rounded[-1]) if name == "hardtanh" else x.abs() > rounded[0]
     assert torch.equal(g == 1, inside)
+
+
+OTHER_PARAMETERS = {"elu": [0.7], "celu": [2.5], "softplus": [0.5, 20.0], "leaky_relu": [0.2]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OTHER_PARAMETERS)
+def test_other_parameters(ops: Kernels, name: str, dtype: torch.dtype) -> None:
+    """Than the examples, of which many are 1."""
+    x = torch.linspace(-7, 7, 999, dtype=dtype).to(ops.device)
+    parameters, row = OTHER_PARAMETERS[name], ACTIVATIONS[name]
+    y, ones = ops(name, x, *parameters), torch.ones_like(x)
+    saved = y if row.saves == "output" else x
+    gradient = ops(f"{name}_backward", ones, saved, *parameters)
+    expected = want(name, x, ones, parameters)
+    assert_close(y.cpu(), expected[0])
+    assert_close(gradient.cpu(), expected[1], backward_scale(row))
+
+
+@pytest.mark.parametrize("name", ["leaky_relu", "elu", "prelu"])
+def test_zero_is_on_the_side_of_negative_numbers(ops: Kernels, name: str) -> None:
+    """As in torch: it has their slope, and is multiplied by it."""
+    x = torch.tensor([0.0, -0.0] * 9).to(ops.device)
+    row = ACTIVATIONS[name]
+    parameters: list[Any] = [x.new_tensor([-0.5]) if row.tensors else -0.5]
+    y = ops(name, x, *parameters)
+    assert not y.any()
+    assert name == "elu" or y.signbit().tolist() == [True, False] * 9
+    found = ops(
+        f"{name}_backward", torch.ones_like(x), y if row.saves == "output" else x, *parameters
+    )
+    gradient = found[0] if isinstance(found, tuple) else found
+    assert gradient.tolist() == [-0.5] * 18
+
+
+def test_softplus_at_its_threshold(ops: Kernels) -> None:
+    """It is linear above, not there."""
+    x = torch.full((17,), 20.0, dtype=torch.float64).to(ops.device)
+    y = ops("softplus", x, 1.0, 20.0).cpu()
+    assert_close(y, x.cpu() + torch.exp(-x.cpu()).log1p())
+    gradient = ops("softplus_backward", torch.ones_like(x), x, 1.0, 20.0).cpu()
+    assert_close(gradient, -torch.expm1(-x.cpu()))
+
+
+def test_squareplus_without_curvature(ops: Kernels) -> None:
+    """Half of x + |x|, with half a slope at 0."""
+    x = torch.tensor([0.0, -0.0, -2.0, 2.0] * 5).to(ops.device)
+    assert ops("squareplus", x, 0.0).tolist() == [0.0, 0.0, 0.0, 2.0] * 5
+    gradient = ops("squareplus_backward", torch.ones_like(x), x, 0.0)
+    assert gradient.tolist() == [0.5, 0.5, 0.0, 1.0] * 5
+
+
+@pytest.mark.parametrize("name", ["relu_squared", "star_relu"])
+def test_infinite_gradients_where_the_slope_is_zero(ops: Kernels, name: str) -> None:
+    if not ops.kernel:
+        pytest.skip("plain torch multiplies")
+    x = torch.tensor([0.0, -1.0] * 9).to(ops.device)
+    parameters = [x.new_ones(1)] * 2 if ACTIVATIONS[name].tensors else []
+    found = ops(f"{name}_backward", torch.full_like(x, float("inf")), x, *parameters)
+    gradient = found[0] if isinstance(found, tuple) else found
+    assert gradient.tolist() == [0.0] * 18

@@ -159,8 +159,9 @@ def test_skipped_first_step(ops: Any, why: str, write_back: int) -> None:
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
     """They flow alike, and the step is not skipped."""
-    specs = [Spec((3, 50)), Spec((150,), F64), Spec((2, 40), BF16)]
-    case = Case(rule, specs, [busy(rule, cautious=0)], measures=6, write_back=1)
+    specs = [Spec((3, 50)), Spec((150,), F64), Spec((2, 40), BF16), Spec((20,), group=1)]
+    groups = [busy(rule, cautious=0), busy(rule, cautious=0, weight_decay=0.0)]
+    case = Case(rule, specs, groups, measures=6, write_back=1)
     for param, grad in zip(case.params, case.grads):
         grad.view(-1)[:4] = torch.tensor([math.inf, -math.inf, math.nan, 0])
         param.view(-1)[1:5] = torch.tensor([math.inf, -math.inf, math.nan, 0])
@@ -171,6 +172,60 @@ def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
     _assert_close(case, expected)
     assert case.control[[0, 5]].tolist() == [0, 2]
     assert case.params[0].isnan().any()
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_zeros(kernels: Any, rule: str) -> None:
+    """Of parameters, of gradients and of both: no trust ratio, no sign, nothing that agrees."""
+    step = {"measures": 7, "trial": 1, "max_norm": 1.0, "norm_eps": 0.5}
+    groups = [busy(rule, cautious=1), busy(rule, cautious=0)]
+    case = Case(rule, [Spec((6,), group=i // 3) for i in range(6)], groups, **step)
+    for i in (0, 3):
+        for zero in (case.params[i], case.grads[i + 1], case.params[i + 2], case.grads[i + 2]):
+            zero.zero_()
+    expected = case.clone()
+    for _ in range(2):
+        optimizers.optimizer_step(*expected.arguments(), None, None)
+        kernels.optimizer_step(*case.arguments(), None, None)
+        _assert_close(case, expected)
+        for grads in (case.grads, expected.grads):
+            grads[0].zero_()  # where there are states now
+
+
+def test_a_step_count_of_32_bits(kernels: Any) -> None:
+    """Of which every bit counts in the bias correction."""
+    case = Case("adam", [Spec((4,), F64)], [{"lr": 0.1, "beta2": 1 - 2.0**-31, "eps": 1e-8}])
+    case.scalars[0] = 2.0**31
+    expected = case.clone()
+    optimizers.optimizer_step(*expected.arguments(), None, None)
+    kernels.optimizer_step(*case.arguments(), None, None)
+    # One bit of eps in beta2 is 2^-22 of its 2^31st power.
+    torch.testing.assert_close(case.params[0], expected.params[0], rtol=1e-5, atol=0)
+
+
+def test_units_at_their_bound(ops: Any) -> None:
+    """Units smaller than 1e-6 are divided by 1e-6, unless they are below the bound."""
+    bound = 2.0**-21
+    options = {"unit_factor": 1.0, "unit_eps": bound}
+    case = Case("sgd", [Spec((4, 2))], [{"lr": 1 / bound}], measures=7, **options)
+    case.params[0].zero_()
+    case.grads[0].copy_(torch.tensor([[bound, 0], [bound / 2, 0], [0, 2 * bound], [0, 8 * bound]]))
+    ops.optimizer_step(*case.arguments(), None, None)
+    small = bound / 1e-6
+    expected = [[small, 0], [0.5, 0], [0, 2 * small], [0, 1]]
+    torch.testing.assert_close(case.params[0], -torch.tensor(expected))
+
+
+@pytest.mark.parametrize("trial", [0, 1])
+def test_nothing_is_measured(kernels: Any, trial: int) -> None:
+    specs = [Spec((40,)), Spec((3,), BF16)] * 20
+    case = Case("lars", specs, [busy("lars")], measures=0, max_norm=1.0, trial=trial)
+    expected = case.clone()
+    theirs = optimizers.optimizer_step(*expected.arguments(), None, None)
+    ours = kernels.optimizer_step(*case.arguments(), None, None)
+    assert torch.equal(ours, theirs)
+    assert not ours.any()
+    _assert_close(case, expected)
 
 
 @pytest.mark.parametrize(("rule", "root"), [("rmsprop", 1e-2), ("rmsprop_tf", 1e-1)])

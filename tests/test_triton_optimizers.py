@@ -82,6 +82,10 @@ test_gradients_are_measured_without_states = shared.test_gradients_are_measured_
 test_variance_below_zero = shared.test_variance_below_zero
 test_rates_on_the_device = shared.test_rates_on_the_device
 test_no_tensors = shared.test_no_tensors
+test_a_step_count_of_32_bits = shared.test_a_step_count_of_32_bits
+test_zeros = shared.test_zeros
+test_units_at_their_bound = shared.test_units_at_their_bound
+test_nothing_is_measured = shared.test_nothing_is_measured
 
 
 @pytest.mark.parametrize("step", shared.STEPS)
@@ -214,8 +218,9 @@ def test_more_tensors_than_a_program_prepares(kernels: Any, rule: str) -> None:
     lrs = [torch.tensor(0.25, dtype=F64), torch.tensor([0.5])]
     count = 70
     specs = [Spec((3 + i % 5,), F32 if i % 7 else F64, group=i % 3) for i in range(count)]
-    step = {"scale": 8.0, "found_inf": 0.0, "max_norm": 5.0, "trial": 1}
+    step = {"scale": 8.0, "found_inf": 0.0, "max_norm": 5.0, "norm_eps": 0.5, "trial": 1}
     case = Case(rule, specs, groups, lrs=lrs, measures=7, **step)
+    case.rows[:, 1] = torch.arange(count).flip(0)  # whose scalars are whose
     case.scalars[0] = torch.arange(count) ** 2 * 3500  # up to 2^24, where float32 ceases to count
     case.scalars[1:] = torch.rand(2, count)
     expected = case.clone()
@@ -356,14 +361,13 @@ def test_torch_launches_nothing_of_a_step(kernels: Any, monkeypatch: pytest.Monk
     step = {"scale": 4.0, "found_inf": 0.0, "lrs": [torch.tensor(0.1)], "max_norm": 1.0}
     for options, launches in (
         ({}, 4), ({"trial": 1}, 7), ({"unit_factor": 0.1, "max_norm": 0.0}, 5),
-        ({"trial": 1, "unit_factor": 0.1}, 8),
+        ({"trial": 1, "unit_factor": 0.1}, 8), ({"measures": 0}, 2),
     ):  # fmt: skip
         case = Case(
             "lamb",
             [Spec((30, 7))] * 3,
             [busy("lamb", lr_index=0)],
-            measures=7,
-            **{**step, **options},
+            **{"measures": 7, **step, **options},
         )
         names.clear()
         with _Counted() as counted:
@@ -593,9 +597,12 @@ def check_target(target: str) -> None:
     )
     code = compile_for(target, m._launch_update, misaligned)
     assert "ptx" not in code.asm or not re.search(r"st\.global\.v", code.asm["ptx"])
-    for clipped, tried, commits in ((False, False, True), (True, False, False), (True, True, True)):
+    for measured, clipped, tried, commits in (
+        (True, False, False, True), (True, True, False, False), (True, True, True, True),
+        (False, False, False, True),
+    ):  # fmt: skip
         for rule in RULES:
-            prepare = m._prepare_constants(rule.name, clipped, tried, commits)
+            prepare = m._prepare_constants(rule.name, measured, clipped, tried, commits)
             check_code(compile_for(target, m._launch_prepare, prepare), 0, 0)
     check_code(compile_for(target, m._launch_clip_units, (m._ADD_BLOCK,)), 0, 0)
     for width in (3, 4):

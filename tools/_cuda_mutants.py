@@ -278,7 +278,8 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
     return ""
 
 
-def prepare(tree: Path, files: set[str], seconds: float) -> str:
+def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
+    files = {m.file for m in mutants}
     sites: dict[str, list[tuple[int, Site]]] = {}
     for number, file, site, made in _numbered(tree):
         sites.setdefault(file, []).append((number, site))

@@ -73,8 +73,9 @@ class Kind(Protocol):
         """All of them, in a fixed order."""
         ...
 
-    def prepare(self, tree: Path, files: set[str], seconds: float) -> str:
-        """Builds the copy and runs the tests of `files` on it. What is wrong; "" for nothing."""
+    def prepare(self, tree: Path, mutants: list[Mutant], seconds: float) -> str:
+        """Builds the copy and runs the tests of the mutants on it, without a mutant. What is wrong;
+        "" for nothing."""
         ...
 
     def judge(self, mutant: Mutant, seconds: float) -> str:

@@ -8,89 +8,110 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from _collected import Collected
-from _mutant import Key, Mutant, mutant
+from _mutant import Mutant, mutant
+from _triton_equivalent import EQUIVALENT, FOLDER, NO_OTHER
 
-FOLDER = "fusedtrain/triton"
 _NUMBERS = "tests/test_kernels.py"
-_NORMS = ["tests/test_triton_batch_norm.py", "tests/test_batch_norm_kernels.py"]
-_OPTIMIZERS = ["tests/test_triton_optimizers.py"]
-# The tests of a file, the narrowest first: the first that fails ends the trial.
+_NORMS = [
+    f"tests/test_{test}"
+    for test in (
+        "triton_batch_norm.py::test_options[contiguous-softplus-rba-training",
+        "triton_batch_norm.py::test_options[channels_last-silu-rba",
+        "triton_batch_norm.py::test_padding",
+        "triton_batch_norm.py::test_constant", "triton_batch_norm.py::test_large_mean",
+        "triton_batch_norm.py::test_momentum", "triton_batch_norm.py::test_options[contiguous",
+        "batch_norm_in_place.py::test_kernels[triton", "triton_batch_norm.py::test_every_cut",
+        "triton_batch_norm.py::test_outlier", "triton_batch_norm.py::test_special",
+        "triton_batch_norm.py::test_halves", "triton_batch_norm.py::test_fixed",
+        "triton_batch_norm.py::test_layouts", "triton_batch_norm.py::test_only",
+        "triton_batch_norm.py::test_dtypes",
+    )
+]  # fmt: skip
+_OPTIMIZERS = "tests/test_triton_optimizers.py"
+_OF_RULE = [
+    f"{_OPTIMIZERS}::test_{test}"
+    for test in (
+        "options_of_a_group[{}]", "states[{}-", "zeros[{}]", "nobody_looks_for_infinities[{}]",
+        "variance_below_zero[{}-", "units_at", "a_step_count", "kernels[{}-trial",
+    )
+]  # fmt: skip
+_OF_FORMULA = [
+    f"{_NUMBERS}::test_{test}"
+    for test in (
+        "special_values[triton-{}-torch.float32", "every_16_bit_number[triton-{}-torch.float16",
+        "other_parameters[triton-{}-", "numbers[triton-{}-torch.float64",
+        "zero_is_on_the_side_of_negative_numbers[triton-{}", "{}_at[triton", "{}_without",
+        "infinite_gradients_where_the_slope_is_zero[triton-{}",
+        "bounds_that_16_bits_cannot_hold[triton-{}-", "numbers[triton-{}-torch.float32",
+    )
+]  # fmt: skip
+_STEPS = [
+    f"{_OPTIMIZERS}::test_{test}"
+    for test in (
+        "options_of_a_group[lamb]", "zeros[lamb]", "units_at", "rates_on", "nothing",
+        "more_tensors_than_a_program_prepares[lamb]", "kernels[sgd", "units_of_layouts",
+        "sizes_and", "skipped_first_step", "states[adam-",
+        "gradients_are_measured_without_states[sgd]", "parts_of_a_step[lamb]", "stochastic",
+        "kernels[adam-trial", "nobody_looks_for_infinities[sgd]",
+    )
+]  # fmt: skip
+# The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
+# function is part of: see part_of.
 TESTS: dict[str, list[str]] = {
     "_batch_norm_kernels.py": _NORMS,
     "_batch_norm_tiles.py": _NORMS,
     "_chain_kernels.py": ["tests/test_triton_chains.py", "tests/test_chain_kernels.py"],
-    "channelwise.py": ["tests/test_triton.py", _NUMBERS],
+    "channelwise.py": [
+        "tests/test_triton.py::test_every_cut[star_relu-torch.float32",
+        f"{_NUMBERS}::test_numbers[triton-prelu-torch.float32",
+        f"{_NUMBERS}::test_numbers[triton-star_relu-torch.float32",
+        "tests/test_triton.py::test_every_cut[prelu",
+        f"{_NUMBERS}::test_two_parameters",
+    ],
     "few_bit.py": [
+        "tests/test_few_bit.py::test_kernels[triton-a block-torch.float32",
         "tests/test_triton_few_bit.py",
         "tests/test_few_bit.py::test_kernels[triton-sliced-torch.float32",
         "tests/test_few_bit.py::test_kernels[triton-many-torch.float32",
         "tests/test_few_bit.py::test_special_inputs[triton",
     ],
     "fold.py": ["tests/test_fold_kernels.py"],
-    "formulas.py": [_NUMBERS],
+    "formulas.py": _OF_FORMULA,
     "images.py": ["tests/test_images.py"],
-    "multi_tensor_measure.py": _OPTIMIZERS,
-    "multi_tensor_memory.py": _OPTIMIZERS,
-    "multi_tensor_tail.py": _OPTIMIZERS,
-    "multi_tensor_update.py": _OPTIMIZERS,
-    "optimizers.py": _OPTIMIZERS,
+    "multi_tensor_measure.py": _STEPS,
+    "multi_tensor_memory.py": _STEPS,
+    "multi_tensor_tail.py": _STEPS,
+    "multi_tensor_update.py": _STEPS,
+    "optimizers.py": _OF_RULE,
     "pointwise.py": [
         f"{_NUMBERS}::test_a_grid",
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
     ],
     "pool.py": ["tests/test_triton_pool.py"],
-    "scaling.py": [f"{_OPTIMIZERS[0]}::test_zero", f"{_OPTIMIZERS[0]}::test_update_scale"],
+    "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
     "stochastic_rounding.py": [
-        f"{_OPTIMIZERS[0]}::test_stochastic",
+        f"{_OPTIMIZERS}::test_stochastic",
         "tests/test_triton_rounding.py",
     ],
-    "vecmath.py": [_NUMBERS],
+    "vecmath.py": [*_OF_FORMULA, *_OF_RULE],
 }
-# Not what compiles, or starts a process.
-_CHOSEN = ["-k", "triton and not (test_code or test_launches or test_import or registered)"]
-
-_CHAINS = f"{FOLDER}/_chain_kernels.py"
-EQUIVALENT: dict[Key, str] = {
-    (_CHAINS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
-        "the row after the last has the coefficient of channel 0, and is not stored",
-    (f"{FOLDER}/few_bit.py", "code_of", "counted = tl.where(counted > 0.0, counted, 0.0)"):
-        "0 stays 0",
-    (f"{FOLDER}/scaling.py", "next_scale",
-     "new = tl.where(new.to(tl.float64) <= min_scale, min_scale.to(tl.float32), new)"):
-        "a scale that is the bound becomes the bound",
-    (f"{FOLDER}/scaling.py", "next_scale",
-     "new = tl.where(new.to(tl.float64) >= max_scale, max_scale.to(tl.float32), new)"):
-        "a scale that is the bound becomes the bound",
+# Where the name of a function does not tell: a rule or an activation that calls it.
+PARTS = {
+    "unscale": "sgd", "clip_coefficient": "lamb", "adaptive_clip_coefficient": "sgd",
+    "kept": "lion", "caution_after": "lion", "coupled": "sgd", "with_momentum": "sgd",
+    "variance_of": "rmsprop",
+    "squareplus_root": "squareplus", "squareplus_value": "squareplus",
+    "at_most": "elu", "at_least": "relu", "clamp": "relu6", "reciprocal": "celu",
+    "sqrt": "squareplus", "power": "adam", "expm1": "elu", "log1p_unit": "softplus",
+    "sigmoid_and_slope": "silu", "normal_cdf": "gelu", "normal_cdf_and_density": "gelu",
+    "widen": "silu",
 }  # fmt: skip
-_ENDS = "a block that ends with the data is masked, too: slower, with the same result"
-for _file, _function, _line in (
-    ("fold", "fold_kernel", "start + BLOCK < numel"),
-    ("images", "to_last_kernel", "start + BLOCK < total"),
-    ("pointwise", "forward_kernel", "start + BLOCK < n"),
-    ("pointwise", "backward_kernel", "start + BLOCK < n"),
-    ("channelwise", "flat_forward_kernel", "start + BLOCK < n"),
-    ("channelwise", "flat_backward_kernel", "start + BLOCK < n"),
-):  # fmt: skip
-    EQUIVALENT[f"{FOLDER}/{_file}.py", _function, f"whole = {_line}"] = _ENDS
-# Functions in which nothing is made of the `other` of a load: its lanes are neither stored nor
-# added up, or multiplied by a zero. mutants() adds these to EQUIVALENT.
-NO_OTHER: dict[tuple[str, str], str] = {
-    (_CHAINS, "gated_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "gated_backward_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "scale_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "bias_act_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
-    (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
-    (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
-    (f"{FOLDER}/pool.py", "max_pool2d_backward_kernel"): "outputs that are not valid are not added",
-    (f"{FOLDER}/pointwise.py", "forward_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/pointwise.py", "backward_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
-}
+# Not what compiles, or starts a process.
+_CHOSEN = [
+    "-k",
+    "triton and not (test_code or test_launches or compilations or test_import or registered)",
+]
 
 _COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 _OPERATORS = {
@@ -252,15 +273,26 @@ _MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "n
 _collected: list[Collected] = []
 
 
-def prepare(tree: Path, files: set[str], seconds: float) -> str:
-    tests = sorted({test for file in files for test in TESTS[Path(file).name]})
+def part_of(function: str) -> str:
+    """The rule or the activation of a function: adam of prepare_adam, mish of mish_backward."""
+    name = function.removeprefix("prepare_").removeprefix("finish_")
+    return PARTS.get(name, name.removesuffix("_forward").removesuffix("_backward"))
+
+
+def tests_of(mutant: Mutant) -> tuple[str, ...]:
+    return tuple(t.format(part_of(mutant.function)) for t in TESTS[Path(mutant.file).name])
+
+
+def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
+    tests = sorted({test for m in mutants for test in tests_of(m)})
     paths = sorted({test.split("::")[0] for test in tests})
     _collected.append(Collected(tree, [*paths, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
-    return _collected[0].run(tests, 10 * seconds)
+    return _collected[0].run(tests, 20 * seconds)
 
 
 def judge(mutant: Mutant, seconds: float) -> str:
-    return _collected[0].judge(mutant.file, TESTS[Path(mutant.file).name], seconds)
+    chosen = tests_of(mutant)
+    return _collected[0].judge(" ".join(chosen), chosen, seconds)
 
 
 def finish() -> None:

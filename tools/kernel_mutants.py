@@ -105,7 +105,7 @@ def run(name: str, arguments: argparse.Namespace) -> list[str]:
         print("the copy is made, and its tests run without a mutant", flush=True)
         copy(tree)
         try:
-            if broken := kind.prepare(tree, files, arguments.seconds):
+            if broken := kind.prepare(tree, mutants, arguments.seconds):
                 return [*wrong, f"{name}: without a mutant: {broken}"]
             survivors = try_all(kind, mutants, tree, arguments.seconds)
         finally:
@@ -124,7 +124,9 @@ def main() -> int:
         "-k", default="", help="only where this is found in the name (a regular expression)"
     )
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts: i/n")
-    parser.add_argument("--seconds", type=float, default=120, help="the limit of a mutant")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="the limit of a mutant, of the processor"
+    )
     parser.add_argument("--all", action="store_true", help="not one of each sort alone")
     parser.add_argument("--list", action="store_true", help="do not run them")
     arguments = parser.parse_args()

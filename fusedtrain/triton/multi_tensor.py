@@ -59,10 +59,12 @@ def _measure_constants(kind: Kind, units: bool, parameters: bool) -> tuple[Any, 
 
 
 @functools.cache
-def _prepare_constants(rule: str, clipped: bool, tried: bool, commits: bool) -> tuple[Any, ...]:
+def _prepare_constants(
+    rule: str, measured: bool, clipped: bool, tried: bool, commits: bool
+) -> tuple[Any, ...]:
     return (
         getattr(optimizers, f"prepare_{rule}"), getattr(optimizers, f"finish_{rule}", None),
-        clipped, tried, commits, _TAIL_BLOCK,
+        measured, clipped, tried, commits, _TAIL_BLOCK,
     )  # fmt: skip
 
 
@@ -89,8 +91,9 @@ def _update_constants(
 
 class _Measures(NamedTuple):
     sums: Tensor  # [n, 3]: number of non-finite gradients, sum of g^2, sum of p^2
-    clipped: Tensor | None  # [n]: sum of g^2 after unit-wise clipping
-    factors: Tensor | None  # what each unit is clipped by
+    clipped: Tensor | None = None  # [n]: sum of g^2 after unit-wise clipping
+    factors: Tensor | None = None  # what each unit is clipped by
+    done: bool = True  # else `sums` is memory to which prepare_kernel writes zeros
 
 
 def _doubles(call: DeviceCall, *shape: int) -> Tensor:
@@ -120,7 +123,7 @@ def _measure(call: DeviceCall) -> _Measures:
             tensors = (call.entries, parts, call.scale_or_one, shares)
             _launch_measure(variant, programs, tensors, (first,), _measure_constants(*variant))
     if not units:
-        return _Measures(*_add(call, shares, call.first_chunks), None)
+        return _Measures(*_add(call, shares, call.first_chunks))
     of_units, factors = _doubles(call, call.unit_count, 4), _doubles(call, call.unit_count)
     if call.unit_count:
         clipped = (factors, of_units, shares, call.first_pieces, call.options)
@@ -131,10 +134,9 @@ def _measure(call: DeviceCall) -> _Measures:
 def _measured(call: DeviceCall, sums: Tensor | None) -> _Measures:
     """By somebody else, or by nobody."""
     if sums is None:
-        sums = _doubles(call, len(call.params), 3).zero_()
-    else:
-        _check_sums(call, sums)
-    return _Measures(sums, None, None)
+        return _Measures(_doubles(call, len(call.params), 3), done=False)
+    _check_sums(call, sums)
+    return _Measures(sums)
 
 
 def _check_sums(call: DeviceCall, sums: Tensor) -> None:
@@ -150,10 +152,12 @@ def _check_sums(call: DeviceCall, sums: Tensor) -> None:
 def _prepare(
     call: DeviceCall, measures: _Measures, numbers: Tensor, tried: Tensor | None, commits: bool
 ) -> None:
-    variant = (RULES[call.rule].name, measures.clipped is not None, tried is not None, commits)
-    sums = measures.sums
+    sums, clipped = measures.sums, measures.clipped
+    variant = (
+        RULES[call.rule].name, measures.done, clipped is not None, tried is not None, commits
+    )  # fmt: skip
     tensors = (
-        numbers, call.entries, sums, sums if measures.clipped is None else measures.clipped,
+        numbers, call.entries, sums, sums if clipped is None else clipped,
         sums if tried is None else tried, call.options, call.rates, call.scalars, call.control,
         call.scale_or_one, call.found_or_none,
     )  # fmt: skip

@@ -94,13 +94,16 @@ def clip_units_kernel(
 
 
 @triton.jit
-def judge(sums_ptr, options_ptr, found_inf_ptr, count, BLOCK: tl.constexpr):
+def judge(
+    sums_ptr, options_ptr, found_inf_ptr, count, MEASURED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Of all tensors together: skip?, number of bad elements, norm, clip coefficient."""
     bad, squares = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
-    for i in range(tl.cdiv(count, BLOCK)):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        bad += tl.load(sums_ptr + at * 3, mask=at < count, other=0.0)
-        squares += tl.load(sums_ptr + at * 3 + 1, mask=at < count, other=0.0)
+    if MEASURED:
+        for i in range(tl.cdiv(count, BLOCK)):
+            at = i * BLOCK + tl.arange(0, BLOCK)
+            bad += tl.load(sums_ptr + at * 3, mask=at < count, other=0.0)
+            squares += tl.load(sums_ptr + at * 3 + 1, mask=at < count, other=0.0)
     all_bad, norm = tl.sum(bad), tl.sqrt(tl.sum(squares))
     clip = clip_coefficient(
         norm, tl.load(options_ptr + _MAX_NORM), tl.load(options_ptr + _NORM_EPS)
@@ -125,13 +128,14 @@ def learning_rate(in_table, rate_ptr):
 def prepare_kernel(
     k_ptr, table_ptr, sums_ptr, clipped_ptr, tried_ptr, options_ptr, rates_ptr,
     scalars_ptr, control_ptr, scale_ptr, found_inf_ptr, count: tl.int64, columns: tl.int64,
-    PREPARE: tl.constexpr, FINISH: tl.constexpr, CLIPPED: tl.constexpr, TRIED: tl.constexpr,
-    COMMITS: tl.constexpr, BLOCK: tl.constexpr,
+    PREPARE: tl.constexpr, FINISH: tl.constexpr, MEASURED: tl.constexpr, CLIPPED: tl.constexpr,
+    TRIED: tl.constexpr, COMMITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the update is told, in NUMBERS of float64 each: of the step skip?, how many were applied
     before, and what unscales; then of each tensor. Before a trial of the update it commits nothing.
+    Sums that nobody has measured are written here, as zeros.
     """
-    skip, bad, norm, clip = judge(sums_ptr, options_ptr, found_inf_ptr, count, BLOCK)
+    skip, bad, norm, clip = judge(sums_ptr, options_ptr, found_inf_ptr, count, MEASURED, BLOCK)
     if tl.program_id(0) == 0:
         skipped, applied = skip.to(tl.float32), tl.load(control_ptr + 5)
         tl.store(k_ptr, skipped)
@@ -154,10 +158,14 @@ def prepare_kernel(
     o_ptr = group_ptr + _OF_RULE
     scalar_ptr = scalars_ptr + tl.load(entry_ptr + SCALAR)
     steps = tl.load(scalar_ptr)
-    if CLIPPED:
-        squares = tl.load(clipped_ptr + tensor)
+    squares, weights = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    sums_ptr += tensor * 3
+    if MEASURED:
+        squares = tl.load(clipped_ptr + tensor) if CLIPPED else tl.load(sums_ptr + 1)
+        weights = tl.load(sums_ptr + 2)
     else:
-        squares = tl.load(sums_ptr + tensor * 3 + 1)
+        for i in tl.static_range(3):
+            tl.store(sums_ptr + i, squares, mask=inside)
     facts = Facts(
         lr=learning_rate(tl.load(group_ptr + _LR), rates_ptr + group * 2),
         weight_decay=tl.load(group_ptr + _WEIGHT_DECAY),
@@ -169,7 +177,7 @@ def prepare_kernel(
         ),
         step=steps.to(tl.float64) + 1.0,
         grad_norm=tl.sqrt(squares) * clip,
-        param_norm=tl.sqrt(tl.load(sums_ptr + tensor * 3 + 2)),
+        param_norm=tl.sqrt(weights),
         moments=(tl.load(scalar_ptr + columns), tl.load(scalar_ptr + 2 * columns)),
     )  # fmt: skip
     k = PREPARE(facts)
