@@ -55,11 +55,7 @@ TESTS = {
         for file in (_GPU_STEPS, _CUDA_STEPS, _LAUNCHES)
         for what in ("zero", "update_scale", "ranges")
     ],
-    "launch": [
-        "tests/test_cuda_emulator.py::test_planted_fault",
-        "tests/test_kernels.py",
-        *_NORMS,
-    ],  # fmt: skip
+    "launch": ["tests/test_cuda_emulator.py::test_planted", "tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
     "vec": ["tests/test_kernels.py", f"{_NORMS[0]}::test_planes", *_CHAINS],
 }
