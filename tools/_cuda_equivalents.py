@@ -83,6 +83,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _NOTHING: {
+        ("images.cu", "to_last_kernel"): ("for (int64_t i = first; i <= total; i += stride) {",),
         ("batch_norm.cuh", "for_vectors"): ("for (; p.left >= 0; p.left -= kBatch) {",),
         ("chains.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
         ("pointwise.cu", "forward_kernel"): (
