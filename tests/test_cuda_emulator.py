@@ -97,6 +97,7 @@ def test_planted_fault_is_found(emulator: cuda_emulator.Emulator, name: str, ord
     message, _ = run(emulator, name, order)
     assert message.startswith("fusedtrain: kernel launch: "), "not found"
     assert re.search(FAULTS[name], message), message
+    assert "FUSEDTRAIN_BACKEND" not in message, "the way round kernels that a GPU cannot run"
 
 
 @pytest.mark.parametrize("order", cuda_emulator.ORDERS)

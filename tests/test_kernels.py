@@ -163,7 +163,7 @@ def test_every_16_bit_number(ops: Kernels, name: str, dtype: torch.dtype) -> Non
 def test_parameter_gradients(ops: Kernels, name: str) -> None:
     """Sums over long and short rows, channels first and last, one channel and many."""
     shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1), (2, 300, 7), (2, 2, 4_000),
-              (33, 2, 5, 5), (5, 16, 8, 8), (7, 256)]  # fmt: skip
+              (33, 2, 5, 5), (5, 16, 8, 8), (7, 256), (100, 256)]  # fmt: skip
     for shape in shapes:
         for dtype in (torch.float32, torch.float16):
             for last in (False, True):

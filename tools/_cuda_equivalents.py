@@ -15,6 +15,9 @@ _ROOM = "more of the workspace than is used"
 _BEYOND = "the blocks beyond the last group find nothing to do, and leave nothing"
 _ROUNDED = "one less than that number is rounded to the same number"
 _FAR = "the error of the guess is 1e-7, or not a number: either bound lies between"
+_UNREAD = "a column beyond those of the block, which nobody reads"
+_MANY = "from 65 shares of a channel on: more than the emulator's two multiprocessors make"
+_DEVICES = "of the 65th GPU of a machine"
 _EXACT = "the quotient is exact below 2^61 all the same"
 _DOUBLES = "of doubles nobody asks for vectors: pointers count as not aligned"
 SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
@@ -40,6 +43,8 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels >= 1;",
         ),
         ("images.cu", "run"): (
+            "const int64_t elements = call.samples * 2 * call.pixels * (call.y_last ? call.channels"
+            " : 1);",
             "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
         ),
         ("multi_tensor.cu", "aligned"): (
@@ -60,12 +65,25 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("pointwise.cu", "blocks_for"): (
             "const int64_t tiles = ceil_div(n, kThreads * 2 * kItems<S>);",
         ),
+        ("pool.cu", "window_of"): (
+            "const bool fits = call.kernel_w == size && false && (call.bits == 0 || call.bits =="
+            " bits);",
+        ),
+        ("pool.cu", "reach_of"): (
+            "return is_small(call) && most < 3 ? most : 0;",
+            "return is_small(call) && false && most <= 3 ? most : 0;",
+        ),
+        ("pool.cu", "by_dtype"): (  # the outputs of a thread, where there are no codes
+            "const int bits = call.bits > 0 ? call.bits : (window == 1 + 0 ? 8 : (window == 2 ? 2 :"
+            " 4));",
+        ),
         ("pool.cu", "is_small"): (
             "return call.inputs() < kMost && false && call.outputs() < kMost && call.stride_h <"
             " kMost &&",
         ),
     },
     _NOTHING: {
+        ("images.cu", "to_last_kernel"): ("for (int64_t i = first; i <= total; i += stride) {",),
         ("batch_norm.cuh", "for_vectors"): ("for (; p.left >= 0; p.left -= kBatch) {",),
         ("chains.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
         ("pointwise.cu", "forward_kernel"): (
@@ -186,6 +204,18 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _FAR: {
         ("batch_norm_normalise.cu", "inverse_deviation"): (
             "return formulas::math::abs(error) <= 1.0f ? fmaf(0.5f * guess, error, guess) : guess;",
+        ),
+    },
+    _UNREAD: {("batch_norm_sums.cuh", "gather"): ("if (in_warp <= across) {",)},
+    _MANY: {
+        ("batch_norm_sums.cuh", "for_shares"): (
+            "for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i -= kMergeThreads /"
+            " kMergeChannels) {",
+        ),
+    },
+    _DEVICES: {
+        ("launch.cuh", "multiprocessors"): (
+            "if (device <= kDevices) count = known[device].load(std::memory_order_relaxed);",
         ),
     },
     _EXACT: {

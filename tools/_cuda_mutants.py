@@ -27,7 +27,7 @@ KEPT = Path(__file__).resolve().parent.parent / "build/kernel_mutants"
 _PASSES = "tests/test_kernel_traffic.py::test_passes_and_launches["
 _NORMS = [
     "tests/test_cuda_batch_norm_walks.py", f"{_PASSES}batch_norm", "tests/test_cuda_batch_norm.py",
-    "tests/test_batch_norm_kernels.py",
+    "tests/test_batch_norm_kernels.py", "tests/test_batch_norm_in_place.py",
 ]  # fmt: skip
 _GPU_STEPS, _CUDA_STEPS = "tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"
 _LAUNCHES = "tests/test_cuda_optimizer_launches.py"
@@ -55,9 +55,9 @@ TESTS = {
         for file in (_GPU_STEPS, _CUDA_STEPS, _LAUNCHES)
         for what in ("zero", "update_scale", "ranges")
     ],
-    "launch": ["tests/test_kernels.py", *_NORMS],
+    "launch": ["tests/test_cuda_emulator.py::test_planted", "tests/test_kernels.py", *_NORMS],
     "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
-    "vec": ["tests/test_kernels.py", *_CHAINS],
+    "vec": ["tests/test_kernels.py", f"{_NORMS[0]}::test_planes", *_CHAINS],
 }
 EQUIVALENT: dict[Key, str] = {
     (f"{FOLDER}/{file}", function, after): why
