@@ -51,6 +51,9 @@ EQUIVALENT: dict[Key, str] = {
     (_FORMULAS, "celu_backward",
      "return tl.where(saved >= 0.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))"):
         "the slope of 0 is 1 either way",
+    (_FORMULAS, "celu_backward",
+     "return tl.where(saved > 1.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))"):
+        "of positive numbers the slope is exp(0)",
     (_FORMULAS, "selu_forward", "return tl.where(x >= 0.0, 1.0507009873554804934 * x, e)"):
         "zeros are kept either way",
     (_FORMULAS, "softsign_forward", "x = clamp(x, -3.0000000000000003e+30, 1e30)"):
