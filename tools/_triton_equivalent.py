@@ -41,16 +41,19 @@ EQUIVALENT: dict[Key, str] = {
      "return tl.where(saved < -2.0, 0.0, tl.where(saved >= 0.0, g, g * (saved + 1.0)))"):
         "the slope of 0 is 1 either way",
     (_FORMULAS, "elu_forward", "return tl.where(x >= 0.0, x, e)"):
-        "expm1 keeps zeros; but for their sign where alpha is negative, and there torch keeps it",
+        "0 either way, but for its sign where alpha is negative",
     (_FORMULAS, "elu_forward", "e = a * expm1(at_most(x, 1.0))"):
         "of positive numbers x is taken",
     (_FORMULAS, "celu_forward", "e = a * expm1(at_most(x, 1.0) * reciprocal(a))"):
         "of positive numbers x is taken",
     (_FORMULAS, "celu_forward", "return tl.where(x >= 0.0, x, e)"):
-        "expm1 keeps zeros; alpha, which must be positive, keeps their sign",
+        "expm1 keeps zeros, and alpha divides before it multiplies",
     (_FORMULAS, "celu_backward",
      "return tl.where(saved >= 0.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))"):
         "the slope of 0 is 1 either way",
+    (_FORMULAS, "celu_backward",
+     "return tl.where(saved > 1.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))"):
+        "of positive numbers the slope is exp(0)",
     (_FORMULAS, "selu_forward", "return tl.where(x >= 0.0, 1.0507009873554804934 * x, e)"):
         "zeros are kept either way",
     (_FORMULAS, "softsign_forward", "x = clamp(x, -3.0000000000000003e+30, 1e30)"):
