@@ -9,7 +9,7 @@ from pathlib import Path
 
 from _collected import Collected
 from _mutant import Mutant, mutant
-from _triton_equivalent import EQUIVALENT, FOLDER, NO_OTHER
+from _triton_equivalents import EQUIVALENT, FOLDER, NO_OTHER
 
 _NUMBERS = "tests/test_kernels.py"
 _NORMS = [
