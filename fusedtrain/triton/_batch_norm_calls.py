@@ -10,11 +10,21 @@ from torch import Tensor
 
 from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _batch_norm_kernels as kernels
-from . import formulas
-from ._layout import Tiles, cdiv, check_same, dense_like, is_dense, power_of_two, tiles_of
-from .channelwise import _index, _steps
-from .launch import STORED, WIDE, Launcher, check_dtype
-from .pointwise import _BACKWARD_BLOCK, _FORWARD_BLOCK, _ROUNDED
+from ._layout import (
+    BACKWARD_BLOCK,
+    FORWARD_BLOCK,
+    Tiles,
+    cdiv,
+    check_same,
+    dense_like,
+    index_of,
+    is_dense,
+    power_of_two,
+    steps_of,
+    tiles_of,
+)
+from .formulas import formula_of
+from .launch import Launcher, check_dtype
 
 NAME = "batch_norm_act"
 _FINISH_BLOCK = 1024
@@ -58,7 +68,7 @@ def _cut(view: _View, block: int, summed: bool) -> _Cut:
     side, span, length = (
         (across, t.width, t.columns) if t.planes else (down, t.height, t.rows)
     )  # fmt: skip
-    steps = _steps(side, down * across) if summed else 1
+    steps = steps_of(side, down * across) if summed else 1
     pieces = cdiv(side, steps)
     shares = (rows if t.planes else inner) * pieces
     width = 16 if shares <= 16 else 128 if shares <= 512 else _FINISH_BLOCK
@@ -66,24 +76,12 @@ def _cut(view: _View, block: int, summed: bool) -> _Cut:
     return _Cut(
         down * across // side * pieces,
         (t.rows, t.columns // t.unit, channels, inner, view.rows_a_sample),
-        (t.planes, inner == 1, t.unit, _index(t), t.height, t.width),
+        (t.planes, inner == 1, t.unit, index_of(t), t.height, t.width),
         steps,
         shares,
         (pieces, span * steps, length),
         (cdiv(channels, height), height, width),
     )
-
-
-@functools.cache
-def _formula(op: int, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
-    """Forward, forward where backward takes its result, backward, dtype of the parameters."""
-    if op == IDENTITY:
-        return None, None, None, WIDE[dtype]
-    row = POINTWISE[op]
-    forward = getattr(formulas, f"{row.name}_forward")
-    backward = getattr(formulas, f"{row.name}_backward")
-    stored = STORED if row.name in _ROUNDED else WIDE
-    return forward, forward if row.saves == "output" else None, backward, stored[dtype]
 
 
 def _walkable(t: Tensor, by_sample: bool) -> Tensor:
@@ -228,7 +226,7 @@ class Call:
     ) -> None:
         """Into `mean` and `variance`; `invert`: its inverse square root in place of the latter."""
         x = self.x
-        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], True)
+        cut = _cut(self.view, BACKWARD_BLOCK[x.itemsize], True)
         shares = x.new_empty(2 * self.channels * cut.shares, dtype=torch.float64)
         constants = (cut.steps, *cut.tile)
         _launch_stats(constants, cut.programs, (x, shares), cut.numbers[:3], constants)
@@ -250,15 +248,15 @@ class Call:
         x = self.x
         if self.empty:
             return y
-        cut = _cut(self.view, _FORWARD_BLOCK[x.itemsize], False)
-        formula, _, _, stored = _formula(self.op, x.dtype)
+        cut = _cut(self.view, FORWARD_BLOCK[x.itemsize], False)
+        formula = formula_of(self.op, x.dtype)
         rest = (residual is not None, *self.flags, *cut.tile)
         _launch_normalise(
             (self.op, *rest),
             cut.programs,
             (x, x if residual is None else residual, y, *self.vectors()),
             (*cut.numbers, *self.parameters),
-            (formula, stored, *rest),
+            (formula.forward, formula.stored, *rest),
         )
         return y
 
@@ -267,7 +265,7 @@ class Call:
         x = torch.empty_like(self.x)
         if self.empty:
             return x
-        cut = _cut(self.view, _FORWARD_BLOCK[x.itemsize], False)
+        cut = _cut(self.view, FORWARD_BLOCK[x.itemsize], False)
         rest = (*self.flags[1:], *cut.tile)
         rows, units, channels, inner, _ = cut.numbers
         _launch_restore(
@@ -316,8 +314,9 @@ class BackwardCall(Call):
         ).value  # fmt: skip
 
     def _constants(self) -> tuple[Any, ...]:
-        _, again, backward, stored = _formula(self.op, self.x.dtype)
-        return again, backward, stored, self.kind, *self.flags
+        formula = formula_of(self.op, self.x.dtype)
+        again = formula.forward if formula.saves_output else None
+        return again, formula.backward, formula.stored, self.kind, *self.flags
 
     def reduce(
         self, grad_residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, count: int
@@ -329,7 +328,7 @@ class BackwardCall(Call):
             for t in (sums, *(affine or ())):
                 t.zero_()
             return sums
-        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], True)
+        cut = _cut(self.view, BACKWARD_BLOCK[x.itemsize], True)
         shares = x.new_empty(2 * self.channels * cut.shares, dtype=self.wide)
         rest = (grad_residual is not None, cut.steps, *cut.tile)
         written = x if grad_residual is None else grad_residual
@@ -358,7 +357,7 @@ class BackwardCall(Call):
         if self.empty:
             return
         x = self.x
-        cut = _cut(self.view, _BACKWARD_BLOCK[x.itemsize], False)
+        cut = _cut(self.view, BACKWARD_BLOCK[x.itemsize], False)
         wanted = (grad_residual is not None, grad_input is not None, averages is not None)
         rest = (*wanted, *cut.tile)
         outputs = (x if t is None else t for t in (grad_input, grad_residual))

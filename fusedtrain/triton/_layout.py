@@ -1,10 +1,11 @@
-"""What the launchers ask of a tensor's strides: csrc/checks.h, in Python."""
+"""What the launchers ask of a tensor's strides (csrc/checks.h, in Python), and how it is cut."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 
@@ -52,6 +53,21 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+# Elements of a program, by the bytes of one. Up to four loads of 16 bytes in flight in each of 128
+# threads, and 16 elements: 32 registers on sm_90 for most formulas, with which a multiprocessor
+# holds all its threads.
+FORWARD_BLOCK = {8: 1024, 4: 2048, 2: 2048}
+BACKWARD_BLOCK = {8: 512, 4: 1024, 2: 2048}
+# Enough for the multiprocessors of a large GPU; beyond that, programs take several blocks each.
+_PROGRAMS = 1024
+
+
+def steps_of(blocks: int, programs: int) -> int:
+    """How many of the `blocks` that are summed up one of `programs` takes: a power of two."""
+    wanted = min(16, blocks, programs // _PROGRAMS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
 class Tiles(NamedTuple):
     """How a tensor of rows x channels x inner is cut: a matrix, and the sides of its tiles."""
 
@@ -92,3 +108,8 @@ def check_same(name: str, a: Tensor, b: Tensor, name_a: str, name_b: str) -> Non
     ):
         if not same:
             raise RuntimeError(f"fusedtrain::{name}: {name_a} and {name_b} must {what}")
+
+
+def index_of(tiles: Tiles) -> Any:
+    """The dtype of row and column numbers."""
+    return tl.int32 if max(tiles.rows, tiles.columns) < 2**30 else tl.int64

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _chain_kernels as kernels
-from . import formulas
 from ._layout import cdiv, check_same, dense_like, is_dense, power_of_two, unit_of
-from .launch import STORED, WIDE, Launcher, check_dtype
-from .pointwise import _ROUNDED
+from .formulas import formula_of
+from .launch import Launcher, check_dtype
 
 # Elements of a tile: 16 bytes of a tensor or twice that in each of 128 threads. So 2,048 threads of
 # an sm_90 multiprocessor have 32 KB of one tensor under way or more, where they all fit: up to 32
@@ -27,22 +24,6 @@ _launch_scale = Launcher(kernels.scale_kernel)
 _launch_scale_backward = Launcher(kernels.scale_backward_kernel)
 _launch_bias_act = Launcher(kernels.bias_act_kernel)
 _launch_bias_act_backward = Launcher(kernels.bias_act_backward_kernel)
-
-
-@functools.cache
-def _formula(op: int, dtype: torch.dtype) -> tuple[Any, Any, bool, Any]:
-    """Forward, backward, whether that takes the output, and the dtype of the parameters."""
-    if not IDENTITY <= op < len(POINTWISE):
-        raise RuntimeError(
-            f"fusedtrain: activation must be from {IDENTITY} to {len(POINTWISE) - 1}"
-        )
-    if op == IDENTITY:
-        return None, None, False, WIDE[dtype]
-    row = POINTWISE[op]
-    stored = STORED if row.name in _ROUNDED else WIDE
-    forward = getattr(formulas, f"{row.name}_forward")
-    backward = getattr(formulas, f"{row.name}_backward")
-    return forward, backward, row.saves == "output", stored[dtype]
 
 
 def _sides(columns: int, rows: int, block: int) -> tuple[int, int]:
@@ -102,7 +83,7 @@ def _check_together(name: str, *tensors: Tensor) -> None:
 
 def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
     _check_together("gated", value, gate)
-    forward, _, _, stored = _formula(activation, value.dtype)
+    forward, _, _, stored = formula_of(activation, value.dtype)
     y = torch.empty_like(value)
     if not y.numel():
         return y
@@ -127,7 +108,7 @@ def gated_backward(
     activation: int, a: float, b: float,
 ) -> None:  # fmt: skip
     _check_together("gated_backward", value, grad, gate, grad_gate, grad_value)
-    forward, backward, by_output, stored = _formula(activation, value.dtype)
+    forward, backward, by_output, stored = formula_of(activation, value.dtype)
     if not value.numel():
         return
     model = torch.empty_like(value)
@@ -316,7 +297,8 @@ class _BiasCall:
         sums: bool, activation: int, a: float, b: float, gain: float, clamp: float, p: float,
     ) -> None:  # fmt: skip
         check_dtype(name, input, "input")
-        self.forward, self.backward, self.by_output, self.stored = _formula(activation, input.dtype)
+        formula = formula_of(activation, input.dtype)
+        self.forward, self.backward, self.by_output, self.stored = formula
         if not 0 <= p < 1:
             raise RuntimeError(f"fusedtrain::{name}: p must be from 0 to below 1")
         if bias is not None and not (

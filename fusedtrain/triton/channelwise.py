@@ -21,13 +21,16 @@ from torch import Tensor
 
 from . import formulas
 from ._layout import (
-    Tiles,
+    BACKWARD_BLOCK,
+    FORWARD_BLOCK,
     cdiv,
     channel_view,
     check_same,
     dense_like,
+    index_of,
     is_dense,
     power_of_two,
+    steps_of,
     tiles_of,
 )
 from .launch import Launcher, check_dtype
@@ -194,10 +197,6 @@ def finish_kernel(
         tl.store(gb_ptr + channel, total, mask=inside)
 
 
-_FORWARD_BLOCK = {8: 1024, 4: 2048, 2: 2048}
-_BACKWARD_BLOCK = {8: 512, 4: 1024, 2: 2048}
-# Enough for the multiprocessors of a large GPU; beyond that, programs take several blocks each.
-_PROGRAMS = 1024
 _FINISH_BLOCK = 1024
 
 _launch_flat_forward = Launcher(flat_forward_kernel)
@@ -220,15 +219,9 @@ class Plan(NamedTuple):
         self.launch(self.variant, self.programs, tensors, self.numbers, self.constants)
 
 
-def _steps(blocks: int, programs: int) -> int:
-    """How many of the `blocks` that are summed up one of `programs` takes: a power of two."""
-    wanted = min(16, blocks, programs // _PROGRAMS)
-    return 1 << max(0, wanted.bit_length() - 1)
-
-
 @functools.lru_cache(maxsize=1024)
 def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int]) -> Plan:
-    formula, block = getattr(formulas, f"{name}_forward"), _FORWARD_BLOCK[itemsize]
+    formula, block = getattr(formulas, f"{name}_forward"), FORWARD_BLOCK[itemsize]
     rows, channels, inner = view
     if one:
         n = rows * channels * inner
@@ -236,7 +229,7 @@ def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int
     t = tiles_of(rows, channels, inner, block)
     programs = cdiv(t.rows, t.height) * cdiv(t.columns, t.width)
     numbers = (t.rows, t.columns // t.unit, channels, inner)
-    constants = (t.planes, t.unit, _index(t), t.height, t.width)
+    constants = (t.planes, t.unit, index_of(t), t.height, t.width)
     return Plan(_launch_tile_forward, (name, *constants), programs, numbers, (formula, *constants))
 
 
@@ -245,12 +238,12 @@ def _backward_plan(
     name: str, itemsize: int, one: bool, view: tuple[int, int, int], count: int
 ) -> tuple[Plan, Plan, int]:
     """The kernel, the one that sums up the shares, and the number of shares."""
-    formula, block = getattr(formulas, f"{name}_backward"), _BACKWARD_BLOCK[itemsize]
+    formula, block = getattr(formulas, f"{name}_backward"), BACKWARD_BLOCK[itemsize]
     rows, channels, inner = view
     if one:
         n, channels = rows * channels * inner, 1
         blocks = cdiv(n, block)
-        steps = _steps(blocks, blocks)
+        steps = steps_of(blocks, blocks)
         programs = per_channel = cdiv(blocks, steps)
         constants: tuple[Any, ...] = (count, steps, block)
         launch = _launch_flat_backward
@@ -258,7 +251,7 @@ def _backward_plan(
     else:
         t = tiles_of(rows, channels, inner, block)
         down, across = cdiv(t.rows, t.height), cdiv(t.columns, t.width)
-        steps = _steps(across if t.planes else down, down * across)
+        steps = steps_of(across if t.planes else down, down * across)
         if t.planes:
             across = cdiv(across, steps)
             per_channel = rows * across
@@ -266,7 +259,7 @@ def _backward_plan(
             down = cdiv(down, steps)
             per_channel = inner * down
         programs = down * across
-        constants = (count, steps, t.planes, t.unit, _index(t), t.height, t.width)
+        constants = (count, steps, t.planes, t.unit, index_of(t), t.height, t.width)
         launch = _launch_tile_backward
         numbers = (t.rows, t.columns // t.unit, channels, inner)
     plan = Plan(launch, (name, *constants), programs, numbers, (formula, *constants))
@@ -276,11 +269,6 @@ def _backward_plan(
     numbers = (channels, per_channel)
     finish = Plan(_launch_finish, constants, cdiv(channels, height), numbers, constants)
     return plan, finish, count * channels * per_channel
-
-
-def _index(tiles: Tiles) -> Any:
-    """The dtype of row and column numbers."""
-    return tl.int32 if max(tiles.rows, tiles.columns) < 2**30 else tl.int64
 
 
 def _check(name: str, input: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:

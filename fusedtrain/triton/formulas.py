@@ -10,9 +10,15 @@ the input for all others. No loops, pointers or layouts here.
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from ..reference.pointwise import IDENTITY, POINTWISE
+from .launch import STORED, WIDE
 from .vecmath import (
     at_least,
     at_most,
@@ -29,6 +35,30 @@ from .vecmath import (
 )
 
 # --- piecewise linear
+
+
+class Formula(NamedTuple):
+    """The functions of an activation, None where there is none; and the dtype of its parameters."""
+
+    forward: Any
+    backward: Any
+    saves_output: bool
+    stored: Any
+
+
+@functools.cache
+def formula_of(op: int, dtype: torch.dtype) -> Formula:
+    """Of tensors of `dtype`; `op` counts the lines of ``FT_POINTWISE``, -1 is none."""
+    if not IDENTITY <= op < len(POINTWISE):
+        raise RuntimeError(
+            f"fusedtrain: activation must be from {IDENTITY} to {len(POINTWISE) - 1}"
+        )
+    if op == IDENTITY:
+        return Formula(None, None, False, WIDE[dtype])
+    row = POINTWISE[op]
+    stored = STORED if row.rounds else WIDE
+    forward, backward = (globals()[f"{row.name}_{part}"] for part in ("forward", "backward"))
+    return Formula(forward, backward, row.saves == "output", stored[dtype])
 
 
 @triton.jit

@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import formulas
-from ._layout import check_same, dense_like, is_dense
-from .launch import STORED, WIDE, Launcher, check_dtype
+from ..reference.pointwise import INDEX
+from ._layout import BACKWARD_BLOCK, FORWARD_BLOCK, check_same, dense_like, is_dense
+from .formulas import formula_of
+from .launch import Launcher, check_dtype
 from .vecmath import widen
 
 
@@ -71,23 +72,16 @@ def backward_kernel(
         tl.store(gx_ptr + at, y.to(gx_ptr.dtype.element_ty), mask=start + at < n)
 
 
-# Up to four loads of 16 bytes in flight in each of 128 threads, and 16 elements: 32 registers on
-# sm_90 for most formulas, which lets a multiprocessor hold all its threads.
-_FORWARD_BLOCK = {8: 1024, 4: 2048, 2: 2048}
-_BACKWARD_BLOCK = {8: 512, 4: 1024, 2: 2048}
-# Parameters that are rounded to the tensor's dtype first, since backward compares the saved output
-# with them.
-_ROUNDED = frozenset(("hardtanh", "hardshrink"))
-
 _launch_forward = Launcher(forward_kernel)
 _launch_backward = Launcher(backward_kernel)
 
 
 @functools.cache
 def _constants(name: str, direction: str, dtype: torch.dtype) -> tuple[Any, Any, int]:
-    block = _FORWARD_BLOCK if direction == "forward" else _BACKWARD_BLOCK
-    stored = STORED if name in _ROUNDED else WIDE
-    return getattr(formulas, f"{name}_{direction}"), stored[dtype], block[dtype.itemsize]
+    formula = formula_of(INDEX[name], dtype)
+    if direction == "forward":
+        return formula.forward, formula.stored, FORWARD_BLOCK[dtype.itemsize]
+    return formula.backward, formula.stored, BACKWARD_BLOCK[dtype.itemsize]
 
 
 def _run(name: str, x: Tensor, y: Tensor, parameters: tuple[float, ...]) -> None:
