@@ -1,4 +1,4 @@
-// torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/ops/activations.py.
+// torch::stable tensors -> cpu entry points of ops.h. Schemas are defined in fusedtrain/ops.
 #include "binding_activations.h"
 #include "binding_batch_norm.h"
 #include "binding_chains.h"
