@@ -100,9 +100,9 @@ def test_every_cut(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     """Columns and planes, several steps a program; the sums have the same bits every time."""
     ops = BACKENDS["triton"]()
     round_to_nearest()
-    from fusedtrain.triton import channelwise
+    from fusedtrain.triton import _layout, channelwise
 
-    monkeypatch.setattr(channelwise, "_PROGRAMS", 2)
+    monkeypatch.setattr(_layout, "_PROGRAMS", 2)
     channelwise._backward_plan.cache_clear()
     row = ACTIVATIONS[name]
     for rows, channels, inner in (*VIEWS.values(), (1000, 3, 1), (3, 2, 1), (2, 2, 300)):

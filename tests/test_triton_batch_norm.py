@@ -346,9 +346,9 @@ def test_placing_keeps_the_layout(layout: str) -> None:
 
 
 def many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedtrain.triton import _batch_norm_calls, channelwise
+    from fusedtrain.triton import _batch_norm_calls, _layout
 
-    monkeypatch.setattr(channelwise, "_PROGRAMS", 2)
+    monkeypatch.setattr(_layout, "_PROGRAMS", 2)
     monkeypatch.setattr(_batch_norm_calls, "_cut", _batch_norm_calls._cut.__wrapped__)
 
 
@@ -383,7 +383,7 @@ def test_wide_numbers(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from fusedtrain.triton import _batch_norm_calls
 
-    monkeypatch.setattr(_batch_norm_calls, "_index", lambda _: tl.int64)
+    monkeypatch.setattr(_batch_norm_calls, "index_of", lambda _: tl.int64)
     monkeypatch.setattr(_batch_norm_calls, "_cut", _batch_norm_calls._cut.__wrapped__)
     for shape in SHAPES.values():
         check(ops, Case(shape(), activation=SILU, residual=True, branch=True))
