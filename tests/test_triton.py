@@ -193,8 +193,8 @@ def spilled_bytes(ptx: str) -> int:
 
 
 def check_target(target: str) -> None:
+    from fusedtrain.triton import _layout, fold, formulas, pointwise
     from fusedtrain.triton import channelwise as c
-    from fusedtrain.triton import fold, formulas, pointwise
 
     for dtype in DTYPES:
         check_chains(target, dtype)
@@ -223,7 +223,8 @@ def check_target(target: str) -> None:
                     # `/` is off by 2 ULP, the other root flushes denormals.
                     exact = {"celu": "div.rn.f32", "squareplus": "sqrt.rn.f32"}.get(name, "")
                     assert exact in compiled.asm["ptx"]
-        forward, backward = c._FORWARD_BLOCK[dtype.itemsize], c._BACKWARD_BLOCK[dtype.itemsize]
+        forward = _layout.FORWARD_BLOCK[dtype.itemsize]
+        backward = _layout.BACKWARD_BLOCK[dtype.itemsize]
         f, b = formulas.star_relu_forward, formulas.star_relu_backward
         check_code(compile_for(target, c.flat_forward_kernel, dtype, f, forward), 2)
         check_code(compile_for(target, c.flat_backward_kernel, dtype, b, 2, 2, backward), 4)
@@ -242,9 +243,10 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
     from fusedtrain.reference.pointwise import INDEX
     from fusedtrain.triton import _chain_kernels as k
     from fusedtrain.triton import chains as c
+    from fusedtrain.triton.formulas import formula_of
 
     silu = INDEX["silu"]
-    forward, backward, by_output, stored = c._formula(silu, dtype)
+    forward, backward, by_output, stored = formula_of(silu, dtype)
     block, small = c._BLOCK[dtype.itemsize], c._BIAS_BLOCK[dtype.itemsize]
     odd = dtype in (torch.float32, torch.bfloat16)
     for unit in (8, 8 // dtype.itemsize, 1) if odd else (8,):

@@ -571,6 +571,8 @@ def test_launches(tmp_path: Path) -> None:
 def check_target(target: str) -> None:
     from fusedtrain.triton import _batch_norm_calls as c
     from fusedtrain.triton import _batch_norm_kernels as k
+    from fusedtrain.triton import _layout
+    from fusedtrain.triton.formulas import formula_of
 
     last, planes = c._View(32 * 784, 64, 1, 784), c._View(32, 64, 784, 1)
     # What is saved: the output, computed again, the input (many registers).
@@ -583,11 +585,12 @@ def check_target(target: str) -> None:
         vector = torch.float64 if dtype is torch.float64 else torch.float32
         names = ("branch", "weight", "bias", "mean", "invstd", "shares")
         others = {f"{n}_ptr": vector for n in names} | {"averages_ptr": torch.float64}
-        block = c._BACKWARD_BLOCK[dtype.itemsize]
+        block = _layout.BACKWARD_BLOCK[dtype.itemsize]
         summed, cut = c._cut(view, block, True), c._cut(view, block, False)
-        whole = c._cut(view, c._FORWARD_BLOCK[dtype.itemsize], False)
+        whole = c._cut(view, _layout.FORWARD_BLOCK[dtype.itemsize], False)
         op = FORMULAS[name].op
-        forward, again, backward, stored = c._formula(op, dtype)
+        forward, backward, by_output, stored = formula_of(op, dtype)
+        again = forward if by_output else None
         residual = saved.value != 0
         flags = (residual, True, True)
 
