@@ -21,6 +21,7 @@ from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
 from .._graph.records import record_of
 from ..ops import batch_norm as _batch_norm
 from ..ops.activations import pointwise
+from ..reference.batch_norm import Norm
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
@@ -349,20 +350,13 @@ class _BatchNormAct(_BatchNorm):
             nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
         factor, updates = self._updates()
         uses = updates if self.training else not training
-        output = _batch_norm.run(
-            input,
-            residual,
-            branch_scale,
-            self.weight,
-            self.bias,
-            running_mean if uses else None,
-            running_var if uses else None,
-            training,
-            factor,
+        if not uses:
+            running_mean = running_var = None
+        norm = Norm(
+            branch_scale, self.weight, self.bias, running_mean, running_var, training, factor,
             self.eps,
-            activation,
-            overwrite_input,
-        )
+        )  # fmt: skip
+        output = _batch_norm.run(input, residual, norm, activation, overwrite_input)
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output

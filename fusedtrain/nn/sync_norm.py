@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import _calls
-from ..ops import batch_norm as _batch_norm
 from ..ops._library import op
+from ..ops.batch_norm import save_for_backward
+from ..reference.batch_norm import Norm, Statistics
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
@@ -50,35 +51,19 @@ class SyncBatchNormActFunction(torch.autograd.Function):
     """As ops/batch_norm.py's BatchNormAct, with one collective forward and one backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: Pointwise,
-        group: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
+        norm, (activation, group) = Norm(*rest[:-2]), rest[-2:]
+        running_mean, running_var = norm.running_mean, norm.running_var
         mean, variance, total = _merge(input, group)
         if running_mean is not None and running_var is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
             unbiased = variance * (total / (total - 1))
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), norm.momentum)
         wide = wide_of(input)
-        invstd = (variance + eps).rsqrt().to(wide)
-        mean = mean.to(wide)
-        output: Tensor = _apply(
-            input, residual, branch_scale, weight, bias, mean, invstd, *activation
-        )
-        _batch_norm.save_for_backward(
-            ctx, input, residual, output, branch_scale, weight, bias, mean, invstd, True,
-            activation, affine=True,
-        )  # fmt: skip
+        invstd = (variance + norm.eps).rsqrt().to(wide)
+        statistics = Statistics(norm.branch_scale, norm.weight, norm.bias, mean.to(wide), invstd)
+        output: Tensor = _apply(input, residual, *statistics, *activation)
+        save_for_backward(ctx, input, residual, output, statistics, True, activation, affine=True)
         ctx.total, ctx.activation, ctx.group = total, activation, group
         return output
 
@@ -103,7 +88,7 @@ class SyncBatchNormActFunction(torch.autograd.Function):
             None,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
@@ -186,17 +171,17 @@ class SyncBatchNormAct(_BatchNormAct):
                 f"SyncBatchNormAct: the residual must be like the input, {input.dtype} of shape "
                 f"{tuple(input.shape)}, not {residual.dtype} of shape {tuple(residual.shape)}"
             )
-        output: Tensor = SyncBatchNormActFunction.apply(
-            input,
-            residual,
+        norm = Norm(
             None if branch_scale is None else branch_scale.detach().to(wide),
             None if self.weight is None else self.weight.to(wide),
             None if self.bias is None else self.bias.to(wide),
             *statistics,
-            factor,
-            self.eps,
-            activation,
-            self.process_group,
+            training=True,
+            momentum=factor,
+            eps=self.eps,
+        )
+        output: Tensor = SyncBatchNormActFunction.apply(
+            input, residual, *norm, activation, self.process_group
         )
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

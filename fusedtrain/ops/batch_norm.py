@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function as _has_any
 
 from .. import _backends, _calls, _recompute
 from .._graph.fx import handle as _handle
-from ..reference.batch_norm import differentiable_backward, eager
+from ..reference.batch_norm import Norm, Statistics, differentiable_backward, eager
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from . import activations as _activations
@@ -32,44 +32,33 @@ class BatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        activation: Pointwise,
+        ctx: Any, input: Tensor, residual: Tensor | None, *norm_and_activation: Any
     ) -> Tensor:
+        norm, activation = Norm(*norm_and_activation[:-1]), norm_and_activation[-1]
         output: Tensor
-        output, mean, invstd = _forward(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, *activation,
-        )  # fmt: skip
+        output, mean, invstd = _forward(input, residual, *norm, *activation)
+        statistics = Statistics(norm.branch_scale, norm.weight, norm.bias, mean, invstd)
+        affine = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         keeps_input = save_for_backward(
-            ctx, input, residual, output, branch_scale, weight, bias, mean, invstd, training,
-            activation, affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
-        )  # fmt: skip
+            ctx, input, residual, output, statistics, norm.training, activation, affine
+        )
         scope = _recompute.scope()
         if scope is not None:
             keeps_residual = not activation.saves_output and activation.op >= 0
             scope.tag(
-                output, _given_statistics,
-                (input, residual, branch_scale, weight, bias, mean, invstd), tuple(activation),
+                output, _given_statistics, (input, residual, *statistics), tuple(activation),
                 (None if keeps_input else input, None if keeps_residual else residual),
             )  # fmt: skip
-        ctx.training, ctx.eps, ctx.activation = training, eps, activation
+        ctx.training, ctx.eps, ctx.activation = norm.training, norm.eps, activation
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         def differentiable(*_: Any) -> tuple[Any, ...]:
-            saved: tuple[Any, ...] = (*ctx.saved_tensors, ctx.training, ctx.eps, ctx.activation)
-            return differentiable_backward(grad, *saved)
+            input, saved, *statistics = ctx.saved_tensors
+            return differentiable_backward(
+                grad, input, saved, Statistics(*statistics), ctx.training, ctx.eps, ctx.activation
+            )
 
         op = differentiable if _calls.plain_backward(grad) else _backward
         return (*_gradients(ctx, grad, op), *(None,) * 6)
@@ -98,14 +87,9 @@ def save_for_backward(
     input: Tensor,
     residual: Tensor | None,
     output: Tensor,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    statistics: Statistics,
     training: bool,
     activation: Pointwise,
-    *,
     affine: bool,
 ) -> bool:
     """Keeps what backward will need, and no other tensor of the input's size.
@@ -113,6 +97,9 @@ def save_for_backward(
     With fixed statistics and no gradient for weight and bias, the input serves the activation's
     derivative only: nothing is kept for none, the output (which the next layer mostly keeps anyway)
     where the derivative is a function of it.
+
+    Args:
+        affine: whether weight or bias need a gradient.
 
     Returns whether it keeps the input.
     """
@@ -123,9 +110,7 @@ def save_for_backward(
         saved = output
     elif not by_output and not identity:
         saved = residual
-    ctx.save_for_backward(
-        input if needs_input else None, saved, branch_scale, weight, bias, mean, invstd
-    )
+    ctx.save_for_backward(input if needs_input else None, saved, *statistics)
     return needs_input
 
 
@@ -146,11 +131,10 @@ def recomputed_as_torch(norm: _BatchNorm, input: Tensor, output: Tensor) -> None
 def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     input, residual, branch_scale, weight, bias, _, _, training, _, *activation = inputs
     ctx.training, ctx.activation = training, Pointwise(*activation)
-    save_for_backward(
-        ctx, input, residual, output[0], branch_scale, weight, bias,
-        output[1].to(wide_of(input)), output[3], training, ctx.activation,
-        affine=ctx.needs_input_grad[3] or ctx.needs_input_grad[4],
-    )  # fmt: skip
+    mean = output[1].to(wide_of(input))
+    statistics = Statistics(branch_scale, weight, bias, mean, output[3])
+    affine = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    save_for_backward(ctx, input, residual, output[0], statistics, training, ctx.activation, affine)
     ctx.mark_non_differentiable(*output[1:])
 
 
@@ -167,42 +151,24 @@ torch.library.register_autograd(
 )
 
 
-def _compiled(
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: Pointwise,
-) -> Tensor:
+def _compiled(input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise) -> Tensor:
     """The op as torch.compile is to see it."""
     output: Tensor
     output, mean, variance, _ = torch.ops.fusedtrain.batch_norm_act_functional(
-        input, residual, branch_scale, weight, bias, running_mean, running_var, training, eps,
-        *activation,
-    )  # fmt: skip
-    if training and running_mean is not None and running_var is not None:
+        input, residual, *norm[:6], norm.eps, *activation
+    )
+    running_mean, running_var = norm.running_mean, norm.running_var
+    if norm.training and running_mean is not None and running_var is not None:
         count = input.numel() // input.shape[1]
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
+        running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
+        unbiased = variance * (count / (count - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), norm.momentum)
     return output
 
 
-def _fits(
-    input: Tensor,
-    training: bool,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> bool:
-    if not (eps > 0 or (eps == 0 and not training)):
+def _fits(input: Tensor, norm: Norm) -> bool:
+    training, running_mean, running_var = norm.training, norm.running_mean, norm.running_var
+    if not (norm.eps > 0 or (norm.eps == 0 and not training)):
         return False  # torch's error
     if not _calls.is_plain(input) or input.dim() < 2 or input.numel() == 0:
         return False
@@ -211,7 +177,7 @@ def _fits(
         return False  # torch's error
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
         return False
-    for vector in (running_mean, running_var, weight, bias):
+    for vector in norm.vectors:
         if vector is not None and not (
             _calls.is_plain(vector)
             and vector.dtype is dtype
@@ -225,12 +191,24 @@ def _fits(
     return True
 
 
-def _is_narrow(input: Tensor, *vectors: Tensor | None) -> bool:
+def _is_narrow(input: Tensor, norm: Norm) -> bool:
     """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
     if not _calls.is_plain(input) or input.dtype.itemsize != 2:
         return False
-    dtypes = {t.dtype for t in vectors if t is not None}
+    dtypes = {t.dtype for t in norm.vectors if t is not None}
     return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
+
+
+def _widened(norm: Norm) -> Norm:
+    weight, bias, mean, var = [None if t is None else t.float() for t in norm.vectors]
+    return Norm(norm.branch_scale, weight, bias, mean, var, *norm[5:])
+
+
+def _copy_back(given: Norm, widened: Norm) -> None:
+    """The running statistics, to where they came from."""
+    for narrow, wide in zip(given[3:5], widened[3:5], strict=True):
+        if narrow is not None and wide is not None:
+            narrow.copy_(wide)
 
 
 def _check_residual(residual: Tensor, input: Tensor) -> None:
@@ -259,79 +237,72 @@ def _matches(residual: Tensor, input: Tensor) -> bool:
 def run(
     input: Tensor,
     residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
+    norm: Norm,
     activation: Pointwise,
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
     if activation.op == INDEX["softplus"] and _calls.autocasts(input, "cuda"):
         # Which computes softplus of 16 bits in float32, and returns that.
-        z = run(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, Pointwise(),
-        )  # fmt: skip
+        z = run(input, residual, norm, Pointwise())
         return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
-    apart = residual is not None and not _matches(residual, input)
-    if apart and residual is not None:
+    if residual is not None and not _matches(residual, input):
         _check_residual(residual, input)
-    statistics, affine = (running_mean, running_var), (weight, bias)
-    # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
-    narrow = _is_narrow(input, *statistics, *affine)
+        # Of another shape or dtype: torch knows what that adds up to.
+        z = _run(input, None, norm, Pointwise(), overwrite_input=False)
+        return _activated(z + residual, activation)
+    return _run(input, residual, norm, activation, overwrite_input)
+
+
+def _activated(z: Tensor, activation: Pointwise) -> Tensor:
+    if activation.op < 0:
+        return z
+    row = POINTWISE[activation.op]
+    values = (activation.a, activation.b)[: len(row.parameters)]
+    return _activations.KERNELS[row.name](z, False, *values)
+
+
+def _run(
+    input: Tensor,
+    residual: Tensor | None,
+    norm: Norm,
+    activation: Pointwise,
+    overwrite_input: bool,
+) -> Tensor:
+    """As :func:`run`, with a residual that is like the input."""
     compiled = (
         torch.compiler.is_compiling()
         and not torch.compiler.is_exporting()
         and not _calls.transformed()
         and _backends.is_opaque_to_compile(input.device)
     )
-    plain = _calls.traced() and not compiled
-    if narrow and not plain:
-        statistics = tuple(t if t is None else t.float() for t in statistics)  # type: ignore[assignment]
-        affine = tuple(t if t is None else t.float() for t in affine)  # type: ignore[assignment]
-    if plain or not _fits(input, training, *statistics, *affine, eps):
-        return eager(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, activation,
-        )  # fmt: skip
-    if branch_scale is not None:
-        branch_scale = branch_scale.detach().to(input.device, wide_of(input)).contiguous()
-    here = Pointwise() if apart else activation
-    grad = torch.is_grad_enabled()
-    first = None if apart else residual
-    arguments = (input, first, branch_scale, *affine, *statistics, training, momentum, eps)
+    if _calls.traced() and not compiled:
+        return eager(input, residual, norm, activation)
+    # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
+    narrow, given = _is_narrow(input, norm), norm
+    if narrow:
+        norm = _widened(norm)
+    if not _fits(input, norm):
+        return eager(input, residual, given, activation)
+    if norm.branch_scale is not None:
+        rows = norm.branch_scale.detach().to(input.device, wide_of(input)).contiguous()
+        norm = Norm(rows, *norm[1:])
+    affine = (norm.weight, norm.bias)
     if compiled:
-        output = _compiled(*arguments, here)
-    elif grad and any(t is not None and t.requires_grad for t in (input, first, *affine)):
+        output = _compiled(input, residual, norm, activation)
+    elif _calls.needs_grad(input, residual, *affine):
         if torch.is_inference_mode_enabled() or input.is_inference():
-            return eager(
-                input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-                momentum, eps, activation,
-            )  # fmt: skip
-        keeps_input = training or any(t is not None and t.requires_grad for t in affine)
-        plain = residual is None and branch_scale is None and keeps_input
-        if overwrite_input and plain and in_place.applies(input, here):
-            output = in_place.apply(input, *affine, *statistics, training, momentum, eps, here)
+            return eager(input, residual, given, activation)
+        keeps_input = norm.training or _calls.needs_grad(*affine)
+        alone = residual is None and norm.branch_scale is None
+        if overwrite_input and alone and keeps_input and in_place.applies(input, activation):
+            output = in_place.apply(input, *norm[1:], activation)
         else:
-            output = _apply(*arguments, here)
+            output = _apply(input, residual, *norm, activation)
     else:
-        output = _forward(*arguments, *here)[0]
-    if narrow and training:
-        for narrow_one, wide_one in zip((running_mean, running_var), statistics, strict=True):
-            if narrow_one is not None and wide_one is not None:
-                narrow_one.copy_(wide_one)
-    if apart and residual is not None:
-        # Of another shape or dtype: torch knows what that adds up to.
-        output = output + residual
-        row = POINTWISE[activation.op] if activation.op >= 0 else None
-        if row is not None:
-            values = (activation.a, activation.b)[: len(row.parameters)]
-            output = _activations.KERNELS[row.name](output, False, *values)
+        output = _forward(input, residual, *norm, *activation)[0]
+    if narrow and norm.training:
+        _copy_back(given, norm)
     return output
 
 
@@ -409,15 +380,9 @@ def batch_norm_act(
         )
     if training:
         _verify_batch_size(input.size())
+    norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
     if found is None:
         function = _activations.as_function(str(activation), parameters)
         function(input.new_zeros(1))  # raises before running statistics have moved
-        z = run(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, Pointwise(), overwrite_input,
-        )  # fmt: skip
-        return function(z)
-    return run(
-        input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-        momentum, eps, found, overwrite_input,
-    )  # fmt: skip
+        return function(run(input, residual, norm, Pointwise(), overwrite_input))
+    return run(input, residual, norm, found, overwrite_input)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _calls, _recompute
-from ..reference.batch_norm import differentiable_backward
+from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.pointwise import IDENTITY, POINTWISE, Pointwise
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
 from ._library import op
@@ -117,13 +117,15 @@ class BatchNormActInPlace(torch.autograd.Function):
         if index is not None:
             input.index_copy_(1, index, kept)
         saved = output if activation.saves_output else None
-        shared = (input, saved, None, weight, bias, mean, invstd, ctx.training)
+        statistics = Statistics(None, weight, bias, mean, invstd)
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if _calls.takes(grad):
             flags = (ctx.needs_input_grad[0], False, needs_weight or needs_bias)
-            found = _backward(grad, *shared, *activation, *flags)
+            found = _backward(grad, input, saved, *statistics, ctx.training, *activation, *flags)
         else:
-            found = differentiable_backward(grad, *shared, ctx.eps, activation)
+            found = differentiable_backward(
+                grad, input, saved, statistics, ctx.training, ctx.eps, activation
+            )
         return (
             found[0] if ctx.needs_input_grad[0] else None,
             found[2] if needs_weight else None,

@@ -9,6 +9,8 @@ rounded once, at the end, where eager torch rounds after each operator.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,23 +19,42 @@ from .dtypes import widened
 from .pointwise import IDENTITY, Pointwise
 
 
-def eager(
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: Pointwise,
-) -> Tensor:
+class Norm(NamedTuple):
+    """What a norm is called with besides its input, in the order of the ops."""
+
+    branch_scale: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        """The tensors of one value for each channel."""
+        return self[1:5]
+
+
+class Statistics(NamedTuple):
+    """What the backward of a norm takes of its forward, in the order of the ops."""
+
+    branch_scale: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor
+    invstd: Tensor
+
+
+def eager(input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise) -> Tensor:
     """What users write in eager torch; torch.compile and torch.func see it instead of a kernel."""
-    z = F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    if branch_scale is not None:
-        z = z * per_sample(branch_scale, z).to(z.dtype)
+    z = F.batch_norm(
+        input, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training,
+        norm.momentum, norm.eps,
+    )  # fmt: skip
+    if norm.branch_scale is not None:
+        z = z * per_sample(norm.branch_scale, z).to(z.dtype)
     if residual is not None:
         z = z + residual
     return activation.forward(z)
@@ -143,14 +164,8 @@ def batch_norm_act_restore(
     return torch.empty_like(output).copy_(x.clamp(-largest, largest))
 
 
-def _branch(
-    input: Tensor,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-) -> Tensor:
+def _branch(input: Tensor, statistics: Statistics) -> Tensor:
+    branch_scale, weight, bias, mean, invstd = statistics
     scale = invstd if weight is None else invstd * weight
     z = (widened(input) - per_channel(mean, input)) * per_channel(scale, input)
     if bias is not None:
@@ -170,7 +185,7 @@ def batch_norm_act_apply(
     a: float,
     b: float,
 ) -> Tensor:
-    z = _branch(input, branch_scale, weight, bias, mean, invstd)
+    z = _branch(input, Statistics(branch_scale, weight, bias, mean, invstd))
     if residual is not None:
         z = z + widened(residual)
     result = Pointwise(activation, a, b).forward(z)
@@ -181,11 +196,7 @@ def _gradient_of_sum(
     grad: Tensor,
     input: Tensor | None,
     saved: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    statistics: Statistics,
     activation: Pointwise,
 ) -> Tensor:
     """Of what the activation is applied to; also the gradient of the residual."""
@@ -195,7 +206,7 @@ def _gradient_of_sum(
     if activation.saves_output and saved is not None:
         return activation.backward(g, widened(saved))
     assert input is not None
-    z = _branch(input, branch_scale, weight, bias, mean, invstd)
+    z = _branch(input, statistics)
     if saved is not None:
         z = z + widened(saved)
     return activation.backward(g, activation.forward(z) if activation.saves_output else z)
@@ -215,9 +226,8 @@ def batch_norm_act_backward_reduce(
     b: float,
     needs_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    dz = _gradient_of_sum(
-        grad, input, saved, branch_scale, weight, bias, mean, invstd, Pointwise(activation, a, b)
-    )
+    statistics = Statistics(branch_scale, weight, bias, mean, invstd)
+    dz = _gradient_of_sum(grad, input, saved, statistics, Pointwise(activation, a, b))
     grad_residual = torch.empty_like(input).copy_(dz) if needs_residual else input.new_empty(0)
     d = (dz if branch_scale is None else dz * per_sample(branch_scale, input)).double()
     normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
@@ -240,9 +250,8 @@ def batch_norm_act_backward_apply(
     b: float,
     needs_residual: bool,
 ) -> tuple[Tensor, Tensor]:
-    dz = _gradient_of_sum(
-        grad, input, saved, branch_scale, weight, bias, mean, invstd, Pointwise(activation, a, b)
-    )
+    statistics = Statistics(branch_scale, weight, bias, mean, invstd)
+    dz = _gradient_of_sum(grad, input, saved, statistics, Pointwise(activation, a, b))
     model = grad if input is None else input
     grad_residual = torch.empty_like(model).copy_(dz) if needs_residual else grad.new_empty(0)
     d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
@@ -298,11 +307,7 @@ def differentiable_backward(
     grad: Tensor,
     input: Tensor | None,
     saved: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    statistics: Statistics,
     training: bool,
     eps: float,
     activation: Pointwise,
@@ -312,13 +317,15 @@ def differentiable_backward(
     Returns the gradients of input, residual, weight and bias (the last two None where they were not
     kept apart: without an input).
     """
+    branch_scale, weight, bias, mean, invstd = statistics
     if training:
         assert input is not None
         x = widened(input)
         count = x.numel() // x.shape[1]
         mean = _over_channels(x) / count
         invstd = ((_over_channels((x - per_channel(mean, x)).square()) / count) + eps).rsqrt()
-    dz = _gradient_of_sum(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation)
+        statistics = Statistics(branch_scale, weight, bias, mean, invstd)
+    dz = _gradient_of_sum(grad, input, saved, statistics, activation)
     d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
     scale = invstd if weight is None else invstd * weight
     grad_weight = grad_bias = None
