@@ -40,6 +40,7 @@ from .ops.gated import glu as glu
 from .ops.gated import reglu as reglu
 from .ops.gated import swiglu as swiglu
 from .ops.images import normalize_images as normalize_images
+from .ops.more_activations import *  # noqa: F403
 from .ops.pool import max_pool2d as max_pool2d
 from .ops.scale_add import residual_add as residual_add
 from .reference import activations as _reference
@@ -47,13 +48,11 @@ from .reference import activations as _reference
 _K = _activations.KERNELS
 _relu, _relu6, _leaky_relu = _K["relu"], _K["relu6"], _K["leaky_relu"]
 _elu, _celu, _selu, _silu, _mish = _K["elu"], _K["celu"], _K["selu"], _K["silu"], _K["mish"]
-_gelu, _gelu_tanh, _quick_gelu = _K["gelu"], _K["gelu_tanh"], _K["quick_gelu"]
+_gelu, _gelu_tanh = _K["gelu"], _K["gelu_tanh"]
 _sigmoid, _logsigmoid, _softplus = _K["sigmoid"], _K["logsigmoid"], _K["softplus"]
 _tanh, _tanhshrink, _softsign = _K["tanh"], _K["tanhshrink"], _K["softsign"]
 _hardswish, _hardsigmoid, _hardtanh = _K["hardswish"], _K["hardsigmoid"], _K["hardtanh"]
 _hardshrink, _softshrink, _threshold = _K["hardshrink"], _K["softshrink"], _K["threshold"]
-_relu_squared, _hard_mish = _K["relu_squared"], _K["hard_mish"]
-_squareplus = _K["squareplus"]
 
 
 def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
@@ -195,27 +194,6 @@ def mish(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     if save is not None:
         return _few_bit.run(_mish, input, inplace, save)
     return _mish(input, inplace)
-
-
-def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
-    """``x * sigmoid(1.702 * x)`` (arXiv:1606.08415, section 2); saves the input.
-
-    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
-    q8 0.0024, 0.0014; q4 0.046, 0.021; q3 0.090, 0.041; q2 0.187, 0.085.
-
-    Example:
-        >>> quick_gelu(torch.tensor([-1.0, 2.0]))
-        tensor([-0.1542,  1.9357])
-    """
-    if _scripting():
-        if inplace:
-            return input.copy_(_reference.quick_gelu(input.clone()))
-        return _reference.quick_gelu(input)
-    if _has(input):
-        return _handle(quick_gelu, (input,), input, inplace=inplace, save=save)
-    if save is not None:
-        return _few_bit.run(_quick_gelu, input, inplace, save)
-    return _quick_gelu(input, inplace)
 
 
 def sigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -417,39 +395,6 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
 _public_threshold = threshold  # the argument of the same name hides it
 
 
-def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
-    """``max(x, 0)^2`` (arXiv:2109.08668); saves the input: in float16 the square of a number below
-    2e-4 is 0, and the gradient is not.
-
-    Example:
-        >>> relu_squared(torch.tensor([-1.0, 3.0]))
-        tensor([0., 9.])
-    """
-    if _scripting():
-        if inplace:
-            return input.copy_(_reference.relu_squared(input.clone()))
-        return _reference.relu_squared(input)
-    if _has(input):
-        return _handle(relu_squared, (input,), input, inplace=inplace)
-    return _relu_squared(input, inplace)
-
-
-def hard_mish(input: Tensor, inplace: bool = False) -> Tensor:
-    """``x * min(max(x + 2, 0), 2) / 2`` (as timm); saves the input.
-
-    Example:
-        >>> hard_mish(torch.tensor([-1.0, 3.0]))
-        tensor([-0.5000,  3.0000])
-    """
-    if _scripting():
-        if inplace:
-            return input.copy_(_reference.hard_mish(input.clone()))
-        return _reference.hard_mish(input)
-    if _has(input):
-        return _handle(hard_mish, (input,), input, inplace=inplace)
-    return _hard_mish(input, inplace)
-
-
 def gelu(
     input: Tensor,
     approximate: str = "none",
@@ -507,23 +452,6 @@ def softplus(
     if _calls.autocasts(input, "cuda"):
         input = input.float()
     return _softplus(input, False, beta, threshold)
-
-
-def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
-    """``(x + sqrt(x^2 + b)) / 2`` (arXiv:2112.11687); saves the input.
-
-    Raises:
-        ValueError: ``b`` is negative.
-
-    Example:
-        >>> squareplus(torch.tensor([0.0, 1.5]))
-        tensor([1., 2.])
-    """
-    if _scripting():
-        return _reference.squareplus(input, b)
-    if _has(input):
-        return _handle(squareplus, (input,), input, b=b)
-    return _squareplus(input, False, b)
 
 
 # Pickles name functions by their modules: in graphs of torch.fx, in forwards that convert wrote.

@@ -12,6 +12,7 @@ from _imports import circles_in, imports_of
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fusedtrain"
 FOUND: list[str] = []
+FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/more_activations.py")
 
 
 def forbid(pattern: str, files: list[Path], law: str) -> None:
@@ -115,7 +116,7 @@ def main() -> int:
     declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")
     reference = (PACKAGE / "reference/activations.py").read_text()
     table = set(re.findall(r'Activation\(\s*"(\w+)"', reference))
-    functions = "".join((PACKAGE / f).read_text() for f in ("functional.py", "ops/channelwise.py"))
+    functions = "".join((PACKAGE / f).read_text() for f in FUNCTIONS)
     public = set(re.findall(r"^def ([a-z]\w*)\(", functions, re.M))
     for where, found in (("reference/activations.py", table), ("the functions", public)):
         # functional.gelu reaches gelu_tanh by its argument, as torch's does
