@@ -265,7 +265,7 @@ def test_zero_is_on_the_side_of_negative_numbers(ops: Kernels, name: str) -> Non
     """As in torch: it has their slope, and is multiplied by it."""
     x = torch.tensor([0.0, -0.0] * 9).to(ops.device)
     row = ACTIVATIONS[name]
-    parameters: list[Any] = [x.new_tensor([-0.5]) if row.tensors else -0.5]
+    parameters: list[Any] = [torch.tensor([-0.5]).to(ops.device) if row.tensors else -0.5]
     y = ops(name, x, *parameters)
     assert not y.any()
     assert name == "elu" or y.signbit().tolist() == [True, False] * 9

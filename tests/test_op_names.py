@@ -52,7 +52,7 @@ def test_reference(family: str, op: str) -> None:
 @pytest.mark.parametrize(("family", "op"), OPS, ids=[op for _, op in OPS])
 def test_twin(family: str, op: str) -> None:
     from fusedtrain.triton import OPS as twins
-    from fusedtrain.triton._optimizer_calls import DeviceCall
+    from fusedtrain.triton._calls import DeviceCall
 
     named, more = of(twins[op])
     if family == "optimizers":

@@ -37,8 +37,10 @@ class Ended:
 
 
 def _with_parent() -> None:
-    """In the child: a group of its own, and death with the parent, whatever kills that."""
+    """In the child: a group of its own, and death with the parent, whatever kills that. SIGINT is
+    heard again where a shell has switched it off, as one does for `make gpu &`."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
