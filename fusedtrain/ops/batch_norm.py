@@ -34,13 +34,14 @@ class BatchNormAct(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, residual: Tensor | None, *norm_and_activation: Any
     ) -> Tensor:
-        norm, activation = Norm(*norm_and_activation[:-1]), norm_and_activation[-1]
+        *norm, activation = norm_and_activation
+        branch_scale, weight, bias, _, _, training, _, eps = norm  # as Norm has them
         output: Tensor
         output, mean, invstd = _forward(input, residual, *norm, *activation)
-        statistics = Statistics(norm.branch_scale, norm.weight, norm.bias, mean, invstd)
+        statistics = Statistics(branch_scale, weight, bias, mean, invstd)
         affine = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         keeps_input = save_for_backward(
-            ctx, input, residual, output, statistics, norm.training, activation, affine
+            ctx, input, residual, output, statistics, training, activation, affine
         )
         scope = _recompute.scope()
         if scope is not None:
@@ -49,7 +50,7 @@ class BatchNormAct(torch.autograd.Function):
                 output, _given_statistics, (input, residual, *statistics), tuple(activation),
                 (None if keeps_input else input, None if keeps_residual else residual),
             )  # fmt: skip
-        ctx.training, ctx.eps, ctx.activation = norm.training, norm.eps, activation
+        ctx.training, ctx.eps, ctx.activation = training, eps, activation
         return output
 
     @staticmethod
@@ -177,7 +178,7 @@ def _fits(input: Tensor, norm: Norm) -> bool:
         return False  # torch's error
     if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
         return False
-    for vector in norm.vectors:
+    for vector in norm[1:5]:  # one value for each channel
         if vector is not None and not (
             _calls.is_plain(vector)
             and vector.dtype is dtype
@@ -195,12 +196,12 @@ def _is_narrow(input: Tensor, norm: Norm) -> bool:
     """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
     if not _calls.is_plain(input) or input.dtype.itemsize != 2:
         return False
-    dtypes = {t.dtype for t in norm.vectors if t is not None}
+    dtypes = {t.dtype for t in norm[1:5] if t is not None}
     return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
 
 
 def _widened(norm: Norm) -> Norm:
-    weight, bias, mean, var = [None if t is None else t.float() for t in norm.vectors]
+    weight, bias, mean, var = [None if t is None else t.float() for t in norm[1:5]]
     return Norm(norm.branch_scale, weight, bias, mean, var, *norm[5:])
 
 

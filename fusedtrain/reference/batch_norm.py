@@ -31,11 +31,6 @@ class Norm(NamedTuple):
     momentum: float
     eps: float
 
-    @property
-    def vectors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of one value for each channel."""
-        return self[1:5]
-
 
 class Statistics(NamedTuple):
     """What the backward of a norm takes of its forward, in the order of the ops."""
