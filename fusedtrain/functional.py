@@ -18,6 +18,8 @@ must see plain operators (torch.compile, TorchScript, functorch), nothing is rou
 
 from __future__ import annotations
 
+from types import FunctionType as _FunctionType
+
 import torch
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
@@ -455,8 +457,6 @@ def softplus(
 
 
 # Pickles name functions by their modules: in graphs of torch.fx, in forwards that convert wrote.
-for _function in (
-    batch_norm_act, bias_act, bias_act_dropout, bilinear_glu, dropout, gated, geglu, glu,
-    max_pool2d, normalize_images, prelu, reglu, residual_add, star_relu, swiglu,
-):  # fmt: skip
-    _function.__module__ = __name__
+for _name, _value in list(vars().items()):
+    if isinstance(_value, _FunctionType) and not _name.startswith("_"):
+        _value.__module__ = __name__

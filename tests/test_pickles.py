@@ -4,6 +4,7 @@ compute what they did; and no pickle names a private module, so that later moves
 
 from __future__ import annotations
 
+import inspect
 import lzma
 import pickle
 import pickletools
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from fusedtrain import functional
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
 import pickled_models as made
@@ -60,6 +63,12 @@ def test_no_private_names(kind: str) -> None:
 @pytest.mark.parametrize("name", made.OPTIMIZERS)
 def test_no_private_names_of_optimizers(name: str) -> None:
     assert not private_names(pickle.dumps(made.stepped(name)))
+
+
+def test_functions_are_named_by_their_public_module() -> None:
+    public = [f for n, f in vars(functional).items() if inspect.isfunction(f) and n[0] != "_"]
+    assert len(public) > 30
+    assert {f.__module__ for f in public} == {"fusedtrain.functional"}
 
 
 def test_private_names_are_noticed() -> None:

@@ -77,26 +77,15 @@ class BatchNormActInPlace(torch.autograd.Function):
     """Saves the output, the inputs of the channels that would be lost, and the statistics."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        activation: Pointwise,
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, *norm_and_activation: Any) -> Tensor:
+        *norm, activation = norm_and_activation
+        weight, bias, _, _, training, _, eps = norm  # as Norm has them, but for branch_scale
         index = kept = None
         channels = lost(weight, bias)
         if channels:
             index = torch.tensor(channels, device=input.device)
             kept = input.index_select(1, index)
-        mean, invstd = _forward(
-            input, weight, bias, running_mean, running_var, training, momentum, eps, *activation
-        )
+        mean, invstd = _forward(input, *norm, *activation)
         ctx.mark_dirty(input)
         ctx.save_for_backward(input, kept, index, weight, bias, mean, invstd)
         ctx.training, ctx.eps, ctx.activation = training, eps, activation

@@ -87,7 +87,3 @@ def squareplus(input: Tensor, b: float = 4.0) -> Tensor:
     if _has(input):
         return _handle(squareplus, (input,), input, b=b)
     return _squareplus(input, False, b)
-
-
-for _name in __all__:
-    globals()[_name].__module__ = "fusedtrain.functional"  # the name in pickles
