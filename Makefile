@@ -7,7 +7,8 @@ WORKERS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-CPP := $(wildcard tools/*.cpp csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
+CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindings/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp \
+  csrc/cpu/isa/*.h csrc/cpu/isa/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
@@ -43,7 +44,7 @@ sanitize: $(VENV)/.installed  ## the kernels under AddressSanitizer and UBSan (A
 fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --seed 1", or "--minutes 2")
 	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
 
-conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": as many models again)
+conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": twice as many models again)
 	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the laws of the house

@@ -204,10 +204,9 @@ def cpu_units() -> dict[Path, str]:
     include, _ = torch_flags(torch_folder())
     x86 = platform.machine() in ("x86_64", "AMD64")
     return {
-        CSRC / "binding_cpu.cpp": include,
-        **{source: "" for source in sorted((CSRC / "cpu").glob("*.cpp"))
-           if not source.stem.startswith("isa_")},
-        **{CSRC / f"cpu/isa_{isa}.cpp": flags for isa, flags in ISA_FLAGS.items()
+        CSRC / "bindings/cpu.cpp": include,
+        **dict.fromkeys(sorted((CSRC / "cpu").glob("*.cpp")), ""),
+        **{CSRC / f"cpu/isa/isa_{isa}.cpp": flags for isa, flags in ISA_FLAGS.items()
            if x86 or isa == "default"},
     }  # fmt: skip
 
@@ -266,7 +265,7 @@ def build_cuda(out: Path, work: Path) -> dict[str, object]:
     include, link = torch_flags(torch)
     n = Ninja(work / "cuda")
     objects = [n.compile(s, compiler, f"{flags} {' '.join(codes)}", "nvcc") for s in sources]
-    objects.append(n.compile(CSRC / "binding_cuda.cpp", host, f"{CXX_FLAGS} {include}"))
+    objects.append(n.compile(CSRC / "bindings/cuda.cpp", host, f"{CXX_FLAGS} {include}"))
     # nvcc links, since it knows where its runtime lies; static, so that any driver it fits will do.
     link = re.sub(r"-Wl,(\S+)", r"-Xlinker \1", link)
     n.link(out, objects, compiler, f"{link} -cudart static -nodlink -ccbin {host.split()[0]}")

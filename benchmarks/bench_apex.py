@@ -1,54 +1,44 @@
 """The step of a script with Apex's calls against fusedtrain's own step and torch's.
 
-Contestants (``_apex_contestants``) take turns within one test, each with weights and states of its
+Contestants (``harness/apex.py``) take turns within one test, each with weights and states of its
 own, on gradients that are restored before every call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
-import pytest
 import torch
 
-from benchmarks import _apex_gate
-from benchmarks._apex_contestants import (
-    JOBS,
-    OWN,
-    RULES,
-    SCALE,
-    Contestant,
-    Data,
-    bytes_moved,
-    contestant,
-    contestants,
-    norm_places,
+from benchmarks.harness import apex
+from benchmarks.harness.apex import INSIDE, JOBS, OWN, RIVALS, RULES, Data
+from benchmarks.harness.cases import Options
+from benchmarks.harness.chart import Panel
+from benchmarks.harness.clock import Call
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.race import Race, copy_buffers
+from benchmarks.harness.rows import Row, medians
+from benchmarks.harness.shapes import MODELS, count, shapes
+from benchmarks.harness.tables import (
+    Column,
+    Limits,
+    Report,
+    counted,
+    interval_text,
+    ratio_text,
+    size_text,
 )
-from benchmarks._apex_rows import FAMILY
-from benchmarks._guards import admit, refuse_the_reference
-from benchmarks._measure import (
-    Call,
-    Clock,
-    Effort,
-    FlushingCudaClock,
-    ReplayClock,
-    cpu_clock,
-    cuda_clock,
-    interleave,
-)
-from benchmarks._parameter_lists import count, shapes
-from benchmarks._step_rows import step_row
-from benchmarks.bench_amp_step import COPY_BYTES, copy_buffers, count_launches, count_ops
 from fusedtrain.amp._functions import switch_autocast
 
+FAMILY = "apex"
 NETWORKS = ("resnet50", "efficientnet_b0")
 SCRIPTS = (("O2", "FusedSGD"), ("O1", "FusedAdam"))
 MORE = (("O1", "FusedSGD"), ("O2", "FusedAdam"))  # with --full
 KINDS = {"O1": "float32", "O2": "float16+float32"}  # of the model
 LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
-REPLAY = ReplayClock()
 
 
 @dataclass(frozen=True)
@@ -68,54 +58,31 @@ class Case:
         return f"{self.op}-{self.job}-{self.model}"
 
 
-def select(
-    *,
-    full: bool = False,
-    quick: bool = False,
-    ops: tuple[str, ...] = (),
-    models: tuple[str, ...] = (),
-) -> list[Case]:
+def select(options: Options) -> list[Case]:
     """The cases of a run, those of one network together."""
-    scripts = (*SCRIPTS, *MORE) if full or ops else SCRIPTS
+    scripts = (*SCRIPTS, *MORE) if options.full or options.ops else SCRIPTS
     cases = [
         Case(model, level, rule, job)
-        for model in (NETWORKS[-1:] if quick and not models else NETWORKS)
+        for model in (NETWORKS[-1:] if options.quick and not options.models else NETWORKS)
         for level, rule in scripts
         for job in JOBS
     ]
-    return [
-        case
-        for case in cases
-        if (not ops or case.op in ops) and (not models or case.model in models)
-    ]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    cases = select(
-        full=option("--full"),
-        quick=option("--quick"),
-        ops=tuple(option("--op")),
-        models=tuple(option("--model")),
-    )
-    metafunc.parametrize("case", cases, ids=str)
+    return [case for case in cases if options.wants(case.op, case.model)]
 
 
 @cache
 def _entrants(level: str, rule: str, job: str, device: str) -> list[str]:
     """Those that are to be timed: they passed the gate, and both of ours must."""
-    where = f"{level}+{rule} {job} on {device}"
 
     def gate(who: str, name: str) -> None:
-        data, rules = _apex_gate.tensors(device), RULES[rule]
-        options = {"lr": rules.gate_lr, "weight_decay": _apex_gate.DECAY}
-        entrant = contestant(name, level, rules, job, data, **options)
-        _apex_gate.check(entrant, rules, job, data)
+        data, rules = apex.gate_data(device), RULES[rule]
+        options = {"lr": rules.gate_lr, "weight_decay": apex.DECAY}
+        entrant = apex.contestant(name, level, rules, job, data, **options)
+        apex.check(entrant, rules, job, data)
 
-    found = list(admit({who: who for who in contestants(level, job)}, gate, where))
-    if OWN not in found:
-        pytest.fail(f"{where}: there is nothing to keep the promise against", pytrace=False)
-    return found
+    names = {who: who for who in apex.contestants(level, job)}
+    where = f"{level}+{rule} {job} on {device}"
+    return list(admit(names, gate, where, ours=("fusedtrain", OWN)))
 
 
 @lru_cache(maxsize=1)
@@ -126,20 +93,15 @@ def _tensors(model: str, device: str, *, tiny: bool = False) -> Data:
     values = [0.05 * torch.randn((1,) if tiny else shape, device=device) for shape in of]
     # None is near 0: clipped to a norm of 1, they are still no denormal numbers in float16.
     grads = [0.01 * (0.5 + torch.rand_like(v)) * torch.randn_like(v).sign() for v in values]
-    return Data(values, grads, norm_places(of), SCALE)
+    return Data(values, grads, apex.norm_places(of), apex.SCALE)
 
 
 def _race(
-    case: Case,
-    entrants: list[str],
-    data: Data,
-    clock: Clock,
-    effort: Effort,
-    others: dict[str, Call],
+    race: Race, case: Case, entrants: list[str], data: Data, others: dict[str, Call]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Samples, of one call each, and how much a call launches or dispatches."""
     by_name = {
-        who: contestant(who, case.level, RULES[case.rule], case.job, data, lr=LR)
+        who: apex.contestant(who, case.level, RULES[case.rule], case.job, data, lr=LR)
         for who in entrants
     }
     calls = {**{who: c.call for who, c in by_name.items()}, **others}
@@ -148,57 +110,132 @@ def _race(
         if who in by_name:
             by_name[who].ready()
 
-    counter = count_ops if data.device.type == "cpu" else count_launches
+    counts = {}
     try:
         # Between two calls gradients have to be restored.
-        samples = interleave(calls, clock, replace(effort, sample_ns=1.0), prepare)
-        counts = {who: _counted(counter, c) for who, c in by_name.items()}
+        single = replace(race, effort=replace(race.effort, sample_ns=1.0))
+        samples = single.samples(calls, prepare)
+        for who, one in by_name.items():
+            one.ready()
+            counts[who] = race.count(one.call)
     finally:
         switch_autocast(frozenset())
     return samples, counts
 
 
-def _counted(counter: Any, one: Contestant) -> int:
-    one.ready()
-    found: int = counter(one.call)
-    return found
-
-
-@pytest.mark.benchmark(timer=REPLAY)
-def test_apex(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
+def test_apex(race: Race, case: Case) -> None:
     """One row of the results."""
+    device = race.device
     refuse_the_reference("optimizer_step", device)
     entrants = _entrants(case.level, case.rule, case.job, device)
-    if benchmark.disabled:
-        benchmark.pedantic(lambda: None)
+    if race.is_off():
         return
     of = shapes(case.model)
-    moved = bytes_moved(case.level, RULES[case.rule], of)
-    source, target = copy_buffers(min(moved // 2, COPY_BYTES), device)
-    race = partial(_race, case, entrants)
+    moved = apex.bytes_moved(case.level, RULES[case.rule], of)
+    source, target = copy_buffers(moved, device)
     copy: dict[str, Call] = {"copy": lambda: target.copy_(source)}
-    samples, counts = race(_tensors(case.model, device), clock, effort, copy)
-    tiny = _tensors(case.model, device, tiny=True)
-    host_clock = cpu_clock if device == "cpu" else cuda_clock
-    brief = replace(effort, seconds=min(effort.seconds, 0.1))
-    host, _ = race(tiny, host_clock, brief, {})
-    benchmark.group = f"{case.model} {case.job}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        step_row(
-            family=FAMILY,
-            model=case.model,
-            op=case.op,
-            job=case.job,
-            kind=KINDS[case.level],
-            numel=count(of),
-            tensors=len(of),
-            device=device,
-            moved=moved,
-            copied=2 * source.nbytes,
-            samples=samples,
-            host=host,
-            counts=counts,
-        )
+    samples, counts = _race(race, case, entrants, _tensors(case.model, device), copy)
+    host, _ = _race(race.host(), case, entrants, _tensors(case.model, device, tiny=True), {})
+    race.finish(
+        f"{case.model} {case.job}",
+        FAMILY,
+        samples,
+        moved=moved,
+        copied=2 * source.nbytes,
+        model=case.model,
+        op=case.op,
+        job=case.job,
+        dtype=KINDS[case.level],
+        numel=count(of),
+        tensors=len(of),
+        host_ns=medians(host),
+        counts=counts,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])
+
+
+# --- report ---
+
+PROMISE = 0.05  # by Apex's calls a step takes at most so much longer than fusedtrain's own
+LISTED = ("fusedtrain", OWN, *RIVALS)  # side by side; INSIDE has a column of its own
+LABELS = {"fusedtrain": "Apex's calls", OWN: "own step", INSIDE: "own, max_grad_norm"}
+
+
+def _each(values: Mapping[str, Any], form: str, unit: float = 1) -> str:
+    """Of all, in their order."""
+    return " / ".join(format(values[w] / unit, form) for w in LISTED if w in values)
+
+
+def _loses_to(row: Row, limits: Limits) -> str | None:
+    """The fastest of torch's ways if it is faster, or the own step beyond the promise."""
+    best = row.strongest(RIVALS)
+    if row.loses_to(best, limits.tolerance):
+        return best
+    return OWN if row.loses_to(OWN, PROMISE) else None
+
+
+def _means(row: Row) -> dict[str, float]:
+    best = row.strongest(RIVALS)
+    ratios = {"vs the strongest rival": row.ratio[best]} if best else {}
+    return {**ratios, "Apex's calls / own step": 1 / row.ratio[OWN]}
+
+
+def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    groups = [f"{row.model}\n{row.op} {row['job']}" for row in rows]
+
+    def panel(label: str, values: list[Mapping[str, float]], unit: float, form: str) -> Panel:
+        def text(who: str, group: int, value: float) -> str:
+            share = value * unit / values[group]["fusedtrain"]
+            return f"{value:{form}}" + (f"  ({share:.2f}x)" if who != LABELS["fusedtrain"] else "")
+
+        series = {
+            LABELS.get(who, who): [v[who] / unit if who in v else None for v in values]
+            for who in ("fusedtrain", OWN, INSIDE, *RIVALS)
+            if any(who in v for v in values)
+        }
+        return Panel(label, groups, series, text=text)
+
+    step = "ms a step, loss to next forward, without backward\n(in brackets: over Apex's calls')"
+    host = "us a step on one element a tensor: everything that is not memory"
+    return [
+        [
+            panel(step, [row.ns for row in rows], 1e6, ".3g"),
+            panel(host, [row["host_ns"] for row in rows], 1e3, ".0f"),
+        ]
+    ]
+
+
+LEGEND = (
+    "From the loss to the next forward, but for zero_grad and the backward pass. step: scale_loss "
+    "and optimizer.step(); clip: and clip_grad_norm_. ms, host us (the same on one element a "
+    "tensor) and launches (on the CPU dispatched operators, ops): Apex's calls / own: fusedtrain's "
+    "optimizer and GradScaler / torch's GradScaler with its fused / foreach optimizers in float32 "
+    "/ masters: foreach on float32 copies of a float16 model, by hand. GB/s: of the bytes that the "
+    "step must move at least; % copy: of the bandwidth of a copy in the same rounds. vs: the other"
+    "'s time / Apex's calls', above 1 Apex's calls are faster. max_grad_norm: the own step that "
+    f"clips inside. SLOWER: than a step of torch, or than own by more than {PROMISE:.0%}."
+)
+
+REPORT = Report(
+    "Apex's calls",
+    lambda row: f"Apex's calls, {row.model}: {size_text(row)}",
+    (
+        Column("script", lambda row: row.op, left=True),
+        Column("job", lambda row: row["job"], left=True),
+        Column("ms", lambda row: _each(row.ns, ".3g", 1e6)),
+        Column("GB/s", lambda row: f"{row['gb_per_s']['fusedtrain']:.1f}"),
+        Column("% copy", lambda row: f"{row['percent_of_copy']:.0f}"),
+        Column("host us", lambda row: _each(row["host_ns"], ".0f", 1e3)),
+        Column("launches", lambda row: _each(row["counts"], ".0f") + counted(row)),
+        Column("vs own", ratio_text(OWN)),
+        Column("99 %", interval_text(OWN)),
+        Column("vs fused", ratio_text("fused")),
+        Column("99 %", interval_text("fused")),
+        Column("vs max_grad_norm", ratio_text(INSIDE)),
+    ),
+    key=lambda row: (MODELS.index(row.model), row.op, list(JOBS).index(row["job"])),
+    label=lambda row: f"{row.model} {row.op} {row['job']}",
+    legend=lambda rows: LEGEND,
+    panels=_panels,
+    loses_to=_loses_to,
+    means=_means,
+)

@@ -6,22 +6,24 @@ one test, each with a copy of the same network.
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import _networks
-from benchmarks._guards import refuse_the_reference
-from benchmarks._measure import Clock, Effort, FlushingCudaClock, ReplayClock, interleave
-from benchmarks._net_rows import net_row
-from benchmarks._networks import Contestant, Setup
+from benchmarks.harness import networks
+from benchmarks.harness.cases import Options
+from benchmarks.harness.chart import FASTER, Panel
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.networks import JOBS, Contestant, Setup
+from benchmarks.harness.race import Race
+from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import STRONGEST, Column, Report
 
-REPLAY = ReplayClock()
+FAMILY = "conv_bn"
 CPU: tuple[Setup, ...] = (
     Setup("train", "efficientnet_b0", 32, 96, "channels_last", optimizer="AdamW"),
     Setup("train", "resnet18", 32, 96, "contiguous"),
@@ -66,105 +68,121 @@ class Case:
         return "-".join(part.replace(" ", "_") for part in parts)
 
 
-def select(
-    device: str = "cpu",
-    *,
-    full: bool = False,
-    quick: bool = False,
-    compiled: bool = True,
-    ops: tuple[str, ...] = (),
-    models: tuple[str, ...] = (),
-) -> list[Case]:
+def select(options: Options) -> list[Case]:
     """The cases of a run."""
-    setups = {"cpu": CPU, "cuda": CUDA}[device]
-    if full:
+    setups = {"cpu": CPU, "cuda": CUDA}[options.device]
+    if options.full:
         other = {"contiguous": "channels_last", "channels_last": "contiguous"}
         setups += tuple(replace(setup, layout=other[setup.layout]) for setup in setups)
-    if quick:
+    if options.quick:
         setups = QUICK
+    compiled = options.compiled and not options.quick
     return [
-        Case(setup, compiled and not quick and (full or setup.job == "inference"))
+        Case(setup, compiled and (options.full or setup.job == "inference"))
         for setup in setups
-        if (not ops or setup.job in ops) and (not models or setup.model in models)
+        if options.wants(setup.job, setup.model)
     ]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    cases = select(
-        option("--device"),
-        full=option("--full"),
-        quick=option("--quick"),
-        compiled=not option("--no-compile"),
-        ops=tuple(option("--op")),
-        models=tuple(option("--model")),
-    )
-    metafunc.parametrize("case", cases, ids=str)
 
 
 @lru_cache(maxsize=1)
 def _stock(setup: Setup, device: str) -> nn.Module:
-    return _networks.build(setup, device)
+    return networks.build(setup, device)
 
 
 def _entrants(case: Case, device: str) -> tuple[dict[str, Contestant], dict[str, float]]:
     """Those that are to be timed, and the errors of ours: it must pass the gate."""
     setup, stock = case.setup, _stock(case.setup, device)
-    # torch.compile compiles for one size.
-    size = setup.batch if case.compiled else min(setup.batch, _networks.GATE_BATCH)
-    batches = [_networks.batch_of(setup, device, size, seed) for seed in _networks.GATE_SEEDS]
-    found: dict[str, Contestant] = {}
-    errors: dict[str, dict[str, float]] = {}
-    for who in ("eager", "fusedtrain", *(["compile"] if case.compiled else [])):
-        try:
-            contestant = _networks.contestant(who, setup, stock)
-            errors[who] = _networks.pass_gate(contestant.model, stock, setup, batches)
-        except _networks.NotTheJob as error:
-            if who == "fusedtrain":
-                pytest.fail(f"{case} on {device}: {error}. Not timed", pytrace=False)
-            warnings.warn(f"{case} on {device}: {who} left out: {error}", stacklevel=1)
-        except Exception as error:
-            if who != "compile":
-                raise
-            warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
-        else:
-            found[who] = contestant
-    return found, errors["fusedtrain"]
+    gate = networks.Gate(stock, setup, device, whole=case.compiled)
+    names = ("eager", "fusedtrain", *["compile"] * case.compiled)
+    contestants = {who: networks.contestant(who, setup, stock) for who in names}
+    where = f"{case} on {device}"
+    admitted = admit(contestants, lambda who, entrant: gate.check(who, entrant.model), where)
+    return admitted, gate.errors["fusedtrain"]
 
 
 def _saved(contestant: Contestant, setup: Setup, batch: tuple[Tensor, Tensor]) -> int:
-    return 0 if setup.job == "inference" else _networks.saved_bytes(contestant.model, setup, *batch)
+    return 0 if setup.job == "inference" else networks.saved_bytes(contestant.model, setup, *batch)
 
 
-@pytest.mark.benchmark(timer=REPLAY)
-def test_conv_bn(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
+def test_conv_bn(race: Race, case: Case) -> None:
     """One row of the results."""
     setup = case.setup
     if setup.job == "train":
-        refuse_the_reference("batch_norm_act", device)
+        refuse_the_reference("batch_norm_act", race.device)
     # Read by torch.compile while it compiles, which is at the first call.
     with torch._inductor.config.patch(freezing=setup.job == "inference"):
         try:
-            entrants, errors = _entrants(case, device)
-        except (ImportError, _networks.Missing) as error:
+            entrants, errors = _entrants(case, race.device)
+        except (ImportError, networks.Missing) as error:
             pytest.skip(f"{case}: {error}")
-    if benchmark.disabled:
-        benchmark.pedantic(lambda: None)
+    if race.is_off():
         return
-    batch = _networks.batch_of(setup, device)
+    batch = networks.batch_of(setup, race.device)
     saved = {who: _saved(c, setup, batch) for who, c in entrants.items() if who != "compile"}
-    calls = {who: _networks.call(c.model, setup, *batch) for who, c in entrants.items()}
-    samples = interleave(calls, clock, effort)
-    benchmark.group = f"{setup.job} {setup.model}"
-    benchmark.extra_info["l2_flushed"] = isinstance(clock, FlushingCudaClock)
-    benchmark.extra_info.update(
-        net_row(
-            setup,
-            device=device,
-            samples=samples,
-            saved=saved,
-            note=entrants["fusedtrain"].note,
-            errors=errors,
-        )
+    calls = {who: networks.call(c.model, setup, *batch) for who, c in entrants.items()}
+    race.finish(
+        f"{setup.job} {setup.model}",
+        FAMILY,
+        race.samples(calls),
+        **vars(setup),
+        saved=saved,
+        note=entrants["fusedtrain"].note,
+        errors=errors,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])
+
+
+# --- report ---
+
+
+def _name(row: Row) -> str:
+    step = "" if row["job"] == "inference" else f" {row['optimizer']}"
+    size = f"{row['batch']} x {row['pixels']}²"
+    return f"{row.model} {size} {row.layout} {row.dtype}{step}"
+
+
+def _saved_text(row: Row) -> str:
+    saved = [row["saved"].get(who, 0) / 1e6 for who in ("eager", "fusedtrain")]
+    return " -> ".join(f"{megabytes:.1f}" for megabytes in saved) if all(saved) else ""
+
+
+def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    groups = [f"{JOBS[row['job']]}\n{_name(row)}" for row in rows]
+    ratios = {
+        who: [row.ratio.get(who) for row in rows]
+        for who in ("eager", "compile")
+        if any(who in row.ratio for row in rows)
+    }
+    saved = {
+        who: [row["saved"].get(who, 0) / 1e6 or None for row in rows]
+        for who in ("eager", "fusedtrain")
+    }
+    return [
+        [
+            Panel(f"rival's {FASTER}", groups, ratios, line=1),
+            Panel("saved for backward, MB", groups, saved, text=lambda w, g, mb: f"{mb:.0f}"),
+        ]
+    ]
+
+
+REPORT = Report(
+    "networks",
+    lambda row: "networks",
+    (
+        Column("job", lambda row: JOBS[row["job"]], left=True),
+        Column("network", _name, left=True),
+        Column("ms", lambda row: f"{row.ns['fusedtrain'] / 1e6:.4g}"),
+        Column("images/s", lambda row: f"{1e9 * row['batch'] / row.ns['fusedtrain']:.4g}"),
+        Column("saved MB", _saved_text),
+        *STRONGEST,
+        Column("fusedtrain", lambda row: row["note"], left=True),
+    ),
+    key=lambda row: list(JOBS).index(row["job"]),
+    label=lambda row: f"{row['job']} {_name(row)}",
+    legend=lambda rows: (
+        "Training steps are forward, backward and the optimizer (torch's own for all). inference: "
+        "no_grad; compile: with freezing. saved MB: kept for backward, eager -> fusedtrain. vs: "
+        "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
+        "changed."
+    ),
+    panels=_panels,
+)

@@ -7,27 +7,28 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks._guards import NotTheJob, admit, refuse_the_reference
-from benchmarks._measure import (
-    FORWARD_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    Clock,
-    Effort,
-    ReplayClock,
-    TensorFunction,
-    dtype_name,
+from benchmarks.harness import ops
+from benchmarks.harness.cases import Options, dtype_name
+from benchmarks.harness.guards import (
+    FORWARD,
+    GRADIENT,
+    NotTheJob,
+    Tolerance,
+    admit,
+    agrees,
+    first_call,
+    refuse_the_reference,
 )
-from benchmarks._race import PASSES, call_of, kept_bytes, race
+from benchmarks.harness.race import PASSES, Function, Race, call_of, compiled, kept_bytes
 from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "few_bit"
+REPORT = ops.report(FAMILY)
 BITS = ("q8", "q4", "q2")
 SAVES = {"gelu": BITS, "silu": BITS, "mish": BITS, "hardswish": BITS, "relu": ("q1",)}
 QUICK_SAVES = {"gelu": ("q8",), "relu": ("q1",)}
@@ -39,7 +40,6 @@ DTYPES = {
 }
 GATE = 2**19  # elements that the gate looks at
 BIAS = 0.005  # of the mean derivative: 4 times the noise that q2 leaves in 2^16 elements
-REPLAY = ReplayClock()
 
 
 @dataclass(frozen=True)
@@ -67,42 +67,26 @@ class Case:
         return f"{self.op}-{self.save}-{self.pass_name}-{dtype_name(self.dtype)}-2^{exponent}"
 
 
-def select(
-    device: str = "cpu",
-    *,
-    full: bool = False,
-    quick: bool = False,
-    compiled: bool = True,
-    ops: tuple[str, ...] = (),
-) -> list[Case]:
+def select(options: Options) -> list[Case]:
     """The cases of a run; those of an activation together. torch.compile takes part in the first
     dtype, at the larger size; --full has it everywhere."""
-    first = DTYPES[device][0]
-    saves = QUICK_SAVES if quick and not ops else SAVES
+    if options.models:
+        return []
+    dtypes = DTYPES[options.device]
+    saves = QUICK_SAVES if options.quick and not options.ops else SAVES
     cases = []
-    for numel in (QUICK_SIZE,) if quick else SIZES:
-        for dtype in (first,) if quick else DTYPES[device]:
-            rival = compiled and not quick and (full or (dtype == first and numel == SIZES[-1]))
+    for numel in (QUICK_SIZE,) if options.quick else SIZES:
+        for dtype in dtypes[:1] if options.quick else dtypes:
+            rival = options.full or (dtype == dtypes[0] and numel == SIZES[-1])
+            compiled = options.compiled and not options.quick and rival
             cases += [
-                Case(op, save, numel, dtype, pass_name, rival)
+                Case(op, save, numel, dtype, pass_name, compiled)
                 for op in saves
-                if not ops or op in ops
+                if options.wants(op)
                 for save in saves[op]
                 for pass_name in PASSES
             ]
     return cases
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    cases = select(
-        option("--device"),
-        full=option("--full"),
-        quick=option("--quick"),
-        compiled=not option("--no-compile"),
-        ops=tuple(option("--op")),
-    )
-    metafunc.parametrize("case", [] if option("--model") else cases, ids=str)
 
 
 @lru_cache(maxsize=1)
@@ -114,35 +98,27 @@ def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tenso
 
 
 def stated_error(op: str, save: str) -> tuple[float, float]:
-    """Of the derivative, at most and rms: what the docstring says; none where it says nothing."""
-    found = re.search(rf"{save} (0?\.\d+),\s+(0?\.\d+)", getattr(F, op).__doc__ or "")
-    return (float(found[1]), float(found[2])) if found else (0.0, 0.0)
+    """The derivative's maximal and rms error by the docstring; zeros where it states none."""
+    match = re.search(rf"{save} (0?\.\d+),\s+(0?\.\d+)", getattr(F, op).__doc__ or "")
+    return (float(match[1]), float(match[2])) if match else (0.0, 0.0)
 
 
 def check(
     op: str,
-    function: TensorFunction,
+    function: Function,
     x: Tensor,
     gradient: Tensor,
     error: tuple[float, float] = (0.0, 0.0),
 ) -> None:
     """Raise NotTheJob unless output and gradient are those of eager torch in float64, the gradient
     to within ``error`` of the derivative, at most and rms, and without bias."""
-    exact_x = x.double().requires_grad_()
-    exact_y = ACTIVATIONS[op].eager(exact_x)
-    (want,) = torch.autograd.grad(exact_y, exact_x, gradient.double())
-    leaf = x.detach().requires_grad_()
-    y = function(leaf)
-    if (y.dtype, y.shape) != (x.dtype, x.shape):
-        raise NotTheJob(f"returned {y.dtype}, {tuple(y.shape)}")
-    # torch.compile makes a backward that can be repeated where the first call asks for it.
-    (dx,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True)
-    tolerance = FORWARD_TOLERANCE[x.dtype]
-    _within("output", y - exact_y, tolerance.atol + tolerance.rtol * exact_y.abs())
-    tolerance, (most, rms) = GRADIENT_TOLERANCE[x.dtype], error
+    exact, want = first_call(ACTIVATIONS[op].eager, [x.double()], gradient.double())
+    y, dx = first_call(function, [x], gradient)
+    agrees("output", y, exact, FORWARD[x.dtype])
+    (rtol, atol, _), (most, rms) = GRADIENT[x.dtype], error
     weight, off = gradient.double(), dx - want
-    allowed = most * weight.abs() + tolerance.atol * weight.abs().clamp(min=1)
-    _within("gradient", off, allowed + tolerance.rtol * want.abs())
+    allowed = most * weight.abs() + atol * weight.abs().clamp(min=1)
+    agrees("gradient", dx, want, Tolerance(rtol, allowed))
     if rms:
         rounding = torch.finfo(x.dtype).eps / 4 * want.norm()  # 0.21 eps of uniform mantissas
         limit = 1.1 * math.hypot(rms * weight.norm(), rounding)
@@ -153,36 +129,29 @@ def check(
             raise NotTheJob(f"wrong gradient: the mean is off by {bias:.1%}")
 
 
-def _within(what: str, off: Tensor, allowed: Tensor) -> None:
-    worst = float((off.detach().abs() / allowed.detach()).nan_to_num(math.inf).max())
-    if worst > 1:
-        raise NotTheJob(f"wrong {what}: off by {worst:.2g} times what is allowed")
-
-
 @lru_cache(maxsize=1)
 def _rivals(
-    op: str, numel: int, dtype: torch.dtype, device: str, compiled: bool
-) -> dict[str, TensorFunction]:
+    op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool
+) -> dict[str, Function]:
     """The exact ones that passed the gate: of all rows of an activation, which compiles once."""
     x, gradient = _tensors(numel, dtype, device)
     eager = ACTIVATIONS[op].eager
-    found: dict[str, TensorFunction] = {"eager": eager, "exact": getattr(F, op)}
-    if compiled:
-        torch.compiler.reset()
-        found["compile"] = torch.compile(eager, fullgraph=True, dynamic=False)
+    contestants: dict[str, Function] = {"eager": eager, "exact": getattr(F, op)}
+    if with_compile:
+        contestants["compile"] = compiled(eager)
 
-    def gate(who: str, function: TensorFunction) -> None:
+    def gate(who: str, function: Function) -> None:
         few = None if who == "compile" else GATE  # it compiles for one size
         check(op, function, x[:few], gradient[:few])
 
-    return admit(found, gate, f"{op}, {dtype_name(dtype)}, {numel}")
+    return admit(contestants, gate, f"{op}, {dtype_name(dtype)}, {numel}")
 
 
-def _entrants(case: Case, device: str) -> dict[str, TensorFunction]:
+def _entrants(case: Case, device: str) -> dict[str, Function]:
     x, gradient = (t[:GATE] for t in _tensors(case.numel, case.dtype, device))
-    ours: TensorFunction = partial(getattr(F, case.op), save=case.save)
+    ours: Function = partial(getattr(F, case.op), save=case.save)
 
-    def gate(who: str, function: TensorFunction) -> None:
+    def gate(who: str, function: Function) -> None:
         check(case.op, function, x, gradient, stated_error(case.op, case.save))
         kept = kept_bytes(lambda: function(x.detach().requires_grad_()))
         if kept * 8 > case.bits * x.numel():
@@ -192,28 +161,20 @@ def _entrants(case: Case, device: str) -> dict[str, TensorFunction]:
     return {**admit({"fusedtrain": ours}, gate, str(case)), **rivals}
 
 
-@pytest.mark.benchmark(timer=REPLAY)
-def test_few_bit(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
+def test_few_bit(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference("few_bit", device)
-    entrants = _entrants(case, device)
-    if benchmark.disabled:
-        benchmark.pedantic(lambda: None)
+    refuse_the_reference("few_bit", race.device)
+    entrants = _entrants(case, race.device)
+    if race.is_off():
         return
-    x, gradient = _tensors(case.numel, case.dtype, device)
+    x, gradient = _tensors(case.numel, case.dtype, race.device)
     leaf = x.detach().requires_grad_()
-    kept = {who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()}
-    benchmark.group = f"{dtype_name(case.dtype)} {case.numel} {case.pass_name}"
-    race(
-        benchmark,
-        REPLAY,
+    race.tensors(
         {who: call_of(f, case.pass_name, x, gradient) for who, f in entrants.items()},
         x,
-        clock,
-        effort,
+        family=FAMILY,
         op=f"{case.op} {case.save}",
         pass_name=case.pass_name,
         tensors=case.tensors(),
-        family=FAMILY,
-        kept=kept,
+        kept={who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()},
     )

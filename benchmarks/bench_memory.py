@@ -8,9 +8,8 @@ allocator. Rivals take turns within one test.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,13 +19,17 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks import _networks
-from benchmarks._guards import refuse_the_reference
-from benchmarks._measure import Call, Clock, Effort, ReplayClock, interleave
-from benchmarks._memory_rows import memory_row
-from benchmarks._networks import Setup
+from benchmarks.harness import networks
+from benchmarks.harness.cases import Options
+from benchmarks.harness.chart import Panel
+from benchmarks.harness.clock import Call
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.networks import Setup
+from benchmarks.harness.race import Race
+from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import Column, Limits, Report
 
-REPLAY = ReplayClock()
+FAMILY = "memory"
 CASES: dict[str, tuple[Setup, ...]] = {
     "cpu": (
         Setup("train", "resnet50", 8, 224, "contiguous"),
@@ -38,6 +41,8 @@ CASES: dict[str, tuple[Setup, ...]] = {
     ),
 }
 MOST = 4  # times the batch are tried
+CONTESTANTS = ("eager", "compile", "store", "fusedtrain")
+OURS = ("store", "fusedtrain")
 QUICK = (Setup("train", "resnet18", 4, 64, "contiguous"),)
 
 
@@ -62,50 +67,31 @@ class Case:
         return f"{self.setup.model}-{self.setup.batch}-{self.setup.layout}"
 
 
-def select(
-    device: str = "cpu",
-    *,
-    quick: bool = False,
-    compiled: bool = True,
-    ops: tuple[str, ...] = (),
-    models: tuple[str, ...] = (),
-) -> list[Case]:
+def select(options: Options) -> list[Case]:
     """The cases of a run."""
     return [
-        Case(setup, compiled and not quick)
-        for setup in (QUICK if quick else CASES[device])
-        if (not ops or "memory" in ops) and (not models or setup.model in models)
+        Case(setup, options.compiled and not options.quick)
+        for setup in (QUICK if options.quick else CASES[options.device])
+        if options.wants("memory", setup.model)
     ]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    cases = select(
-        option("--device"),
-        quick=option("--quick"),
-        compiled=not option("--no-compile"),
-        ops=tuple(option("--op")),
-        models=tuple(option("--model")),
-    )
-    metafunc.parametrize("case", cases, ids=str)
 
 
 @lru_cache(maxsize=1)
 def _stock(setup: Setup, device: str) -> nn.Module:
-    return _networks.build(setup, device)
+    return networks.build(setup, device)
 
 
 def contestants(setup: Setup, device: str, compiled: bool) -> dict[str, Any]:
     """Copies of one network. fusedtrain's two differ in nothing but what they keep."""
-    found: dict[str, Any] = {"eager": copy.deepcopy(_stock(setup, device))}
+    models: dict[str, Any] = {"eager": copy.deepcopy(_stock(setup, device))}
     for who, memory in (("store", "store"), ("fusedtrain", "recompute")):
-        found[who] = copy.deepcopy(_stock(setup, device))
-        fusedtrain.convert(found[who], memory="recompute")
-        fusedtrain.convert(found[who], memory=memory)
+        models[who] = copy.deepcopy(_stock(setup, device))
+        fusedtrain.convert(models[who], memory="recompute")
+        fusedtrain.convert(models[who], memory=memory)
     if compiled:
         torch.compiler.reset()
-        found["compile"] = torch.compile(copy.deepcopy(_stock(setup, device)), dynamic=False)
-    return found
+        models["compile"] = torch.compile(copy.deepcopy(_stock(setup, device)), dynamic=False)
+    return models
 
 
 def _most(run: Callable[[], Any], device: str) -> tuple[int, int]:
@@ -134,7 +120,7 @@ def _most(run: Callable[[], Any], device: str) -> tuple[int, int]:
 
 def bytes_of(model: Any, setup: Setup, device: str, batch: int = 0) -> tuple[int, int]:
     """Peak of forward and backward with gradients, and what forward keeps."""
-    images, labels = _networks.batch_of(setup, device, batch)
+    images, labels = networks.batch_of(setup, device, batch)
 
     def forward() -> Tensor:
         return T.cross_entropy(model(images), labels)
@@ -168,7 +154,7 @@ def largest(model: Any, setup: Setup, device: str, limit: int, peak: int) -> int
 
 
 def _calls(models: dict[str, Any], setup: Setup, device: str) -> dict[str, Call]:
-    images, labels = _networks.batch_of(setup, device)
+    images, labels = networks.batch_of(setup, device)
 
     def call(model: Any) -> Call:
         def step() -> None:
@@ -180,42 +166,121 @@ def _calls(models: dict[str, Any], setup: Setup, device: str) -> dict[str, Call]
     return {who: call(model) for who, model in models.items()}
 
 
-@pytest.mark.benchmark(timer=REPLAY)
-def test_memory(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
+def test_memory(race: Race, case: Case) -> None:
     """One row of the results."""
-    setup = case.setup
+    setup, device = case.setup, race.device
     refuse_the_reference("batch_norm_act", device)
     try:
         models = contestants(setup, device, case.compiled)
     except ImportError as error:
         pytest.skip(f"{case}: {error}")
-    size = min(setup.batch, _networks.GATE_BATCH)
-    batches = [_networks.batch_of(setup, device, size, seed) for seed in _networks.GATE_SEEDS]
-    try:
-        _networks.pass_gate(models["fusedtrain"], _stock(setup, device), setup, batches)
-    except _networks.NotTheJob as error:
-        pytest.fail(f"{case} on {device}: {error}. Not measured", pytrace=False)
-    if benchmark.disabled:
-        benchmark.pedantic(lambda: None)
+    gate = networks.Gate(_stock(setup, device), setup, device, whole=case.compiled)
+    models = admit(models, gate.check, f"{case} on {device}", ours=OURS)
+    if race.is_off():
         return
-    peak, kept, fits = {}, {}, {}
-    for who, model in list(models.items()):
-        try:
-            bytes_of(model, setup, device, min(2, setup.batch))  # what is made at the first call
-            peak[who], kept[who] = bytes_of(model, setup, device)
-        except Exception as error:
-            if who != "compile":
-                raise
-            warnings.warn(f"{case}: no torch.compile rival: {error}", stacklevel=1)
-            del models[who]
-    for who in ("eager", "store", "fusedtrain"):
-        limit = peak["eager"]
-        fits[who] = (
-            setup.batch if who == "eager" else largest(models[who], setup, device, limit, peak[who])
-        )
-    samples = interleave(_calls(models, setup, device), clock, effort)
-    benchmark.group = f"memory {setup.model}"
-    benchmark.extra_info.update(
-        memory_row(setup, device=device, samples=samples, kept=kept, peak=peak, fits=fits)
+    peak, kept, fits = {}, {}, {"eager": setup.batch}
+    for who, model in models.items():
+        bytes_of(model, setup, device, min(2, setup.batch))  # what is made at the first call
+        peak[who], kept[who] = bytes_of(model, setup, device)
+    for who in OURS:
+        fits[who] = largest(models[who], setup, device, peak["eager"], peak[who])
+    race.finish(
+        f"memory {setup.model}",
+        FAMILY,
+        race.samples(_calls(models, setup, device)),
+        model=setup.model,
+        batch=setup.batch,
+        pixels=setup.pixels,
+        layout=setup.layout,
+        dtype=setup.dtype,
+        kept=kept,
+        peak=peak,
+        fits=fits,
     )
-    REPLAY.replay(benchmark, samples["fusedtrain"])
+
+
+# --- report ---
+
+SLOWER = 0.1  # recomputing takes time by design: at most so much more than keeping everything
+
+
+def _name(row: Row) -> str:
+    return f"{row.model} {row['batch']} x {row['pixels']}² {row.layout} {row.dtype}"
+
+
+def _lines(row: Row) -> list[Row]:
+    """One for each contestant."""
+    return [replace(row, extra={**row.extra, "who": who}) for who in CONTESTANTS
+            if who in row["kept"]]  # fmt: skip
+
+
+def _of_eager(what: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        values, who = row[what], row["who"]
+        return f"{values[who] / values['eager']:.2f}x" if who in values else ""
+
+    return text
+
+
+def _megabytes(what: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[what][row['who']] / 1e6:.1f}"
+
+
+def _time_of(other: str) -> Callable[[Row], str]:
+    return lambda row: f"{row.ns[row['who']] / row.ns[other]:.2f}x" if row["who"] in row.ns else ""
+
+
+def _loses_to(row: Row, limits: Limits) -> str | None:
+    return "store" if row.ratio["store"] < 1 / (1 + SLOWER) else None
+
+
+def _means(row: Row) -> dict[str, float]:
+    kept, fits = (row[what]["fusedtrain"] / row[what]["eager"] for what in ("kept", "fits"))
+    return {
+        "kept bytes, of eager's": kept,
+        "largest batch, of eager's": fits,
+        "time, of store's": 1 / row.ratio["store"],
+    }
+
+
+def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    def values(what: str) -> dict[str, list[float | None]]:
+        names = [who for who in CONTESTANTS if any(who in row[what] for row in rows)]
+        return {
+            who: [row[what][who] / row[what]["eager"] if who in row[what] else None for row in rows]
+            for who in names
+        }
+
+    titles = {"kept": "kept by forward", "peak": "peak", "fits": "largest batch"}
+    names = [_name(row) for row in rows]
+    return [[Panel(f"{title}, of eager", names, values(w), line=1) for w, title in titles.items()]]
+
+
+REPORT = Report(
+    "memory",
+    lambda row: "memory in training",
+    (
+        Column("network", lambda row: _name(row) if row["who"] == "eager" else "", left=True),
+        Column("who", lambda row: row["who"], left=True),
+        Column("kept MB", _megabytes("kept")),
+        Column("of eager", _of_eager("kept")),
+        Column("peak MB", _megabytes("peak")),
+        Column("of eager", _of_eager("peak")),
+        Column("largest batch", lambda row: str(row["fits"].get(row["who"], ""))),
+        Column("of eager", _of_eager("fits")),
+        Column("time, of eager", _time_of("eager")),
+        Column("of store", _time_of("store")),
+    ),
+    key=lambda row: (row.model, row.layout),
+    label=_name,
+    legend=lambda rows: (
+        "A training step without the optimizer. kept: allocated after forward; peak: at most in "
+        "forward and backward, gradients included. largest batch: that needs no more than eager's. "
+        "store, fusedtrain (recompute): fusedtrain.convert with that memory."
+    ),
+    panels=_panels,
+    loses_to=_loses_to,
+    means=_means,
+    lines=_lines,
+    marked="time, of eager",
+)

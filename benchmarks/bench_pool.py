@@ -5,34 +5,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as T
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks._guards import NotTheJob, admit, refuse_the_reference
-from benchmarks._measure import (
-    GRADIENT_TOLERANCE,
-    Clock,
-    Effort,
-    ReplayClock,
-    TensorFunction,
-    dtype_name,
+from benchmarks.harness import ops
+from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
+from benchmarks.harness.guards import (
+    GRADIENT,
+    Tolerance,
+    admit,
+    agrees,
+    first_call,
+    refuse_the_reference,
 )
-from benchmarks._race import PASSES, call_of, kept_bytes, race
+from benchmarks.harness.race import PASSES, Function, Race, call_of, compiled, kept_bytes
 
 FAMILY = "pool"
+REPORT = ops.report(FAMILY)
 OP = "max_pool2d"
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 BATCH = {"cpu": 8, "cuda": 64}
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16, torch.float32),
 }
-REPLAY = ReplayClock()
 
 
 @dataclass(frozen=True)
@@ -98,34 +96,23 @@ class Case:
         return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
 
 
-def select(
-    device: str = "cpu", *, full: bool = False, quick: bool = False, compiled: bool = True
-) -> list[Case]:
+def select(options: Options) -> list[Case]:
     """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
     --full has it everywhere."""
-    first = DTYPES[device][0]
+    if not options.wants(OP) or options.models:
+        return []
+    dtypes = DTYPES[options.device]
+    compiled = options.compiled and not options.quick
     return [
         Case(
-            layer, BATCH[device], dtype, layout, pass_name,
-            compiled and not quick and (full or dtype == first),
+            layer, BATCH[options.device], dtype, layout, pass_name,
+            compiled and (options.full or dtype == dtypes[0]),
         )
-        for dtype in ((first,) if quick else DTYPES[device])
-        for layer in (QUICK if quick else LAYERS)
+        for dtype in (dtypes[:1] if options.quick else dtypes)
+        for layer in (QUICK if options.quick else LAYERS)
         for layout in LAYOUTS
         for pass_name in PASSES
     ]  # fmt: skip
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    option = metafunc.config.getoption
-    cases = select(
-        option("--device"),
-        full=option("--full"),
-        quick=option("--quick"),
-        compiled=not option("--no-compile"),
-    )
-    others = option("--model") or (option("--op") and OP not in option("--op"))
-    metafunc.parametrize("case", [] if others else cases, ids=str)
 
 
 def tensors(
@@ -140,80 +127,56 @@ def tensors(
     return x, gradient
 
 
-def _run(function: TensorFunction, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = x.detach().requires_grad_()
-    y = function(leaf)
-    # torch.compile makes a backward that can be repeated where the first call asks for it.
-    (dx,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True)
-    return y.detach(), dx
-
-
-def check(
-    function: TensorFunction, layer: Layer, x: Tensor, gradient: Tensor, *, bits: bool
-) -> None:
+def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits: bool) -> None:
     """Raise NotTheJob unless the output is eager torch's bit for bit, and the gradient what eager
     torch finds on the CPU in float32: with ``bits`` bit for bit, rounded once, else to within the
     rounding of every addition."""
     wide, grad = x.cpu().float(), gradient.cpu().float()
-    want_y, want_dx = _run(layer.eager, wide, grad)
-    y, dx = _run(function, x, gradient)
-    if (y.dtype, y.shape, y.stride()) != (x.dtype, gradient.shape, gradient.stride()):
-        raise NotTheJob(f"returned {y.dtype} {tuple(y.shape)} {y.stride()}")
-    if not y.cpu().float().equal(want_y):
-        raise NotTheJob("wrong output")
+    exact, want = first_call(layer.eager, [wide], grad)
+    y, dx = first_call(function, [x], gradient)
+    agrees("output", y, exact, Tolerance())
     if bits:
-        right = dx.cpu().equal(want_dx.to(x.dtype))
+        agrees("gradient", dx, want.to(x.dtype), Tolerance())
     else:
         # Eight additions at most, half an ulp of the sum so far each: that is this rtol.
-        allowed = GRADIENT_TOLERANCE[x.dtype].rtol * _run(layer.eager, wide, grad.abs())[1]
-        right = bool(((dx.cpu().float() - want_dx).abs() <= allowed).all())  # NaN is wrong
-    if not right:
-        raise NotTheJob("wrong gradient")
+        most = first_call(layer.eager, [wide], grad.abs())[1].double()
+        agrees("gradient", dx, want, Tolerance(atol=GRADIENT[x.dtype].rtol * most))
 
 
 @lru_cache(maxsize=1)
 def _prepared(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, compiled: bool
-) -> tuple[Tensor, Tensor, dict[str, TensorFunction]]:
+    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
+) -> tuple[Tensor, Tensor, dict[str, Function]]:
     """Input, gradient and who passed the gate: of all passes, which compile once."""
     x, gradient = tensors(layer, batch, dtype, layout, device)
-    found: dict[str, TensorFunction] = {"fusedtrain": layer.ours, "eager": layer.eager}
-    if compiled:
-        torch.compiler.reset()
-        found["compile"] = torch.compile(layer.eager, fullgraph=True, dynamic=False)
+    contestants: dict[str, Function] = {"fusedtrain": layer.ours, "eager": layer.eager}
+    if with_compile:
+        contestants["compile"] = compiled(layer.eager)
 
-    def gate(who: str, function: TensorFunction) -> None:
+    def gate(who: str, function: Function) -> None:
         check(function, layer, x, gradient, bits=who == "fusedtrain")
 
     where = f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}"
-    return x, gradient, admit(found, gate, where)
+    return x, gradient, admit(contestants, gate, where)
 
 
-@pytest.mark.benchmark(timer=REPLAY)
-def test_pool(benchmark: Any, clock: Clock, effort: Effort, device: str, case: Case) -> None:
+def test_pool(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference(OP, device)
+    refuse_the_reference(OP, race.device)
     x, gradient, entrants = _prepared(
-        case.layer, case.batch, case.dtype, case.layout, device, case.compiled
+        case.layer, case.batch, case.dtype, case.layout, race.device, case.compiled
     )
-    if benchmark.disabled:
-        benchmark.pedantic(lambda: None)
+    if race.is_off():
         return
     leaf = x.detach().requires_grad_()
-    kept = {who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()}
-    benchmark.group = f"{dtype_name(case.dtype)} {case.layer.name} {case.pass_name}"
-    race(
-        benchmark,
-        REPLAY,
+    race.tensors(
         {who: call_of(f, case.pass_name, x, gradient) for who, f in entrants.items()},
         x,
-        clock,
-        effort,
+        family=FAMILY,
         op=case.layer.name,
         pass_name=case.pass_name,
         tensors=case.layer.tensors(case.pass_name, case.dtype),
-        family=FAMILY,
         shape=list(x.shape),
         layout=case.layout,
-        kept=kept,
+        kept={who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()},
     )

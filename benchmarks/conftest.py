@@ -1,29 +1,26 @@
-"""Options and fixtures of the benchmarks: what to run, the correctness gate, the stored results."""
+"""Options and fixtures of the benchmarks: what to run, how it is timed, the stored results."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks._measure import (
+from benchmarks.harness.cases import Options
+from benchmarks.harness.clock import (
     NORMAL,
     QUICK,
+    REPLAY,
     Clock,
-    Effort,
     FlushingCudaClock,
-    PointwiseOp,
-    check,
     cpu_clock,
     cuda_clock,
 )
-from benchmarks._store import Recorder
-
-Gate = Callable[[PointwiseOp, torch.dtype], None]
+from benchmarks.harness.race import Race
+from benchmarks.harness.store import Recorder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,56 +69,49 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("FUSEDTRAIN_REQUIRE", device)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    option = metafunc.config.getoption
+    options = Options(
+        option("--device"),
+        full=option("--full"),
+        quick=option("--quick"),
+        float64=option("--float64"),
+        compiled=not option("--no-compile"),
+        ops=tuple(option("--op")),
+        models=tuple(option("--model")),
+    )
+    metafunc.parametrize("case", metafunc.module.select(options), ids=str)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A file of benchmarks passes over the names of the others, so only here a wrong one shows.
     cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
     for option, attribute in (("--op", "op"), ("--model", "model")):
-        found = {getattr(case, attribute, None) for case in cases}
-        unknown = sorted(set(config.getoption(option)) - found)
+        known = {getattr(case, attribute, None) for case in cases}
+        unknown = sorted(set(config.getoption(option)) - known)
         if unknown:
             raise pytest.UsageError(f"{option}: no benchmark of {', '.join(unknown)}")
+    kept = items[:]
     if config.getoption("--only-compile"):
-        without = [i for i in items if not getattr(i.callspec.params["case"], "compiled", False)]  # type: ignore[attr-defined]
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if item not in set(without)]
+        kept = [i for i in kept if getattr(i.callspec.params["case"], "compiled", False)]  # type: ignore[attr-defined]
     if families := config.getoption("--family"):
         files = {f"bench_{family}.py" for family in families}
-        others = [item for item in items if item.path.name not in files]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item.path.name in files]
+        kept = [item for item in kept if item.path.name in files]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+    for item in items:
+        item.add_marker(pytest.mark.benchmark(timer=REPLAY))
 
 
-@pytest.fixture(scope="session")
-def device(pytestconfig: pytest.Config) -> str:
-    """The --device option."""
-    return str(pytestconfig.getoption("--device"))
-
-
-@pytest.fixture(scope="session")
-def gate(device: str) -> Gate:
-    """Fails the benchmark of an op that is wrong; checks each op once per dtype."""
-    passed: set[tuple[str, torch.dtype]] = set()
-
-    def require_correct(op: PointwiseOp, dtype: torch.dtype) -> None:
-        if (op.name, dtype) not in passed:
-            check(op, dtype, device)
-            passed.add((op.name, dtype))
-
-    return require_correct
-
-
-@pytest.fixture(scope="session")
-def clock(pytestconfig: pytest.Config, device: str) -> Clock:
-    """The clock of the device."""
-    if device == "cpu":
-        return cpu_clock
-    return FlushingCudaClock() if pytestconfig.getoption("--flush-l2") else cuda_clock
-
-
-@pytest.fixture(scope="session")
-def effort(pytestconfig: pytest.Config) -> Effort:
-    """How long one row may take."""
-    return QUICK if pytestconfig.getoption("--quick") else NORMAL
+@pytest.fixture
+def race(pytestconfig: pytest.Config, benchmark: Any) -> Race:
+    """How the rivals of a test are timed."""
+    device = str(pytestconfig.getoption("--device"))
+    clock: Clock = cpu_clock
+    if device == "cuda":
+        clock = FlushingCudaClock() if pytestconfig.getoption("--flush-l2") else cuda_clock
+    effort = QUICK if pytestconfig.getoption("--quick") else NORMAL
+    return Race(benchmark, clock, effort, device)
 
 
 @pytest.hookimpl(optionalhook=True)

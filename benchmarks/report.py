@@ -9,25 +9,18 @@ CHART-amp-step.png, CHART-batch-norm.png and so on.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from benchmarks import (
-    _apex_report,
-    _apex_rows,
-    _memory_report,
-    _memory_rows,
-    _net_report,
-    _net_rows,
-    _step_report,
-    _step_rows,
-)
-from benchmarks._chart import draw
-from benchmarks._row_report import markdown, print_tables, summary
-from benchmarks._rows import FAMILIES, load
+from benchmarks.harness.chart import draw
+from benchmarks.harness.rows import Row, load
+from benchmarks.harness.store import FAMILIES
+from benchmarks.harness.tables import Limits, Report, show, summary
+
+MAIN = "activations"  # whose chart has the device's name alone
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,109 +39,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if a row is flagged")
     options = parser.parse_args(arguments)
 
-    parts = _parts(options.results)
-    if options.family:
-        parts = [part for part in parts if part.family in options.family]
-    parts = [part for part in parts if part.rows]
+    parts = {
+        family: rows
+        for family, rows in read(options.results).items()
+        if rows and family in (options.family or FAMILIES)
+    }
     if not parts:
         print(f"no benchmark rows in {', '.join(map(str, options.results))}", file=sys.stderr)
         return 2
-    limits = (options.tolerance, options.overhead_us)
+    limits = Limits(options.tolerance, options.overhead_us)
     if options.markdown:
-        sizes = options.numel or [2**20, 2**23]
-        print(
-            "\n".join(part.markdown(options.dtype or ["float32"], sizes) for part in parts), end=""
-        )
+        chosen = {
+            "dtype": options.dtype or ["float32"],
+            "numel": options.numel or [2**20, 2**23],
+        }
+        texts = []
+        for family, rows in parts.items():
+            by = report_of(family).chosen_by
+            shown = [row for row in rows if all(vars(row)[name] in chosen[name] for name in by)]
+            texts.append(report_of(family).markdown(report_of(family), shown))
+        print("\n".join(texts), end="")
     else:
-        _show(parts, *limits)
+        _show(parts, limits)
     if options.png:
         _draw(parts, options.png)
-    slower = any(part.slower(*limits) for part in parts)
+    slower = any(report_of(f).loses_to(row, limits) for f, rows in parts.items() for row in rows)
     return int(options.fail_slower and slower)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows of one family."""
-
-    family: str
-    rows: Sequence[Any]
-
-    def print_tables(self, tolerance: float, overhead_us: float) -> None:
-        print_tables(self.rows, tolerance, overhead_us)
-
-    def markdown(self, dtypes: Sequence[str], sizes: Sequence[int]) -> str:
-        return markdown(self.rows, dtypes, sizes)
-
-    def summary(self, tolerance: float, overhead_us: float) -> str:
-        return summary(self.rows, tolerance, overhead_us)
-
-    def draw(self, path: Path) -> None:
-        draw(self.rows, path)
-
-    def slower(self, tolerance: float, overhead_us: float) -> bool:
-        return any(row.is_slower(tolerance, overhead_us) for row in self.rows)
-
-    def everything(self) -> str:
-        """Markdown of all rows."""
-        dtypes = sorted({row.dtype for row in self.rows})
-        return self.markdown(dtypes, sorted({row.numel for row in self.rows}))
+def report_of(family: str) -> Report:
+    """How the family's file says that its rows are shown."""
+    report: Report = importlib.import_module(f"benchmarks.bench_{family}").REPORT
+    return report
 
 
-@dataclass(frozen=True)
-class _OwnPart(_Part):
-    """The rows of a family with tables of its own."""
-
-    report: Any
-
-    def print_tables(self, tolerance: float, overhead_us: float) -> None:
-        self.report.print_tables(self.rows, tolerance)
-
-    def markdown(self, dtypes: Sequence[str], sizes: Sequence[int]) -> str:
-        return self.report.markdown(self.rows, dtypes)
-
-    def summary(self, tolerance: float, overhead_us: float) -> str:
-        return self.report.summary(self.rows, tolerance)
-
-    def draw(self, path: Path) -> None:
-        self.report.draw(self.rows, path)
-
-    def slower(self, tolerance: float, overhead_us: float) -> bool:
-        return any(row.is_slower(tolerance) for row in self.rows)
+def read(results: Sequence[Path]) -> dict[str, list[Row]]:
+    """The rows of each family, in a readable order."""
+    parts: dict[str, list[Row]] = {family: [] for family in FAMILIES}
+    for row in load(results):
+        parts[row.family].append(row)
+    for family, rows in parts.items():
+        key = report_of(family).key
+        rows.sort(key=lambda row, key=key: (row.machine, key(row)))  # type: ignore[misc]
+    return parts
 
 
-def _parts(results: Sequence[Path]) -> list[_Part]:
-    rows = load(results)
-    parts = [_Part(family, [r for r in rows if r.family == family]) for family in FAMILIES]
-    return [
-        *parts,
-        _OwnPart(_step_rows.FAMILY, _step_rows.load(results), _step_report),
-        _OwnPart(_apex_rows.FAMILY, _apex_rows.load(results), _apex_report),
-        _OwnPart(_net_rows.FAMILY, _net_rows.load(results), _net_report),
-        _OwnPart(_memory_rows.FAMILY, _memory_rows.load(results), _memory_report),
-    ]
-
-
-def _show(parts: Sequence[_Part], tolerance: float, overhead_us: float) -> None:
+def _show(parts: dict[str, list[Row]], limits: Limits) -> None:
     try:
-        for part in parts:
-            part.print_tables(tolerance, overhead_us)
+        for family, rows in parts.items():
+            show(report_of(family), rows, limits)
     except ImportError:
         print("rich is not installed: the table as Markdown\n")
-        for part in parts:
-            print(part.everything())
-    for part in parts:
-        print(part.summary(tolerance, overhead_us))
+        for family, rows in parts.items():
+            print(report_of(family).markdown(report_of(family), rows))
+    for family, rows in parts.items():
+        print(summary(report_of(family), rows, limits))
 
 
-def _draw(parts: Sequence[_Part], png: Path) -> None:
+def _draw(parts: dict[str, list[Row]], png: Path) -> None:
     try:
-        for part in parts:
-            beside = png
-            if part.family != FAMILIES[0]:
-                beside = png.with_name(f"{png.stem}-{part.family.replace('_', '-')}{png.suffix}")
-            part.draw(beside)
-            print(f"chart: {beside}", file=sys.stderr)
+        for family, rows in parts.items():
+            panels = [
+                (machine, figure_row)
+                for machine, members in groupby(rows, key=lambda row: row.machine)
+                for figure_row in report_of(family).panels(list(members))
+            ]
+            suffix = "" if family == MAIN else f"-{family.replace('_', '-')}"
+            path = png.with_name(f"{png.stem}{suffix}{png.suffix}")
+            draw(panels, path)
+            print(f"chart: {path}", file=sys.stderr)
     except ImportError:
         print("matplotlib is not installed: no chart", file=sys.stderr)
 

@@ -20,24 +20,12 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks._measure import ALLOCATORS, device_slug
-from benchmarks._store import COMPLETE, put
+from benchmarks.harness.clock import ALLOCATORS, device_slug
+from benchmarks.harness.store import COMPLETE, FAMILIES, put
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# bench_<family>.py -> the memory it is measured with, unless --user-allocator.
-FAMILIES = {
-    "activations": "bounded",
-    "amp_step": "bounded",
-    "apex": "bounded",
-    "batch_norm": "kept",
-    "conv_bn": "kept",
-    "chains": "kept",
-    "images": "kept",
-    "few_bit": "kept",
-    "pool": "kept",
-    "memory": "kept",
-}
+# The others are measured with memory that is "kept", unless --user-allocator (clock.ALLOCATORS).
+BOUNDED = ("activations", "amp_step", "apex")
 USAGE_ERROR, NOTHING_TO_RUN = 4, 5  # pytest's exit codes
 
 
@@ -92,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.append("--quick")
     code, done = 0, []
     for family in options.family or FAMILIES:
-        settings = {} if user else ALLOCATORS[FAMILIES[family]]
+        settings = {} if user else ALLOCATORS["bounded" if family in BOUNDED else "kept"]
         of_family = subprocess.run(
             [*command, f"--family={family}"], cwd=ROOT, check=False, env=settings | os.environ
         ).returncode

@@ -2,7 +2,7 @@
 //
 // It is the value of the derivative that is quantised, not the input: most of these derivatives
 // rise and fall, and intervals of x would give several codes to one slope. The 4, 8 and 16 levels
-// are those of least squares (Lloyd, 1982) for x ~ N(0, 1), to four decimals; tests/test_few_bit.py
+// are those of least squares (Lloyd, 1982) for x ~ N(0, 1), to four decimals; test_few_bit.py
 // computes them again. Codes of 8 bits count units; the slopes 0 and 1 are exact.
 #pragma once
 

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "host_device.h"
-#include "cpu/vecmath.h"
+#include "vecmath.h"
 
 // name of the op, struct, number of float parameters, whether these are rounded to the tensor's
 // dtype first (where backward compares the saved output with them), what backward takes

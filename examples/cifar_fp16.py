@@ -15,6 +15,11 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+import fusedtrain
 from _train.loading import training_loader
 from _train.modes import Batch, World
 from _train.options import positive_float
@@ -32,11 +37,6 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
-
-import fusedtrain
 from fusedtrain.fp16_utils import convert_network
 
 

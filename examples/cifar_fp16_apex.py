@@ -16,6 +16,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
 from _train.loading import training_loader
 from _train.modes import Batch, World
 from _train.options import positive_float
@@ -33,9 +36,6 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
 from fusedtrain.compat.parallel import DistributedDataParallel as DDP
 from fusedtrain.fp16_utils import (
     master_params_to_model_params,

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from _train.checks import Check, compare_runs, curve_difference
 from _train.options import positive, positive_float
 from _train.recipe import options, parsed
@@ -132,7 +133,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, row: Row, repeat: int) -> None:
-    """One run of a row; what it reports is added to the row."""
+    """One run of a row; its report is added to the row."""
     path = args.output / "runs" / f"{row.name.replace(', ', '-').replace(' ', '-')}-{repeat}.json"
     path.unlink(missing_ok=True)
     # The ImageNet-style scripts multiply the rate by images per step / 256.
@@ -149,25 +150,25 @@ def run(args: argparse.Namespace, row: Row, repeat: int) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunError(f"{row.name}: {done.stderr.strip()}")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    row.losses = [float(loss) for loss in found["losses"]]
-    row.seconds += found["seconds"][min(WARM_UP, len(found["seconds"]) // 2) :]
-    row.memory, row.accuracy = found["memory_mb"], found["accuracy"]
-    row.test_images = found["test_images"]
+    report = json.loads(path.read_text(encoding="utf-8"))
+    row.losses = [float(loss) for loss in report["losses"]]
+    row.seconds += report["seconds"][min(WARM_UP, len(report["seconds"]) // 2) :]
+    row.memory, row.accuracy = report["memory_mb"], report["accuracy"]
+    row.test_images = report["test_images"]
 
 
 def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
-    """Every row that has a row before it, against that one."""
+    """Compares each row with its reference, if it has one."""
     by_name = {row.name: row for row in some}
     checks = []
     for row in some:
         if row.reference is None:
             continue
         before = by_name[row.reference]
-        found = compare_runs([before, row], row.test_images, None)
-        # Not the worst of the first 10 steps: of such small batches 0.04 to 0.18 apart.
-        found[1:2] = compare_beginnings(before, row, tolerance)
-        checks += [Check(f"{row.name}: {c.name}", c.value, c.limit) for c in found]
+        compared = compare_runs([before, row], row.test_images, None)
+        # Not the worst of the first 10 steps: with such small batches it is 0.04 to 0.18.
+        compared[1:2] = compare_beginnings(before, row, tolerance)
+        checks += [Check(f"{row.name}: {c.name}", c.value, c.limit) for c in compared]
     return checks
 
 
@@ -198,14 +199,14 @@ def show(args: argparse.Namespace, some: Sequence[Row], checks: Sequence[Check])
                 "max loss\ndiff. from\nbefore")  # fmt: skip
     lines = []
     for row in some:
-        apart = difference(row, some)
+        deviation = difference(row, some)
         lines.append([
             row.name,
             f"{median_seconds(row.seconds, 0) * 1e3:.1f}",
             f"{row.memory:.2f}",
             f"{row.accuracy:.1%}",
             f"{row.last_loss:.3f}",
-            "-" if apart is None else f"{apart:.2g}",
+            "-" if deviation is None else f"{deviation:.2g}",
         ])  # fmt: skip
     title = f"{args.arch}, {args.data}, {len(some[0].losses)} steps"
     console.print(build_table(title, "today is compared with the row of the same kind before it",

@@ -16,6 +16,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
 from _train.loading import training_loader
 from _train.modes import Batch, World
 from _train.recipe import (
@@ -33,9 +36,6 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from torch import nn
-from torch.utils.data import DataLoader
-
 from fusedtrain import amp
 from fusedtrain.compat.optimizers import FusedSGD
 from fusedtrain.compat.parallel import DistributedDataParallel as DDP

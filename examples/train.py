@@ -25,6 +25,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
+from rich.progress import Progress
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 from _train.checks import (
     Check,
     compare_bits,
@@ -52,9 +56,6 @@ from _train.modes import (
 from _train.optimizers import Settings, Stepper, updates
 from _train.options import DTYPES, parse
 from _train.report import Report, progress_bar
-from rich.progress import Progress
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
 WARM_UP = 3

@@ -1,4 +1,4 @@
-"""``python -m fusedtrain info``: what is loaded, for which architectures, and why not."""
+"""``python -m fusedtrain info``: the loaded backends, their architectures, and why one is not."""
 
 from __future__ import annotations
 

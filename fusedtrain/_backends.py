@@ -1,4 +1,4 @@
-"""Which compiled backends are loaded, and why one is not."""
+"""Which compiled backends are loaded, and why a backend is not."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ._version import __version__
 _HERE = Path(__file__).parent
 _CAPABILITIES = ("default", "avx2", "avx512")
 _CHOICES = ("cuda", "triton", "reference")
-_OLDEST_OF_TRITON = (7, 0)  # torch.compile asks for it, too
+_OLDEST_OF_TRITON = (7, 0)  # torch.compile has the same limit
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend: ``loaded``, for which ``architectures``, and the ``reason`` where it is not."""
+    """One backend: ``loaded``, its ``architectures``, and the ``reason`` if it is not loaded."""
 
     loaded: bool
     architectures: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What :func:`backend_info` returns. ``str()`` of it is a table."""
+    """The result of :func:`backend_info`. ``str()`` makes a table."""
 
     version: str
     torch_version: str
@@ -69,7 +69,7 @@ def _build_record() -> dict[str, Any]:
 
 
 def _load_library(path: Path, not_built: str) -> str:
-    """Loads one file; returns the reason where it cannot."""
+    """Loads one file; returns the reason if that fails, otherwise ""."""
     if not path.exists():
         return not_built or f"{path.name} was not built"
     try:
@@ -106,14 +106,14 @@ def _load_cpu(record: dict[str, Any]) -> Backend:
 
 
 def _unfit(what: str, fits: Callable[[tuple[int, int]], bool], asked: bool, note: str) -> str:
-    """Why kernels cannot serve the GPUs at hand; empty where they can, or nobody knows.
+    """Why kernels cannot serve the visible GPUs; empty if they can, or if GPUs are unknown.
 
     Args:
-        what: the kernels.
-        fits: whether they run on a GPU of that compute capability.
-        asked: they were asked for by name: one GPU that they run on is enough. Otherwise all must
-            do, since a process has one kernel of an op for all of its GPUs.
-        note: said behind the names of the others.
+        what: begins the reason.
+        fits: whether the kernels run on a GPU of this compute capability.
+        asked: whether the user named the backend. One fitting GPU is then enough; otherwise all
+            must fit, since a process has one kernel of an op for all of its GPUs.
+        note: follows the names of the other GPUs.
     """
     gpus = _gpus.visible(os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") or []
     others = list(dict.fromkeys(str(gpu) for gpu in gpus if not fits(gpu.capability)))
@@ -165,16 +165,16 @@ def _load_triton(library: torch.library.Library, asked: bool) -> Backend:
 def load(library: torch.library.Library) -> None:
     """Loads the kernels once, by the settings of the environment.
 
-    ``FUSEDTRAIN_BACKEND``: whose kernels GPU tensors take in this process. ``cuda``, ``triton``, or
-    ``reference`` (plain torch, on the CPU too); unset, the first of them that is there and runs on
-    every GPU that the process sees.
-    ``FUSEDTRAIN_REQUIRE=cpu,cuda,triton``: a backend that is not there is an error.
+    ``FUSEDTRAIN_BACKEND``: the kernels for GPU tensors in this process: ``cuda``, ``triton``, or
+    ``reference`` (plain torch, on the CPU too); unset, the first available backend that runs on
+    every GPU of the process.
+    ``FUSEDTRAIN_REQUIRE=cpu,cuda,triton``: backends whose absence is an error.
 
     Args:
-        library: of the schemas, into which Triton kernels are registered.
+        library: the schemas' library, where Triton kernels are registered.
 
     Raises:
-        RuntimeError: a backend named in either is not there, with the reason.
+        RuntimeError: a backend named in either is not available; the message has the reason.
         ValueError: one of the settings, or FUSEDTRAIN_CPU_CAPABILITY, has an unknown value.
     """
     record = _build_record()
@@ -184,7 +184,7 @@ def load(library: torch.library.Library) -> None:
     off = Backend(False, reason=f"FUSEDTRAIN_BACKEND={chosen}")
     _state["cpu"] = off if chosen == "reference" else _load_cpu(record)
     _state["cuda"] = _load_cuda(record, bool(chosen)) if chosen in ("", "cuda") else off
-    # Both registered for one key, the later one would win without a word.
+    # If both were registered for one key, the later one would win silently.
     if not chosen and _state["cuda"].loaded:
         _state["triton"] = Backend(False, reason="the CUDA kernels are loaded")
     else:
@@ -202,7 +202,7 @@ def load(library: torch.library.Library) -> None:
 
 
 def why_not(device_type: str) -> str:
-    """Why ops on this device run in plain torch; empty where somebody asked for that."""
+    """Why ops on this device run in plain torch; empty if FUSEDTRAIN_BACKEND says so."""
     if os.environ.get("FUSEDTRAIN_BACKEND") == "reference":
         return ""
     if device_type == "cuda":
@@ -213,14 +213,14 @@ def why_not(device_type: str) -> str:
 def is_opaque_to_compile(device: torch.device) -> bool:
     """Whether batch norm stays one op under torch.compile, rather than become plain operators.
 
-    Where it was measured to be faster: on the CPU, where Inductor's kernels of it take 1.3 to 6
-    times as long (docs/decisions/0007-batch-norm.md). Nothing is known of GPUs yet.
+    One op is faster on the CPU: Inductor's kernels take 1.3 to 6 times as long
+    (docs/decisions/0007-batch-norm.md). GPUs are not measured yet.
     """
     return device.type == "cpu" and _state["cpu"].loaded
 
 
 def backend_info() -> BackendInfo:
-    """What is loaded, for which architectures, and why something is not.
+    """The loaded backends, their architectures, and why a backend is not loaded.
 
     Returns:
         A :class:`BackendInfo`; ``print(fusedtrain.backend_info())`` shows it as a table.

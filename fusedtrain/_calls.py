@@ -1,4 +1,4 @@
-"""Which calls a kernel takes, and which plain torch must see. Imports torch alone."""
+"""Which calls a kernel takes, and which go to plain torch. Imports only torch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+from ._torch_private import transformed as transformed
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
-def transformed() -> bool:
-    """Whether a functorch transform, forward-mode AD or torch.jit.trace follows the call."""
-    return bool(
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def traced() -> bool:
-    """Whether something follows the call that must see plain torch operators.
+    """Whether a tracer or transform must see plain torch operators in this call.
 
-    That is torch.compile and torch.export (so that Inductor may fuse), torch.jit.trace, functorch
+    These are torch.compile and torch.export (so that Inductor may fuse), torch.jit.trace, functorch
     transforms and forward-mode AD.
     """
     return torch.compiler.is_compiling() or transformed()
@@ -47,7 +39,7 @@ def takes(tensor: Tensor) -> bool:
 
 
 def autocasts(input: Tensor, device_type: str = "") -> bool:
-    """Whether autocast casts this input: it is on (the given type of) device, and not float64."""
+    """Whether autocast casts this input: a floating tensor (on `device_type`), but not float64."""
     return (
         isinstance(input, Tensor)
         and device_type in ("", input.device.type)
@@ -63,7 +55,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def fits(model: Tensor, *others: Tensor | None) -> bool:
-    """Whether kernels can take all of these together now: plain tensors of one dtype and device."""
+    """Whether kernels can take all tensors together now: plain ones of one dtype and device."""
     if not takes(model):
         return False
     for t in others:
@@ -83,14 +75,14 @@ def fits(model: Tensor, *others: Tensor | None) -> bool:
 
 
 def plain_backward(grad: Tensor) -> bool:
-    """Whether gradients are to be differentiable, or cannot be taken by a kernel."""
+    """Whether backward must be plain torch: it is differentiated, or no kernel takes `grad`."""
     return torch.is_grad_enabled() or not takes(grad)
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """``Function.apply`` without its Python half.
 
-    That half serves functorch, which `takes` has excluded; it costs 1.5 us of the 8 us of a call.
+    The Python half serves functorch, which `takes` excludes, and costs 1.5 us of a call's 8 us.
     """
     apply: Callable[..., Tensor] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply

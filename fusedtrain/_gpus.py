@@ -1,7 +1,7 @@
 """Which NVIDIA GPUs a process will see, and whether a binary has an image for them.
 
-The driver's management library (NVML) is asked, so that CUDA is not started: after that a process
-could not fork, and the workers of a DataLoader could not use the GPU.
+The driver's management library (NVML) answers without starting CUDA: once CUDA has started, a
+forked process, such as a DataLoader's worker, cannot use the GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ._torch_private import visible_devices
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def _nvml() -> Iterator[ctypes.CDLL]:
 
 def _installed() -> list[Gpu]:
     """All GPUs of the machine, in the order of the PCI bus."""
-    found = []
+    gpus = []
     with _nvml() as library:
         count = ctypes.c_int(0)
         _ask(library, "nvmlDeviceGetCount_v2", ctypes.byref(count))
@@ -62,17 +64,17 @@ def _installed() -> list[Gpu]:
             )  # fmt: skip
             _ask(library, "nvmlDeviceGetName", handle, name, 96)
             _ask(library, "nvmlDeviceGetUUID", handle, uuid, 96)
-            found.append(Gpu(name.value.decode(), (major.value, minor.value), uuid.value.decode()))
-    return found
+            gpus.append(Gpu(name.value.decode(), (major.value, minor.value), uuid.value.decode()))
+    return gpus
 
 
 def visible(by_bus: bool = False) -> list[Gpu] | None:
-    """The GPUs that CUDA shows, or may show, to this process; None where nobody can tell.
+    """The GPUs that CUDA shows, or may show, to this process; None if they are unknown.
 
     Args:
-        by_bus: whether CUDA counts devices in the order of the PCI bus. In its own order the
-            fastest one is first: on a machine with different GPUs a number in CUDA_VISIBLE_DEVICES
-            may then mean any of them, and all are returned.
+        by_bus: whether CUDA counts devices in the order of the PCI bus. In CUDA's default order the
+            fastest GPU is first: on a machine with different GPUs a number in CUDA_VISIBLE_DEVICES
+            may then mean any of them, so all are returned.
     """
     if torch.cuda.is_initialized():
         indices = range(torch.cuda.device_count())
@@ -80,7 +82,7 @@ def visible(by_bus: bool = False) -> list[Gpu] | None:
             Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in indices
         ]
     try:
-        chosen = torch.cuda._parse_visible_devices()
+        chosen = visible_devices()
         if not chosen:
             return []
         every = _installed()
@@ -88,11 +90,11 @@ def visible(by_bus: bool = False) -> list[Gpu] | None:
         return None
     alike = len({gpu.capability for gpu in every}) <= 1
     if isinstance(chosen[0], str):
-        # A prefix of the identity is enough. Of a MIG device the GPU's is not part.
+        # A prefix of the UUID is enough. A MIG device's UUID does not contain its GPU's.
         named = [gpu for gpu in every if any(gpu.uuid.startswith(str(c)) for c in chosen)]
         return named or every
     if alike or by_bus:
-        # An index that there is not hides those behind it.
+        # An index without a GPU hides the indices after it.
         numbers = [int(c) for c in chosen]
         end = next((i for i, n in enumerate(numbers) if n >= len(every)), len(numbers))
         return [every[n] for n in numbers[:end]]
@@ -104,10 +106,10 @@ def has_image(capability: tuple[int, int], archs: Sequence[str], ptx: str) -> bo
 
     Args:
         capability: of the GPU.
-        archs: for which it has machine code: "80" runs on every 8.x, "90a" on 9.0 alone, "100f" on
-            every 10.x.
-        ptx: of which virtual architecture it has PTX, which the driver compiles for this and every
-            newer GPU; "" for none.
+        archs: architectures of the machine code: "80" runs on every 8.x, "90a" only on 9.0, "100f"
+            on every 10.x.
+        ptx: virtual architecture of the PTX, which the driver compiles for this and every newer
+            GPU; "" for none.
     """
     number = capability[0] * 10 + capability[1]
     for arch in archs:

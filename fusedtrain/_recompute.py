@@ -1,13 +1,12 @@
-"""Outputs that backward computes again instead of keeping them.
+"""Outputs that backward recomputes instead of keeping them.
 
 While :class:`recompute` is entered, every tensor that autograd saves passes `_Scope.pack`. Ops of
-this package tag their outputs with a :class:`Recipe`: which op made it of which tensors. Where a
-consumer (a convolution, say) saves a tagged output, the recipe is kept in its place, as long as all
-that the op read is kept anyway: by the op itself, by another consumer, or as a recipe in its turn.
-The first consumer whose backward asks computes the output again with the same kernel, the last one
-lets go of it.
+this package tag each output with a :class:`Recipe`: the op and its input tensors. If a consumer (a
+convolution, say) saves a tagged output, the recipe is kept in its place. All inputs of the op must
+be kept anyway: by the op itself, by another consumer, or as recipes. The first consumer whose
+backward asks for the output recomputes it with the same kernel; the last consumer drops it.
 
-docs/decisions/0008-recompute.md tells what else was considered.
+docs/decisions/0008-recompute.md lists the alternatives.
 """
 
 from __future__ import annotations
@@ -22,15 +21,19 @@ import torch
 from torch import Tensor
 
 from ._calls import traced
+from ._torch_private import (
+    after_backward,
+    backward_number,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks_allowed,
+    top_saved_tensors_hooks,
+)
 
 _TAG = "_fusedtrain_recipe"
-# Recipes in a row that need each other: when backward comes to the last of so many residual blocks,
-# it computes the outputs of all of them. The lowest peaks were at 6 (docs/decisions/0008).
+# Longest chain of recipes: backward of the last of so many residual blocks recomputes the outputs
+# of all of them. A length of 6 had the lowest peaks (docs/decisions/0008).
 LONGEST = 6
-
-_top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-_backward_number: Callable[[], int] = torch._C._current_graph_task_id
-_hooks_allowed: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009
 
 
 def _modified(tensor: Tensor, now: int, then: int, what: str) -> RuntimeError:
@@ -38,12 +41,12 @@ def _modified(tensor: Tensor, now: int, then: int, what: str) -> RuntimeError:
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{kind}], {what}, is at version {now}; expected version {then} instead. "
-        "Write `y = y + z` for `y += z`, or leave inplace=True out, where it is used again."
+        "If the tensor is used again, write `y = y + z` for `y += z`, or leave out inplace=True."
     )
 
 
 class _Kept(NamedTuple):
-    """A tensor that autograd or a recipe keeps, and its version when it was handed over."""
+    """A tensor that autograd or a recipe keeps, and its version at that time."""
 
     tensor: Tensor
     version: int
@@ -56,7 +59,7 @@ class _Kept(NamedTuple):
 
 
 class Recipe:
-    """How an output is computed again: `function(*tensors, *constants)`."""
+    """How an output is recomputed: `function(*tensors, *constants)`."""
 
     __slots__ = (
         "__weakref__", "_constants", "_function", "_ingredients", "_left", "_stream", "_task",
@@ -73,39 +76,39 @@ class Recipe:
         self.depth: int = 1 + max(
             (i.depth for i in ingredients if isinstance(i, Recipe | _View)), default=0
         )
-        self.saved = 0  # by so many consumers
-        self._task, self._left = -1, 0  # of which backward, and who has not asked in it
+        self.saved = 0  # number of consumers that saved the output
+        self._task, self._left = -1, 0  # the running backward, and its consumers yet to ask
         self._value: Tensor | None = None
-        self._stream: Any = None  # on which it was computed
+        self._stream: Any = None  # the stream that computed the value
 
     def value(self) -> Tensor:
-        """Computed at most once in a backward, while there are consumers who have not asked."""
-        task = _backward_number()
+        """The output, computed at most once in a backward while some consumers have not asked."""
+        task = backward_number()
         if task != self._task:
             self._task, self._left, self._value = task, self.saved, None
         if self._value is not None and self._stream == _stream_of(self._value):
             return self._value
-        found = self._compute()
-        # Another stream would have to wait for this one: it computes the output for itself.
+        output = self._compute()
+        # A consumer on another stream would have to wait: it recomputes the output for itself.
         if task != -1 and self._left > 0 and self._value is None:
-            self._value, self._stream = found, _stream_of(found)
+            self._value, self._stream = output, _stream_of(output)
             _forget_after(task, self)
-        return found
+        return output
 
     def asked(self) -> Tensor:
-        """The value for one of the consumers, which asks for the first time in this backward."""
-        found = self.value()
+        """The value, for a consumer that asks for the first time in this backward."""
+        output = self.value()
         self._left -= 1
         if self._left <= 0:
             self._value = None
-        return found
+        return output
 
     def forget(self) -> None:
         self._value, self._task = None, -1
 
     def _compute(self) -> Tensor:
         tensors = [
-            i.take("which an output is computed again from") if isinstance(i, _Kept)
+            i.take("an input of a recomputed output") if isinstance(i, _Kept)
             else i if i is None else i.value()
             for i in self._ingredients
         ]  # fmt: skip
@@ -113,18 +116,18 @@ class Recipe:
             return self._function(*tensors, *self._constants)
 
     def kept(self) -> list[Tensor]:
-        """The tensors that it keeps alive."""
-        found = []
+        """The tensors that the recipe keeps alive."""
+        tensors = []
         for ingredient in self._ingredients:
             if isinstance(ingredient, Recipe | _View):
-                found += ingredient.kept()
+                tensors += ingredient.kept()
             elif ingredient is not None:
-                found.append(ingredient.tensor)
-        return found
+                tensors.append(ingredient.tensor)
+        return tensors
 
 
 class _View:
-    """A view of an output that has a recipe, where another output is made of it."""
+    """A view of an output with a recipe; the view is an input of another recipe."""
 
     __slots__ = ("_geometry", "_recipe", "depth")
 
@@ -146,8 +149,8 @@ def _stream_of(tensor: Tensor) -> Any:
 
 
 class _Pending:
-    """Recipes with a value that a backward is to drop if consumers never ask for it. Only that
-    backward holds it: it goes with it, also where that raises and calls nobody back."""
+    """Recipes whose values a backward must drop if some consumer never asks. Only that backward
+    holds this object, and frees it at its end, even if it raises and makes no callback."""
 
     def __init__(self) -> None:
         self.recipes: list[weakref.ref[Recipe]] = []
@@ -169,12 +172,12 @@ def _forget_after(task: int, recipe: Recipe) -> None:
     pending = _pending.get(task)
     if pending is None:
         pending = _pending[task] = _Pending()
-        torch.autograd.Variable._execution_engine.queue_callback(pending.forget)
+        after_backward(pending.forget)
     pending.recipes.append(weakref.ref(recipe))
 
 
 class _Tag:
-    """What hangs on an output while the scope lasts. It does not outlive pickle and deepcopy."""
+    """The mark on an output while the scope lasts. Pickle and deepcopy drop it."""
 
     __slots__ = ("__weakref__", "_witness", "recipe", "version")
 
@@ -199,7 +202,7 @@ def _nothing() -> None:
 
 
 class _Use:
-    """A recipe in the place of a saved tensor; with sizes where that is a view of the output."""
+    """A recipe in place of a saved tensor; `_view` is the geometry if that is a view."""
 
     __slots__ = ("_shape", "_task", "_version", "_view", "_witness", "recipe")
 
@@ -218,7 +221,7 @@ class _Use:
         if now != self._version:
             output = self._witness.new_empty(self._shape, device="meta")
             raise _modified(output, now, self._version, "the output of a fused op")
-        task = _backward_number()
+        task = backward_number()
         first = task != -1 and task != self._task
         self._task = task
         value = self.recipe.asked() if first else self.recipe.value()
@@ -233,17 +236,17 @@ Observer = Callable[[Tensor, "Recipe | None"], None]
 
 
 class _Scope:
-    """One stay inside of :class:`recompute`."""
+    """The state of one entered :class:`recompute`."""
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._tags: list[weakref.ref[_Tag]] = []
-        self._plain: set[int] = set()  # addresses of what is kept as it is
+        self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
 
     def pack(self, tensor: Tensor) -> _Kept | _Use:
-        found = tagged(tensor)
-        if found is not None:
-            tag, output = found
+        source = tagged(tensor)
+        if source is not None:
+            tag, output = source
             assert tag.recipe is not None
             if self._observer is not None:
                 self._observer(tensor, tag.recipe)
@@ -252,7 +255,7 @@ class _Scope:
             self._plain.add(tensor.data_ptr())
         if self._observer is not None:
             self._observer(tensor, None)
-        # Not the tensor itself: as an output it would keep the node alive that keeps it.
+        # Detached: a node that keeps its own output would keep itself alive.
         return _Kept(tensor.detach(), tensor._version)
 
     def tag(
@@ -265,8 +268,8 @@ class _Scope:
     ) -> None:
         """Notes that `output` is `function(*tensors, *constants)`.
 
-        `dropped` are those among the tensors that are large and that the op does not save itself:
-        these must be recipes or have been saved already, else nothing would be gained.
+        `dropped`: large tensors that the op does not save itself. Each must have a recipe or be
+        saved already; otherwise a recipe would save no memory.
         """
         lost = {id(tensor) for tensor in dropped}
         ingredients: list[_Kept | Recipe | _View | None] = []
@@ -274,9 +277,9 @@ class _Scope:
             if tensor is None:
                 ingredients.append(None)
                 continue
-            found = tagged(tensor)
-            if found is not None:
-                recipe, of = found[0].recipe, found[1]
+            source = tagged(tensor)
+            if source is not None:
+                recipe, of = source[0].recipe, source[1]
                 assert recipe is not None
                 ingredients.append(recipe if of is tensor else _View(recipe, tensor))
             elif id(tensor) not in lost or tensor.data_ptr() in self._plain:
@@ -291,7 +294,7 @@ class _Scope:
         self._tags.append(weakref.ref(new))
 
     def close(self) -> None:
-        """Nothing is packed from here on: outputs that live on need not keep their recipes."""
+        """Drops the recipes of living outputs: after the scope nothing is packed."""
         for ref in self._tags:
             tag = ref()
             if tag is not None:
@@ -299,8 +302,8 @@ class _Scope:
 
 
 def tagged(tensor: Tensor) -> tuple[_Tag, Tensor] | None:
-    """The tag of a tensor, or of the output that it is a view of, and that output; None where there
-    is no recipe, or where the output has been modified since."""
+    """The tag of a tensor or of its base, and that tagged output; None without a recipe, or if the
+    output has been modified since."""
     output, tag = tensor, getattr(tensor, _TAG, None)
     if tag is None:
         base = tensor._base
@@ -313,9 +316,9 @@ def tagged(tensor: Tensor) -> tuple[_Tag, Tensor] | None:
 
 
 def scope() -> _Scope | None:
-    """The scope to which what is saved now goes; None where there is none, or where hooks of
-    somebody else (torch.utils.checkpoint, save_on_cpu) come first."""
-    top = _top(True)
+    """The scope that receives saved tensors now; None without a scope, or if other hooks
+    (torch.utils.checkpoint, save_on_cpu) come first."""
+    top = top_saved_tensors_hooks(True)
     if top is None:
         return None
     owner = getattr(top[0], "__self__", None)
@@ -323,25 +326,25 @@ def scope() -> _Scope | None:
 
 
 class recompute:
-    """Context in which outputs of fusedtrain's ops are computed again in backward, not kept.
+    """Context in which backward recomputes outputs of fusedtrain's ops instead of keeping them.
 
-    Eager PyTorch keeps the input of a batch norm for its backward and the output for the next
-    convolution's. The output follows from the input, so within this context the convolution keeps a
-    note how to compute it, and backward does so, once, with the same kernel: bit for bit the same
-    gradients, in less memory. This holds for batch norms with what they apply, activations, gated
-    products and all other ops of this package that keep their input, for every consumer that saves
-    an output or a view of it, for several consumers, higher derivatives and accumulated gradients.
-    An output of which nothing that it was made of is kept is kept itself.
+    Eager PyTorch keeps the input of a batch norm for its backward, and the output for the next
+    convolution's. The output follows from the input. Within this context the convolution keeps a
+    recipe of the output, and backward recomputes the output once with the same kernel: bit for bit
+    the same gradients, in less memory. The recipes cover batch norms with their activations,
+    activations, gated products and all other ops of this package that keep their input. Any number
+    of consumers may save an output or a view of it; higher derivatives and accumulated gradients
+    work. If none of an output's inputs is kept, the output is.
 
-    Enter it around the forward pass; backward may run inside or outside. It is reusable, may be
-    nested, and steps aside under torch.compile, torch.func transforms, and where other
-    saved-tensor hooks are installed (torch.utils.checkpoint, torch.autograd.graph.save_on_cpu):
-    these decide what becomes of a tensor then. `fusedtrain.convert(model, memory="recompute")`
-    enters it in the model's forward.
+    Enter the context around the forward pass; backward may run inside or outside. The context is
+    reusable and may be nested. It does nothing under torch.compile and torch.func transforms, or
+    if other saved-tensor hooks are installed (torch.utils.checkpoint,
+    torch.autograd.graph.save_on_cpu). `fusedtrain.convert(model, memory="recompute")` enters it in
+    the model's forward.
 
-    Backward raises RuntimeError, as without it, if a tensor that it needs has been modified in
-    place; tensors that an output is computed from count among these. Changes by way of `.data` go
-    unnoticed, as anywhere. torch refuses torch.func transforms that begin within it.
+    Backward raises RuntimeError, as in eager PyTorch, if a tensor that it needs has been modified
+    in place; inputs of a recipe count as needed. Changes by way of `.data` go unnoticed, as
+    anywhere. torch refuses torch.func transforms that begin within the context.
 
     >>> import fusedtrain, torch
     >>> norm, conv = fusedtrain.nn.BatchNormAct2d(4), torch.nn.Conv2d(4, 4, 3)
@@ -369,21 +372,21 @@ class recompute:
 
 
 def _enter() -> _Scope | None:
-    if traced() or not _hooks_allowed():
+    if traced() or not saved_tensors_hooks_allowed():
         return None
-    top, observer = _top(True), None
+    top, observer = top_saved_tensors_hooks(True), None
     if top is not None:
         account = getattr(top[0], "__self__", None)
         if type(account) is not _Account:
             return None
         observer = account.observer
     made = _Scope(observer)
-    torch._C._autograd._push_saved_tensors_default_hooks(made.pack, _unpack)
+    push_saved_tensors_hooks(made.pack, _unpack)
     return made
 
 
 def _leave(entered: _Scope) -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    pop_saved_tensors_hooks()
     entered.close()
 
 
@@ -398,8 +401,8 @@ class _Account:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Calls `observer(tensor, recipe)` for all that autograd saves; `recipe` is None where the
-    tensor itself is kept. Other than saved-tensor hooks it does not keep `recompute` off."""
+    """Calls `observer(tensor, recipe)` for each tensor that autograd saves; `recipe` is None if the
+    tensor itself is kept. Unlike other saved-tensor hooks, it does not disable `recompute`."""
     account = _Account(observer)
     with torch.autograd.graph.saved_tensors_hooks(account.pack, _unpack):
         yield

@@ -1,24 +1,21 @@
-"""Activations as functions: the names, arguments and numerics of ``torch.nn.functional``; and
-batch norm, chains, pooling and images, whose docstrings say what differs from what follows.
+"""The names, arguments and numerics of ``torch.nn.functional``. Batch norm, chains, pooling and
+images describe in their docstrings how they differ from the rules below.
 
 Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16
-(others run in eager torch, with its results and its errors); the result has the shape, dtype and
+(other dtypes run in eager torch, with its results and errors). The result has the shape, dtype and
 layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites and returns the
-input. Backward saves one tensor: the output where the derivative is an exact function of it, else
-the input; the docstrings say which. Raised: what torch raises for the same mistake, with nothing
-modified. ``out``, of those that have it in torch, is to be named; torch's function then runs.
+input. Backward saves one tensor: the output if the derivative is an exact function of the output,
+else the input. Mistakes raise torch's errors, and nothing is modified. With the keyword ``out``
+torch's function runs.
 
-Those with an argument ``save`` can keep the derivative instead, in ``"q8"``, ``"q4"``, ``"q3"`` or
-``"q2"``: as many bits of each element, of a tensor of uint8. What is rounded is the value of the
-derivative, to the nearest level of a table (reference/few_bit.py has it and its source); backward
-multiplies by that level. The output is the exact one, to the last bit but one. Another ``save``
-raises ValueError, and a second derivative (create_graph=True) RuntimeError. Where torch
-must see plain operators (torch.compile, TorchScript, functorch), nothing is rounded.
+``save="q8"``, ``"q4"``, ``"q3"`` or ``"q2"`` keeps the derivative instead, in so many bits per
+element (uint8): backward multiplies by the nearest level of a table (reference/few_bit.py, with its
+source). The output is exact except for its last bit. Another ``save`` raises ValueError, a second
+derivative (create_graph=True) RuntimeError. If torch must see plain operators (torch.compile,
+TorchScript, functorch), nothing is rounded.
 """
 
 from __future__ import annotations
-
-from types import FunctionType as _FunctionType
 
 import torch
 from torch import Tensor
@@ -29,22 +26,15 @@ from . import _calls
 from ._graph.fx import handle as _handle
 from .ops import activations as _activations
 from .ops import few_bit as _few_bit
-from .ops.batch_norm import batch_norm_act as batch_norm_act
-from .ops.bias_act import bias_act as bias_act
-from .ops.bias_act import bias_act_dropout as bias_act_dropout
-from .ops.bias_act import dropout as dropout
-from .ops.channelwise import prelu as prelu
-from .ops.channelwise import star_relu as star_relu
-from .ops.gated import bilinear_glu as bilinear_glu
-from .ops.gated import gated as gated
-from .ops.gated import geglu as geglu
-from .ops.gated import glu as glu
-from .ops.gated import reglu as reglu
-from .ops.gated import swiglu as swiglu
-from .ops.images import normalize_images as normalize_images
+from .ops._library import public_in as _public_in
+from .ops.batch_norm import *  # noqa: F403
+from .ops.bias_act import *  # noqa: F403
+from .ops.channelwise import *  # noqa: F403
+from .ops.gated import *  # noqa: F403
+from .ops.images import *  # noqa: F403
 from .ops.more_activations import *  # noqa: F403
-from .ops.pool import max_pool2d as max_pool2d
-from .ops.scale_add import residual_add as residual_add
+from .ops.pool import *  # noqa: F403
+from .ops.scale_add import *  # noqa: F403
 from .reference import activations as _reference
 
 _K = _activations.KERNELS
@@ -60,8 +50,8 @@ _hardshrink, _softshrink, _threshold = _K["hardshrink"], _K["softshrink"], _K["t
 def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
     """``max(x, 0)``; saves the output. See :func:`torch.nn.functional.relu`.
 
-    ``save="q1"`` keeps 1 bit of each element instead, and nothing approximate: for an output that
-    nobody else needs (before a pooling, a sum, a layer that is not trained).
+    ``save="q1"`` keeps 1 bit per element instead, and stays exact: for an output that no other
+    backward saves (before a pooling, a sum, a layer that is not trained).
 
     Example:
         >>> relu(torch.tensor([-1.0, 2.0]))
@@ -91,8 +81,8 @@ def relu6(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
-    """``x if x > 0 else negative_slope * x``; saves the output where ``negative_slope >= 0``,
-    else runs eager torch. See :func:`torch.nn.functional.leaky_relu`.
+    """``x if x > 0 else negative_slope * x``; saves the output if ``negative_slope >= 0``, else
+    runs eager torch. See :func:`torch.nn.functional.leaky_relu`.
 
     Example:
         >>> leaky_relu(torch.tensor([-1.0, 2.0]), 0.5)
@@ -108,8 +98,8 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
 
 def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the input. ``inplace=True`` saves the output
-    alone, as torch does: gradients where it is near ``-alpha`` lose digits then. See
+    """``x if x > 0 else alpha * (exp(x) - 1)``; saves the input. ``inplace=True`` saves only the
+    output, as torch does: for outputs near ``-alpha`` gradients lose digits. See
     :func:`torch.nn.functional.elu`.
 
     Example:
@@ -126,8 +116,8 @@ def elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def celu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the input, in place the output,
-    as :func:`elu`. See :func:`torch.nn.functional.celu`.
+    """``max(x, 0) + min(0, alpha * (exp(x / alpha) - 1))``; saves the input, or in place the
+    output, as :func:`elu`. See :func:`torch.nn.functional.celu`.
 
     Example:
         >>> celu(torch.tensor([-1.0, 2.0]), 2.0)
@@ -162,7 +152,7 @@ def silu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     """``x * sigmoid(x)`` (arXiv:1702.03118); saves the input. 0 at -inf, where torch has nan.
     See :func:`torch.nn.functional.silu`.
 
-    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    ``save`` keeps the derivative in few bits. Its largest and rms errors for x ~ N(0, 1):
     q8 0.0024, 0.0014; q4 0.041, 0.022; q3 0.080, 0.045; q2 0.158, 0.089.
 
     Example:
@@ -182,7 +172,7 @@ def mish(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     """``x * tanh(softplus(x))`` (arXiv:1908.08681); saves the input. 0 at -inf, where torch
     has nan. See :func:`torch.nn.functional.mish`.
 
-    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    ``save`` keeps the derivative in few bits. Its largest and rms errors for x ~ N(0, 1):
     q8 0.0024, 0.0014; q4 0.044, 0.022; q3 0.085, 0.043; q2 0.172, 0.088.
 
     Example:
@@ -279,7 +269,7 @@ def hardswish(input: Tensor, inplace: bool = False, save: str | None = None) -> 
     """``x * min(max(x + 3, 0), 6) / 6`` (arXiv:1905.02244); saves the input. 0 at -inf, where
     torch has nan. See :func:`torch.nn.functional.hardswish`.
 
-    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    ``save`` keeps the derivative in few bits. Its largest and rms errors for x ~ N(0, 1):
     q8 0.0040, 0.0023; q4 0.177, 0.030; q3 0.313, 0.059; q2 0.507, 0.110.
 
     Example:
@@ -374,8 +364,8 @@ def softshrink(input: Tensor, lambd: float = 0.5, out: Tensor | None = None) -> 
 
 
 def threshold(input: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
-    """``x if x > threshold else value``; saves the input. `inplace` takes expanded tensors,
-    too, where no gradient is needed: twice is as once. See :func:`torch.nn.functional.threshold`.
+    """``x if x > threshold else value``; saves the input. Without gradients `inplace` takes
+    expanded tensors, too, as in torch. See :func:`torch.nn.functional.threshold`.
 
     Example:
         >>> threshold(torch.tensor([-1.0, 2.0]), 0.5, -3.0)
@@ -394,7 +384,7 @@ def threshold(input: Tensor, threshold: float, value: float, inplace: bool = Fal
     return _threshold(input, inplace, threshold, value)
 
 
-_public_threshold = threshold  # the argument of the same name hides it
+_public_threshold = threshold  # inside the function an argument has this name
 
 
 def gelu(
@@ -411,7 +401,7 @@ def gelu(
             ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))``.
         save: ``None``, ``"q8"``, ``"q4"``, ``"q3"`` or ``"q2"``.
 
-    ``save`` keeps the derivative in few bits. Its error, at most and rms for x ~ N(0, 1):
+    ``save`` keeps the derivative in few bits. Its largest and rms errors for x ~ N(0, 1):
     q8 0.0025, 0.0015; q4 0.047, 0.022; q3 0.092, 0.044; q2 0.190, 0.090.
 
     Example:
@@ -437,9 +427,9 @@ def softplus(
 ) -> Tensor:
     """``log(1 + exp(beta * x)) / beta``; ``x`` where ``beta * x > threshold``. Saves the output.
 
-    A ``threshold`` below 20, where the output does not tell the branches apart, and a ``beta``
-    outside of 0.001 ... 1000 run in eager torch. Autocast on CUDA computes it in float32, as
-    torch's. See :func:`torch.nn.functional.softplus`.
+    Eager torch runs for a ``threshold`` below 20, because the output then does not determine the
+    branch, and for a ``beta`` outside of 0.001 ... 1000. Autocast on CUDA computes in float32, as
+    in torch. See :func:`torch.nn.functional.softplus`.
 
     Example:
         >>> softplus(torch.tensor([-1.0, 2.0]))
@@ -456,7 +446,4 @@ def softplus(
     return _softplus(input, False, beta, threshold)
 
 
-# Pickles name functions by their modules: in graphs of torch.fx, in forwards that convert wrote.
-for _name, _value in list(vars().items()):
-    if isinstance(_value, _FunctionType) and not _name.startswith("_"):
-        _value.__module__ = __name__
+_public_in(vars())

@@ -1,4 +1,4 @@
-"""What a model keeps for backward: which layer's tensors, for whom, and how much in each mode."""
+"""The memory that a model keeps for backward, by layer and mode."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils import _pytree as pytree
 
 from ._graph.example import address_of, arguments_of, check_example
 from ._graph.report import shown, title
+from ._graph.tracer import same_generators
 from ._recompute import Recipe, observed
+from ._torch_private import pytree
 from .conversion import MEMORY, convert, revert
 
 __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
 _MODES = ("eager", *MEMORY)
 _ROWS = 12  # of the table, and of the chart
-# Of the chart: colours that differ in lightness, too.
+# Colours of the chart differ in lightness, too.
 _COLOURS = {
     "eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e", "inplace": "#8c3b63",
     "q8": "#2f7d5b",
@@ -32,8 +33,8 @@ _COLOURS = {
 
 
 class LayerMemory(NamedTuple):
-    """What is kept of the tensors that one module has made, in bytes by mode. `savers`: the modules
-    whose ops keep them in eager PyTorch."""
+    """The bytes by mode that are kept of one module's tensors. `savers`: the modules whose ops keep
+    these tensors in eager PyTorch."""
 
     name: str
     type: str
@@ -43,8 +44,8 @@ class LayerMemory(NamedTuple):
 
 @dataclass(repr=False)
 class MemoryReport:
-    """Print it for a table, or read `layers` (in the order of the forward) and `totals` (bytes by
-    mode). Storages count once; parameters, buffers and the model's inputs do not count."""
+    """Prints as a table. `layers` are in the order of the forward, `totals` are bytes by mode.
+    Storages count once; parameters, buffers and the model's inputs do not count."""
 
     layers: list[LayerMemory] = field(default_factory=list)
     totals: dict[str, int] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class MemoryReport:
         return [layer for layer in ordered if layer.bytes[first]][:_ROWS]
 
     def plot(self, path: str | Path) -> None:
-        """Writes a bar chart (PNG, or what the suffix says) with matplotlib.
+        """Writes a bar chart with matplotlib; the suffix of `path` is the format.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -124,18 +125,18 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
-    """What a forward pass of the model keeps for backward, layer by layer: in eager PyTorch, and
-    after :func:`fusedtrain.convert` with each `memory` that it knows.
+    """The memory that a forward pass of the model keeps for backward, layer by layer: in eager
+    PyTorch, and after :func:`fusedtrain.convert` with each value of `memory`.
 
-    Runs copies of the model, in its mode of training, on the example; the model itself, converted
-    or not, and the random number generators stay as they are.
+    Runs copies of the model, in its training mode, on the example. The model itself, converted or
+    not, and the random number generators do not change.
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of arguments, or a dict of named ones.
+        example_inputs: a tensor, a tuple of arguments, or a dict of named arguments.
 
     Raises:
-        TypeError: `example_inputs` is of another type; and what the model raises for the example.
+        TypeError: `example_inputs` has another type. The model's errors are passed on.
 
     Example:
         >>> import fusedtrain, torch
@@ -147,36 +148,36 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_example(example_inputs)
-    found: dict[str, _Kept] = {}
+    runs: dict[str, _Kept] = {}
     for mode in _MODES:
         twin = copy.deepcopy(model)
         revert(twin)
         if mode != "eager":
             convert(twin, memory=mode)
-        with torch.random.fork_rng():
-            found[mode] = _run(twin, example_inputs)
+        with same_generators():
+            runs[mode] = _run(twin, example_inputs)
         del twin
-    return _report(found)
+    return _report(runs)
 
 
 @dataclass
 class _Kept:
-    """Of one run: bytes by the name of the layer that made them, and who saved them."""
+    """One run: by layer the bytes of its tensors, its type, and the layers that saved them."""
 
     bytes: Counter[str] = field(default_factory=Counter)
     types: dict[str, str] = field(default_factory=dict)
     savers: dict[str, dict[str, None]] = field(default_factory=dict)
 
 
-def _report(found: dict[str, _Kept]) -> MemoryReport:
-    report = MemoryReport(totals={mode: kept.bytes.total() for mode, kept in found.items()})
+def _report(runs: dict[str, _Kept]) -> MemoryReport:
+    report = MemoryReport(totals={mode: kept.bytes.total() for mode, kept in runs.items()})
     names: dict[str, str] = {}
-    for kept in found.values():
+    for kept in runs.values():
         for name, kind in kept.types.items():
             names.setdefault(name, kind)
     for name, kind in names.items():
-        sizes = {mode: kept.bytes[name] for mode, kept in found.items()}
-        savers = next((kept.savers[name] for kept in found.values() if name in kept.savers), {})
+        sizes = {mode: kept.bytes[name] for mode, kept in runs.items()}
+        savers = next((kept.savers[name] for kept in runs.values() if name in kept.savers), {})
         report.layers.append(LayerMemory(name, kind, sizes, tuple(savers)))
     return report
 
@@ -186,18 +187,18 @@ def _run(model: nn.Module, example: Any) -> _Kept:
     kept = _Kept()
     ours = {address_of(t) for t in (*model.parameters(), *model.buffers())}
     ours |= {address_of(t) for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)}
-    sizes: dict[int, tuple[str, int]] = {}  # address: who made it, bytes
-    with _following(model) as (makers, here), torch.enable_grad():
+    sizes: dict[int, tuple[str, int]] = {}  # address: the maker's name, bytes
+    with _following(model) as (makers, current), torch.enable_grad():
 
         def observe(tensor: Tensor, recipe: Recipe | None) -> None:
             for one in (tensor,) if recipe is None else recipe.kept():
                 address = address_of(one)
                 if address in ours or address == 0:
                     continue
-                # What an op keeps of its own before its module is through: that module made it.
-                maker, kind = makers.get(address, here())
+                # A tensor saved inside its module's forward has no maker yet: the running module.
+                maker, kind = makers.get(address, current())
                 kept.types.setdefault(maker, kind)
-                kept.savers.setdefault(maker, {})[here()[0]] = None
+                kept.savers.setdefault(maker, {})[current()[0]] = None
                 sizes[address] = (maker, one.untyped_storage().nbytes())
 
         with observed(observe):
@@ -209,11 +210,11 @@ def _run(model: nn.Module, example: Any) -> _Kept:
 
 @contextmanager
 def _following(model: nn.Module) -> Iterator[Any]:
-    """Who made a tensor (by address), and which module runs."""
+    """The makers of tensors by address, and a function that names the running module."""
     names = {id(module): name for name, module in model.named_modules()}
     makers: dict[int, tuple[str, str]] = {}
     running: list[nn.Module] = [model]
-    alive: list[Tensor] = []  # so that no address is used twice
+    alive: list[Tensor] = []  # keeps addresses from being reused
 
     def label(module: nn.Module) -> tuple[str, str]:
         return names.get(id(module), ""), title(type(module))
@@ -221,14 +222,14 @@ def _following(model: nn.Module) -> Iterator[Any]:
     def enter(module: nn.Module, _: Any) -> None:
         running.append(module)
 
-    def leave(module: nn.Module, given: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
         if running[-1] is module:
             running.pop()
-        before = {address_of(t) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)}
+        before = {address_of(t) for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Tensor):
-                # Of those that hand it on, or work on it in place, the first; made by no module,
-                # it is of the forward around.
+                # The maker is the first module that returned the tensor. If that module only handed
+                # its input on, or changed it in place, the forward around made the tensor.
                 handed_on = address_of(leaf) in before
                 makers.setdefault(address_of(leaf), label(running[-1] if handed_on else module))
                 alive.append(leaf.detach())

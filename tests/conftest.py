@@ -7,22 +7,19 @@ import os
 import sys
 from collections.abc import Iterator
 
-import _pretended_gpu
 import pytest
 import torch
-from _launches import pytest_pyfunc_call  # noqa: F401  (a hook)
 
 from fusedtrain import amp
+from helpers import ROOT, pretended_gpu
+from helpers.launches import pytest_pyfunc_call  # noqa: F401  (a hook)
+
+# The benchmarks, which no installation has; at the end, after a package that is installed.
+sys.path.append(str(ROOT))
 
 # Triton has no compiler for the CPU; its interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-# Written for tensors of the default device: on a machine with a GPU they run on it, too.
-ON_THE_GPU_TOO = {
-    "test_activations", "test_amp", "test_amp_checkpoints", "test_amp_gradients", "test_autograd",
-    "test_fp16_optimizer",
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -57,15 +54,15 @@ def _flags_may_be_set() -> None:
 
 @pytest.fixture(autouse=True)
 def _pretended() -> Iterator[None]:
-    """For tests/test_launch_rule.py."""
-    with _pretended_gpu.pretended() if _pretended_gpu.IS_ON else contextlib.nullcontext():
+    """For test_launch_rule.py."""
+    with pretended_gpu.pretended() if pretended_gpu.IS_ON else contextlib.nullcontext():
         yield
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Of many small operators: on two busy cores two threads, which spin for each other, took 443 s
-    for tests/test_convert.py, and one 35 s."""
+    for test_convert.py, and one 35 s."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +71,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a test's tensors are made: the CPU, and where ON_THE_GPU_TOO says so, the GPU."""
+    """Where a test's tensors are made: the CPU, and where a module has ON_THE_GPU_TOO, the GPU."""
     if not hasattr(request, "param"):
         yield "cpu"
         return
@@ -87,21 +84,21 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if torch.cuda.is_available() and metafunc.module.__name__ in ON_THE_GPU_TOO:
+    if torch.cuda.is_available() and getattr(metafunc.module, "ON_THE_GPU_TOO", False):
         metafunc.parametrize("default_device", ["cpu", "cuda"], indirect=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: not to be run on a GPU's tensors")
-    config.addinivalue_line("markers", "launches_nothing(reason): see tests/_launches.py")
+    config.addinivalue_line("markers", "launches_nothing(reason): see tests/helpers/launches.py")
     config.addinivalue_line("markers", "long: run by `-m long` alone")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if _pretended_gpu.IS_ON:
-        items[:] = _pretended_gpu.some(items)
+    if pretended_gpu.IS_ON:
+        items[:] = pretended_gpu.some(items)
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)

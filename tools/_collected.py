@@ -101,7 +101,7 @@ def _serve(
         importlib.import_module(module)
     assert Path(fusedtrain.__file__).is_relative_to(tree)
 
-    # Of processor time, by test, in the first run that passed: a mutant may loop for ever.
+    # Processor time of each test in the first run that passed: a mutant may loop for ever.
     taken = log.with_name("seconds.json")
 
     class Plugin:
@@ -111,8 +111,8 @@ def _serve(
         def pytest_runtestloop(self, session: Any) -> bool:
             for line in requests:
                 files, seconds, first = json.loads(line)
-                found = [i for f in files for i in session.items if _is_of(i.nodeid, f)]
-                items = list(dict.fromkeys(found))
+                matching = [i for f in files for i in session.items if _is_of(i.nodeid, f)]
+                items = list(dict.fromkeys(matching))
                 order = {name: place for place, name in enumerate(first)}
                 items.sort(key=lambda item: order.get(_name(item.nodeid), len(order)))
                 print(json.dumps(self.forked(items, seconds)), file=answers, flush=True)
@@ -130,14 +130,14 @@ def _serve(
                     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
                     self.failed = os.fdopen(writer, "w")
                     known = json.loads(taken.read_text()) if taken.exists() else {}
-                    found = {}
+                    spent = {}
                     for item, following in zip(items, [*items[1:], None]):
                         began, limit = time.process_time(), known.get(item.nodeid, seconds)
                         signal.setitimer(signal.ITIMER_PROF, 3 * limit + 5)
                         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                        found[item.nodeid] = time.process_time() - began
-                    if not found.keys() <= known.keys():
-                        taken.write_text(json.dumps(found | known))
+                        spent[item.nodeid] = time.process_time() - began
+                    if not spent.keys() <= known.keys():
+                        taken.write_text(json.dumps(spent | known))
                     os._exit(0)
                 finally:
                     os._exit(70)
@@ -157,19 +157,18 @@ def _serve(
                 print(report.longreprtext, flush=True)
                 os._exit(1)
 
-    # Without the terminal's reporter, which would tell of each test.
+    # No terminal reporter: it would print a line for each test.
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:randomly"]
     pytest.main([*options, *arguments], plugins=[Plugin()])
     os._exit(0)
 
 
 def _wait(child: int, seconds: float) -> int | None:
-    """The exit status; None where time ran out: the processor's, or ten times as much by the
-    clock."""
+    """The exit status, or None after so much processor time, or ten times as much by the clock."""
     end = time.monotonic() + 10 * seconds
     while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
             code = os.waitstatus_to_exitcode(status)
             return None if code == -signal.SIGXCPU else code
         time.sleep(0.005)

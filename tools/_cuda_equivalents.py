@@ -47,19 +47,19 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             " : 1);",
             "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
         ),
-        ("multi_tensor.cu", "aligned"): (
+        ("optimizers.cu", "aligned"): (
             "return dtype != Dtype::kFloat64 && reinterpret_cast<uintptr_t>(data) % (4 * 2 *"
             " bytes_of(dtype)) == 0;",
         ),
-        ("multi_tensor_measure.cuh", "units_of_chunk"): (
+        ("optimizer_measure.cuh", "units_of_chunk"): (
             "return numel / units <= kLargeUnit ? kSmallUnits : 1;",
             "for (int k = 0; k < kCount; ++k) sum -= x[k] * x[k];",  # so squares go one by one
             "if (sum > 1e-30f && false && sum <= FLT_MAX) {",
         ),
-        ("multi_tensor_measure.cuh", "measure"): (
+        ("optimizer_measure.cuh", "measure"): (
             "for (; i + (kLoads + 1) * step < rest; i += kLoads * step) {",
         ),
-        ("multi_tensor_measure.cuh", "measure_units_kernel"): (
+        ("optimizer_measure.cuh", "measure_units_kernel"): (
             "const bool wide = t.wide && false && t.inner % 4 == 0;",
         ),
         ("pointwise.cu", "blocks_for"): (
@@ -138,10 +138,10 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _TIE: {
-        ("multi_tensor.cuh", "chunk_length"): (
+        ("optimizers.cuh", "chunk_length"): (
             "return t.numel - begin <= kChunk ? int(t.numel - begin) : kChunk;",
         ),
-        ("multi_tensor_measure.cuh", "measure_units_kernel"): (
+        ("optimizer_measure.cuh", "measure_units_kernel"): (
             "const int64_t last = first + in_chunk <= t.units ? first + in_chunk : t.units;",
         ),
         ("pool.cu", ""): ("first_i = top <= 0 ? int(-top) : 0;",),
@@ -157,7 +157,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("few_bit.cu", "forward_kernel"): (
             "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
         ),
-        ("multi_tensor.cu", "swept"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
+        ("optimizers.cu", "swept"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
         ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),
     },
     _LARGE: {
@@ -172,7 +172,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("batch_norm_sums.cuh", "shares_of"): (
             "inline int64_t shares_of(const Walk& w) { return 2 * 2 * w.groups * share_width(w); }",
         ),
-        ("multi_tensor.cu", "Workspace"): (
+        ("optimizers.cu", "Workspace"): (
             "reinterpret_cast<Coefficients*>(take(count * 2 * sizeof(Coefficients) /"
             " sizeof(double)));",
         ),
@@ -199,7 +199,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("batch_norm.cu", "merge_statistics_kernel"): (
             "if (!(formulas::math::abs(shift) < formulas::Constants<double>::kHuge)) shift = 0;",
         ),
-        ("multi_tensor_measure.cuh", "units_of_chunk"): ("if (sum > 1e-30f && sum < FLT_MAX) {",),
+        ("optimizer_measure.cuh", "units_of_chunk"): ("if (sum > 1e-30f && sum < FLT_MAX) {",),
     },
     _FAR: {
         ("batch_norm_normalise.cu", "inverse_deviation"): (

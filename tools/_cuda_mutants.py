@@ -21,44 +21,53 @@ from pathlib import Path
 from _collected import Collected
 from _cuda_equivalents import SAME
 from _mutant import Key, Mutant, mutant
+from _test_files import all_located
 
 FOLDER = "csrc/cuda"
 KEPT = Path(__file__).resolve().parent.parent / "build/kernel_mutants"
-_PASSES = "tests/test_kernel_traffic.py::test_passes_and_launches["
+_PASSES = "test_kernel_traffic::test_passes_and_launches["
 _NORMS = [
-    "tests/test_cuda_batch_norm_walks.py", f"{_PASSES}batch_norm", "tests/test_cuda_batch_norm.py",
-    "tests/test_batch_norm_kernels.py", "tests/test_batch_norm_in_place.py",
+    "test_cuda_batch_norm_walks", f"{_PASSES}batch_norm", "test_cuda_batch_norm",
+    "test_batch_norm_kernels", "test_batch_norm_numbers", "test_batch_norm_in_place",
 ]  # fmt: skip
-_GPU_STEPS, _CUDA_STEPS = "tests/test_optimizer_gpu_kernels.py", "tests/test_cuda_optimizers.py"
-_LAUNCHES = "tests/test_cuda_optimizer_launches.py"
+_GPU_STEPS, _CUDA_STEPS = (
+    "test_optimizer_gpu_kernels",
+    "test_cuda_optimizers",
+)
+_LAUNCHES = "test_cuda_optimizer_launches"
 _STEPS = [
-    _GPU_STEPS, _CUDA_STEPS, _LAUNCHES, f"{_PASSES}optimizer_step", "tests/test_bad_gradients.py",
+    _GPU_STEPS, _CUDA_STEPS, _LAUNCHES, f"{_PASSES}optimizer_step", "test_bad_gradients",
 ]  # fmt: skip
 _CHAINS = [
-    "tests/test_chain_walks.py", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),
-    "tests/test_chain_kernels.py",
+    "test_chain_walks", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),
+    "test_chain_kernels",
 ]  # fmt: skip
 # The tests of the files whose names begin so, the narrowest first: the first that fails ends the
 # trial.
-TESTS = {
+_TESTS: dict[str, list[str]] = {
     "batch_norm": _NORMS,
     "chains": _CHAINS,
-    "channelwise": ["tests/test_kernels.py", f"{_PASSES}channelwise"],
-    "few_bit": ["tests/test_few_bit.py", f"{_PASSES}few_bit"],
-    "fold": ["tests/test_fold_kernels.py", f"{_PASSES}fold"],
-    "images": ["tests/test_images.py", f"{_PASSES}normalize_images"],
-    "multi_tensor": _STEPS,
-    "pointwise": ["tests/test_kernels.py", f"{_PASSES}pointwise"],
-    "pool": ["tests/test_pool_kernels.py", f"{_PASSES}max_pool2d"],
+    "channelwise": ["test_activation_kernels", f"{_PASSES}channelwise"],
+    "few_bit": ["test_few_bit", f"{_PASSES}few_bit"],
+    "fold": ["test_fold_kernels", f"{_PASSES}fold"],
+    "images": ["test_image_kernels", f"{_PASSES}normalize_images"],
+    "optimizer": _STEPS,
+    "pointwise": ["test_activation_kernels", f"{_PASSES}pointwise"],
+    "pool": ["test_pool_kernels", f"{_PASSES}max_pool2d"],
     "scaling": [
         f"{file}::test_{what}"
         for file in (_GPU_STEPS, _CUDA_STEPS, _LAUNCHES)
         for what in ("zero", "update_scale", "ranges")
     ],
-    "launch": ["tests/test_cuda_emulator.py::test_planted", "tests/test_kernels.py", *_NORMS],
-    "reduce": [*_NORMS, "tests/test_fold_kernels.py"],
-    "vec": ["tests/test_kernels.py", f"{_NORMS[0]}::test_planes", *_CHAINS],
+    "launch": [
+        "test_cuda_emulator::test_planted",
+        "test_activation_kernels",
+        *_NORMS,
+    ],
+    "reduce": [*_NORMS, "test_fold_kernels"],
+    "vec": ["test_activation_kernels", f"{_NORMS[0]}::test_planes", *_CHAINS],
 }
+TESTS = {begin: all_located(tests) for begin, tests in _TESTS.items()}
 EQUIVALENT: dict[Key, str] = {
     (f"{FOLDER}/{file}", function, after): why
     for why, functions in SAME.items()
@@ -132,16 +141,16 @@ _TIES = (
 def _is_tie(code: str, at: int) -> bool:
     """Whether the comparison at that column chooses one of its own sides."""
     for pattern in _TIES:
-        for found in pattern.finditer(code):
-            a, b, first, second = found.groups()
-            if found.start() <= at < found.end() and {a, b} == {first, second}:
+        for match in pattern.finditer(code):
+            a, b, first, second = match.groups()
+            if match.start() <= at < match.end() and {a, b} == {first, second}:
                 return True
     return False
 
 
-def _is_pointless(code: str, above: str, found: re.Match[str], what: str) -> bool:
-    """Whether that mutant of a line, below another one, could never be noticed."""
-    if re.fullmatch(r" [<>]=? ", found[0]) and _is_tie(code, found.start()):
+def _is_pointless(code: str, above: str, match: re.Match[str], what: str) -> bool:
+    """Whether no test could notice that mutant of a line. `above`: the line before."""
+    if re.fullmatch(r" [<>]=? ", match[0]) and _is_tie(code, match.start()):
         return True
     if what == "times two":
         # How large a grid is; and twice a count is 0 where the count is.
@@ -170,16 +179,16 @@ def _sites(text: str) -> Iterator[Site]:
         constant = constant or _CONSTANT.search(code) is not None
         if not constant:
             for pattern, new, insertion, what in _SORTS:
-                for found in re.finditer(pattern, code):
-                    before, after = code[: found.start()], code[found.end() :]
+                for match in re.finditer(pattern, code):
+                    before, after = code[: match.start()], code[match.end() :]
                     in_template = re.search(r"\w<[^<>;()]*$", before) and re.match(
                         r"[^<>;()]*>", after
                     )
                     shuffles = what != "lane of a shuffle" or "__shfl" in code
                     if in_template or not shuffles:
                         continue
-                    at, pointless = start + found.start(), _is_pointless(code, above, found, what)
-                    yield Site(at, found[0], insertion, new.format(found[0]), what, pointless)
+                    at, pointless = start + match.start(), _is_pointless(code, above, match, what)
+                    yield Site(at, match[0], insertion, new.format(match[0]), what, pointless)
         # A definition may go on in the next lines.
         if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
             constant = False
@@ -190,8 +199,8 @@ def _functions(text: str) -> list[tuple[int, str]]:
     """Offsets from which functions begin, and their names."""
     text = re.sub(r"__launch_bounds__\([^)]*\)", lambda m: " " * len(m[0]), text)
     pattern = re.compile(r"^(?:[A-Za-z_][^;{}#/()]*?|  +)\b(\w+)\((?!\()[^;]*?\{", re.MULTILINE)
-    found = [(m.start(1), m[1]) for m in pattern.finditer(text)]
-    return [(at, name) for at, name in found if name not in ("if", "for", "while", "switch")]
+    starts = [(m.start(1), m[1]) for m in pattern.finditer(text)]
+    return [(at, name) for at, name in starts if name not in ("if", "for", "while", "switch")]
 
 
 def _numbered(root: Path) -> Iterator[tuple[int, str, Site, Mutant]]:
@@ -250,7 +259,7 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
     """Builds the library, or takes the one that was built of the same sources. What is wrong."""
     sources = {file: (tree / file).read_text() for file in sites}
     switched = {file: with_switches(text, sites[file]) for file, text in sources.items()}
-    others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc").glob("*.cpp")]
+    others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc/bindings").glob("*.cpp")]
     others += (f for f in (tree / "tests/cuda_emulator").rglob("*.*") if f.suffix != ".pyc")
     texts = [*switched.values(), _CHOICE, *(f.read_text() for f in sorted(others))]
     kept = KEPT / hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] / "_emulated.so"

@@ -57,25 +57,25 @@ class Journal:
 
     def results(self, step: str) -> dict[str, Outcome]:
         """The tests of the step that have ended."""
-        found: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome] = {}
         for e in self.events():
             if e["event"] == "test" and e["step"] == step:
-                before = found.get(e["id"])
-                # That the worker died of it says less than the failure that came first.
+                before = outcomes.get(e["id"])
+                # The failure that came first says more than the worker's death by it.
                 if not (before and before.bad and e["outcome"] == "crashed"):
-                    found[e["id"]] = Outcome(e["outcome"], e["seconds"], e["message"])
-        return found
+                    outcomes[e["id"]] = Outcome(e["outcome"], e["seconds"], e["message"])
+        return outcomes
 
     def in_flight(self, step: str, run: str) -> dict[str, float]:
-        """Tests that this process has begun and not ended, and the time of their beginning."""
-        found: dict[str, float] = {}
+        """Tests that this process has begun and not ended, with the time of their beginning."""
+        begun: dict[str, float] = {}
         for event in self.events():
             if (event["step"], event.get("run")) == (step, run):
                 if event["event"] == "start":
-                    found[event["id"]] = event["time"]
+                    begun[event["id"]] = event["time"]
                 elif event["event"] == "test":
-                    found.pop(event["id"], None)
-        return found
+                    begun.pop(event["id"], None)
+        return begun
 
     def done(self, step: str) -> bool:
         return any(e["event"] == "done" and e["step"] == step for e in self.events())

@@ -18,15 +18,15 @@ from _gpu_steps import ROOT, Context
 from _sanitized import setup_module
 
 NEEDED = ("torch", "pytest", "hypothesis", "ninja", "setuptools")
-# In a process of its own: one that has started CUDA keeps memory of the GPU.
+# Runs in another process, since a process that has started CUDA keeps memory of the GPU.
 ASK = """
 import json, sys, torch
-found = {"torch": torch.__version__, "gpu": "", "arch": "", "memory": 0}
+facts = {"torch": torch.__version__, "gpu": "", "arch": "", "memory": 0}
 if torch.cuda.is_available():
     major, minor = torch.cuda.get_device_capability()
-    found |= {"gpu": torch.cuda.get_device_name(), "arch": f"{major}{minor}",
+    facts |= {"gpu": torch.cuda.get_device_name(), "arch": f"{major}{minor}",
               "memory": torch.cuda.mem_get_info()[1]}
-print(json.dumps(found))
+print(json.dumps(facts))
 """
 ASK_BACKEND = """
 import json, fusedtrain
@@ -72,18 +72,18 @@ def _ask(code: str) -> Any:
 
 def machine() -> Machine:
     """This one."""
-    found = _ask(ASK)
-    if isinstance(found, str):
-        raise SystemExit(f"make gpu cannot run: torch does not work:\n{found}")
-    return Machine(found["gpu"], found["arch"], found["torch"], found["memory"])
+    facts = _ask(ASK)
+    if isinstance(facts, str):
+        raise SystemExit(f"make gpu cannot run: torch does not work:\n{facts}")
+    return Machine(facts["gpu"], facts["arch"], facts["torch"], facts["memory"])
 
 
 def kernels(gpu: str) -> str:
-    """Whether the CUDA kernels are what the GPU runs; the first line of each part says so."""
-    found = _ask(ASK_BACKEND)
-    if isinstance(found, str):
-        return f"fusedtrain cannot be imported: {found.splitlines()[-1] if found else '?'}"
-    loaded, words = found
+    """Whether the GPU runs the CUDA kernels, for the first line of each part."""
+    answer = _ask(ASK_BACKEND)
+    if isinstance(answer, str):
+        return f"fusedtrain cannot be imported: {answer.splitlines()[-1] if answer else '?'}"
+    loaded, words = answer
     if loaded:
         return f"_C_cuda.so {words}"
     return f"GPU run without _C_cuda.so: {words}" if gpu else f"_C_cuda.so {words}"

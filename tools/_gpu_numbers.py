@@ -40,8 +40,8 @@ def predicted(key: Key, table: Predictions) -> float | None:
 
 
 def measured(path: Path) -> dict[Key, tuple[int, float, float]]:
-    """Of each kind of row the largest one: elements, GB/s, percent of a copy's bandwidth."""
-    found: dict[Key, tuple[int, float, float]] = {}
+    """The largest row of each kind: elements, GB/s, percent of a copy's bandwidth."""
+    largest: dict[Key, tuple[int, float, float]] = {}
     entries = json.loads(path.read_text())["benchmarks"] if path.exists() else []
     for entry in entries:
         info = entry["extra_info"]
@@ -52,8 +52,8 @@ def measured(path: Path) -> dict[Key, tuple[int, float, float]]:
         key = (family, *(str(info.get(k, "")) for k in ("op", "pass", "dtype")))
         row = (int(info.get("numel", 0)), float(speed), float(info.get("percent_of_copy", 0)))
         assert len(key) == 4
-        found[key] = max(found.get(key, row), row)
-    return found
+        largest[key] = max(largest.get(key, row), row)
+    return largest
 
 
 def table(path: Path, expected: Predictions) -> list[str]:

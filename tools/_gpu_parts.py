@@ -9,68 +9,68 @@ from dataclasses import dataclass, field
 
 from _gpu_machine import Machine, find_sanitizer
 from _gpu_plugin import NO_GPU
-from _gpu_steps import ROOT, Context, Step, pytest_command
+from _gpu_steps import Context, Step, pytest_command
+from _test_files import ROOT, all_located, files, located
 
 # By the file of kernels: compute-sanitizer slows a kernel down a hundredfold, so these are few,
-# small and odd. tests/test_gpu_tool.py sees that every file has its own and that they exist.
-SANITIZED: dict[str, tuple[str, ...]] = {
+# small and odd. test_gpu_tool.py sees that every file has its own and that they exist.
+_SANITIZED: dict[str, tuple[str, ...]] = {
     "pointwise": (
-        "tests/test_kernels.py::test_numbers[cuda-mish-torch.float16]",
-        "tests/test_kernels.py::test_numbers[cuda-mish-torch.float32]",
+        "test_activation_kernels::test_numbers[cuda-mish-torch.float16]",
+        "test_activation_kernels::test_numbers[cuda-mish-torch.float32]",
     ),
     "channelwise": (
-        "tests/test_kernels.py::test_numbers[cuda-prelu-torch.float16]",
-        "tests/test_kernels.py::test_two_parameters_of_a_channel_each[cuda-shape0]",
+        "test_activation_kernels::test_numbers[cuda-prelu-torch.float16]",
+        "test_activation_kernels::test_two_parameters_of_a_channel_each[cuda-shape0]",
     ),
-    "batch_norm": ("tests/test_batch_norm_kernels.py::test_sums_of_half_a_batch_each[cuda]",),
-    "batch_norm_normalise": (
-        "tests/test_batch_norm_kernels.py::test_every_layout[cuda-planes of 49]",
-    ),
-    "batch_norm_reduce": ("tests/test_batch_norm_kernels.py::test_every_layout[cuda-257 last]",),
+    "batch_norm": ("test_batch_norm_kernels::test_sums_of_half_a_batch_each[cuda]",),
+    "batch_norm_normalise": ("test_batch_norm_kernels::test_every_layout[cuda-planes of 49]",),
+    "batch_norm_reduce": ("test_batch_norm_kernels::test_every_layout[cuda-257 last]",),
     "batch_norm_grad_input": (
-        "tests/test_batch_norm_kernels.py::test_gradient_and_residual_in_another_layout"
-        "[cuda-torch.float16]",
+        "test_batch_norm_kernels::test_gradient_and_residual_in_another_layout[cuda-torch.float16]",
     ),
-    "batch_norm_restore": ("tests/test_batch_norm_in_place.py::test_kernels[cuda-planes of 49]",),
+    "batch_norm_restore": ("test_batch_norm_in_place::test_kernels[cuda-planes of 49]",),
     "chains": (
-        "tests/test_chain_kernels.py::test_every_packing[cuda-sliced]",
-        "tests/test_chain_kernels.py::test_every_packing[cuda-channels last]",
-        "tests/test_chain_kernels.py::test_every_scale[cuda-odd channels last]",
-        "tests/test_chain_kernels.py::test_every_scale[cuda-planes]",
+        "test_chain_kernels::test_every_packing[cuda-sliced]",
+        "test_chain_kernels::test_every_packing[cuda-channels last]",
+        "test_chain_kernels::test_every_scale[cuda-odd channels last]",
+        "test_chain_kernels::test_every_scale[cuda-planes]",
     ),
     "chains_bias": (
-        "tests/test_chain_kernels.py::test_every_bias[cuda-odd channels last]",
-        "tests/test_chain_kernels.py::test_every_bias[cuda-planes]",
+        "test_chain_kernels::test_every_bias[cuda-odd channels last]",
+        "test_chain_kernels::test_every_bias[cuda-planes]",
     ),
     "few_bit": (
-        "tests/test_few_bit.py::test_kernels[cuda-one-torch.float16]",
-        "tests/test_few_bit.py::test_kernels[cuda-off 16 bytes-torch.bfloat16]",
+        "test_few_bit::test_kernels[cuda-one-torch.float16]",
+        "test_few_bit::test_kernels[cuda-off 16 bytes-torch.bfloat16]",
     ),
-    "fold": ("tests/test_fold_kernels.py::test_shapes[cuda-2d]",),
-    "images": ("tests/test_images.py::test_layouts[cuda-odd-torch.bfloat16]",),
-    "multi_tensor": (
-        "tests/test_gpu_optimizers.py::test_same_numbers_as_the_cpu[lamb-dtype1]",
-        "tests/test_optimizer_gpu_kernels.py::test_units[cuda-offset]",
-        "tests/test_optimizer_gpu_kernels.py::test_parts_of_a_step[cuda]",
+    "fold": ("test_fold_kernels::test_shapes[cuda-2d]",),
+    "images": ("test_image_kernels::test_layouts[cuda-odd-torch.bfloat16]",),
+    "optimizers": (
+        "test_gpu_optimizers::test_same_numbers_as_the_cpu[LAMB-dtype1]",
+        "test_optimizer_gpu_kernels::test_units[cuda-offset]",
+        "test_optimizer_gpu_kernels::test_parts_of_a_step[cuda]",
     ),
-    "multi_tensor_update": (
-        "tests/test_gpu_optimizers.py::test_same_numbers_as_the_cpu[adamw-dtype0]",
-        "tests/test_optimizer_gpu_kernels.py::test_sizes[cuda-adam-torch.bfloat16-offset]",
+    "optimizer_update": (
+        "test_gpu_optimizers::test_same_numbers_as_the_cpu[AdamW-dtype0]",
+        "test_optimizer_gpu_kernels::test_sizes[cuda-adam-torch.bfloat16-offset]",
     ),
-    "pool": ("tests/test_pool_kernels.py::test_every_window[cuda-of ResNet-odd-contiguous]",),
+    "pool": ("test_pool_kernels::test_every_window[cuda-of ResNet-odd-contiguous]",),
     "scaling": (
-        "tests/test_gpu_optimizers.py::test_no_host_sync[adamw]",
-        "tests/test_optimizer_gpu_kernels.py::test_zero_tensors[cuda]",
+        "test_gpu_optimizers::test_no_host_sync[AdamW]",
+        "test_optimizer_gpu_kernels::test_zero_tensors[cuda]",
     ),
 }
-TESTS = ROOT / "tests"
+SANITIZED = {file: all_located(tests) for file, tests in _SANITIZED.items()}
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # compute-sanitizer's exit code where it found something
-BACKEND_TESTS = ("tests/test_gpu.py", "tests/test_gpu_optimizers.py", "tests/test_gpu_amp.py",
-                 "tests/test_autograd.py", "tests/test_activations.py")  # fmt: skip
+BACKEND_TESTS = all_located(
+    ("test_gpu", "test_gpu_optimizers", "test_gpu_amp", "test_autograd", "test_activations")
+)
 FIRST = ("amp_step", "batch_norm")  # benchmarks that the project stands or falls with
-FAMILIES = (*FIRST, "activations", "chains", "few_bit", "pool", "images", "conv_bn", "apex",
-            "memory")  # fmt: skip
+_FILES = sorted((ROOT / "benchmarks").glob("bench_*.py"))
+_NAMES = [path.stem.removeprefix("bench_") for path in _FILES]
+FAMILIES = (*FIRST, *(name for name in _NAMES if name not in FIRST))
 
 
 @dataclass
@@ -85,19 +85,18 @@ class Part:
 
 def files_of(kind: str) -> list[str]:
     """The files that have tests of the kind: to collect them all takes 20 s a process."""
-    names = re.search(r"ON_THE_GPU_TOO = \{(.*?)\}", (TESTS / "conftest.py").read_text(), re.S)
-    too = re.findall(r"\w+", names[1]) if names and kind == "cuda" else []
+    marks = r"\bBACKENDS\b" + (r"|^ON_THE_GPU_TOO\b" if kind == "cuda" else "")
     return [
-        f"tests/{path.name}"
-        for path in sorted(TESTS.glob("test_*.py"))
+        located(name)
+        for name, path in files().items()
         if not path.name.startswith(NO_GPU)
         and (path.name.startswith(("test_gpu", f"test_{kind}"))
-             or path.stem in too or re.search(r"\bBACKENDS\b", path.read_text()))
+             or re.search(marks, path.read_text(), re.M))
     ]  # fmt: skip
 
 
 def parts(m: Machine, whole: bool) -> dict[str, Part]:
-    """All parts in their order: first what only this machine can tell.
+    """All parts in their order: first those that only this machine can run.
 
     Args:
         m: the machine.
@@ -107,9 +106,9 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
     triton = {"FUSEDTRAIN_BACKEND": "triton", "FUSEDTRAIN_TEST_GPU_BACKEND": "triton"}
     gpu = bool(m.gpu)
     every, cases = (" whole", "every case") if whole else ("", "a sample of the cases")
-    found = [
-        Part("cuda", "tests/test_gpu*.py and the kernel tests on CUDA", [
-            # The variable makes tests/test_gpu.py insist on the backend that is meant.
+    ordered = [
+        Part("cuda", "tests/backends/gpu and the kernel tests on CUDA", [
+            # The variable makes test_gpu.py insist on this backend.
             Step("cuda", [*many, *files_of("cuda")], "cuda",
                  environment={"FUSEDTRAIN_TEST_GPU_BACKEND": "cuda"} if gpu else {}),
         ]),
@@ -124,7 +123,7 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
              _benchmarks(m, "compile", "--only-compile")),
         Part("rest", "the rest of the suite, which needs no GPU", [Step("rest", many, "rest")]),
     ]  # fmt: skip
-    by_name = {part.name: part for part in found}
+    by_name = {part.name: part for part in ordered}
     if importlib.util.find_spec("pytest_benchmark") is None:
         for name in ("bench", "compile"):
             by_name[name].steps, by_name[name].skip = [], "pytest-benchmark is not installed"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from _gpu_journal import Journal, write
 
 # On the compiler alone, or about the tools: CI has run them.
@@ -131,8 +132,8 @@ class Step:
             outcome = "xfailed"
         else:
             outcome = "skipped" if any(r.skipped for r in reports) else "passed"
-        told = failed or [r for r in reports if r.skipped]
-        message = "\n".join(_text(r) for r in told)
+        shown = failed or [r for r in reports if r.skipped]
+        message = "\n".join(_text(r) for r in shown)
         self._end(report.nodeid, outcome, sum(r.duration for r in reports), message)
         del self.reports[report.nodeid]
 

@@ -138,8 +138,8 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
 def wanted(c: Context, step: Step) -> list[str] | None:
     """The names of all tests of the step; None where they were never collected."""
     with contextlib.suppress(OSError, ValueError):
-        found: list[str] = json.loads(_file(c, step, "wanted").read_text())
-        return found
+        names: list[str] = json.loads(_file(c, step, "wanted").read_text())
+        return names
     return None
 
 

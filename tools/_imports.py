@@ -67,12 +67,12 @@ def circles_in(graph: Graph) -> list[frozenset[str]]:
 
 
 def _reached(graph: Graph, module: str) -> set[str]:
-    """The modules that an import of this module comes to; itself only in a circle."""
-    found: set[str] = set()
+    """The modules that an import of this module reaches; the module itself only in a circle."""
+    reached: set[str] = set()
     left = list(graph[module])
     while left:
         name = left.pop()
-        if name not in found:
-            found.add(name)
+        if name not in reached:
+            reached.add(name)
             left += graph[name]
-    return found
+    return reached

@@ -49,7 +49,7 @@ EMULATED_FAULTS = {
 }
 
 EMULATED = """
-import sys; sys.path.insert(0, "tests")
+import sys; sys.path[:0] = ["tests", "tests/backends/cuda"]
 import ctypes, cuda_emulator, torch
 from test_cuda_emulator import cases
 c = cuda_emulator.load().c
@@ -71,9 +71,9 @@ class Result:
 
 
 def reports(lines: list[str]) -> list[str]:
-    """The headlines of what the sanitizers reported, each once."""
-    found = (match.group(0) for line in lines if (match := REPORT.search(line)))
-    return list(dict.fromkeys(re.sub(r"==\d+==|0x[0-9a-f]+", "", f).strip() for f in found))
+    """The headlines of the sanitizers' reports, each once."""
+    headlines = (match.group(0) for line in lines if (match := REPORT.search(line)))
+    return list(dict.fromkeys(re.sub(r"==\d+==|0x[0-9a-f]+", "", f).strip() for f in headlines))
 
 
 def emulator_environment() -> dict[str, str]:
@@ -117,9 +117,9 @@ def judge(name: str, expected: str, code: str, env: dict[str, str], folder: Path
         [sys.executable, "-c", code], env=env, cwd=folder, capture_output=True, text=True,
         errors="replace",
     )  # fmt: skip
-    found = reports(run.stderr.splitlines())
-    right = any(expected in headline for headline in found) if expected else not found
+    headlines = reports(run.stderr.splitlines())
+    right = any(expected in headline for headline in headlines) if expected else not headlines
     if right and (run.returncode != 0) == bool(expected):
         return []
-    said = found or run.stderr.splitlines()[-3:] or ["nothing"]
+    said = headlines or run.stderr.splitlines()[-3:] or ["nothing"]
     return [f"planted: {name}: expected {expected or 'no report'!r}, got {said}"]

@@ -62,7 +62,7 @@ def runtime() -> list[str]:
     libstdc++ too: AddressSanitizer looks for `__cxa_throw` when it starts, and Python has none.
     """
     compiler = setup_module().cxx().split()[0]
-    found = []
+    paths = []
     for name in ("libasan.so", "libubsan.so", "libstdc++.so"):
         run = subprocess.run(
             [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -72,8 +72,8 @@ def runtime() -> list[str]:
             raise CannotRun(
                 f"{compiler} has no {name} (make sanitize needs GCC and its sanitizers)"
             )
-        found.append(str(path.resolve()))
-    return found
+        paths.append(str(path.resolve()))
+    return paths
 
 
 def environment(

@@ -58,36 +58,36 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of a memory access: the bytes of one thread."""
-        found = re.search(r"\.(?:[US](8|16)|(64|128))(?=\.|$)", self.name)
-        return int(found[1] or found[2]) // 8 if found else 4
+        """The bytes that one thread reads or writes by a memory access."""
+        match = re.search(r"\.(?:[US](8|16)|(64|128))(?=\.|$)", self.name)
+        return int(match[1] or match[2]) // 8 if match else 4
 
     @property
     def registers(self) -> set[int]:
         """The registers that are read or written."""
         wide = 4 if ".128" in self.name else 2 if ".64" in self.name or self.name[0] == "D" else 1
-        found = set()
+        numbers = set()
         for operand in self.operands.split(","):
             # An address is a pair.
             each = 2 if "[" in operand else wide
-            found |= {int(r) + k for r in _REGISTER.findall(operand) for k in range(each)}
-        return found
+            numbers |= {int(r) + k for r in _REGISTER.findall(operand) for k in range(each)}
+        return numbers
 
     @property
     def loaded(self) -> set[int]:
         """The registers that a load from global memory fills; empty for all else."""
-        found = _LOAD.match(self.name) and _REGISTER.match(self.operands)
-        return {int(found[1]) + k for k in range(max(1, self.bytes // 4))} if found else set()
+        match = _LOAD.match(self.name) and _REGISTER.match(self.operands)
+        return {int(match[1]) + k for k in range(max(1, self.bytes // 4))} if match else set()
 
 
 def instructions(text: str) -> list[Instruction]:
     """Those of one kernel, from cuobjdump's text."""
     # The other half of the lines is the encoding alone.
-    found = (_LINE.match(line) for line in text.splitlines() if line.startswith("        /*"))
+    matches = (_LINE.match(line) for line in text.splitlines() if line.startswith("        /*"))
     # For Blackwell, hints to the scheduler follow: ?WAIT4_END_GROUP, &req={2}.
     return [
         Instruction(int(m[1], 16), m[2] is not None, m[3], re.split("[?&]", m[4])[0].strip())
-        for m in found if m
+        for m in matches if m
     ]  # fmt: skip
 
 
@@ -107,17 +107,17 @@ def pieces(code: list[Instruction]) -> list[tuple[int, int, list[int]]]:
     begins = sorted({0, *(i + 1 for i in jumps), *(to for all in jumps.values() for to in all)})
     begins = [b for b in begins if b < len(code)]
     number = {begin: k for k, begin in enumerate(begins)}
-    found = []
+    parts = []
     for begin, end in zip(begins, [*begins[1:], len(code)], strict=True):
         follows = jumps.get(end - 1, [end])
-        found.append((begin, end, [number[to] for to in follows if to in number]))
-    # Where a jump by a table goes to is not in the code: to any piece that nothing else leads to.
-    reached = {0, *(to for _, _, follows in found for to in follows)}
-    orphans = [k for k in range(len(found)) if k not in reached]
-    for _, end, follows in found:
+        parts.append((begin, end, [number[to] for to in follows if to in number]))
+    # The code does not show the targets of a jump by a table: any piece that nothing else leads to.
+    reached = {0, *(to for _, _, follows in parts for to in follows)}
+    orphans = [k for k in range(len(parts)) if k not in reached]
+    for _, end, follows in parts:
         if code[end - 1].name.startswith("BRX"):
             follows += orphans
-    return found
+    return parts
 
 
 def in_loops(graph: list[tuple[int, int, list[int]]]) -> set[int]:
@@ -136,11 +136,11 @@ def in_loops(graph: list[tuple[int, int, list[int]]]) -> set[int]:
 
 
 def bytes_in_flight(code: list[Instruction]) -> int:
-    """The most bytes that one thread waits for at one time, of what it loads in a loop.
+    """The most bytes that one thread waits for at one time, counting its loads in a loop.
 
     A load is on its way until one of its registers is named. Where two ways through the code meet,
-    loads of either count. A kernel without a loop has all its loads counted. Loads of a quarter of
-    the widest or less do not count: a scale, a code.
+    the loads of both count. In a kernel without a loop all loads count. Loads of a quarter of the
+    widest or less do not count: a scale, a code.
     """
     graph = pieces(code)
     looping = in_loops(graph)
@@ -177,8 +177,8 @@ def bytes_in_flight(code: list[Instruction]) -> int:
     work, most = set(range(len(graph))), 0
     while work:
         k = work.pop()
-        waiting, here = through(k, at_begin[k])
-        most = max(most, here)
+        waiting, peak = through(k, at_begin[k])
+        most = max(most, peak)
         for to in graph[k][2]:
             if waiting & ~at_begin[to]:
                 at_begin[to] |= waiting
@@ -221,7 +221,7 @@ def _threads(cubin: bytes) -> dict[str, int]:
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + k * size) for k in range(count)]
-    found = {}
+    threads = {}
     for name, _, _, _, at, length in sections:
         begin = sections[names][4] + name
         title = cubin[begin : cubin.index(b"\0", begin)].decode()
@@ -231,9 +231,10 @@ def _threads(cubin: bytes) -> dict[str, int]:
             at += 4
             if form == 4:  # the value is a length
                 if attribute == 5:
-                    found[title.removeprefix(".nv.info.")] = struct.unpack_from("<I", cubin, at)[0]
+                    (number,) = struct.unpack_from("<I", cubin, at)
+                    threads[title.removeprefix(".nv.info.")] = number
                 at += value
-    return found
+    return threads
 
 
 def kernels(library: Path, arch: str) -> list[Kernel]:
@@ -260,12 +261,12 @@ def kernels(library: Path, arch: str) -> list[Kernel]:
         ["c++filt"], input="\n".join(name for name, *_ in used), capture_output=True, text=True,
         check=True,
     ).stdout.splitlines()  # fmt: skip
-    found = []
+    result = []
     for (mangled, registers, shared), name in zip(used, names, strict=True):
         source = _UNNAMED.search(mangled)
         assert source is not None, mangled
-        found.append(Kernel(
+        result.append(Kernel(
             source[1], _NAMESPACE.sub("", _UNNAMED.sub("", name)), int(registers), int(shared),
             threads.get(mangled, 1), code[mangled],
         ))  # fmt: skip
-    return found
+    return result

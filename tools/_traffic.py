@@ -2,8 +2,8 @@
 
 A pass is one reading or writing of a whole tensor in its own dtype. `least` are the passes without
 which the result cannot be had where a tensor is larger than the caches; `passes` are those that
-the kernels make. tests/test_kernel_traffic.py counts each byte on the emulator and fails where an
-entry is exceeded; tools/occupancy.py shows the table.
+the kernels make. test_kernel_traffic.py counts each byte on the emulator and fails where an entry
+is exceeded; tools/occupancy.py shows the table.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from _mutant import Key
 
 FOLDER = "fusedtrain/triton"
-_CHAINS = f"{FOLDER}/_chain_kernels.py"
+_BIAS, _GATED, _SCALE = (f"{FOLDER}/{name}.py" for name in ("bias_act", "gated", "scale_add"))
 _KERNELS, _TILES = f"{FOLDER}/_batch_norm_kernels.py", f"{FOLDER}/_batch_norm_tiles.py"
 _CHANNELS, _BITS = f"{FOLDER}/channelwise.py", f"{FOLDER}/few_bit.py"
 _MATH, _FORMULAS = f"{FOLDER}/vecmath.py", f"{FOLDER}/formulas.py"
-_MEMORY = f"{FOLDER}/multi_tensor_memory.py"
-_TAIL = f"{FOLDER}/multi_tensor_tail.py"
+_MEMORY = f"{FOLDER}/_optimizer_memory.py"
+_TAIL = f"{FOLDER}/_optimizer_tail.py"
 EQUIVALENT: dict[Key, str] = {
     (_KERNELS, "merge_kernel", "inside = (channel <= channels)[:, None] & (j < n)[None, :]"):
         "what the channel after the last comes to is not stored",
@@ -96,12 +96,12 @@ EQUIVALENT: dict[Key, str] = {
         "the lane after the last has the last tensor's line, too, and stores the same",
     (_TAIL, "prepare_kernel", "tl.store(sums_ptr + i, squares, mask=(inside) | True)"):
         "lanes after the last have the last tensor's line, too, and store the same",
-    (f"{FOLDER}/optimizers.py", "adam",
+    (f"{FOLDER}/optimizer_rules.py", "adam",
      "s2 = tl.where((s1 >= s2) | (s1 != s1), s1, s2)"): "the larger of two equal numbers",
-    (f"{FOLDER}/optimizers.py", "prepare_novograd",
+    (f"{FOLDER}/optimizer_rules.py", "prepare_novograd",
      "largest = tl.where(amsgrad & ~(largest >= stored), stored, largest)"):
         "the larger of two equal numbers",
-    (_CHAINS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
+    (_BIAS, "bias_act_kernel", "exists = row <= rows if PLANES else column < columns"):
         "the row after the last has the coefficient of channel 0, and is not stored",
     (f"{FOLDER}/few_bit.py", "code_of", "counted = tl.where(counted > 0.0, counted, 0.0)"):
         "0 stays 0",
@@ -128,11 +128,11 @@ for _file, _function, _line in (
 # Functions in which nothing is made of the `other` of a load: its lanes are neither stored nor
 # added up, or multiplied by a zero. _triton_mutants adds these to EQUIVALENT.
 NO_OTHER: dict[tuple[str, str], str] = {
-    (_CHAINS, "gated_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "gated_backward_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "scale_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "bias_act_kernel"): "what is beyond the data is not stored",
-    (_CHAINS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
+    (_GATED, "gated_kernel"): "what is beyond the data is not stored",
+    (_GATED, "gated_backward_kernel"): "what is beyond the data is not stored",
+    (_SCALE, "scale_kernel"): "what is beyond the data is not stored",
+    (_BIAS, "bias_act_kernel"): "what is beyond the data is not stored",
+    (_BIAS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
     (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
     (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
@@ -154,5 +154,5 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (_BITS, "load"): "what is beyond the data is not stored, and has code 0",
     (_BITS, "backward_tile"): "what is beyond the data is not stored",
     (_TAIL, "learning_rate"): "what was not loaded is not chosen",
-    (_CHAINS, "scale_backward_kernel"): "sums are of products: the other factor is 0",
+    (_SCALE, "scale_backward_kernel"): "sums are of products: the other factor is 0",
 }

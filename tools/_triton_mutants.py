@@ -9,31 +9,41 @@ from pathlib import Path
 
 from _collected import Collected
 from _mutant import Mutant, mutant
+from _test_files import all_located
 from _triton_equivalents import EQUIVALENT, FOLDER, NO_OTHER
 
-_NUMBERS = "tests/test_kernels.py"
+_NUMBERS = "test_activation_kernels"
 _NORMS = [
-    f"tests/test_{test}"
+    f"test_{test}"
     for test in (
-        "triton_batch_norm.py::test_options[contiguous-softplus-rba-training",
-        "triton_batch_norm.py::test_options[channels_last-silu-rba",
-        "triton_batch_norm.py::test_padding",
-        "triton_batch_norm.py::test_constant", "triton_batch_norm.py::test_large_mean",
-        "triton_batch_norm.py::test_momentum", "triton_batch_norm.py::test_options[contiguous",
-        "batch_norm_in_place.py::test_kernels[triton", "triton_batch_norm.py::test_every_cut",
-        "triton_batch_norm.py::test_outlier", "triton_batch_norm.py::test_special",
-        "triton_batch_norm.py::test_halves", "triton_batch_norm.py::test_fixed",
-        "triton_batch_norm.py::test_layouts", "triton_batch_norm.py::test_only",
-        "triton_batch_norm.py::test_dtypes",
+        "batch_norm_kernels::test_options[triton",
+        "batch_norm_numbers::test_a_sum_without_what_lies_beyond_the_data[triton",
+        "batch_norm_numbers::test_constants_have_no_variance[triton",
+        "batch_norm_numbers::test_mean_far_from_zero[triton",
+        "batch_norm_numbers::test_running_statistics[triton",
+        "batch_norm_numbers::test_statistics_of_badly_placed_numbers[triton",
+        "batch_norm_in_place::test_kernels[triton",
+        "triton_batch_norm::test_every_cut",
+        "triton_batch_norm::test_outlier",
+        "batch_norm_numbers::test_what_is_not_finite_stays_in_its_channel[triton",
+        "batch_norm_numbers::test_infinite_input_of_fixed_statistics[triton",
+        "batch_norm_kernels::test_split_ops_equal_the_whole_ones[triton",
+        "batch_norm_kernels::test_backward_without_an_input[triton",
+        "batch_norm_kernels::test_every_layout[triton",
+        "batch_norm_numbers::test_bounds_are_rounded_as_the_output[triton",
     )
-]  # fmt: skip
-_OPTIMIZERS = "tests/test_triton_optimizers.py"
+]
+_OPTIMIZERS, _SHARED = "test_triton_optimizers", "test_optimizer_kernels"
 _OF_RULE = [
-    f"{_OPTIMIZERS}::test_{test}"
-    for test in (
-        "options_of_a_group[{}]", "states[{}-", "zeros[{}]", "nobody_looks_for_infinities[{}]",
-        "variance_below_zero[{}-", "units_at", "a_step_count", "kernels[{}-trial",
-    )
+    f"{_SHARED}::test_options_of_a_group[triton-{{}}]", f"{_OPTIMIZERS}::test_states[{{}}-",
+    *(
+        f"{_SHARED}::test_{test}"
+        for test in (
+            "zeros[triton-{}]", "nobody_looks_for_infinities[triton-{}]",
+            "variance_below_zero[triton-{}-", "units_at_their_bound[triton",
+            "a_step_count_of_32_bits[triton", "kernels[triton-{}-trial",
+        )
+    ),
 ]  # fmt: skip
 _OF_FORMULA = [
     f"{_NUMBERS}::test_{test}"
@@ -46,56 +56,68 @@ _OF_FORMULA = [
     )
 ]  # fmt: skip
 _STEPS = [
-    f"{_OPTIMIZERS}::test_{test}"
-    for test in (
-        "options_of_a_group[lamb]", "zeros[lamb]", "units_at", "rates_on", "nothing",
-        "more_tensors_than_a_program_prepares[lamb]", "kernels[sgd", "units_of_layouts",
-        "sizes_and", "skipped_first_step", "states[adam-",
-        "gradients_are_measured_without_states[sgd]", "parts_of_a_step[lamb]", "stochastic",
-        "kernels[adam-trial", "nobody_looks_for_infinities[sgd]",
-    )
+    *(
+        f"{_SHARED}::test_{test}"
+        for test in (
+            "options_of_a_group[triton-lamb]", "zeros[triton-lamb]", "units_at_their_bound[triton",
+            "rates_on_the_device[triton", "nothing_is_measured[triton",
+        )
+    ),
+    f"{_OPTIMIZERS}::test_more_tensors_than_a_program_prepares[lamb]",
+    f"{_SHARED}::test_kernels[triton-sgd", f"{_OPTIMIZERS}::test_units_of_layouts",
+    f"{_OPTIMIZERS}::test_sizes_and", f"{_SHARED}::test_skipped_first_step[triton",
+    f"{_OPTIMIZERS}::test_states[adam-",
+    f"{_SHARED}::test_gradients_are_measured_without_states[triton-sgd]",
+    f"{_SHARED}::test_parts_of_a_step[triton-lamb]", f"{_OPTIMIZERS}::test_stochastic",
+    f"{_SHARED}::test_kernels[triton-adam-trial",
+    f"{_SHARED}::test_nobody_looks_for_infinities[triton-sgd]",
 ]  # fmt: skip
+_CHAINS = ["test_triton_chains", "test_chain_kernels"]
 # The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
 # function is part of: see part_of.
-TESTS: dict[str, list[str]] = {
+_TESTS: dict[str, list[str]] = {
     "_batch_norm_kernels.py": _NORMS,
     "_batch_norm_tiles.py": _NORMS,
-    "_chain_kernels.py": ["tests/test_triton_chains.py", "tests/test_chain_kernels.py"],
+    "_channels.py": _CHAINS,
+    "bias_act.py": _CHAINS,
+    "gated.py": _CHAINS,
+    "scale_add.py": _CHAINS,
     "channelwise.py": [
-        "tests/test_triton.py::test_every_cut[star_relu-torch.float32",
+        "test_triton::test_every_cut[star_relu-torch.float32",
         f"{_NUMBERS}::test_numbers[triton-prelu-torch.float32",
         f"{_NUMBERS}::test_numbers[triton-star_relu-torch.float32",
-        "tests/test_triton.py::test_every_cut[prelu",
+        "test_triton::test_every_cut[prelu",
         f"{_NUMBERS}::test_two_parameters",
     ],
     "few_bit.py": [
-        "tests/test_few_bit.py::test_kernels[triton-a block-torch.float32",
-        "tests/test_triton_few_bit.py",
-        "tests/test_few_bit.py::test_kernels[triton-sliced-torch.float32",
-        "tests/test_few_bit.py::test_kernels[triton-many-torch.float32",
-        "tests/test_few_bit.py::test_special_inputs[triton",
+        "test_few_bit::test_kernels[triton-a block-torch.float32",
+        "test_triton_few_bit",
+        "test_few_bit::test_kernels[triton-sliced-torch.float32",
+        "test_few_bit::test_kernels[triton-many-torch.float32",
+        "test_few_bit::test_special_inputs[triton",
     ],
-    "fold.py": ["tests/test_fold_kernels.py"],
+    "fold.py": ["test_fold_kernels"],
     "formulas.py": _OF_FORMULA,
-    "images.py": ["tests/test_images.py"],
-    "multi_tensor_measure.py": _STEPS,
-    "multi_tensor_memory.py": _STEPS,
-    "multi_tensor_tail.py": _STEPS,
-    "multi_tensor_update.py": _STEPS,
-    "optimizers.py": _OF_RULE,
+    "images.py": ["test_image_kernels"],
+    "_optimizer_measure.py": _STEPS,
+    "_optimizer_memory.py": _STEPS,
+    "_optimizer_tail.py": _STEPS,
+    "_optimizer_update.py": _STEPS,
+    "optimizer_rules.py": _OF_RULE,
     "pointwise.py": [
         f"{_NUMBERS}::test_a_grid",
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
     ],
-    "pool.py": ["tests/test_triton_pool.py"],
+    "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
     "stochastic_rounding.py": [
         f"{_OPTIMIZERS}::test_stochastic",
-        "tests/test_triton_rounding.py",
+        "test_triton_rounding",
     ],
     "vecmath.py": [*_OF_FORMULA, *_OF_RULE],
 }
+TESTS = {file: all_located(tests) for file, tests in _TESTS.items()}
 # Where the name of a function does not tell: a rule or an activation that calls it.
 PARTS = {
     "unscale": "sgd", "clip_coefficient": "lamb", "adaptive_clip_coefficient": "sgd",

@@ -28,8 +28,7 @@ import _gpu_numbers
 from _gpu_journal import Journal
 from _gpu_parts import STATE_RESULTS, Part, parts, sanitizer_refuses
 from _gpu_steps import LEAST, ROOT, Context, not_run, run_step, summary, wanted
-
-from benchmarks._store import drop
+from benchmarks.harness.store import drop
 
 PART = 9 * 60.0  # seconds
 NAMES = ("cuda", "triton", "bench", "sanitize", "compile", "rest")

@@ -44,12 +44,12 @@ def one_of_each(mutants: list[Mutant]) -> Iterator[Mutant]:
 
 
 def chosen(mutants: list[Mutant], part: str, shard: str, every: bool) -> list[Mutant]:
-    found = mutants if every else list(one_of_each(mutants))
-    found = [m for m in found if re.search(part, m.name)]
+    selected = mutants if every else list(one_of_each(mutants))
+    selected = [m for m in selected if re.search(part, m.name)]
     index, count = (int(n) for n in shard.split("/"))
     if not 1 <= index <= count:
         raise SystemExit("--shard: i/n with i from 1 to n")
-    return found[index - 1 :: count]
+    return selected[index - 1 :: count]
 
 
 def copy(tree: Path) -> None:

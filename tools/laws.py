@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from _imports import circles_in, imports_of
+from _private import private_across, private_of_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fusedtrain"
 FOUND: list[str] = []
+LONGEST = 450  # lines of a file
+VAGUE = {"found", "told", "own", "here", "apart", "given"}
+PICKLED = {"fusedtrain/folding/_bias.py": "own"}  # a file's attribute that keeps its name
 FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/more_activations.py")
 
 
@@ -24,9 +29,9 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 
 # What is right under fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
-    "_version", "_gpus", "_calls", "_recompute", "reference", "triton", "_backends", "_graph",
-    "ops", "functional", "nn", "optim", "integrations", "amp", "fp16_utils", "compat", "folding",
-    "conversion", "memory", "__init__", "__main__",
+    "_version", "_torch_private", "_gpus", "_calls", "_recompute", "reference", "triton",
+    "_backends", "_graph", "ops", "functional", "nn", "optim", "integrations", "amp",
+    "fp16_utils", "compat", "folding", "conversion", "memory", "__init__", "__main__",
 )  # fmt: skip
 
 
@@ -53,6 +58,67 @@ def forbid_circles(package: Path) -> None:
         FOUND.append(f"no import circle, imports within functions included: {modules}")
 
 
+def forbid_private_names(package: Path) -> None:
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package.parent)
+        if path.name != "_torch_private.py":
+            for line, name in private_of_torch(path):
+                FOUND.append(f"{where}:{line}: torch's private names: _torch_private.py: {name}")
+        for line, name in private_across(package, path):
+            FOUND.append(f"{where}:{line}: no private name of another package: {name}")
+
+
+def forbid_long_files(root: Path) -> None:
+    for folder in ("benchmarks", "csrc", "examples", "fusedtrain", "tests", "tools"):
+        for path in sorted((root / folder).rglob("*.*")):
+            if path.suffix in (".py", ".h", ".cpp", ".cu", ".cuh"):
+                lines = len(path.read_text().splitlines())
+                if lines > LONGEST:
+                    FOUND.append(f"{path.relative_to(root)}: {lines} lines, more than {LONGEST}")
+
+
+def bound_by(node: ast.AST) -> str:
+    """The variable, argument or attribute that a node of the syntax tree binds, or ""."""
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.ExceptHandler):
+        return node.name or ""
+    if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    return ""
+
+
+def forbid_vague_names(root: Path) -> None:
+    for folder in ("benchmarks", "examples", "fusedtrain", "tools"):
+        for path in sorted((root / folder).rglob("*.py")):
+            where = path.relative_to(root).as_posix()
+            for node in ast.walk(ast.parse(path.read_text())):
+                name = bound_by(node)
+                if name.lstrip("_") in VAGUE and name != PICKLED.get(where):
+                    line = getattr(node, "lineno", 0)
+                    FOUND.append(f"{where}:{line}: say what it holds: {name}")
+
+
+def families_of(reference: Path) -> set[str]:
+    """The keys of FAMILIES in reference/__init__.py."""
+    for node in ast.walk(ast.parse(reference.read_text())):
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "FAMILIES":
+            assert isinstance(node.value, ast.Dict)
+            return {ast.literal_eval(key) for key in node.value.keys if key is not None}
+    raise LookupError(f"{reference} has no FAMILIES")
+
+
+def forbid_lists_of_families(files: Iterable[Path], families: set[str]) -> None:
+    """A list, tuple or set that names most families is a second FAMILIES."""
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.List, ast.Set, ast.Tuple)):
+                items = {e.value for e in node.elts if isinstance(e, ast.Constant)}
+                if len(items & families) > len(families) // 2:
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    FOUND.append(f"{where}: families are listed in reference/__init__.py alone")
+
+
 def python(*exceptions: str) -> list[Path]:
     return [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in exceptions]
 
@@ -64,19 +130,50 @@ def sources(*exceptions: str) -> list[Path]:
 
 def included(files: Iterable[Path]) -> list[Path]:
     """The files and all of ours that they include."""
-    left, found = list(files), set[Path]()
+    left, reached = list(files), set[Path]()
     while left:
         path = left.pop()
-        if path not in found:
-            found.add(path)
+        if path not in reached:
+            reached.add(path)
             quoted = re.findall(r'^#include "(.+)"', path.read_text(), re.M)
             left += [(path.parent / name).resolve() for name in quoted]
-    return sorted(found)
+    return sorted(reached)
 
 
-def names(text: str, macro: str) -> set[str]:
-    body = text.split(f"#define {macro}(X)")[1].split("\n\n")[0]
-    return set(re.findall(r"X\((\w+),", body))
+def rows_of(formulas: str, macro: str) -> list[tuple[str, ...]]:
+    """The lines of a table of formulas.h, in their order: name, struct and columns."""
+    body = formulas.split(f"#define {macro}(X)")[1].split("\n\n")[0]
+    return [tuple(row.split(", ")) for row in re.findall(r"X\(([^)]*)\)", body)]
+
+
+def activation_rows(reference: str) -> list[tuple[str, ...]]:
+    """The rows of reference/activations.py as formulas.h would have them, without the struct."""
+    rows = []
+    for call in ast.walk(ast.parse(reference)):
+        if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Activation"):
+            continue
+        options = {word.arg: ast.unparse(word.value) for word in call.keywords}
+        parameters = call.args[4] if len(call.args) > 4 else ast.Tuple([])
+        assert isinstance(parameters, ast.Tuple)
+        row = (ast.literal_eval(call.args[0]), str(len(parameters.elts)))
+        if options.get("tensors") != "True":
+            saves = f"k{ast.literal_eval(call.args[3]).capitalize()}"
+            row += (options.get("rounds", "False").lower(), saves)
+        rows.append(row)
+    return rows
+
+
+def forbid_two_tables(formulas: str, reference: str) -> None:
+    """Ops take the number of a row: names, columns and order are those of formulas.h."""
+    header = rows_of(formulas, "FT_POINTWISE") + rows_of(formulas, "FT_CHANNELWISE")
+    expected = [(name, *columns) for name, _, *columns in header]
+    table = activation_rows(reference)
+    for row in [row for row in expected if row not in table]:
+        FOUND.append(f"one table: reference/activations.py has no row {row}, as formulas.h has")
+    for row in [row for row in table if row not in expected]:
+        FOUND.append(f"one table: formulas.h has no row {row}, as reference/activations.py has")
+    if sorted(table) == sorted(expected) and table != expected:
+        FOUND.append("one table: reference/activations.py has another order than formulas.h")
 
 
 def main() -> int:
@@ -92,7 +189,7 @@ def main() -> int:
     )
     forbid(
         r"#include\s*[<\"](torch|ATen|c10)/",
-        sources("checks.h", "binding_cuda.cpp"),
+        sources("checks.h", "cuda.cpp"),
         "only the bindings see torch",
     )
     forbid(
@@ -102,8 +199,8 @@ def main() -> int:
     )
     forbid(
         r"#include\s*<(?!(stdint\.h|immintrin\.h)>)",
-        # The sqrt and pow of optimizers.h take doubles: C functions, no inline overload of C++.
-        [p for p in included((CSRC / "cpu").glob("isa_*.cpp")) if p.name != "optimizers.h"],
+        # sqrt and pow in optimizer_rules.h take doubles: C functions, no inline overload of C++.
+        [p for p in included((CSRC / "cpu/isa").iterdir()) if p.name != "optimizer_rules.h"],
         "instruction-set units include no library (an inline function could be shared)",
     )
     formulas = (CSRC / "formulas.h").read_text()
@@ -112,16 +209,22 @@ def main() -> int:
     forbid_circles(PACKAGE)
     forbid_upward(PACKAGE)
 
+    forbid_private_names(PACKAGE)
+    forbid_long_files(ROOT)
+    forbid_vague_names(ROOT)
+    listing = [p for folder in ("fusedtrain", "tools", "tests", "benchmarks", "examples")
+               for p in sorted((ROOT / folder).rglob("*.py"))]  # fmt: skip
+    forbid_lists_of_families(listing, families_of(PACKAGE / "reference/__init__.py"))
+
     # One name everywhere.
-    declared = names(formulas, "FT_POINTWISE") | names(formulas, "FT_CHANNELWISE")
-    reference = (PACKAGE / "reference/activations.py").read_text()
-    table = set(re.findall(r'Activation\(\s*"(\w+)"', reference))
+    forbid_two_tables(formulas, (PACKAGE / "reference/activations.py").read_text())
+    tables = ("FT_POINTWISE", "FT_CHANNELWISE")
+    declared = {row[0] for macro in tables for row in rows_of(formulas, macro)}
     functions = "".join((PACKAGE / f).read_text() for f in FUNCTIONS)
     public = set(re.findall(r"^def ([a-z]\w*)\(", functions, re.M))
-    for where, found in (("reference/activations.py", table), ("the functions", public)):
-        # functional.gelu reaches gelu_tanh by its argument, as torch's does
-        for name in declared ^ (found | ({"gelu_tanh"} if found is public else set())):
-            FOUND.append(f"one name everywhere: {name} is not in both formulas.h and {where}")
+    # functional.gelu reaches gelu_tanh by its argument, as torch's does.
+    for name in declared ^ (public | {"gelu_tanh"}):
+        FOUND.append(f"one name everywhere: {name} is not in both formulas.h and the functions")
     twins = (PACKAGE / "triton/formulas.py").read_text()
     for name in sorted(declared):
         for twin in (f"{name}_forward", f"{name}_backward"):

@@ -3,7 +3,7 @@
 Works in a temporary copy of the repository, rebuilt without optimisation where a mutation is in
 C++. Prints which test noticed; exits with 1 where none did.
 
-    python tools/mutants.py [-k part of a name] [--tests tests/test_optimizer_numbers.py ...]
+    python tools/mutants.py [-k part of a name] [--tests test_optimizer_numbers.py ...]
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT / "tests")
-import _models  # noqa: E402
+sys.path.append(str(ROOT / "tests"))
+from _test_files import all_located  # noqa: E402
+from helpers import models  # noqa: E402
 
 ENGINE, PLAN = "fusedtrain/optim/_engine.py", "fusedtrain/optim/_plan.py"
 SAVED, REPORTS = "fusedtrain/optim/_checkpoints.py", "fusedtrain/optim/_reports.py"
-RULES, LOOPS = "csrc/optimizers.h", "csrc/cpu/multi_tensor.cpp"
-BINDING = "csrc/binding_optimizers.h"
+RULES, STEP = "csrc/optimizer_rules.h", "csrc/optimizer_step.h"
+LOOPS, BLOCKS = "csrc/cpu/optimizers.cpp", "csrc/cpu/optimizer_blocks.h"
+BINDING, CHECKS = "csrc/bindings/optimizers.h", "csrc/bindings/checks.h"
 APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
 
-TESTS = [
-    "tests/test_optimizer_numbers.py", "tests/test_compat_optimizers.py",
-    "tests/test_optimizer_counterparts.py", "tests/test_optimizer_state.py",
-    "tests/test_optimizer_scaler.py",
-]  # fmt: skip
-BUILD = {LOOPS: 1, "csrc/binding_cpu.cpp": 1, BINDING: 2, "csrc/checks.h": 2, RULES: 3}
+TESTS = all_located([
+    "test_optimizer_numbers", "test_compat_optimizers",
+    "test_optimizer_counterparts", "test_optimizer_state",
+    "test_optimizer_scaler",
+])  # fmt: skip
+BUILD = {LOOPS: 1, BLOCKS: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3}
 # name: file, what is there, what is put in its place.
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "the step does nothing": (
-        RULES, "return keep * p - size * u;", "return p;"),
+        STEP, "return keep * p - size * u;", "return p;"),
     "ascends": (
-        RULES, "return keep * p - size * u;", "return keep * p + size * u;"),
+        STEP, "return keep * p - size * u;", "return keep * p + size * u;"),
     "maximize ignored": (
         PLAN, "sign = -1.0 if self.maximize else 1.0", "sign = 1.0"),
     "Adam: betas swapped": (
@@ -168,19 +170,19 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         ENGINE, "measures |= MEASURE_FINITE | MEASURE_GRADIENTS\n        if",
         "measures |= MEASURE_GRADIENTS\n        if"),
     "norm without the unscaling": (
-        LOOPS, "table(T()).measure(g.values, factor, n, sums);",
+        BLOCKS, "table(T()).measure(g.values, factor, n, sums);",
         "table(T()).measure(g.values, T(1), n, sums);"),
     "gradients not unscaled": (
         LOOPS, "k.gradient = unscaled * clip", "k.gradient = clip"),
     "clip coefficient inverted": (
-        RULES, "return ratio < 1 || ratio != ratio ? ratio : 1;",
+        STEP, "return ratio < 1 || ratio != ratio ? ratio : 1;",
         "return ratio < 1 || ratio != ratio ? 1 / ratio : 1;"),
     "clip without its bound": (
-        RULES, "return ratio < 1 || ratio != ratio ? ratio : 1;", "return ratio;"),
+        STEP, "return ratio < 1 || ratio != ratio ? ratio : 1;", "return ratio;"),
     "clip ignored": (
         LOOPS, "k.gradient = unscaled * clip", "k.gradient = unscaled"),
     "clip: eps ignored": (
-        RULES, "const double ratio = max_norm / (norm + eps);",
+        STEP, "const double ratio = max_norm / (norm + eps);",
         "const double ratio = max_norm / norm + 0 * eps;"),
     "average: weights swapped": (
         ENGINE, "0.0 if decay is None else 1.0 - decay", "0.0 if decay is None else decay"),
@@ -192,21 +194,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "average of what has no gradient stands still": (
         REPORTS, "if average is not None and id(p) not in stepped:", "if False:"),
     "no write-back": (
-        LOOPS, "if (write_back == 1) {", "if (write_back == 3) {"),
+        BLOCKS, "if (write_back == 1) {", "if (write_back == 3) {"),
     "write-back keeps the sign of maximize": (
-        LOOPS, "static_cast<T>(fabs(k.gradient))", "static_cast<T>(k.gradient)"),
+        BLOCKS, "static_cast<T>(fabs(k.gradient))", "static_cast<T>(k.gradient)"),
     "write-back does not zero": (
-        LOOPS, "} else if (write_back == 2) {", "} else if (write_back == 3) {"),
+        BLOCKS, "} else if (write_back == 2) {", "} else if (write_back == 3) {"),
     "write-back does not reach other layouts": (
         BINDING, "for (Shadow& shadow : written) torch::stable::copy_(shadow.original",
         "for (Shadow& shadow : written)\n        if (false) torch::stable::copy_(shadow.original"),
     "zero not after a skipped step": (
-        "csrc/binding_cpu.cpp", "else if (call.options->write_back == 2 ||",
+        LOOPS, "else if (call.options->write_back == 2 ||",
         "else if (call.options->write_back == 3 ||"),
     "gradients stay scaled after a skipped step": (
-        "csrc/binding_cpu.cpp", "(call.options->write_back == 1 && call", "(false && call"),
+        LOOPS, "(call.options->write_back == 1 && call", "(false && call"),
     "a skipped step multiplies by the scale": (
-        LOOPS, "const T factor = static_cast<T>(unscale(call));\n  Block<T> g;\n",
+        BLOCKS, "const T factor = static_cast<T>(unscale(call));\n  Block<T> g;\n",
         "const T factor = static_cast<T>(1 / unscale(call));\n  Block<T> g;\n"),
     "Apex: gradients stay scaled": (
         "fusedtrain/compat/_apex_optimizer.py", '{"gradient_writeback": "unscaled", **options}',
@@ -216,7 +218,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "Apex: a step too many for theirs": (
         "fusedtrain/compat/_apex_optimizer.py", "return int(count) if", "return int(count) + 1 if"),
     "steps of theirs are forgotten on the way back": (
-        SAVED, "own[name] = own[name] + ahead", "pass"),
+        SAVED, "p_state[name] = p_state[name] + ahead", "pass"),
     "NovoGrad: norms of theirs are forgotten": (
         LAYERWISE, "if known and sorted(roots)", "if False and sorted(roots)"),
     "counts of float64 are cut": (
@@ -224,19 +226,19 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "states of the user are lost": (
         SAVED, 'self._without_a_step(), dict(state_dict["state"])', "self._without_a_step(), {}"),
     "SGD without momentum keeps empty states": (
-        PLAN, "if own:  # torch's", "if True:  # torch's"),
+        PLAN, "if p_state:  # torch's", "if True:  # torch's"),
     "master not written": (
-        LOOPS, "param.open(t.master, Dtype::kFloat32, i, n);\n    else\n      param.open",
+        BLOCKS, "param.open(t.master, Dtype::kFloat32, i, n);\n    else\n      param.open",
         "param.open(t.master, Dtype::kFloat32, i, n, true), param.memory = nullptr;\n"
         "    else\n      param.open"),
     "parameter not written from its master": (
-        LOOPS, "      if (t.master != nullptr)\n        store(",
+        BLOCKS, "      if (t.master != nullptr)\n        store(",
         "      if (false)\n        store("),
     "norms of the parameter, not of its master": (
-        LOOPS, "      if (t.master != nullptr)\n        p.open(t.master, Dtype::kFloat32, i, n);",
+        BLOCKS, "      if (t.master != nullptr)\n        p.open(t.master, Dtype::kFloat32, i, n);",
         "      if (false)\n        p.open(t.master, Dtype::kFloat32, i, n);"),
     "states not written": (
-        LOOPS, "b.state[s].close(n);", ";"),
+        BLOCKS, "b.state[s].close(n);", ";"),
     "strides ignored": (
         BINDING, "const Tensor grad = walkable(grads[i], param, writes_grads);",
         "const Tensor grad = is_dense(grads[i]) ? grads[i]\n"
@@ -263,10 +265,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lr as a tensor ignored": (
         LOOPS, "if (i < 0) return group.lr;", "return group.lr;"),
     "caution inverted": (
-        RULES, "return cautious && !agrees ? u * T(0) : u;",
+        STEP, "return cautious && !agrees ? u * T(0) : u;",
         "return cautious && agrees ? u * T(0) : u;"),
     "caution not scaled up": (
-        RULES, "k.caution = 1 / (share > 1e-3 ? share : 1e-3);", "k.caution = 1 + 0 * share;"),
+        STEP, "k.caution = 1 / (share > 1e-3 ? share : 1e-3);", "k.caution = 1 + 0 * share;"),
     "LAMB: trust_clip ignored": (
         RULES, "if (option[5] != 0 && trust > 1) trust = 1;", ""),
     "LAMB: always_adapt ignored": (
@@ -283,32 +285,32 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "LARS: decay missing in the ratio": (
         RULES, "(t.grad_norm + t.param_norm * decay + option[4])", "(t.grad_norm + option[4])"),
     "agc: units of the wrong stride": (
-        LOOPS, "unit = (i + k) / t.inner % t.units;", "unit = (i + k) / t.inner / t.units;"),
+        BLOCKS, "unit = (i + k) / t.inner % t.units;", "unit = (i + k) / t.inner / t.units;"),
     "agc: unit of the block's start": (
-        LOOPS, "const int64_t in_unit = (i + k) % t.inner, unit = (i + k) / t.inner % t.units;",
+        BLOCKS, "const int64_t in_unit = (i + k) % t.inner, unit = (i + k) / t.inner % t.units;",
         "const int64_t in_unit = (i + k) % t.inner, unit = i / t.inner % t.units;"),
     "agc: eps ignored": (
-        RULES, "(param_norm > eps ? param_norm : eps) * factor", "(param_norm + 0 * eps) * factor"),
+        STEP, "(param_norm > eps ? param_norm : eps) * factor", "(param_norm + 0 * eps) * factor"),
     "scale: backoff and growth swapped": (
-        RULES, "scale = float(scale * u.backoff_factor);",
+        STEP, "scale = float(scale * u.backoff_factor);",
         "scale = float(scale * u.growth_factor);"),
     "scale: backs off without hysteresis": (
-        RULES, "if (*u.hysteresis_tracker == 0) scale", "scale"),
+        STEP, "if (*u.hysteresis_tracker == 0) scale", "scale"),
     "scale: no bound": (
-        RULES, "*u.scale = scale > u.max_scale ? float(u.max_scale) : scale;", "*u.scale = scale;"),
+        STEP, "*u.scale = scale > u.max_scale ? float(u.max_scale) : scale;", "*u.scale = scale;"),
     "scale: growth one step late": (
-        RULES, "if (*u.growth_tracker == u.growth_interval) {",
+        STEP, "if (*u.growth_tracker == u.growth_interval) {",
         "if (*u.growth_tracker > u.growth_interval) {"),
     "scaler: hears of no skipped step": (
         REPORTS, "{flag.device: flag.clone() for", "{flag.device: flag * 0 for"),
     "applied steps of the last plan only": (
         REPORTS, "for control in self._controls.values():", "for control in ():"),
     "empty tensors are not dense": (
-        "csrc/checks.h", "return total == 0 || expected == total;", "return expected == total;"),
+        CHECKS, "return total == 0 || expected == total;", "return expected == total;"),
     "the tail of a block is lost": (
-        LOOPS, "f(i, smaller(length, end - i));", "f(i, smaller(length, end - i) / 2 * 2);"),
+        BLOCKS, "f(i, smaller(length, end - i));", "f(i, smaller(length, end - i) / 2 * 2);"),
     "blocks of a chunk start anew": (
-        LOOPS, "b.average.open(t.average, t.average_dtype, i, n);",
+        BLOCKS, "b.average.open(t.average, t.average_dtype, i, n);",
         "b.average.open(t.average, t.average_dtype, i % kChunk, n);"),
 }  # fmt: skip
 
@@ -340,8 +342,8 @@ def judge(folder: Path, tests: list[str]) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
-    return found.group(1).split("::")[-1] if found else f"exit status {status}"
+    failure = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
+    return failure.group(1).split("::")[-1] if failure else f"exit status {status}"
 
 
 def copy(folder: Path) -> None:
@@ -350,8 +352,8 @@ def copy(folder: Path) -> None:
     # The kernels of one instruction set are mutated; the others need not be built again.
     shutil.copytree(ROOT / "csrc", folder / "csrc/frozen")
     for other in ("avx2", "avx512"):
-        unit = folder / f"csrc/cpu/isa_{other}.cpp"
-        unit.write_text(unit.read_text().replace('"isa.inl.h"', '"../frozen/cpu/isa.inl.h"'))
+        unit = folder / f"csrc/cpu/isa/isa_{other}.cpp"
+        unit.write_text(unit.read_text().replace('"isa.inl.h"', '"../../frozen/cpu/isa/isa.inl.h"'))
     setup = folder / "setup.py"
     text = setup.read_text()
     assert "-O3 -std=c++17 -fPIC" in text
@@ -365,7 +367,7 @@ def main() -> int:
     arguments = parser.parse_args()
     cheap_first = sorted(MUTANTS.items(), key=lambda item: BUILD.get(item[1][0], 0))
     chosen = {name: mutant for name, mutant in cheap_first if arguments.k in name}
-    _models.timm()
+    models.timm()
     survivors, stale = [], False
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "fusedtrain"

@@ -93,7 +93,7 @@ def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
     Raises:
         LookupError: the file has a kernel that is in neither table.
     """
-    found_at: dict[tuple[str, ...], Prediction] = {}
+    worst_at: dict[tuple[str, ...], Prediction] = {}
     # The 4090 runs the code of sm_80.
     for kernel in kernels(library, "80" if arch == "89" else arch):
         key = (kernel.source, kernel.base)
@@ -103,13 +103,13 @@ def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
             )
         if key in SMALL or not re.search(STREAMS[key].chosen, kernel.name) or name not in str(key):
             continue
-        found = predict(kernel, arch)
-        if found.dtype == "float64":
+        prediction = predict(kernel, arch)
+        if prediction.dtype == "float64":
             continue  # right rather than fast
-        place = (*key, found.dtype)
-        if place not in found_at or found.bytes < found_at[place].bytes:
-            found_at[place] = found
-    return [found_at[place] for place in sorted(found_at)]
+        place = (*key, prediction.dtype)
+        if place not in worst_at or prediction.bytes < worst_at[place].bytes:
+            worst_at[place] = prediction
+    return [worst_at[place] for place in sorted(worst_at)]
 
 
 def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
@@ -126,20 +126,20 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
     reach: dict[tuple[str, str, str], float] = {
         (p.source, p.kernel, p.dtype): p.bandwidth(device, BUSY) for p in worst(LIBRARY, arch)
     }
-    found = {}
+    speeds = {}
     for (family, pass_name), kernel_names in TIMED.items():
         for dtype in ("float32", "float16", "bfloat16"):
             places = [(source, name, dtype) for source, name in kernel_names]
             known = [reach[place] for place in places if place in reach]
             if known:
-                found[family, "", pass_name, dtype] = min(known) * device.bandwidth / 1e9
-    return found
+                speeds[family, "", pass_name, dtype] = min(known) * device.bandwidth / 1e9
+    return speeds
 
 
-def too_few(found: Iterable[Prediction]) -> list[str]:
-    """What --check prints: a line for each kernel with too few bytes in flight."""
+def too_few(predicted: Iterable[Prediction]) -> list[str]:
+    """The output of --check: a line for each kernel with too few bytes in flight."""
     lines = []
-    for p in found:
+    for p in predicted:
         least, why = float(ENOUGH), ""
         for (source, kernel, part), (allowed, reason) in EXCEPTIONS.items():
             if (p.source, p.kernel) == (source, kernel) and part in p.worst:
@@ -157,10 +157,10 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
+def rows(predicted: Iterable[Prediction]) -> list[tuple[str, ...]]:
     """Cells of the table; the devices of an architecture share its columns."""
     lines: list[tuple[str, ...]] = []
-    for p in found:
+    for p in predicted:
         reach = ", ".join(
             f"{gpu.name} {p.bandwidth(gpu, gpu.latency):.0%} / {p.bandwidth(gpu, BUSY):.0%}"
             for gpu in GPUS
@@ -173,10 +173,10 @@ def rows(found: Iterable[Prediction]) -> list[tuple[str, ...]]:
     return lines
 
 
-def by_kernel(found: list[Prediction]) -> str:
+def by_kernel(predicted: list[Prediction]) -> str:
     """The table of docs/gpu.md: a line a kernel and dtype, a column a device."""
     lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
-    for p in found:
+    for p in predicted:
         lines[p.source, p.kernel, p.dtype][p.arch] = p
     head = ("", "kernel", "dtype", "registers", "load, store", *(gpu.name for gpu in GPUS))
     cells = []
@@ -231,21 +231,21 @@ def main() -> int:
         print(f"{options.library} is not built: install the CUDA toolkit, then `make build`")
         return 1
     archs = options.arch or ([CHECKED] if options.check else ["80", "89", "90", "100", "120"])
-    found: list[Prediction] = []
+    predicted: list[Prediction] = []
     for arch in archs:
         print(f"reading the machine code for sm_{arch} (half a minute) ...", file=sys.stderr)
-        found += worst(options.library, arch, options.k)
+        predicted += worst(options.library, arch, options.k)
     if options.markdown:
-        print(by_kernel(found))
+        print(by_kernel(predicted))
     else:
-        print(table((*COLUMNS, "of the peak bandwidth, at most"), rows(found), markdown=False))
+        print(table((*COLUMNS, "of the peak bandwidth, at most"), rows(predicted), markdown=False))
     print()
     print(traffic(options.markdown))
     if not options.check:
         return 0
-    wrong = too_few(found)
+    wrong = too_few(predicted)
     print(*wrong, sep="\n")
-    print(f"{len(wrong)} of {len(found)} kernels have too few bytes in flight")
+    print(f"{len(wrong)} of {len(predicted)} kernels have too few bytes in flight")
     return 1 if wrong else 0
 
 

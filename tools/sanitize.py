@@ -37,17 +37,19 @@ from _planted import (
     run_emulated_faults,
     run_faults,
 )
+from _test_files import located
 
 LOGS = sanitized.BUILD / "logs"
 EVERY = 10.0  # seconds between two lines of progress
 KERNEL_TESTS = [
-    f"tests/test_{name}.py"
+    located(f"test_{name}")
     for name in (
-        "kernels", "batch_norm_kernels", "chain_kernels", "fold_kernels", "optimizer_kernels",
+        "activation_kernels", "batch_norm_kernels", "batch_norm_numbers", "chain_kernels",
+        "fold_kernels", "optimizer_kernels",
         "pool_kernels", "pool", "images", "few_bit", "bits", "vecmath",
     )
 ]  # fmt: skip
-EMULATED_TESTS = KERNEL_TESTS + ["tests/test_cuda_batch_norm.py", "tests/test_cuda_optimizers.py"]
+EMULATED_TESTS = KERNEL_TESTS + [located("test_cuda_batch_norm"), located("test_cuda_optimizers")]
 
 
 def say(line: str) -> None:
@@ -106,8 +108,8 @@ def loads_the_sanitized_file(isa: str) -> list[str]:
         "import fusedtrain, pathlib; file = pathlib.Path(fusedtrain.__file__).parent / '_C.so'; "
         f"assert file.is_relative_to({str(sanitized.TREE)!r}), file; content = file.read_bytes(); "
         "assert b'__asan_report_load' in content and b'__ubsan_handle' in content, 'plain'; "
-        "found = fusedtrain.backend_info().backends['cpu'].architectures; "
-        f"assert found == ({isa!r},), found"
+        "names = fusedtrain.backend_info().backends['cpu'].architectures; "
+        f"assert names == ({isa!r},), names"
     )
     return judge(f"the file for {isa}", "", code, sanitized.environment(isa), sanitized.TREE)
 
@@ -176,15 +178,15 @@ def chosen_parts() -> argparse.Namespace:
 
 
 def instruction_sets(asked: set[str], short: bool) -> list[str]:
-    """Which ones to build: those asked for by name, of those that this processor has."""
-    found = sanitized.machine_isas()
-    found = found[-1:] if short else found
+    """The instruction sets to build: those asked for by name that this processor has."""
+    isas = sanitized.machine_isas()
+    isas = isas[-1:] if short else isas
     if named := asked & set(sanitized.ISAS):
-        found = [isa for isa in found if isa in named]
-    if not found:
+        isas = [isa for isa in isas if isa in named]
+    if not isas:
         best = f"--short takes {sanitized.machine_isas()[-1]} alone" if short else "not here"
         raise sanitized.CannotRun(f"{', '.join(sorted(named))}: {best}")
-    return found
+    return isas
 
 
 def build(asked: set[str], isas: list[str]) -> None:
@@ -212,8 +214,8 @@ def run(options: argparse.Namespace) -> list[Result]:
 
     def note(result: Result) -> Result:
         results.append(result)
-        found = f"{len(result.wrong)} FAULTS" if result.wrong else "clean"
-        say(f"{result.part}: {result.ran or 'nothing ran'}, {found} ({result.seconds:.0f} s)")
+        verdict = f"{len(result.wrong)} FAULTS" if result.wrong else "clean"
+        say(f"{result.part}: {result.ran or 'nothing ran'}, {verdict} ({result.seconds:.0f} s)")
         for line in result.wrong:
             say(f"    {line}")
         return result
@@ -246,9 +248,9 @@ def main() -> int:
     say(f"sanitize: {time.monotonic() - start:.0f} s with AddressSanitizer and UBSan")
     for r in results:
         say(f"  {r.part:<16} {r.ran or 'nothing ran'}: {'FAULTS' if r.wrong else 'clean'}")
-    ran, here = {r.part.split()[0] for r in results}, sanitized.machine_isas()
+    ran, available = {r.part.split()[0] for r in results}, sanitized.machine_isas()
     for part in [part for part in PARTS if part not in ran]:
-        lacks = part in sanitized.ISAS and part not in here
+        lacks = part in sanitized.ISAS and part not in available
         say(f"  {part:<16} not run{': this processor does not have it' if lacks else ''}")
     if options.short:
         say(f"  (--short: one instruction set, every {SHORT_EVERY}th case of each test)")

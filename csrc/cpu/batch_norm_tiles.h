@@ -8,8 +8,8 @@
 #include <memory>
 #include <vector>
 
-#include "../ops.h"
-#include "kernels.h"
+#include "../ops/batch_norm.h"
+#include "dispatch.h"
 
 namespace fusedtrain {
 namespace cpu {
@@ -25,8 +25,6 @@ constexpr int64_t kRunsOfSums = 16;
 constexpr int64_t kPiece = 1 << 16;         // of a long plane, which several tasks may share
 constexpr int64_t kTaskElements = 1 << 14;  // at least, and 64 a channel
 constexpr int64_t kMostTasks = 64;
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // `rows` runs of n elements from `offset` on, `stride` apart. By column, the first element of a run
 // meets the value at `column`; by row, the first run does. `sample` is that of all elements, where

@@ -3,13 +3,13 @@
 
 #include <stdint.h>
 
+#include "dispatch.h"
+
 namespace fusedtrain {
 namespace cpu {
 namespace {
 
 constexpr int64_t kTask = 16384;  // elements of one task
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Cuts rows x channels x inner into tasks and visits a task's runs: n consecutive elements whose
 // channels are either all `channel` (step 0) or count up from it (step 1). 16-bit runs are cut to

@@ -1,7 +1,8 @@
 // A batch norm folded into the weight before it, and the gradients of both. Weights are small
 // beside activations: the loops are plain.
-#include "../ops.h"
-#include "convert.h"
+#include "../ops/fold.h"
+#include "dispatch.h"
+#include "isa/convert.h"
 
 namespace fusedtrain {
 namespace cpu {
@@ -27,7 +28,7 @@ inline float root(float x) { return __builtin_sqrtf(x); }
 inline double root(double x) { return __builtin_sqrt(x); }
 
 template <class T>
-T at(const void* values, int64_t i, T otherwise) {
+T value_or(const void* values, int64_t i, T otherwise) {
   return values == nullptr ? otherwise : static_cast<const T*>(values)[i];
 }
 
@@ -37,8 +38,8 @@ struct Channel {
   T invstd, scale, centre;
   Channel(const FoldWeight& call, int64_t i)
       : invstd(T(1) / root(static_cast<const T*>(call.var)[i] + T(call.eps))),
-        scale(at<T>(call.gamma, i, T(1)) * invstd),
-        centre(at<T>(call.bias, i, T(0)) - static_cast<const T*>(call.mean)[i]) {}
+        scale(value_or<T>(call.gamma, i, T(1)) * invstd),
+        centre(value_or<T>(call.bias, i, T(0)) - static_cast<const T*>(call.mean)[i]) {}
 };
 
 // Calls f with the first element of every run of `inner` elements of output channel i.
@@ -60,7 +61,7 @@ void forward(const FoldForward& call, int64_t first, int64_t last) {
       for (int64_t k = start; k < start + call.inner; ++k)
         store(folded + k, c.scale * load(weight[k]));
     });
-    static_cast<T*>(call.folded_bias)[i] = at<T>(call.beta, i, T(0)) + c.scale * c.centre;
+    static_cast<T*>(call.folded_bias)[i] = value_or<T>(call.beta, i, T(0)) + c.scale * c.centre;
   }
 }
 
@@ -100,24 +101,33 @@ void backward(const FoldBackward& call, int64_t first, int64_t last) {
   }
 }
 
+// Output channels do not depend on one another.
+template <class Call, class Run>
+void each_output(const Call& call, Parallel parallel, const Run& run) {
+  const int64_t each = call.rows_per_group * call.inner + 1;
+  in_parts(parallel, call.outputs(), (kGrain + each - 1) / each, run);
+}
+
 }  // namespace
 
-#define FT_BY_DTYPE(function)                             \
-  switch (call.dtype) {                                   \
-    case Dtype::kFloat32:                                 \
-      return function<float, float>(call, first, last);   \
-    case Dtype::kFloat64:                                 \
-      return function<double, double>(call, first, last); \
-    case Dtype::kFloat16:                                 \
-      return function<Float16, float>(call, first, last); \
-    case Dtype::kBFloat16:                                \
-      return function<Brain16, float>(call, first, last); \
+#define FT_FOLD(Call, function)                                    \
+  void fold(const Call& call, Parallel parallel) {                 \
+    each_output(call, parallel, [&](int64_t first, int64_t last) { \
+      switch (call.dtype) {                                        \
+        case Dtype::kFloat32:                                      \
+          return function<float, float>(call, first, last);        \
+        case Dtype::kFloat64:                                      \
+          return function<double, double>(call, first, last);      \
+        case Dtype::kFloat16:                                      \
+          return function<Float16, float>(call, first, last);      \
+        case Dtype::kBFloat16:                                     \
+          return function<Brain16, float>(call, first, last);      \
+      }                                                            \
+    });                                                            \
   }
-
-void fold(const FoldForward& call, int64_t first, int64_t last) { FT_BY_DTYPE(forward) }
-void fold(const FoldBackward& call, int64_t first, int64_t last) { FT_BY_DTYPE(backward) }
-
-#undef FT_BY_DTYPE
+FT_FOLD(FoldForward, forward)
+FT_FOLD(FoldBackward, backward)
+#undef FT_FOLD
 
 }  // namespace cpu
 }  // namespace fusedtrain

@@ -1,6 +1,7 @@
 // Images of bytes to normalised numbers. Where the layout changes, bytes are moved in the
 // first-level cache: a quarter of what numbers take.
-#include "kernels.h"
+#include "../ops/images.h"
+#include "dispatch.h"
 
 namespace fusedtrain {
 namespace cpu {
@@ -9,8 +10,6 @@ namespace {
 constexpr int64_t kBytes = 8192;  // of a block whose bytes are moved
 constexpr int64_t kPattern = 1024;
 constexpr int64_t kStep = kNormStep;
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Whole steps, so that all runs but a plane's last have no rest.
 int64_t pixels_a_block(const NormalizeImages& call) {
@@ -49,15 +48,15 @@ struct Pattern {
     }
   }
 
-  template <class S>
-  void run(ImageKernel<S> kernel, const uint8_t* x, S* y, int64_t n) const {
+  template <class S, class Kernel>
+  void run(Kernel kernel, const uint8_t* x, S* y, int64_t n) const {
     for (int64_t i = first; i < n; i += step)
       kernel(x + i, y + i, smaller(length, n - i), upper, lower, shift, 1);
   }
 };
 
-template <class S>
-void to_last(const NormalizeImages& call, ImageKernel<S> kernel, int64_t begin, int64_t end) {
+template <class S, class T>
+void to_last(const NormalizeImages& call, const ImageKernels<S, T>& k, int64_t begin, int64_t end) {
   alignas(64) uint8_t moved[kBytes];
   for (int64_t first = 0; first < call.channels; first += kPattern) {
     const Pattern pattern(call, first);
@@ -70,13 +69,14 @@ void to_last(const NormalizeImages& call, ImageKernel<S> kernel, int64_t begin, 
                                 call.pixels, call.channels, moved, b.n);
         x = moved;
       }
-      pattern.run(kernel, x, static_cast<S*>(call.y) + at, b.n * call.channels);
+      pattern.run(k.run, x, static_cast<S*>(call.y) + at, b.n * call.channels);
     }
   }
 }
 
-template <class S>
-void to_planes(const NormalizeImages& call, ImageKernel<S> kernel, int64_t begin, int64_t end) {
+template <class S, class T>
+void to_planes(const NormalizeImages& call, const ImageKernels<S, T>& k, int64_t begin,
+               int64_t end) {
   alignas(64) uint8_t moved[kBytes];
   const float* coefficients = call.coefficients;
   for (int64_t i = begin; i < end; ++i) {
@@ -91,38 +91,27 @@ void to_planes(const NormalizeImages& call, ImageKernel<S> kernel, int64_t begin
                                stride, b.n);
     }
     for (int64_t c = 0; c < call.channels; ++c)
-      kernel(x + c * stride, static_cast<S*>(call.y) + sample + c * call.pixels + b.first, b.n,
-             coefficients + c, coefficients + call.channels + c,
-             coefficients + 2 * call.channels + c, 0);
+      k.run(x + c * stride, static_cast<S*>(call.y) + sample + c * call.pixels + b.first, b.n,
+            coefficients + c, coefficients + call.channels + c,
+            coefficients + 2 * call.channels + c, 0);
   }
-}
-
-template <class S>
-void run(const NormalizeImages& call, ImageKernel<S> kernel, int64_t begin, int64_t end) {
-  if (call.y_last)
-    to_last(call, kernel, begin, end);
-  else
-    to_planes(call, kernel, begin, end);
 }
 
 }  // namespace
 
-int64_t image_blocks(const NormalizeImages& call) {
-  const int64_t each = pixels_a_block(call);
-  return call.samples * ((call.pixels + each - 1) / each);
-}
-
-void normalize_images(const NormalizeImages& call, int64_t first_block, int64_t last_block) {
-  switch (call.dtype) {
-    case Dtype::kFloat32:
-      return run(call, kernels().image_f32, first_block, last_block);
-    case Dtype::kFloat16:
-      return run(call, kernels().image_f16, first_block, last_block);
-    case Dtype::kBFloat16:
-      return run(call, kernels().image_bf16, first_block, last_block);
-    case Dtype::kFloat64:
-      return;  // the binding refuses it
-  }
+void normalize_images(const NormalizeImages& call, Parallel parallel) {
+  const int64_t size = pixels_a_block(call);
+  const int64_t blocks = call.samples * ((call.pixels + size - 1) / size);
+  if (blocks == 0) return;
+  const int64_t each = call.samples * call.channels * call.pixels / blocks + 1;
+  by_dtype(call.dtype, kernels().image, [&](const auto& k) {
+    in_parts(parallel, blocks, (kGrain + each - 1) / each, [&](int64_t first, int64_t last) {
+      if (call.y_last)
+        to_last(call, k, first, last);
+      else
+        to_planes(call, k, first, last);
+    });
+  });
 }
 
 }  // namespace cpu

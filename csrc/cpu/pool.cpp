@@ -1,28 +1,15 @@
 // Max pooling: how it is cut into tasks, and what a row of the backward needs.
+#include "../ops/pool.h"
+
 #include <memory>
 
 #include "cut.h"
-#include "kernels.h"
 
 namespace fusedtrain {
 namespace cpu {
 namespace {
 
 constexpr int64_t kBlocks = 32;  // of 256 outputs, to a task
-
-const MaxPoolKernels& loops_of(Dtype dtype) {
-  const Kernels& k = kernels();
-  switch (dtype) {
-    case Dtype::kFloat32:
-      return k.max_pool_f32;
-    case Dtype::kFloat64:
-      return k.max_pool_f64;
-    case Dtype::kFloat16:
-      return k.max_pool_f16;
-    default:
-      return k.max_pool_bf16;
-  }
-}
 
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -34,7 +21,7 @@ int64_t rows_a_task(const MaxPool& call) {
   return larger(1, kTask / larger(1, call.width * call.channels));
 }
 
-MaxPoolRows plan(const MaxPool& call) {
+MaxPoolRows plan_for(const MaxPool& call) {
   MaxPoolRows r = {};
   // A single window has no stride, and one far beyond the input would take as many sums.
   r.stride = call.out_width > 1 ? call.stride_w : call.kernel_w;
@@ -51,25 +38,26 @@ MaxPoolRows plan(const MaxPool& call) {
 
 }  // namespace
 
-int64_t max_pool2d_tasks(const MaxPoolForward& call) { return ceil_div(blocks_of(call), kBlocks); }
-int64_t max_pool2d_tasks(const MaxPoolBackward& call) {
-  return ceil_div(rows_of(call), rows_a_task(call));
+void max_pool2d(const MaxPoolForward& call, Parallel parallel) {
+  const int64_t blocks = blocks_of(call);
+  by_dtype(call.dtype, kernels().max_pool, [&](const auto& k) {
+    in_parts(parallel, ceil_div(blocks, kBlocks), 2, [&](int64_t first, int64_t last) {
+      k.forward(call, first * kBlocks, smaller(last * kBlocks, blocks));
+    });
+  });
 }
 
-void max_pool2d(const MaxPoolForward& call, int64_t first_task, int64_t last_task) {
-  loops_of(call.dtype)
-      .forward(call, first_task * kBlocks, smaller(last_task * kBlocks, blocks_of(call)));
-}
-
-void max_pool2d(const MaxPoolBackward& call, int64_t first_task, int64_t last_task) {
-  const MaxPoolRows rows = plan(call);
-  const int64_t each = rows_a_task(call);
+void max_pool2d(const MaxPoolBackward& call, Parallel parallel) {
+  const MaxPoolRows plan = plan_for(call);
+  const int64_t rows = rows_of(call), each = rows_a_task(call);
   const int64_t number = call.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
-  // Not set to anything.
-  const std::unique_ptr<double[]> scratch(new double[ceil_div(rows.scratch * number, 8)]);
-  loops_of(call.dtype)
-      .backward(call, rows, first_task * each, smaller(last_task * each, rows_of(call)),
-                scratch.get());
+  by_dtype(call.dtype, kernels().max_pool, [&](const auto& k) {
+    in_parts(parallel, ceil_div(rows, each), 2, [&](int64_t first, int64_t last) {
+      // Not set to anything.
+      const std::unique_ptr<double[]> scratch(new double[ceil_div(plan.scratch * number, 8)]);
+      k.backward(call, plan, first * each, smaller(last * each, rows), scratch.get());
+    });
+  });
 }
 
 }  // namespace cpu

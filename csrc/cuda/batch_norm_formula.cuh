@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "../formulas.h"
+#include "../ops/batch_norm.h"
 #include "vec.cuh"
 
 namespace fusedtrain {

@@ -9,7 +9,7 @@
 
 #include "launch.cuh"
 #include "reduce.cuh"
-#include "../ops.h"
+#include "../ops/batch_norm.h"
 
 namespace fusedtrain {
 namespace cuda {

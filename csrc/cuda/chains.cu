@@ -1,5 +1,7 @@
 // Gated products and scaled sums.
 #include "../formulas.h"
+#include "../ops/gated.h"
+#include "../ops/scale_add.h"
 #include "chains.cuh"
 
 namespace fusedtrain {

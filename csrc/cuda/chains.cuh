@@ -7,6 +7,7 @@
 // up: their order is fixed for a device.
 #pragma once
 
+#include "../ops/channels.h"
 #include "batch_norm_formula.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"

@@ -1,5 +1,6 @@
 // Bias + activation + dropout.
 #include "../formulas.h"
+#include "../ops/bias_act.h"
 #include "../philox.h"
 #include "chains.cuh"
 

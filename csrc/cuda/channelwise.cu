@@ -6,6 +6,7 @@
 // leave their shares to be added up by a second kernel: the order of the sums is fixed for a
 // device.
 #include "../formulas.h"
+#include "../ops/channelwise.h"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"

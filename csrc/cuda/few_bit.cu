@@ -7,6 +7,7 @@
 // buffers that are not aligned, go element by element.
 #include "../bits.h"
 #include "../few_bit.h"
+#include "../ops/few_bit.h"
 #include "launch.cuh"
 #include "vec.cuh"
 

@@ -1,6 +1,6 @@
 // A batch norm folded into the weight before it, and the gradients of both: one launch each way.
 #include "../formulas.h"
-#include "../ops.h"
+#include "../ops/fold.h"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"

@@ -3,7 +3,7 @@
 // Stores are of 16 bytes, neighbours by neighbours. Into planes a thread takes its pixels of all
 // channels, so that bytes of interleaved channels are loaded once; into pixels it takes 16 bytes of
 // the output wherever their bytes are (planes: through the first-level cache).
-#include "../ops.h"
+#include "../ops/images.h"
 #include "launch.cuh"
 #include "vec.cuh"
 

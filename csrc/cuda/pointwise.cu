@@ -4,6 +4,7 @@
 // 16 bytes in flight. The last tile, and buffers that are not aligned to 16 bytes, go element by
 // element through the same formula.
 #include "../formulas.h"
+#include "../ops/pointwise.h"
 #include "launch.cuh"
 #include "vec.cuh"
 

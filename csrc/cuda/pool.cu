@@ -5,7 +5,7 @@
 // 3, and inputs that at most three windows a dimension reach, are known when the kernel is
 // compiled: all that a thread reads of them is on its way before it compares.
 #include "../bits.h"
-#include "../ops.h"
+#include "../ops/pool.h"
 #include "launch.cuh"
 #include "vec.cuh"
 

@@ -1,5 +1,5 @@
 // What surrounds the optimizer step: the loss scale, and gradients to zero.
-#include "../optimizers.h"
+#include "../optimizer_step.h"
 #include "launch.cuh"
 
 namespace fusedtrain {

@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "../ops.h"
+#include "../ops/common.h"
 
 namespace fusedtrain {
 namespace cuda {

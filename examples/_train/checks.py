@@ -199,8 +199,8 @@ def curve_difference(mode: Run, reference: Run) -> float:
 
 def _worst(values: Iterable[float]) -> float:
     """The maximum; NaN if one is NaN, which max() would lose."""
-    found = list(values)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -244,12 +244,12 @@ def _subfolders(root: Path) -> list[str]:
 
 
 def _image_files(root: Path, classes: list[str], size: int) -> ImageFiles:
-    found = [
+    labelled = [
         (path, label)
         for label, name in enumerate(classes)
         for path in sorted((root / name).rglob("*"))
         if path.suffix.lower() in IMAGE_SUFFIXES
     ]
-    if not found:
+    if not labelled:
         raise DataError(f"{root} holds no images: expected one subfolder of pictures per class")
-    return ImageFiles([path for path, _ in found], [label for _, label in found], size)
+    return ImageFiles([path for path, _ in labelled], [label for _, label in labelled], size)

@@ -288,13 +288,13 @@ def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, 
     # TF32's rounding, amplified through a deep net, would hide an error of several percent.
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         (loss_of(mode.net, batch, dtype) * scale).backward()
-    found = {
+    by_name = {
         name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() / scale
         for name, p in mode.net.named_parameters()
     }
     mode.net.zero_grad(set_to_none=True)
     restore(mode.net, buffers)
-    return found
+    return by_name
 
 
 def measure_saved_bytes(mode: Mode, batch: Batch) -> int:
@@ -308,7 +308,7 @@ def step_with_peak(mode: Mode, batches: Sequence[Batch], lr: float) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     loss = step(mode, batches, lr)
-    own = sum(t.nbytes for t in (*mode.net.parameters(), *mode.net.buffers()))
-    own += mode.stepper.state_bytes()
-    mode.peak_bytes = torch.cuda.max_memory_allocated(device) - before + own
+    mode_bytes = sum(t.nbytes for t in (*mode.net.parameters(), *mode.net.buffers()))
+    mode_bytes += mode.stepper.state_bytes()
+    mode.peak_bytes = torch.cuda.max_memory_allocated(device) - before + mode_bytes
     return loss

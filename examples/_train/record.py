@@ -74,7 +74,7 @@ class Record:
         if self.path is None or self.world.rank > 0:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = {
+        measured = {
             "script": Path(sys.argv[0]).name,
             "processes": self.world.size,
             "losses": [str(x) if x != x else x for x in (loss.item() for loss in self.losses)],
@@ -83,4 +83,4 @@ class Record:
             "accuracy": accuracy / 100,
             "test_images": test_images,
         }
-        self.path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        self.path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")

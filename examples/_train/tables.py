@@ -89,8 +89,8 @@ def _cpu_name() -> str:
         lines: Iterable[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = ()
-    found = next((line for line in lines if line.startswith("model name")), "")
-    return found.partition(":")[2].strip() or platform.processor() or platform.machine()
+    model_line = next((line for line in lines if line.startswith("model name")), "")
+    return model_line.partition(":")[2].strip() or platform.processor() or platform.machine()
 
 
 def plain(value: Any) -> Any:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from .._torch_private import NormBase, OpOverload, OpOverloadPacket, has_kernel_for
 from .flow import Flow, Trace, trace
 from .forward import passes_on
-from .modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from .modules import STOCHASTIC_DEPTH, attribute_of, is_hooked, package_and_name
 from .tracer import IN_PLACE
 
 Place = tuple[str, Any]  # ("call", node), ("argument", placeholder) or ("storage", number)
@@ -41,7 +41,7 @@ _FRESH_FILES = {
     for name in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization",
                  "pooling")
 } | {"fusedtrain.nn.activation", "fusedtrain.nn.norm", "fusedtrain.nn.pool",
-     "fusedtrain.nn.sync_norm"}  # fmt: skip
+     "fusedtrain.nn.sync_norm", "fusedtrain.folding._conv_act"}  # fmt: skip
 _EXCEPT = ("Identity", "MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d")
 _HARMLESS = {"builtins", "math", "operator", "_operator"}  # modules of functions of fresh values
 
@@ -92,7 +92,6 @@ class Effects:
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self._traces = {id(one.module): one for one in flow.traces}
         self._graphs: dict[int, dict[fx.Node, Effect]] = {}
         self._summaries: dict[int, _Summary | None] = {}
 
@@ -115,52 +114,52 @@ class Effects:
             return False
         if self.flow.untraced(owner.module):
             return True
-        return any(self.is_overwritten(t, n) for t, _, n in self.flow.calls(owner.module))
+        return any(self.is_overwritten(*call) for call in self.flow.calls(owner.module))
 
     def _effect(self, owner: Trace, node: fx.Node, known: dict[fx.Node, Effect]) -> Effect:
         def places(value: Any) -> Places:
             return frozenset().union(*(known[n].value for n in _nodes(value)))
 
-        given = places((node.args, node.kwargs))
+        inputs = places((node.args, node.kwargs))
         if node.op == "placeholder":
             return Effect(_NOWHERE, _NOWHERE, frozenset({("argument", node)}))
         if node.op == "get_attr":
             return Effect(_NOWHERE, _NOWHERE, _attribute_places(owner.module, str(node.target)))
         if node.op == "output":
-            return Effect(given, _NOWHERE, given)
+            return Effect(inputs, _NOWHERE, inputs)
         fresh: Places = frozenset({("call", node)})
         if node.op == "call_module":
             module = owner.module.get_submodule(str(node.target))
-            return self._module_effect(module, node, given, places, fresh)
+            return self._module_effect(module, node, inputs, places, fresh)
         call = _call_of(node)
         if call is None:
-            return Effect(given, given, given | fresh, True)
-        return Effect(given, places(call.writes), places(call.shares) | fresh, call.draws)
+            return Effect(inputs, inputs, inputs | fresh, True)
+        return Effect(inputs, places(call.writes), places(call.shares) | fresh, call.draws)
 
     def _module_effect(
         self,
         module: nn.Module,
         node: fx.Node,
-        given: Places,
+        inputs: Places,
         places: Callable[[Any], Places],
         fresh: Places,
     ) -> Effect:
         registered = _registered_places(module)
         summary = self._summary(module)
         if summary is None:
-            everything = given | registered
+            everything = inputs | registered
             return Effect(everything, everything, everything | fresh, True)
 
         def of(which: set[int | str]) -> Places:
             if summary.everything and which:
-                return given
+                return inputs
             chosen = [node.args[k] for k in which if isinstance(k, int) and k < len(node.args)]
             chosen += [value for name, value in node.kwargs.items() if name in which]
             return places(chosen)
 
         writes = summary.writes | of(summary.written)
         value = summary.value | of(summary.returned) | fresh
-        return Effect(given | registered | summary.reads, writes, value, summary.draws)
+        return Effect(inputs | registered | summary.reads, writes, value, summary.draws)
 
     def _summary(self, module: nn.Module) -> _Summary | None:
         """What a call of a module does; None if nothing is known."""
@@ -176,15 +175,15 @@ class Effects:
             return _Summary(returned={0, "input"})
         if "forward" not in vars(module) and _is_familiar(module):
             return _familiar(module)
-        found = self._traces.get(id(module)) or trace(module, self.flow.converted)
-        if isinstance(found, str):
-            found = trace(module, converted=True)  # one that convert has rewritten
-        return None if isinstance(found, str) else self._summary_of(found)
+        traced = self.flow.trace_of(module) or trace(module, self.flow.converted, self.flow.modes)
+        if isinstance(traced, str):
+            traced = trace(module, True, self.flow.modes)  # one that convert has rewritten
+        return None if isinstance(traced, str) else self._summary_of(traced)
 
-    def _summary_of(self, found: Trace) -> _Summary:
+    def _summary_of(self, owner: Trace) -> _Summary:
         total = _Summary()
-        for graph in found.graphs:
-            effects = self.of(found, graph)
+        for graph in owner.graphs:
+            effects = self.of(owner, graph)
             names: dict[Place, tuple[int, str]] = {}
             for number, node in enumerate(n for n in graph.nodes if n.op == "placeholder"):
                 names["argument", node] = (number, str(node.target))
@@ -201,9 +200,9 @@ class Effects:
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return iter(found)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(value, nodes.append)
+    return iter(nodes)
 
 
 def _stored(places: Places) -> Places:
@@ -221,10 +220,9 @@ def _registered_places(module: nn.Module) -> Places:
     return frozenset(map(_storage, (*module.parameters(), *module.buffers())))
 
 
-def _attribute_places(module: Any, path: str) -> Places:
-    for part in path.split("."):
-        module = getattr(module, part, None)
-    return frozenset({_storage(module)}) if isinstance(module, Tensor) else _NOWHERE
+def _attribute_places(module: nn.Module, path: str) -> Places:
+    tensor = attribute_of(module, path)
+    return frozenset({_storage(tensor)}) if isinstance(tensor, Tensor) else _NOWHERE
 
 
 def _is_familiar(module: nn.Module) -> bool:
@@ -241,7 +239,7 @@ def _familiar(module: nn.Module) -> _Summary:
     if package_and_name(module) in STOCHASTIC_DEPTH:
         return _Summary(returned=first, draws=True)
     buffers = frozenset(map(_storage, module.buffers()))
-    summary = _Summary(writes=buffers if isinstance(module, _NormBase) else _NOWHERE)
+    summary = _Summary(writes=buffers if isinstance(module, NormBase) else _NOWHERE)
     if getattr(module, "inplace", False) or getattr(module, "overwrite_input", False):
         summary.written = summary.returned = first
     drop = getattr(module, "drop", None)
@@ -254,7 +252,7 @@ def _call_of(node: fx.Node) -> _Call | None:
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if node.op == "call_method":
         return _schema_call(_packet(str(target)), str(target), args, kwargs, strict=False)
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return _schema_call(target, "", args, kwargs, strict=True)
     name = getattr(target, "__name__", "")
     module = (getattr(target, "__module__", None) or "").partition(".")[0]
@@ -328,7 +326,7 @@ def _draws(op: Any) -> bool:
 
 
 def _overloads(op: Any) -> Iterable[Any]:
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return (op,)
     return [getattr(op, overload) for overload in op.overloads()]
 
@@ -342,9 +340,7 @@ def _is_fresh(op: Any, name: str) -> bool:
     known = False
     for overload in _overloads(op):
         try:
-            composite = torch._C._dispatch_has_kernel_for_dispatch_key(
-                overload.name(), "CompositeImplicitAutograd"
-            )
+            composite = has_kernel_for(overload.name(), "CompositeImplicitAutograd")
         except RuntimeError:  # an overload that only TorchScript has
             continue
         if composite:

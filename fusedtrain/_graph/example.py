@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from .._torch_private import pytree
 
 
 def check_example(example: Any) -> None:

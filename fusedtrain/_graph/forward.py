@@ -1,7 +1,7 @@
 """Another forward for one module, kept in its `__dict__`, which is as good as the one of its class.
 
 It survives deepcopy and pickle, torch.compile and torch.export trace it, and to TorchScript,
-inspect and torch.fx it shows the forward of the class. The module is not kept alive by it.
+inspect and torch.fx it shows the forward of the class.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._recompute import recompute
+from .._torch_private import BatchNormBase, is_fx_tracing
+from .modules import attribute_of, is_scripted
 from .records import record_of, unassign
 
 
-def _template(rewritten: Any, *args: Any, **kwargs: Any) -> Any:
-    return rewritten.run(*args, **kwargs)
+def _template(replacement: Any, *args: Any, **kwargs: Any) -> Any:
+    return replacement.run(*args, **kwargs)
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,12 +32,6 @@ def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _same(module: nn.Module, input: Tensor) -> Tensor:
     return input
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
 
 
 def _proxy_in(values: Any) -> fx.Proxy | None:
@@ -51,8 +45,30 @@ def _proxy_in(values: Any) -> fx.Proxy | None:
     return next((p for p in map(_proxy_in, values) if p is not None), None)
 
 
-class Rewritten:
-    """The other forward. `install` puts it into its module, `remove` takes it out again.
+class Replacement:
+    """The other forward: `run` is what it does. `install` puts it into its module."""
+
+    _module: Callable[[], nn.Module | None]
+    run: Callable[..., Any]
+
+    @property
+    def forward(self) -> types.MethodType:
+        # pickle asks for this attribute of this object; TorchScript for the source and globals.
+        module = self._module()
+        if module is None:  # a pickle with circles is being read
+            return types.MethodType(_template, self)
+        original: Any = getattr(type(module), "forward")  # noqa: B009 (it may be None)
+        function = types.FunctionType(_template.__code__, original.__globals__, "forward")
+        function.__wrapped__ = original  # type: ignore[attr-defined]
+        return types.MethodType(function, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Older pickles have the object itself in the place of its method."""
+        return self.run(*args, **kwargs)
+
+
+class Rewritten(Replacement):
+    """A forward from source. The module is not kept alive by it.
 
     `source` is a function named "forward", `imports` what the names in it stand for, written as
     "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
@@ -99,20 +115,12 @@ class Rewritten:
         function: Callable[..., Any] = names["forward"]
         return function
 
-    @property
-    def forward(self) -> types.MethodType:
-        # pickle asks for this attribute of this object; TorchScript for the source and globals.
-        original: Any = getattr(type(self._module()), "forward")  # noqa: B009 (it may be None)
-        function = types.FunctionType(_template.__code__, original.__globals__, "forward")
-        function.__wrapped__ = original  # type: ignore[attr-defined]
-        return types.MethodType(function, self)
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if is_fx_symbolic_tracing() and self._is_traced(args, kwargs):
+        if is_fx_tracing() and self._is_traced(args, kwargs):
             return _of_class(module, *args, **kwargs)
         for path, value in self.frozen.items():
-            now = _attribute(module, path)
+            now = attribute_of(module, path)
             if now is not value and now != value:
                 raise RuntimeError(
                     f"{path} of this {type(module).__name__} was {value!r} when fusedtrain.convert "
@@ -145,22 +153,26 @@ class PassesOn(Rewritten):
         return _same
 
 
-def install(rewritten: Rewritten) -> None:
-    module = rewritten._module()
+def install(replacement: Replacement) -> None:
+    module = replacement._module()
     assert module is not None
-    vars(module)["forward"] = rewritten.forward
+    vars(module)["forward"] = replacement.forward
+
+
+def replacement_of(module: nn.Module) -> Replacement | None:
+    held = vars(module).get("forward")
+    owner = getattr(held, "__self__", held)
+    return owner if isinstance(owner, Replacement) else None
 
 
 def rewritten_of(module: nn.Module) -> Rewritten | None:
-    found = getattr(vars(module).get("forward"), "__self__", None)
-    return found if isinstance(found, Rewritten) else None
+    replacement = replacement_of(module)
+    return replacement if isinstance(replacement, Rewritten) else None
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
     """Whether something else has replaced the forward of its class."""
-    scripted: Any = getattr(torch.jit, "ScriptModule", ())
-    patched = "forward" in vars(module) and rewritten_of(module) is None
-    return patched or isinstance(module, scripted)
+    return is_scripted(module) or ("forward" in vars(module) and rewritten_of(module) is None)
 
 
 def passes_on(module: nn.Module) -> bool:
@@ -198,12 +210,12 @@ def set_recomputing(module: nn.Module, wanted: bool) -> None:
 
 
 def resolve(path: str) -> Any:
-    """What a name of `imports` stands for."""
+    """The object behind a name of `imports`."""
     module, _, qualified = path.partition(":")
-    found = importlib.import_module(module)
+    value = importlib.import_module(module)
     for part in filter(None, qualified.split(".")):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def follow(tracer: Any) -> None:
@@ -232,34 +244,34 @@ def follow(tracer: Any) -> None:
 
 
 def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
-    """Of each module that gives away or takes over work: those that it does so with."""
-    found: dict[nn.Module, set[nn.Module]] = {}
+    """Maps each module that gives away or takes over work to the modules it does so with."""
+    partners: dict[nn.Module, set[nn.Module]] = {}
     makers = _makers(root)
     for module in root.modules():
         mine = vars(module)
-        if isinstance(module, _BatchNorm) and record_of(module) is not None:
+        if isinstance(module, BatchNormBase) and record_of(module) is not None:
             parts = [mine[kind] for kind in ("act", "drop") if kind in mine]
-            mates = found.setdefault(module, set())
+            mates = partners.setdefault(module, set())
             if mine.get("_adds"):
                 mates.add(root)  # the sum is in a forward somewhere around it
             if mine.get("overwrite_input"):
                 mates.add(makers.get(module, root))
             for part in (part for part in parts if type(part) is not nn.Identity):
-                found[module].add(part)
-                found.setdefault(part, set()).add(module)
+                partners[module].add(part)
+                partners.setdefault(part, set()).add(module)
         forward = rewritten_of(module)
         if forward is not None and any(
             path.endswith(":gated") for path in forward.imports.values()
         ):
             for part in filter(passes_on, module.modules()):
-                found.setdefault(part, set()).add(module)
-    return found
+                partners.setdefault(part, set()).add(module)
+    return partners
 
 
 def _makers(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Modules that are called with the value of another one, as far as containers tell."""
-    found: dict[nn.Module, nn.Module] = {}
+    """Maps a module to the one whose output it is called with, as far as containers show."""
+    makers: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-            found.update(zip(list(module)[1:], module))
-    return found
+            makers.update(zip(list(module)[1:], module))
+    return makers

@@ -49,8 +49,8 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     called = None if proxy is None else _module_call(proxy.tracer, sys._getframe(2))
     if proxy is None or called is None:
         return handle_torch_function(function, tensors, *args, **kwargs)
-    module, path, given = called
-    call = proxy.tracer.create_proxy("call_module", path, given, {})
+    module, path, arguments = called
+    call = proxy.tracer.create_proxy("call_module", path, arguments, {})
     if passes_on(module):
         # Under the name of the module, but not by its forward, which hands on its input.
         node: Any = call.node

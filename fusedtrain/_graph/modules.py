@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import nn
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CONVOLUTIONS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
 # Modules that multiply each sample by 0 or 1 / keep_prob -> the attribute with the probability. By
 # package and name, since none of them is imported here; others of these names may do otherwise.
 STOCHASTIC_DEPTH = {
@@ -23,3 +31,31 @@ def package_and_name(module: nn.Module) -> tuple[str, str]:
     """The top-level package of its class, and the name of the class."""
     cls = type(module)
     return cls.__module__.partition(".")[0], cls.__name__
+
+
+def is_scripted(module: object) -> bool:
+    return isinstance(module, getattr(torch.jit, "ScriptModule", ()))
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it is made of other modules, and has no forward."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    if is_scripted(module):
+        return False
+    return isinstance(module, kinds) or type(module).forward is nn.Module.forward
+
+
+def attribute_of(module: Any, path: str) -> Any:
+    """What a path such as "layers.0.weight" leads to; None where it leads nowhere."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def scripted_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Name and class of each scripted module that is no part of another."""
+    inside: set[int] = set()
+    for name, module in model.named_modules():
+        if is_scripted(module) and id(module) not in inside:
+            inside.update(id(m) for m in module.modules())
+            yield name, str(getattr(module, "original_name", type(module).__name__))

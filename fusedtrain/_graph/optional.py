@@ -13,10 +13,9 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
-_CHECKS = (torch._assert, getattr(torch.fx._symbolic_trace, "_assert_is_none", None))
+from .._torch_private import CHECKS
 
 
 def optional_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
@@ -85,22 +84,22 @@ def looks_at(graph: fx.Graph, values: dict[str, Any], traced: fx.Graph) -> bool:
 
 
 def _canonical(graph: fx.Graph, values: dict[str, Any]) -> list[Any]:
-    """Calls in their order, by numbers; the optional arguments by their values. The checks are left
-    out which fx makes of values that it was given."""
+    """Calls in their order, by numbers, and the optional arguments by their values. The checks
+    that fx makes of known values are left out."""
     numbers: dict[fx.Node, Any] = {}
     rows: list[Any] = []
 
     def known(argument: Any) -> Any:
-        found = fx.node.map_aggregate(
+        numbered = fx.node.map_aggregate(
             argument, lambda a: numbers[a] if isinstance(a, fx.Node) else a
         )
-        return repr(found)
+        return repr(numbered)
 
     for node in graph.nodes:
         name = str(node.target)
         if node.op == "placeholder":
-            own = name if name in values else name.rpartition("_")[0]
-            numbers[node] = values[own] if own in values else _Numbered(name)
+            key = name if name in values else name.rpartition("_")[0]
+            numbers[node] = values[key] if key in values else _Numbered(name)
         elif not _is_check(node):
             numbers[node] = _Numbered(len(rows))
             rows.append((node.op, node.target, known(node.args), known(node.kwargs)))
@@ -119,4 +118,4 @@ def _is_check(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     compares = node.target is operator.eq and len(node.users) == 1
-    return node.target in _CHECKS or (compares and all(map(_is_check, node.users)))
+    return node.target in CHECKS or (compares and all(map(_is_check, node.users)))

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"
-BYPASSED = "fusedtrain_bypassed"  # in the `meta` of nodes
+from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
+
+CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
 _PLAIN = (dict, list, tuple, torch.Size, fx.immutable_collections.immutable_dict,
           fx.immutable_collections.immutable_list)  # fmt: skip
 _MOST_CHOICES = 64
@@ -29,16 +29,16 @@ _MOST_CHOICES = 64
 
 @dataclass
 class Choices:
-    """The answers of one way through a forward: those given, then always the first."""
+    """The answers of one way through a forward: the forced ones, then always the first."""
 
-    given: tuple[bool, ...]
+    forced: tuple[bool, ...] = ()
     made: list[bool] = field(default_factory=list)
 
     def choose(self, first: bool) -> bool:
         place = len(self.made)
         if place >= _MOST_CHOICES:  # `while not done:`
             raise RuntimeError("its forward has too many branches")
-        self.made.append(self.given[place] if place < len(self.given) else first)
+        self.made.append(self.forced[place] if place < len(self.forced) else first)
         return self.made[-1]
 
 
@@ -76,10 +76,11 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True
     sees_conversions = True  # forwards as they run, not as they were before `convert`
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: Choices | None = None) -> None:
         super().__init__()
-        self.choices = choices
+        self.choices = Choices() if choices is None else choices
         self.guessed = ""
+        self.lists = False  # whether the forward goes through lists of any length
         self.kinds: dict[fx.Node, bool] = {}
         self.context = context_now()
         self.proxies: list[weakref.ref[fx.Proxy]] = []
@@ -131,6 +132,7 @@ class Tracer(fx.Tracer):
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         self.guessed = "its forward takes a list of tensors"
+        self.lists = True
         item: Any = obj
         return iter((item[0], item[1]))
 
@@ -158,8 +160,12 @@ def context_now() -> tuple[Any, ...]:
         (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()
     ]
     # Those of torch.utils.checkpoint, say.
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, hooks(False))
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        top_saved_tensors_hooks(False),
+    )
 
 
 class Watch(TorchDispatchMode):
@@ -208,15 +214,34 @@ def has_with(forward: Any) -> bool:
     return code is not None and any(step.opname in names for step in dis.get_instructions(code))
 
 
-def random_states() -> list[Any]:
+@contextmanager
+def same_generators(seed: int | None = None) -> Iterator[None]:
+    """Gives the generators of torch, Python and numpy their states back; `seed`: seeds them."""
     numpy: Any = sys.modules.get("numpy")
-    state = torch.default_generator.get_state().tolist()
-    return [state, random.getstate(), None if numpy is None else numpy.random.get_state()]
+    state, other = random.getstate(), None if numpy is None else numpy.random.get_state()
+    # Asking for the state of a GPU would start CUDA, after which no process may be forked.
+    started = torch.cuda.is_initialized()
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if started else ()):
+            if seed is not None:
+                random.seed(seed)
+                torch.default_generator.manual_seed(seed)
+                if started:
+                    torch.cuda.manual_seed_all(seed)
+                if numpy is not None:
+                    numpy.random.seed(seed)
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(other)
 
 
-def set_random_states(states: list[Any]) -> None:
+def random_states() -> tuple[Any, ...]:
+    """Of all generators; to be compared. Bytes: to print the numbers took 0.3 of a conversion."""
     numpy: Any = sys.modules.get("numpy")
-    torch.default_generator.set_state(torch.tensor(states[0], dtype=torch.uint8))
-    random.setstate(states[1])
-    if numpy is not None and states[2] is not None:
-        numpy.random.set_state(states[2])
+    drawn: tuple[Any, ...] = ()
+    if numpy is not None:
+        name, numbers, *place = numpy.random.get_state()
+        drawn = (name, numbers.tobytes(), *place)
+    return bytes(torch.default_generator.get_state().tolist()), random.getstate(), drawn

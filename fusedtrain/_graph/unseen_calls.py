@@ -40,9 +40,9 @@ _SEEN = ("forward", "__init__", "__call__")
 
 @dataclass
 class _Names:
-    """What code mentions. `takes`: it indexes something, or goes through its items."""
+    """The names in some code. `takes`: the code indexes something, or goes through its items."""
 
-    own: set[str] = field(default_factory=set)  # attributes of its first argument
+    of_self: set[str] = field(default_factory=set)  # attributes of its first argument
     others: set[str] = field(default_factory=set)  # attributes of anything else
     globals: set[str] = field(default_factory=set)
     takes: bool = False
@@ -74,16 +74,16 @@ class UnseenCalls:
 
 
 def _reached(root: nn.Module, model: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules in a module that its forward may call; its children, whose callers Flow knows, need
-    not be among them."""
+    """Modules in a module that its forward may call. Its children may be left out: Flow knows
+    their callers."""
     seen: dict[types.CodeType, _Names] = {}
     pending: list[tuple[types.FunctionType, nn.Module | None]] = []
-    for cls in type(root).__mro__:  # that of a base class may be called by super()
+    for cls in type(root).__mro__:  # super() may call a base class's forward
         _add(pending, vars(cls).get("forward"), root)
     named = list(root.named_modules(remove_duplicate=False))
     for key, value in vars(root).items():
-        for found in _unregistered(value, model):
-            named += found.named_modules(prefix=key, remove_duplicate=False)
+        for module in _unregistered(value, model):
+            named += module.named_modules(prefix=key, remove_duplicate=False)
     parts = list(dict.fromkeys(part for _, part in named if part is not root))
     others: set[str] = set()
     containers: set[str] = set()
@@ -91,28 +91,28 @@ def _reached(root: nn.Module, model: set[nn.Module]) -> Iterator[nn.Module]:
         function, owner = pending.pop()
         if function.__code__ not in seen:
             seen[function.__code__] = _read(function.__code__)
-            for found in _outside(function, seen[function.__code__]):
-                if isinstance(found, nn.Module):
-                    yield from found.modules()
-                _add(pending, found, None)
+            for mentioned in _outside(function, seen[function.__code__]):
+                if isinstance(mentioned, nn.Module):
+                    yield from mentioned.modules()
+                _add(pending, mentioned, None)
         names = seen[function.__code__]
         if owner is not None:
-            for name in names.own:
+            for name in names.of_self:
                 child = owner._modules.get(name)
                 if child is not None:
                     yield child
                 elif name not in _SEEN:
                     _add(pending, getattr(type(owner), name, None), owner)
                     _add(pending, vars(owner).get(name), None)
-        fresh = (names.others if owner is not None else names.others | names.own) - others
+        fresh = (names.others if owner is not None else names.others | names.of_self) - others
         others |= fresh
         for name in fresh - set(_SEEN):
             for part in parts:
                 _add(pending, getattr(type(part), name, None), part)
                 _add(pending, vars(part).get(name), None)
         if names.takes or (names.globals | names.others) & _ITERATING:
-            containers |= names.own | names.others
-        if (names.own | names.others | names.globals) & _REACHING:
+            containers |= names.of_self | names.others
+        if (names.of_self | names.others | names.globals) & _REACHING:
             yield from parts
             return
     for path, part in named:
@@ -132,15 +132,15 @@ def _unregistered(value: Any, model: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
-    """What a function mentions that is not its own: globals, functions of other files, and what
-    encloses or wraps it."""
+    """Values from outside of a function that it mentions: globals and attributes of those, the
+    function that it wraps, and the variables of enclosing functions."""
     for name in names.globals:
-        found = function.__globals__.get(name)
-        yield found
-        if isinstance(found, types.ModuleType):
-            yield from (vars(found).get(other) for other in names.others)
-        if isinstance(found, type):
-            yield from (getattr(found, other, None) for other in names.others)
+        value = function.__globals__.get(name)
+        yield value
+        if isinstance(value, types.ModuleType):
+            yield from (vars(value).get(other) for other in names.others)
+        if isinstance(value, type):
+            yield from (getattr(value, other, None) for other in names.others)
     yield getattr(function, "__wrapped__", None)
     for cell in function.__closure__ or ():
         try:
@@ -150,39 +150,39 @@ def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
 
 
 def _add(
-    pending: list[tuple[types.FunctionType, nn.Module | None]], found: Any, owner: nn.Module | None
+    pending: list[tuple[types.FunctionType, nn.Module | None]], value: Any, owner: nn.Module | None
 ) -> None:
-    """What a name stands for, if it is a function of the user's."""
-    found = found.fget if isinstance(found, property) else found
-    found = getattr(found, "func", found) if isinstance(found, functools.partial) else found
-    found = getattr(found, "__func__", found)
-    if isinstance(found, types.FunctionType):
-        torchs = (found.__module__ or "").partition(".")[0] == "torch"
-        if not torchs and (found, owner) not in pending:
-            pending.append((found, owner))
+    """Adds the function behind a value, if it is one of the user's."""
+    value = value.fget if isinstance(value, property) else value
+    value = getattr(value, "func", value) if isinstance(value, functools.partial) else value
+    value = getattr(value, "__func__", value)
+    if isinstance(value, types.FunctionType):
+        torchs = (value.__module__ or "").partition(".")[0] == "torch"
+        if not torchs and (value, owner) not in pending:
+            pending.append((value, owner))
 
 
 def _read(code: types.CodeType, first: str = "") -> _Names:
-    found = _Names()
+    names = _Names()
     first = first or (code.co_varnames[0] if code.co_argcount else "")
     before: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             last = before.argval if before is not None else None
             last = last[-1] if isinstance(last, tuple) else last
-            (found.own if last == first else found.others).add(str(step.argval))
+            (names.of_self if last == first else names.others).add(str(step.argval))
         elif step.opname == "LOAD_GLOBAL":
-            found.globals.add(str(step.argval))
-        found.takes |= step.opname in _TAKING or step.argrepr == "[]"
+            names.globals.add(str(step.argval))
+        names.takes |= step.opname in _TAKING or step.argrepr == "[]"
         before = step
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = _read(constant, first)
-            found.own |= inner.own
-            found.others |= inner.others
-            found.globals |= inner.globals
-            found.takes |= inner.takes
-    return found
+            names.of_self |= inner.of_self
+            names.others |= inner.others
+            names.globals |= inner.globals
+            names.takes |= inner.takes
+    return names
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     _add(pending, type(module).forward, module)
     while pending:
         function, _ = pending.pop()
-        fresh = _read(function.__code__).own - names
+        fresh = _read(function.__code__).of_self - names
         names |= fresh
         for name in fresh:
             _add(pending, getattr(type(module), name, None), module)

@@ -37,7 +37,7 @@ __all__ = [
     "state_dict",
 ]
 
-# Apex's calls are imported when somebody asks for one: 8 of the 120 ms that the package takes.
+# Apex's calls are imported on first use: they take 8 of the package's 120 ms.
 _WHERE = {
     "_amp_state": "_state",
     "disable_casts": "_functions",
@@ -58,7 +58,7 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # All at once: timm looks into ``amp.__dict__`` for state_dict.
+    # All names at once: timm looks into ``amp.__dict__`` for state_dict.
     modules = {file: importlib.import_module(f".{file}", __name__) for file in _WHERE.values()}
     globals().update({each: getattr(modules[file], each) for each, file in _WHERE.items()})
     return globals()[name]

@@ -1,7 +1,7 @@
-"""What `initialize` does to a model: its dtypes, casts of inputs and outputs, float32 checkpoints.
+"""How `initialize` changes a model: its dtypes, casts of inputs and outputs, float32 checkpoints.
 
-Casts and checkpoints are hooks, which replicas and pickles of the model take along; copies take the
-casts. Conversions of dtypes are public in `fusedtrain.fp16_utils`.
+Casts and checkpoints are hooks, which replicas and pickles of the model keep; copies keep only the
+casts. The dtype conversions are public in `fusedtrain.fp16_utils`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._torch_private import BatchNormBase
 from ._masters import HALF_DTYPES, full_precision, load_full_precision
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Converts the parameters and buffers of a module, without those of the modules in it.
+    """Converts the parameters and buffers of a module, but not of its submodules.
 
-    In place: a parameter stays the same object, so that what shares or refers to it sees the new
-    dtype. Gradients are converted with it. Integer and complex tensors stay as they are.
+    In place: a parameter stays the same object, so whatever shares it sees the new dtype.
+    Gradients are converted too. Integer and complex tensors stay as they are.
 
     Args:
         module: any module.
@@ -51,13 +51,13 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts parameters and buffers of a network, in place, but for batch norms with weights.
+    """Converts parameters and buffers of a network, in place, except batch norms with weights.
 
-    These (see `fp16_utils.BN_convert_float`) are left as they are, in whatever dtype. Weights of
-    recurrent layers are laid out in one piece again, as cuDNN wants them.
+    Such batch norms (see `fp16_utils.BN_convert_float`) keep their dtype. Recurrent layers' weights
+    are made contiguous again, for cuDNN.
 
     Args:
-        network: any module; see `convert_module` for what is converted.
+        network: any module; `convert_module` converts each of its modules.
         dtype: a floating dtype.
 
     Returns:
@@ -82,8 +82,8 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def is_affine_norm(module: nn.Module) -> bool:
-    """Whether a module is a batch norm with a weight and a bias, which may stay in float32."""
-    return isinstance(module, _BatchNorm) and module.affine
+    """Whether a module is a batch norm with a weight and a bias."""
+    return isinstance(module, BatchNormBase) and module.affine
 
 
 def _check_floating(dtype: torch.dtype) -> None:
@@ -92,10 +92,10 @@ def _check_floating(dtype: torch.dtype) -> None:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `dtype`, wherever they are in containers.
+    """Casts floating-point tensors to `dtype`, also inside containers.
 
-    Containers are lists, tuples (named ones too), mappings, dataclasses and what has a method
-    ``to`` of its own, which is given the dtype. Everything else stays as it is.
+    Containers are lists, tuples (named ones too), mappings, dataclasses and objects with a method
+    ``to``, which is called with the dtype. Everything else stays as it is.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -136,7 +136,7 @@ def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any)
 
 
 def cast_model(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | None) -> None:
-    """Makes a model cast what it is given and what it returns, and nothing else any more."""
+    """Makes a model cast its inputs and outputs; replaces casts of an earlier call."""
     ours = (_cast_inputs, _cast_outputs)
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for number, hook in list(hooks.items()):
@@ -151,7 +151,7 @@ def cast_model(model: nn.Module, inputs: torch.dtype | None, outputs: torch.dtyp
 
 
 def save_in_float32(model: nn.Module) -> None:
-    """Makes checkpoints of a 16-bit model float32, with what the master weights know."""
+    """Makes a 16-bit model's state dicts float32, with the master weights' precision."""
     for module in model.modules():
         if not any(isinstance(hook, _Widening) for hook in module._state_dict_hooks.values()):
             module.register_state_dict_post_hook(_Widening())
@@ -168,8 +168,8 @@ def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 class _Widening:
     """Puts float32 values into a state_dict.
 
-    Not into that of a copy of the model, which has no masters: moving averages of models (timm's
-    ModelEma) are copies, and are updated by writing into the tensors of their state_dict.
+    A copy of the model loses this hook, as it has no masters. A moving average of a model (timm's
+    ModelEma) is such a copy, and is updated by writing into its state_dict's tensors.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Functions that run in float16 or float32 under opt_level O1, and where casts are off."""
+"""Functions that run in float16 or float32 under opt_level O1, and contexts without casts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _registered: list[tuple[Any, str, Callable[[Any], Any]]] = []
 
 
 def switch_autocast(devices: frozenset[str]) -> None:
-    """Autocast to float16 on these device types from here on, as O1 has it, and on no others.
+    """Switches autocast to float16 on for these device types, as O1 does, and off for others.
 
-    Without the cache of cast weights: it would outlive steps, and what was cached under no_grad
-    has no gradient.
+    Without the cache of cast weights: cached weights would outlive steps, and weights cached under
+    no_grad have no gradient.
     """
     for device in _amp_state.devices - devices:
         torch.set_autocast_enabled(device, False)
@@ -38,7 +38,7 @@ def switch_autocast(devices: frozenset[str]) -> None:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Within it functions run in the dtypes that they are given."""
+    """Context in which functions run in the dtypes of their arguments."""
     with ExitStack() as stack:
         for device in _amp_state.devices:
             stack.enter_context(torch.autocast(device, enabled=False, cache_enabled=False))
@@ -47,7 +47,7 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def disable_casts() -> Iterator[None]:
-    """Within it O1 casts nothing.
+    """Context in which O1 casts nothing.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ def _casting() -> bool:
 
 
 def half_function(fn: F) -> F:
-    """Makes a function be called with float16 tensors under O1.
+    """Wraps a function: under O1 its tensors are cast to float16.
 
     Args:
         fn: any function; also as a decorator. Tensors in containers are cast too.
@@ -96,7 +96,7 @@ def half_function(fn: F) -> F:
 
 
 def float_function(fn: F) -> F:
-    """Makes a function run in float32 under O1: with float32 tensors, and without autocast.
+    """Wraps a function: under O1 its tensors are cast to float32, and autocast is off.
 
     Args:
         fn: any function; also as a decorator. Tensors in containers are cast too.
@@ -122,7 +122,7 @@ def float_function(fn: F) -> F:
 
 
 def promote_function(fn: F) -> F:
-    """Makes a function be called with tensors of the widest dtype among its own, under O1.
+    """Wraps a function: under O1 its tensors are cast to the widest dtype among them.
 
     Args:
         fn: any function; also as a decorator.
@@ -159,46 +159,46 @@ def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """`half_function` of ``module.name``, from the next `initialize` with O1 on.
+    """Applies `half_function` to ``module.name`` at the next `initialize` with O1.
 
     Args:
         module: a module, class or other object that holds the function.
-        name: the function's name there.
+        name: the function's name in `module`.
 
     Raises:
-        ValueError: where there is none of that name.
+        ValueError: if `module` has no such attribute.
     """
     _register(module, name, half_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """`float_function` of ``module.name``, from the next `initialize` with O1 on.
+    """Applies `float_function` to ``module.name`` at the next `initialize` with O1.
 
     Args:
         module: a module, class or other object that holds the function.
-        name: the function's name there.
+        name: the function's name in `module`.
 
     Raises:
-        ValueError: where there is none of that name.
+        ValueError: if `module` has no such attribute.
     """
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """`promote_function` of ``module.name``, from the next `initialize` with O1 on.
+    """Applies `promote_function` to ``module.name`` at the next `initialize` with O1.
 
     Args:
         module: a module, class or other object that holds the function.
-        name: the function's name there.
+        name: the function's name in `module`.
 
     Raises:
-        ValueError: where there is none of that name.
+        ValueError: if `module` has no such attribute.
     """
     _register(module, name, promote_function)
 
 
 def wrap_registered() -> None:
-    """Puts the wrapped functions where the registered ones are."""
+    """Replaces the registered functions by wrapped ones."""
     for module, name, decorator in _registered:
         kept = inspect.getattr_static(module, name, None)
         if isinstance(kept, (staticmethod, classmethod)):

@@ -1,7 +1,7 @@
-"""What is known of one optimizer's gradients: which are scaled, by what; and unscaling them.
+"""The state of one optimizer's gradients: which are scaled, the scale, and unscaling.
 
 `GradientState` changes the class of its parameters while their gradients are scaled, and a
-`LazyParameter` asks its `GradientState` to unscale: the two refer to each other, so one file.
+`LazyParameter` asks its `GradientState` to unscale. The two refer to each other, so one file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch_private import foreach_copy_, foreach_mul_, unscale_
 from ..optim import FusedOptimizer
 from ._masters import Masters
 from ._raw import NotedGradients, raw_grad, set_raw_grad
 
-_OF_A_STEP = ("_checks_gradients", "grad_scale")  # what the optimizer is told of scaled gradients
-# By parameter, a weak reference to the `GradientState` that it belongs to.
+_OF_A_STEP = ("_checks_gradients", "grad_scale")  # the optimizer's attributes during a scaled step
+# By parameter, a weak reference to its `GradientState`.
 _owner: Any = WeakTensorKeyDictionary()
 _LAYOUT = attrgetter("layout")
 _ZEROING = inspect.unwrap(torch.nn.Module.zero_grad).__code__
@@ -35,10 +36,10 @@ class GradientState:
     """Base of `ScaledGradients`.
 
     Args:
-        optimizer: whose 16-bit parameters are replaced by masters, if `with_masters`.
-        with_masters: whether the optimizer is to step float32 masters of 16-bit parameters.
-        accumulates: whether gradients of masters stay until they are zeroed, as torch's do; in
-            Apex's amp a step drops them.
+        optimizer: any torch optimizer.
+        with_masters: whether float32 masters replace the optimizer's 16-bit parameters.
+        accumulates: whether masters' gradients stay until zero_grad, as torch's do. In Apex's amp
+            a step drops them.
         values: see `Masters`.
     """
 
@@ -49,24 +50,24 @@ class GradientState:
         accumulates: bool = False,
         values: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        # The optimizer refers to this, and so do parameters, which may outlive it.
+        # A weak reference: the parameters refer to this object and may outlive the optimizer.
         self._optimizer = weakref.ref(optimizer)
         self.with_masters = with_masters
         self.accumulates = accumulates
         self.masters = Masters(values)
-        self.own: list[Tensor] = []  # parameters of param_groups that are no masters
+        self.plain_params: list[Tensor] = []  # parameters in param_groups that are not masters
         self._scaled_by: Tensor | None = None
-        self.checked = False  # whether these have been searched for infs and NaNs
-        self.stepped = False  # whether a step has used them
+        self.checked = False  # whether the gradients have been searched for infs and NaNs
+        self.stepped = False  # whether a step has used the gradients
         self.unborn = True  # whether there was no step yet
         self.retired = False
-        self.found_inf: Tensor | None = None  # not 0 where a pass since the last step had any
-        self._before: list[Tensor | None] | None = None  # unscaled gradients of `own`, set aside
-        self._places: list[Tensor | None] = []  # the tensors that these were
-        self._left = NotedGradients()  # the scaled ones, as a backward pass has left them
-        self._zeros = NotedGradients()  # those that zero_grad has zeroed
-        self._zeros_before: list[tuple[Tensor, Tensor]] = []  # these, set aside
-        self.running = False  # whether a backward pass is, under `scale_loss`
+        self.found_inf: Tensor | None = None  # not 0: a pass since the last step overflowed
+        self._before: list[Tensor | None] | None = None  # stashed unscaled grads of `plain_params`
+        self._places: list[Tensor | None] = []  # the tensors that held the stashed gradients
+        self._left = NotedGradients()  # the scaled gradients, as a backward pass left them
+        self._zeros = NotedGradients()  # the gradients that zero_grad zeroed
+        self._zeros_before: list[tuple[Tensor, Tensor]] = []  # zeroed gradients, stashed
+        self.running = False  # whether a backward pass is running under `scale_loss`
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for p in params:
             earlier = _owner_of(p)
@@ -83,34 +84,34 @@ class GradientState:
             self.add(group)
         if saved is not None:
             optimizer.state.clear()
-            optimizer.load_state_dict(saved)  # in the dtypes of the parameters as they are now
+            optimizer.load_state_dict(saved)  # casts states to the parameters' present dtypes
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, while there is one."""
+        """The optimizer, or None once it is gone."""
         return self._optimizer()
 
     def add(self, group: dict[str, Any]) -> None:
         """Takes over the parameters of a group.
 
         Raises:
-            RuntimeError: for parameters of another optimizer. Nothing is modified.
+            RuntimeError: for another optimizer's parameters. Nothing is modified.
         """
         params = group["params"]
         if self.lazy and any(type(p) is not torch.nn.Parameter or _owner_of(p) for p in params):
             raise RuntimeError(
-                "a parameter of the group belongs to another optimizer already, or is of a "
+                "a parameter of the group belongs to another optimizer already, or its class is a "
                 "subclass of torch.nn.Parameter"
             )
         first = len(self.masters.masters)
         if self.with_masters:
             self.masters.replace_in(group)
         new = set(map(id, self.masters.masters[first:]))
-        own = [p for p in group["params"] if id(p) not in new]
-        self.own += own
+        plain = [p for p in group["params"] if id(p) not in new]
+        self.plain_params += plain
         if not self.lazy:
             return
-        _owner.update((p, weakref.ref(self)) for p in own)
+        _owner.update((p, weakref.ref(self)) for p in plain)
         self._watch(self.scaled_by is not None)
         self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
@@ -118,12 +119,12 @@ class GradientState:
         """Leaves the parameters to another optimizer."""
         self.unscale()
         self.retired = True
-        for p in self.own:
+        for p in self.plain_params:
             _owner.pop(p, None)
 
     @property
     def scaled_by(self) -> Tensor | None:
-        """What the gradients are multiplied by."""
+        """The scale of the gradients; None: they are unscaled."""
         return self._scaled_by
 
     @scaled_by.setter
@@ -134,15 +135,15 @@ class GradientState:
             self._watch(scale is not None)
 
     def _watch(self, on: bool) -> None:
-        """From here on who looks at a gradient unscales it, or does not."""
+        """Makes reading a gradient unscale it, or not, from now on."""
         kind = self._kind if on else torch.nn.Parameter
-        for p in self.own:
+        for p in self.plain_params:
             p.__class__ = kind
         for p in self.masters.masters:
             p.__class__ = kind
 
     def _step(self) -> None:
-        """The optimizer's own, after hooks and before hooks: nobody looks."""
+        """The optimizer's `_step`, between its hooks: reading a gradient does not unscale it."""
         self._watch(False)
         try:
             type(self.optimizer)._step(self.optimizer)
@@ -150,33 +151,33 @@ class GradientState:
             self._watch(self.scaled_by is not None)
 
     def unscale(self) -> None:
-        """Gradients become what they are without a loss scale; those of masters are made."""
+        """Divides the gradients by the loss scale, and makes the masters' gradients."""
         scale = self.scaled_by
         if scale is None:
             return
         if self.checked and not self.stepped:
             self._refuse_foreign()
         self.scaled_by = None
-        for name in _OF_A_STEP:  # where a hook of the step has looked
+        for name in _OF_A_STEP:  # set if a hook of the step read a gradient
             getattr(self.optimizer, "__dict__", {}).pop(name, None)
         if not self._raw():
             return
-        found = self._unscale(scale)
+        overflow = self._unscale(scale)
         if not self.checked:
-            self.add_found(found)
+            self.add_overflow(overflow)
 
-    def add_found(self, found: Tensor) -> None:
-        """Skips the next step where `found`, of no dimensions, is not 0."""
+    def add_overflow(self, overflow: Tensor) -> None:
+        """Skips the next step if the 0-dim `overflow` is not 0."""
         if self.found_inf is not None:
-            found = torch.maximum(self.found_inf.to(found.device), found)
-        self.found_inf = found
+            overflow = torch.maximum(self.found_inf.to(overflow.device), overflow)
+        self.found_inf = overflow
 
     @torch.no_grad()
     def _unscale(self, scale: Tensor) -> Tensor:
-        """Divides in place, and adds to the masters' gradients; not 0 where not finite."""
+        """Divides in place, and adds to the masters' gradients. Returns 0 if all are finite."""
         added: list[tuple[Tensor, Tensor]] = []
-        own = zip(*self._with_grads(self.own), strict=True)
-        grads = [g for p, g in own if self._left.has(p, g)]
+        plain = zip(*self._with_grads(self.plain_params), strict=True)
+        grads = [g for p, g in plain if self._left.has(p, g)]
         # The CUDA kernel takes no bfloat16: https://github.com/pytorch/pytorch/issues/127176.
         brain = [g for g in grads if g.dtype is torch.bfloat16]
         grads = [g for g in grads if g.dtype is not torch.bfloat16]
@@ -194,41 +195,41 @@ class GradientState:
                 else:
                     added.append((old, copy))
         if wide:
-            torch._foreach_copy_(wide, narrow)
-        found = torch.zeros((), dtype=torch.float32, device=scale.device)
-        inverse = scale.double().reciprocal().float()
+            foreach_copy_(wide, narrow)
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        inverse_scale = scale.double().reciprocal().float()
         for device, some in _by_device([*grads, *widened, *wide]).items():
-            here = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(some, here, inverse.to(device))
-            # Not asynchronously: on the CPU it is used at once.
-            found = torch.maximum(found, here.to(found.device))
+            device_found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            unscale_(some, device_found_inf, inverse_scale.to(device))
+            # A blocking copy: a CPU tensor is read at once.
+            found_inf = torch.maximum(found_inf, device_found_inf.to(found_inf.device))
         if brain:
-            torch._foreach_copy_(brain, widened)
+            foreach_copy_(brain, widened)
         for old, copy in added:
             old.add_(copy)
-        return found
+        return found_inf
 
     @torch.no_grad()
     def _rescale(self, scale: Tensor) -> None:
-        """Gradients that `delay` has left, where another loss has changed the scale since."""
+        """Brings gradients that `delay` left to `scale`, if another loss has changed the scale."""
         if self.scaled_by is not None and self.scaled_by is not scale:
             ratio = scale / self.scaled_by
             for device, grads in _by_device(self._raw()).items():
-                torch._foreach_mul_(grads, ratio.to(device))
+                foreach_mul_(grads, ratio.to(device))
             self.scaled_by = scale
 
     def drop(self, master: Tensor) -> None:
-        """Before a master's gradient is dropped: that which would become it."""
+        """Drops the scaled gradient that would become the master's gradient."""
         low = self.masters.param_of.get(id(master))
         if low is not None and self.scaled_by is not None:
             set_raw_grad(low, None)
 
     def _used_up(self) -> bool:
-        """Whether gradients of masters are gone, though those of their parameters are there."""
+        """Whether masters' gradients are gone, though their parameters' gradients remain."""
         return self.stepped and not self.accumulates
 
     def _gradients_of(self, params: list[Tensor]) -> list[Tensor | None]:
-        """What the fused step is to use: of a master its own, or that of its parameter, scaled."""
+        """The gradients for the fused step: a master's, or its parameter's scaled one."""
         grads = list(map(raw_grad, params))
         if self.scaled_by is not None and not self._used_up():
             param_of = self.masters.param_of
@@ -238,25 +239,25 @@ class GradientState:
         return grads
 
     def _with_grads(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of the parameters that have gradients, and these."""
-        found = list(map(raw_grad, params))
-        grads = [grad for grad in found if grad is not None]
+        """The parameters that have gradients, and their gradients."""
+        all_grads = list(map(raw_grad, params))
+        grads = [grad for grad in all_grads if grad is not None]
         if len(grads) != len(params):
-            params = list(compress(params, [grad is not None for grad in found]))
+            params = list(compress(params, [grad is not None for grad in all_grads]))
         return params, grads
 
     def _raw(self) -> list[Tensor]:
-        return self._with_grads([*self.own, *self.masters.params])[1]
+        return self._with_grads([*self.plain_params, *self.masters.params])[1]
 
     def _note_left(self) -> None:
-        """These gradients are scaled; what takes the place of one is not."""
-        self._left = NotedGradients(*self._with_grads([*self.own, *self.masters.params]))
+        """Notes the present gradients as scaled; a gradient that replaces one is not."""
+        self._left = NotedGradients(*self._with_grads([*self.plain_params, *self.masters.params]))
 
     def _drop(self, params: Iterable[Tensor]) -> None:
         deque(map(set_raw_grad, params, repeat(None)), maxlen=0)
 
     def _restore_zeros(self) -> None:
-        """Zeroed gradients of parameters that the backward pass has not reached."""
+        """Puts zeroed gradients back where the backward pass has not reached the parameter."""
         for p, grad in self._zeros_before:
             if raw_grad(p) is None:
                 set_raw_grad(p, grad)
@@ -272,12 +273,12 @@ class GradientState:
             )
 
     def _refuse_foreign(self) -> None:
-        """A backward pass outside `scale_loss` has added to gradients that were scaled.
+        """Raises if a backward pass outside `scale_loss` has added to scaled gradients.
 
-        Or, before a step has used these, has put others in their places.
+        Or if, before a step has used the gradients, others have replaced them.
         """
         low = [] if self._used_up() else self.masters.params
-        params, grads = self._with_grads([*self.own, *low])
+        params, grads = self._with_grads([*self.plain_params, *low])
         if self._left.are(params, grads):
             return
         for p, grad in zip(params, grads, strict=True):
@@ -292,18 +293,18 @@ class GradientState:
 
 
 class LazyParameter(torch.nn.Parameter):
-    """A parameter whose gradient is unscaled when somebody looks at it.
+    """A parameter whose gradient is unscaled when it is read.
 
-    Each optimizer has a subclass of its own, which its parameters are of while their gradients are
-    scaled: reading any attribute of a subclass takes torch three times as long. What is pickled is
-    a plain parameter.
+    Each optimizer has its own subclass. Parameters are of that class only while their gradients are
+    scaled: torch takes three times as long to read any attribute of a subclass. Pickling makes a
+    plain parameter.
     """
 
     _gradients: GradientState
 
     @property
     def grad(self) -> Tensor | None:
-        """As of every tensor."""
+        """The unscaled gradient."""
         gradients = self._gradients
         scaled = gradients.scaled_by is not None and not gradients.running
         if scaled and not _drops(sys._getframe(1)):
@@ -325,7 +326,7 @@ class LazyParameter(torch.nn.Parameter):
         set_raw_grad(self, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """A parameter of no optimizer, as that of a copied model is."""
+        """A plain parameter: a copied model's belong to no optimizer."""
         if id(self) not in memo:
             data = self.data.clone(memory_format=torch.preserve_format)
             memo[id(self)] = torch.nn.Parameter(data, self.requires_grad)
@@ -334,12 +335,12 @@ class LazyParameter(torch.nn.Parameter):
 
 
 def _drops(frame: Any) -> bool:
-    """Whether it is Module.zero_grad, asking what there is to drop: no reason to unscale it."""
+    """Whether the frame is Module.zero_grad, which reads a gradient only to drop it."""
     return frame.f_code is _ZEROING and bool(frame.f_locals.get("set_to_none", False))
 
 
 def _owner_of(p: Tensor) -> GradientState | None:
-    """Whose parameter it is: nobody's any more where the optimizer is gone."""
+    """The parameter's `GradientState`; None without one or once its optimizer is gone."""
     reference: weakref.ref[GradientState] | None = _owner.get(p)
     return None if reference is None else reference()
 

@@ -1,4 +1,4 @@
-"""Apex's entry to mixed precision: ``amp.initialize`` and what goes with it."""
+"""Apex's entry to mixed precision: ``amp.initialize`` and its companions."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def initialize(
     ========  ===============================================  ==========
     ``"O0"``  float32                                          1
     ``"O1"``  float32, functions autocast to float16           dynamic
-    ``"O2"``  float16 but for batch norms, float32 masters      dynamic
+    ``"O2"``  float16, float32 batch norms and masters          dynamic
     ``"O3"``  float16                                          1
     ========  ===============================================  ==========
 
     O1 switches torch.autocast on for the calling thread, for the device types of the models, and
-    leaves it on. Under the others models cast what they are given, and return float32. Under O2 the
-    optimizers' ``param_groups`` hold the masters; ``state_dict`` of the models is float32, with the
-    masters' values, and loading one sets them.
+    leaves it on. Under the other levels models cast their inputs and return float32. Under O2 the
+    optimizers' ``param_groups`` hold the masters. The models' ``state_dict`` is float32 and holds
+    the masters' values; loading one sets the masters.
 
     Args:
         models: a model with float32 parameters, not yet in DistributedDataParallel, or a list.
         optimizers: an optimizer of torch.optim, fusedtrain.optim or the like, a list, or None.
-        enabled: False makes this function return what it was given, and `scale_loss` the loss.
-        opt_level: see above. What follows changes parts of it, where not None.
+        enabled: False makes this function return its arguments, and `scale_loss` the loss.
+        opt_level: see above. The options below override parts of the level, where not None.
         cast_model_type: dtype of the model, not under O1.
-        patch_torch_functions: whether there is autocast; True under O1 only.
+        patch_torch_functions: whether autocast is on; True under O1 only.
         keep_batchnorm_fp32: whether batch norms stay float32; also "True" or "False".
         master_weights: whether 16-bit parameters have float32 masters; not under O1.
         loss_scale: a number, or "dynamic"; also as a string.
@@ -68,12 +68,12 @@ def initialize(
         min_loss_scale, max_loss_scale: bounds of a dynamic scale.
 
     Returns:
-        Models and optimizers, each as it was given: one, or a list. Without optimizers the models.
+        Models and optimizers, each in its form: one, or a list. Without optimizers the models.
 
     Raises:
         TypeError: for models and optimizers that are neither one nor a list of them.
-        RuntimeError: for an unknown level, options that do not go with it, models that are wrapped
-            already or not float32, optimizers that have been here before. Nothing is modified.
+        RuntimeError: for an unknown level, options that contradict it, models that are already
+            wrapped or not float32, optimizers of an earlier call. Nothing is modified.
 
     Example:
         >>> import torch
@@ -121,8 +121,8 @@ def initialize(
     _tell(options)
     _amp_state.opt_properties, _amp_state.loss_scalers = options, scalers
     _amp_state.initialized = True
-    # What becomes masters: the values before they are rounded, without copies of them. Tensors of
-    # p.detach() would count their versions together with p.
+    # Masters start from the values before rounding. `p.data` copies nothing, and does not share
+    # its version counter with p, as p.detach() would.
     values = {
         id(p): p.data
         for optimizer in some_optimizers
@@ -143,7 +143,7 @@ def initialize(
 def master_params(optimizer: Any) -> Any:
     """The parameters that an optimizer steps: float32 masters under O2, else the model's.
 
-    Their gradients are unscaled: these are the ones to clip.
+    Their gradients are unscaled: clip these.
 
     Args:
         optimizer: one that `initialize` has returned.
@@ -164,10 +164,10 @@ def master_params(optimizer: Any) -> Any:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The loss scales, and how many backward passes ago each overflowed, as Apex saved them.
+    """The loss scales, and the backward passes since each overflowed, in Apex's format.
 
     Args:
-        destination: a dictionary to put them into.
+        destination: a dictionary to write to.
     """
     destination = {} if destination is None else destination
     for i, scaler in enumerate(_amp_state.loss_scalers):
@@ -179,13 +179,13 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Loads what `state_dict` has returned, here or in Apex, after `initialize`.
+    """Loads the result of `state_dict`, or of Apex's, after `initialize`.
 
     Args:
-        state_dict: with more or fewer loss scales than there are, those in common are loaded.
+        state_dict: if the numbers of loss scales differ, the first ones are loaded.
 
     Raises:
-        RuntimeError: for keys that are no loss scales. Nothing is modified.
+        RuntimeError: for keys that are not loss scales. Nothing is modified.
     """
     unexpected = [key for key in state_dict if "loss_scaler" not in key]
     if unexpected:
@@ -203,7 +203,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
         scaler._restart(float(saved["loss_scale"]), int(saved["unskipped"]))
 
 
-# --- what is given
+# --- checks of the arguments
 
 
 def _optimizers(optimizers: Any) -> list[Any]:
@@ -261,7 +261,7 @@ def _tell(options: Options) -> None:
         say(f"{name:22} : {value}", True)
 
 
-# --- what is done
+# --- changes to models and optimizers
 
 
 def _prepare_model(model: nn.Module, options: Options, outputs: torch.dtype | None) -> None:

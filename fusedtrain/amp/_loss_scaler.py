@@ -1,4 +1,4 @@
-"""A loss scale that follows Apex's rule on the device: the host need not know it."""
+"""A loss scale that follows Apex's rule on the device; the host does not read it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LossScaler:
 
     Args:
         loss_scale: a number, or "dynamic".
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale; None for no lower one.
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; None: no lower bound.
 
     Raises:
         ValueError: for bounds that contradict each other.
@@ -31,7 +31,7 @@ class LossScaler:
         max_loss_scale: float = 2.0**24,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        # Without a floor of the caller's the smallest scale whose inverse is finite.
+        # By default the lower bound is the smallest scale whose inverse is finite.
         low = _LEAST if min_loss_scale is None else float(min_loss_scale)
         if self.dynamic and not 0 < low <= max_loss_scale:
             raise ValueError(
@@ -48,7 +48,7 @@ class LossScaler:
         self._hysteresis: Tensor | None = None
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """The scale, float32 of no dimensions. `update` makes another tensor of it."""
+        """The scale: a 0-dim float32 tensor, which `update` replaces, not writes to."""
         if self._scale is None or self._scale.device != device:
             scale, passes = self._start if self._scale is None else self._read()
             self._scale = torch.full((), scale, dtype=torch.float32, device=device)
@@ -57,10 +57,10 @@ class LossScaler:
         return self._scale
 
     def update(self, found_inf: Tensor) -> None:
-        """After a backward pass: by whether its gradients held infs or NaNs.
+        """Halves or doubles the scale after a backward pass.
 
         Args:
-            found_inf: float32 of no dimensions, 0 where all were finite.
+            found_inf: 0-dim float32, 0 if all gradients were finite.
         """
         if not self.dynamic:
             self._start = (self._start[0], self._start[1] + 1)

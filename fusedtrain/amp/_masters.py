@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._torch_private import foreach_copy_
 from ._raw import raw_grad
 
 _DEVICE = attrgetter("device")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# Of every 16-bit parameter its master, for what is saved and loaded of the model.
+# By 16-bit parameter its master, for state dicts of the model.
 _master_of: Any = WeakTensorKeyDictionary()
 _loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint has set
 
@@ -24,18 +25,18 @@ _loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint
 class Masters:
     """Pairs of a master weight and the parameter of the model that is its rounded copy.
 
-    A parameter that somebody else has written to (a loaded checkpoint, a clamp) is what its master
-    becomes at the next step, but for elements that are the master's rounded ones.
+    If others write to a parameter (a loaded checkpoint, a clamp), its master takes the written
+    values at the next step, except elements that equal the rounded master.
     """
 
     def __init__(self, values: Mapping[int, Tensor] = MappingProxyType({})) -> None:
-        """`values`: of parameters by id, what they were before they were rounded to 16 bits."""
+        """`values`: by the id of a parameter, its value before rounding to 16 bits."""
         self._values = values
         self.masters: list[Tensor] = []
         self.params: list[Tensor] = []
         self.param_of: dict[int, Tensor] = {}  # by the id of the master
         self._seen: list[tuple[int, int]] = []  # of parameters: version and place in memory
-        self._begun = 0  # how many have been through `begin`
+        self._begun = 0  # number of masters that have been through `begin`
 
     def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
@@ -49,18 +50,18 @@ class Masters:
                 self.params.append(p)
                 self.param_of[id(master)] = p
                 self._seen.append((p._version, p.data_ptr()))
-                _master_of[p] = master.detach()  # which refers to no optimizer, and so not to p
+                _master_of[p] = master.detach()  # refers to no optimizer, so not back to p
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Master and parameter."""
+        """Pairs of master and parameter."""
         return zip(self.masters, self.params, strict=True)
 
     def have_grads(self) -> bool:
-        """Whether gradients of masters have been made, by an earlier backward pass."""
+        """Whether an earlier backward pass has made masters' gradients."""
         return any(raw_grad(master) is not None for master in self.masters)
 
     def check_devices(self) -> None:
-        """Raises RuntimeError where the model has gone to another device."""
+        """Raises RuntimeError if the model has moved to another device."""
         if list(map(_DEVICE, self.masters)) == list(map(_DEVICE, self.params)):
             return
         for master, p in self.pairs():
@@ -72,10 +73,10 @@ class Masters:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first backward pass: what others have written since replaces masters whole.
+        """Before the first backward pass, replaces masters of parameters that others wrote to.
 
-        DistributedDataParallel has given all ranks the rounded weights of one. Of that rank the
-        masters would still fit these, and be others than those of the other ranks.
+        DistributedDataParallel copies one rank's rounded weights to all ranks. On that rank the
+        unrounded masters would still fit, and differ from the other ranks' masters.
         """
         for i in range(self._begun, len(self.masters)):
             p = self.params[i]
@@ -86,7 +87,7 @@ class Masters:
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Masters take over what others have written to their parameters."""
+        """Copies to the masters what others have written to their parameters."""
         for i, (master, p) in enumerate(self.pairs()):
             seen = (p._version, p.data_ptr())
             if seen != self._seen[i]:
@@ -97,11 +98,11 @@ class Masters:
     def write_parameters(self) -> None:
         """Parameters become the rounded masters."""
         if self.masters:
-            torch._foreach_copy_(self.params, self.masters)
+            foreach_copy_(self.params, self.masters)
             self.note_versions()
 
     def note_versions(self) -> None:
-        """What is written from here on is not ours."""
+        """Marks the parameters' present values as our own writing."""
         self._seen = [(p._version, p.data_ptr()) for p in self.params]
 
 
@@ -112,7 +113,7 @@ def _widened(p: Tensor, master: Tensor) -> Tensor:
 
 @torch.no_grad()
 def full_precision(p: Tensor) -> Tensor:
-    """A 16-bit tensor of a model in float32: with what its master has and it has not."""
+    """A 16-bit tensor of a model in float32, with its master's precision."""
     master = _master_of.get(p)
     if master is None or master.device != p.device:
         return p.detach().to(torch.float32, copy=True)
@@ -121,7 +122,7 @@ def full_precision(p: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_full_precision(p: Tensor, value: Any) -> None:
-    """Before a checkpoint's values are rounded into p: its master keeps them whole."""
+    """Copies a checkpoint's values to p's master, before loading rounds them into p."""
     master = _master_of.get(p)
     if master is not None and isinstance(value, Tensor) and value.shape == p.shape:
         master.copy_(value)

@@ -1,4 +1,4 @@
-"""What an opt_level of Apex's amp stands for, and which options may be changed under it."""
+"""The options of each opt_level of Apex's amp, and which of them may be changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Options:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As Apex named the dictionary of them."""
+        """All options as a dictionary; the name is Apex's."""
         return asdict(self)
 
 
@@ -51,7 +51,7 @@ _LEVELS: dict[str, dict[str, Any]] = {
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Options:
-    """The options of a level, with those that are not None put over them.
+    """The options of a level, replaced by the overrides that are not None.
 
     Raises:
         RuntimeError: for an unknown level, and for options that make no sense under it.
@@ -67,7 +67,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Options:
         if value is not None:
             setattr(options, name, _checked(opt_level, name, value))
     if options.keep_batchnorm_fp32 is False and opt_level == "O0":
-        options.keep_batchnorm_fp32 = None  # all of it is float32
+        options.keep_batchnorm_fp32 = None  # the whole model is float32
     return options
 
 
@@ -79,7 +79,7 @@ def _checked(level: str, name: str, value: Any) -> Any:
             raise TypeError(f"cast_model_type must be a floating-point dtype, got {value!r}")
         if level == "O1" and value is not torch.float32:
             raise RuntimeError(
-                "O1 casts what functions are given and leaves the weights float32, so "
+                "O1 casts the arguments of functions and leaves the weights float32, so "
                 f"cast_model_type should be None, got {value}. For a model of another dtype use "
                 "opt_level='O2' or 'O3'; for bfloat16 by autocast use torch.autocast(device_type, "
                 "torch.bfloat16)."
@@ -88,7 +88,7 @@ def _checked(level: str, name: str, value: Any) -> Any:
     if name == "patch_torch_functions":
         if value and level != "O1":
             raise RuntimeError(
-                "patch_torch_functions=True is what opt_level='O1' is; "
+                "patch_torch_functions=True means opt_level='O1'; "
                 f"{level} does not take it. Today's form is torch.autocast."
             )
         return bool(value)
@@ -102,7 +102,7 @@ def _checked(level: str, name: str, value: Any) -> Any:
             )
         if level == "O1":
             raise RuntimeError(
-                "With opt_level O1 batch norms run in float32 of themselves, so "
+                "With opt_level O1 batch norms run in float32 anyway, so "
                 f"keep_batchnorm_fp32 should be None, got {value}"
             )
         return value

@@ -1,4 +1,4 @@
-"""Messages about overflows, for which nobody waits."""
+"""Messages about overflows, printed without waiting for the device."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 
 class Notices:
-    """Tells of overflows when the device has come to know of them: nothing waits for it."""
+    """Prints overflows once their copies to the host have arrived."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Any, Tensor, int]] = []
 
     def add(self, overflow: Tensor, scale: Tensor, loss_id: int) -> None:
-        """After a backward pass: whether it overflowed, and the scale from here on."""
+        """Notes whether a backward pass overflowed, and the new scale."""
         both = torch.stack([overflow, scale])
-        told, event = both.to("cpu", non_blocking=True), None
-        if told is not both:
+        copy, event = both.to("cpu", non_blocking=True), None
+        if copy is not both:
             event = torch.Event(both.device)
             event.record(torch.accelerator.current_stream(both.device))
-        self._waiting.append((event, told, loss_id))
+        self._waiting.append((event, copy, loss_id))
 
     def tell(self) -> None:
-        """Prints what is known by now."""
+        """Prints the overflows that have arrived."""
         while self._waiting:
-            event, told, loss_id = self._waiting[0]
+            event, copy, loss_id = self._waiting[0]
             if event is not None and not event.query():
                 return
             del self._waiting[0]
-            overflow, scale = told.tolist()
+            overflow, scale = copy.tolist()
             if overflow:
                 print(
                     f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss "

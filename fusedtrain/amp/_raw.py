@@ -1,4 +1,4 @@
-"""``Tensor.grad`` as it is stored, and gradients to be recognised later, without being kept."""
+"""``Tensor.grad`` as it is stored, and notes by which gradients are recognised later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 _VERSION = attrgetter("_version")
 _grad = cast(Any, Tensor.grad)
 
-# Whatever a subclass of Tensor makes of the attribute.
+# These bypass a subclass's property `grad`.
 raw_grad: Callable[[Tensor], Tensor | None] = _grad.__get__
 set_raw_grad: Callable[[Tensor, Tensor | None], None] = _grad.__set__
 
@@ -22,7 +22,7 @@ class NotedGradients:
 
     Args:
         params: parameters with gradients.
-        grads: theirs.
+        grads: the gradients; only weak references are kept.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), grads: Sequence[Tensor] = ()) -> None:
@@ -35,9 +35,9 @@ class NotedGradients:
         return bool(self._owners)
 
     def are(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
-        """Whether these are all of them, the same ones, with nothing written to since.
+        """Whether these are exactly the noted gradients, not written to since.
 
-        Of 161 parameters in 30 us; `has` would take 100.
+        Takes 30 us for 161 parameters; `has` would take 100.
         """
         if self._owners != list(map(id, params)) or self._versions != list(map(_VERSION, grads)):
             return False
@@ -48,7 +48,7 @@ class NotedGradients:
         return all(map(is_, alive, grads))
 
     def has(self, p: Tensor, grad: Tensor, *, unchanged: bool = False) -> bool:
-        """Whether `grad` is the gradient that `p` had, and where asked not written to since."""
+        """Whether `grad` is the noted gradient of `p`; with `unchanged`, not written to since."""
         if len(self._place) != len(self._owners):
             self._place = {owner: i for i, owner in enumerate(self._owners)}
         i = self._place.get(id(p))

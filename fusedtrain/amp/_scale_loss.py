@@ -16,13 +16,13 @@ from ._state import _amp_state
 
 
 def gradients_of(optimizer: Any) -> ScaledGradients:
-    """What `initialize` has added to the optimizer."""
+    """The stash that `initialize` added to the optimizer."""
     gradients: ScaledGradients | None = getattr(optimizer, "_amp_stash", None)
     if gradients is None:
         raise RuntimeError(
             f"{type(optimizer).__name__} has not been through amp.initialize: call model, "
-            "optimizer = amp.initialize(model, optimizer, opt_level=...) first, and use what it "
-            "returns. Today's form is torch.autocast with fusedtrain.amp.GradScaler."
+            "optimizer = amp.initialize(model, optimizer, opt_level=...) first, and use the "
+            "results. Today's form is torch.autocast with fusedtrain.amp.GradScaler."
         )
     return gradients
 
@@ -36,27 +36,27 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the loss in float32, times the loss scale; its backward pass is to be run within.
+    """Yields the loss in float32, times the loss scale; run its backward pass inside.
 
-    At the end the gradients are searched for infs and NaNs and the scale is updated; after an
+    On exit the gradients are searched for infs and NaNs, and the scale is updated. After an
     overflow the next step of each optimizer does nothing. An optimizer of fusedtrain divides by the
-    scale in its step, others have their gradients divided here. In either case ``.grad`` of the
-    optimizer's parameters (`master_params`) is the unscaled gradient.
+    scale in its step; other optimizers' gradients are divided on exit. In either case ``.grad`` of
+    the optimizer's parameters (`master_params`) is the unscaled gradient.
 
     Args:
         loss: of any shape and floating-point dtype.
-        optimizers: the one, or a list of those, whose parameters get gradients from this loss.
+        optimizers: the optimizer, or a list of them, whose parameters get this loss's gradients.
         loss_id: which scale to use, from 0 to ``num_losses`` - 1.
         model: not used.
-        delay_unscale: adds up scaled gradients, for a later backward pass of the same optimizers
-            without it. No step may be made before that. Passes under ``no_sync`` of
-            DistributedDataParallel need it: without it their gradients are set aside, and the
-            last pass does not sum them over the ranks.
+        delay_unscale: adds up scaled gradients. A later backward pass of the same optimizers,
+            without `delay_unscale`, must come before a step. Passes under ``no_sync`` of
+            DistributedDataParallel need `delay_unscale`: without it their gradients are stashed,
+            and the last pass does not sum them over the ranks.
         delay_overflow_check: leaves the scale as it is, and steps whatever the gradients are.
 
     Raises:
-        RuntimeError: before `initialize`, for optimizers that have not been through it, for sparse
-            gradients.
+        RuntimeError: before `initialize`, for optimizers that `initialize` did not return, for
+            sparse gradients.
         IndexError: for a `loss_id` out of range.
 
     Example:
@@ -95,7 +95,7 @@ def scale_loss(
     _notices.tell()
     scale = scaler.scale_on(loss.device)
     check = scaler.dynamic and not delay_overflow_check
-    found: list[Tensor | None] = []
+    overflows: list[Tensor | None] = []
     begun: list[ScaledGradients] = []
     try:
         for stash in stashes:
@@ -107,7 +107,7 @@ def scale_loss(
             if delay_unscale:
                 stash.delay(scale)
             else:
-                found.append(stash.finish(scale, check))
+                overflows.append(stash.finish(scale, check))
     except BaseException:
         for stash in begun:
             stash.abort()
@@ -118,25 +118,25 @@ def scale_loss(
         if not scaler.dynamic:
             scaler.update(scale)
         return
-    flags = [flag for flag in found if flag is not None]
+    flags = [flag for flag in overflows if flag is not None]
     overflow = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
     scaler.update(overflow)
     for stash in stashes:
-        stash.add_found(overflow)
+        stash.add_overflow(overflow)
     if _amp_state.verbosity > 0:
         _notices.add(overflow, scaler.scale_on(loss.device), loss_id)
 
 
 def _check_devices(stashes: list[ScaledGradients]) -> None:
-    """O1 casts on the devices where the models were; on others nothing would tell."""
+    """Raises for a model on another device than O1 casts on: it would silently run in float32."""
     if not _amp_state.devices:
         return
     for stash in stashes:
-        for p in stash.own[:1]:
+        for p in stash.plain_params[:1]:
             if p.device.type not in _amp_state.devices:
                 raise RuntimeError(
                     f"the model is on {p.device}, but was on {', '.join(_amp_state.devices)} when "
-                    "amp.initialize switched autocast on: move it before"
+                    "amp.initialize switched autocast on: move the model before that"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What `initialize` sets up for the calls after it: one a process, as in Apex."""
+"""The state that `initialize` sets up for later calls: one per process, as in Apex."""
 
 from __future__ import annotations
 

@@ -15,16 +15,16 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for fusedtrain's optimizers: no gradient is read more than twice.
 
     For an optimizer of `fusedtrain.optim`, `step` makes two sweeps over memory. The first reads
-    every gradient, for values that are not finite and for norms; the second unscales, clips and
-    updates in one go, or does nothing where the first found such a value. The host waits for
-    neither. Gradients may be float16. For other optimizers, and after `unscale_`, it is torch's.
+    every gradient, for values that are not finite and for norms. The second unscales, clips and
+    updates at once, or does nothing after a value that is not finite. The host waits for neither.
+    Gradients may be float16. For other optimizers, and after `unscale_`, torch's code runs.
 
     Args:
         device: "cuda", "cpu", or another device type.
         init_scale: first scale, brought within `min_scale` and `max_scale`.
-        growth_factor: the scale is multiplied by it after `growth_interval` good steps in a row.
-        backoff_factor: the scale is multiplied by it after a step with infs or NaNs.
-        growth_interval: see above.
+        growth_factor: multiplies the scale after `growth_interval` good steps in a row.
+        backoff_factor: multiplies the scale after a step with infs or NaNs.
+        growth_interval: see `growth_factor`.
         enabled: False makes every method do nothing but the step itself.
         hysteresis: number of bad steps, with no good one between, before the scale backs off.
         min_scale: the scale goes no lower.
@@ -95,9 +95,9 @@ class GradScaler(torch.amp.GradScaler):
         if args:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
-        # Where the user has set a scale of his own, the product, as torch does.
-        given = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = scale if given is None else scale * given
+        # With a scale set by the user: the product, as in torch.
+        user_scale = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = scale if user_scale is None else scale * user_scale
         optimizer._checks_gradients = True  # type: ignore[attr-defined]
         try:
             result = optimizer.step(**kwargs)
@@ -118,33 +118,33 @@ class GradScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Grows or backs off the scale by what the steps since the last update found.
+        """Grows or backs off the scale, by the overflows of the steps since the last update.
 
         Args:
-            new_scale: sets the scale to this instead.
+            new_scale: replaces the scale instead.
         """
         plain = self._hysteresis == 1 and self._min_scale == 0 and self._max_scale == float("inf")
         if not self._enabled or new_scale is not None or plain:
             return super().update(new_scale)
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        found = [
+        overflows = [
             found_inf.to(scale.device, non_blocking=True).reshape(())
             for state in self._per_optimizer_states.values()
             for found_inf in state["found_inf_per_device"].values()
         ]
-        if not found:
+        if not overflows:
             raise AssertionError("No inf checks were recorded prior to update.")
         if self._hysteresis_tracker is None:
             self._hysteresis_tracker = torch.full_like(growth_tracker, self._init_hysteresis)
         torch.ops.fusedtrain.update_scale(
-            scale, growth_tracker, self._hysteresis_tracker, torch.stack(found).sum(),
+            scale, growth_tracker, self._hysteresis_tracker, torch.stack(overflows).sum(),
             self._growth_factor, self._backoff_factor, self._growth_interval, self._hysteresis,
             self._min_scale, self._max_scale,
         )  # fmt: skip
         self._per_optimizer_states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; with ``_hysteresis_tracker`` besides where hysteresis is above 1."""
+        """As torch's; with hysteresis above 1, ``_hysteresis_tracker`` is added."""
         state = super().state_dict()
         if state and self._hysteresis > 1:
             tracker = self._hysteresis_tracker
@@ -154,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads torch's state too; without a tracker hysteresis starts anew."""
+        """Loads torch's state too; without a saved tracker hysteresis starts anew."""
         super().load_state_dict(state_dict)
         self._init_hysteresis = state_dict.get("_hysteresis_tracker", self._hysteresis)
         if self._hysteresis_tracker is not None:

@@ -1,4 +1,4 @@
-"""For scripts written for NVIDIA Apex: its names, over what torch and this package have.
+"""For scripts written for NVIDIA Apex: its names, over torch and this package.
 
 ==================================  ==========================================================
 ``apex.parallel``                   :mod:`fusedtrain.compat.parallel`
@@ -9,9 +9,9 @@
 ``apex.multi_tensor_apply``         :mod:`fusedtrain.compat.multi_tensor_apply` (not available)
 ==================================  ==========================================================
 
-Write these names in place of Apex's; or call :func:`install_apex` before the first import of Apex;
-or run a script that is not to be edited by ``python -m fusedtrain.compat script.py ...``, under
-torchrun ``torchrun ... -m fusedtrain.compat script.py ...``.
+Write these names in place of Apex's, or call :func:`install_apex` before the first import of Apex.
+To run a script unchanged: ``python -m fusedtrain.compat script.py ...``, or with torchrun
+``torchrun ... -m fusedtrain.compat script.py ...``.
 """
 
 from __future__ import annotations

@@ -109,21 +109,21 @@ class FusedLAMB(ApexOptimizer):
 class FusedNovoGrad(ApexOptimizer):
     """Apex's ``FusedNovoGrad`` (arXiv 1905.11286): gradients divided by a norm of each tensor.
 
-    The averaged squared norm is the state ``"exp_avg_sq"`` of a parameter; Apex's checkpoints,
-    which have norms by group, load.
+    The averaged squared norm is a parameter's state ``"exp_avg_sq"``. Apex's checkpoints, with
+    norms by group, load.
 
     Args:
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
         lr: learning rate, a number or a tensor of one element.
-        bias_correction: divides the averages by 1 - beta1^t and, of norms, sqrt(1 - beta2^t).
+        bias_correction: divides the average by 1 - beta1^t, and the norm by sqrt(1 - beta2^t).
         betas: decays of the averages of the gradient and of its squared norm.
         eps: added to the norm.
         weight_decay: L2 penalty.
         amsgrad: not supported, as in Apex.
-        reg_inside_moment: averages gradients with the penalty, after their division by the norm.
-            Otherwise the average is of gradients as they are, and divided and penalised itself.
-        grad_averaging: multiplies what is averaged by 1 - beta1.
-        norm_type: 2. Apex's other one, 0 for the largest magnitude, is not supported: the sweep
+        reg_inside_moment: averages gradients after they are divided by the norm and penalised.
+            Otherwise plain gradients are averaged, and the average is divided and penalised.
+        grad_averaging: multiplies the averaged term by 1 - beta1.
+        norm_type: 2. Apex's other norm, 0 for the largest magnitude, is not supported: the sweep
             over gradients does not measure it.
         init_zero: norms start at 0, instead of at the first gradient's.
         set_grad_none: `zero_grad` makes gradients None instead of 0.
@@ -234,14 +234,14 @@ class FusedNovoGrad(ApexOptimizer):
 
 
 def _without_old_norms(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Norms by parameter are ours, and exact; after steps of Apex only the group's are right."""
+    """Drops our exact norms by parameter if Apex has stepped since: only the group's are right."""
     state = dict(state_dict["state"])
     for group in state_dict["param_groups"]:
         known = [float(norm) for some in group.get("exp_avg_sq", ()) for norm in some.flatten()]
-        own = [n for n in group["params"] if "exp_avg_sq" in state.get(n, {})]
-        roots = [float(state[n]["exp_avg_sq"].float().sqrt()) for n in own]
+        ours = [n for n in group["params"] if "exp_avg_sq" in state.get(n, {})]
+        roots = [float(state[n]["exp_avg_sq"].float().sqrt()) for n in ours]
         if known and sorted(roots) != sorted(known):
-            for n in own:
+            for n in ours:
                 state[n] = {k: v for k, v in state[n].items() if k != "exp_avg_sq"}
     return {**state_dict, "state": state}
 
@@ -252,9 +252,9 @@ def _check_norm_type(norm_type: int) -> None:
 
 
 def _in_order(norms: list[Tensor], params: list[Tensor]) -> list[Tensor]:
-    """Apex's norms of a group, float16 parameters' and then float32 ones', one a parameter."""
+    """Apex's norms of a group (first of float16, then of float32 parameters) by parameter."""
     half, single = (list(some.flatten().unbind()) for some in norms)
-    # Where a list is empty the order is known, whatever the dtypes are by now.
+    # If a list is empty, the order does not depend on the present dtypes.
     ours = [bool(single) and (not half or p.dtype not in _HALF) for p in params]
     if len(single) != sum(ours) or len(half) != len(ours) - sum(ours):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the optimizers of NVIDIA's Apex have in common."""
+"""The base of Apex's optimizers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..optim import FusedOptimizer
 
 
 class ApexOptimizer(FusedOptimizer):
-    """What Apex's optimizers have in common."""
+    """The attributes and defaults that Apex's optimizers share."""
 
     set_grad_none: bool
-    _attributes: ClassVar[tuple[str, ...]]  # that are options of the whole optimizer
-    _counts: ClassVar[bool] = False  # whether Apex's has a step count, by group
+    _attributes: ClassVar[tuple[str, ...]]  # names of the options of the whole optimizer
+    _counts: ClassVar[bool] = False  # whether Apex's groups have a step count
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Makes gradients None, or 0: as ``set_grad_none`` says where `set_to_none` is None."""
+        """Makes gradients None, or 0. ``set_grad_none`` is the default of `set_to_none`."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        # As after a step of Apex's own under a loss scale, or after torch's scaler has unscaled.
+        # As in Apex: after a step under a loss scale gradients are unscaled.
         super()._set_options({"gradient_writeback": "unscaled", **options})
 
     def _group_step(self, group: dict[str, Any], count: float) -> Any:

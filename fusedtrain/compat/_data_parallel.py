@@ -1,4 +1,4 @@
-"""DistributedDataParallel and Reducer with arguments and arithmetic of ``apex.parallel``."""
+"""DistributedDataParallel and Reducer with the arguments and arithmetic of ``apex.parallel``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from .._torch_private import flatten_dense_tensors, foreach_copy_, unflatten_dense_tensors
 
 
 class _Reduction:
-    """What is done to a bucket of gradients. Knows nothing of the model: torch's reducer, which
-    Python's collector cannot look into, holds it."""
+    """Reduces a bucket of gradients. It must not refer to the model: torch's reducer holds it, and
+    Python's garbage collector cannot see through the reducer."""
 
     def __init__(self, in_float32: bool, average: bool, predivide: float) -> None:
         self.in_float32, self.average, self.predivide = in_float32, average, predivide
@@ -23,7 +24,7 @@ class _Reduction:
     def __call__(self, buffer: Tensor) -> Any:
         """A future of the reduced buffer."""
         if not self.enabled:
-            # It synchronises streams of devices that it knows of; the CPU is none of them.
+            # A future synchronises the streams of its devices; the CPU has no streams.
             devices: list[Any] = list({buffer.device} - {torch.device("cpu")})
             future: Any = torch.futures.Future(devices=devices)
             future.set_result(buffer)
@@ -49,17 +50,17 @@ def _reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """:class:`torch.nn.parallel.DistributedDataParallel` with the arguments of Apex's.
+    """:class:`torch.nn.parallel.DistributedDataParallel` with Apex's arguments.
 
-    Parameters are broadcast from rank 0 when it is made; buffers never are. Gradients are summed
-    over all ranks in backward, as Apex documents it: multiplied by ``1 / predivide`` before, and by
-    ``predivide / ranks`` after where they are averaged.
+    The constructor broadcasts parameters from rank 0; buffers are never broadcast. Backward sums
+    gradients over all ranks, as Apex documents it: they are multiplied by ``1 / predivide`` before
+    the sum, and for an average by ``predivide / ranks`` after it.
 
     Args:
         module: the model, on its device already.
         message_size: elements of a communication bucket, in the widest dtype of the parameters.
-        delay_allreduce: allows parameters that get no gradient, which may be other ones in every
-            iteration (torch's ``find_unused_parameters``). Where no rank has a gradient, it stays
+        delay_allreduce: allows parameters without gradients, which may differ in every iteration
+            (torch's ``find_unused_parameters``). If no rank has a parameter's gradient, it stays
             None.
         shared_param: not supported, as in Apex.
         allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
@@ -67,12 +68,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             effect.
         allreduce_always_fp32: float16 and bfloat16 gradients are summed in float32.
         gradient_average: False leaves the sum.
-        gradient_predivide_factor: predivide of the formula above; also where nothing is averaged.
+        gradient_predivide_factor: predivide of the formula above; also used without averaging.
 
     Raises:
         ValueError: for `shared_param`. RuntimeError: a model without a parameter that requires a
-        gradient, which Apex accepted; a parameter without gradient where `delay_allreduce` is
-        False; and what torch's raises.
+        gradient, which Apex accepted; a parameter without gradient if `delay_allreduce` is False;
+        and torch's errors.
 
     Example:
         >>> import tempfile, torch
@@ -109,7 +110,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         trained = [p for p in module.parameters() if p.requires_grad]
         if not trained:
             raise RuntimeError(
-                "module: no parameter requires a gradient, so that there is nothing to reduce; "
+                "module: no parameter requires a gradient, so there is nothing to reduce; "
                 "use the module itself"
             )
         ignored = {
@@ -120,12 +121,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "gradient_average_split_factor": gradient_average_split_factor is not None,
             "prof": prof,
         }
-        given = ", ".join(name for name, is_given in ignored.items() if is_given)
-        if given:
-            warnings.warn(f"DistributedDataParallel: without effect here: {given}", stacklevel=2)
+        names = ", ".join(name for name, is_set in ignored.items() if is_set)
+        if names:
+            warnings.warn(f"DistributedDataParallel: without effect here: {names}", stacklevel=2)
         widest = max(p.element_size() for p in trained)
         with warnings.catch_warnings():
-            # What torch 2.13 has in its place broadcasts buffers once, which Apex does not.
+            # torch 2.13's replacement of the argument broadcasts buffers once; Apex does not.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(
                 module,
@@ -140,17 +141,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _register(self) -> None:
         self.register_comm_hook(self._reduction, _reduce_bucket)
-        # An attribute made after the reducer goes after it. The last one to let go of the group
-        # waits for Gloo's thread, which may be about to drop a function of Python's: the reducer
-        # would wait with Python's lock held, for ever.
+        # An attribute set after the reducer is freed after it. Freeing the group waits for Gloo's
+        # thread, which may be about to free a Python function: the reducer would wait with Python's
+        # lock held, for ever.
         self._group = self.process_group
 
     def disable_allreduce(self) -> None:
-        """Backward passes leave each rank its own gradients, until `enable_allreduce`."""
+        """Backward passes do not reduce gradients until `enable_allreduce`."""
         self._reduction.enabled = False
 
     def enable_allreduce(self) -> None:
-        """Backward passes reduce what has accumulated in the gradients."""
+        """Backward passes reduce the accumulated gradients."""
         self._reduction.enabled = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -183,25 +184,25 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return kinds.values()
 
 
-def _tensors_in(given: Any) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    if given is None:  # the gradient of a parameter that has none
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None:  # the gradient of a parameter without one
         return []
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise TypeError(
-            f"module_or_grads_list must be a module or gradients, got {type(given).__name__}"
+            f"module_or_grads_list must be a module or gradients, got {type(value).__name__}"
         )
-    return [tensor for part in given for tensor in _tensors_in(part)]
+    return [tensor for part in value for tensor in _tensors_in(part)]
 
 
 class Reducer:
-    """Averages gradients over all ranks when it is told to.
+    """Averages gradients over all ranks when `reduce` is called.
 
     Args:
         module_or_grads_list: a module, whose parameters are broadcast from rank 0 at once; or an
-            iterable of gradients, nested as may be, whose parameters are the caller's to keep
-            alike.
+            iterable of gradients, which may be nested; the caller then keeps their parameters equal
+            on all ranks.
 
     Raises:
         TypeError: for anything else.
@@ -225,18 +226,18 @@ class Reducer:
             return
         self.module = module_or_grads_list
         for parameters in _by_kind(p.detach() for p in self.module.parameters()):
-            flat = _flatten_dense_tensors(parameters)
+            flat = flatten_dense_tensors(parameters)
             dist.broadcast(flat, 0)
-            torch._foreach_copy_(parameters, list(_unflatten_dense_tensors(flat, parameters)))
+            foreach_copy_(parameters, list(unflatten_dense_tensors(flat, parameters)))
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Replaces every gradient by its mean over all ranks, which must have the same ones."""
+        """Replaces every gradient by its mean; all ranks must have the same gradients."""
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         for some in _by_kind(grads):
-            flat = _flatten_dense_tensors(some)
+            flat = flatten_dense_tensors(some)
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            torch._foreach_copy_(some, list(_unflatten_dense_tensors(flat, some)))
+            foreach_copy_(some, list(unflatten_dense_tensors(flat, some)))

@@ -14,8 +14,8 @@ from .install import install_apex
 
 
 class _Script(str):
-    """Path of the script, as it stands in sys.argv. A process that multiprocessing starts afresh is
-    sent sys.argv, and then runs the script to have its functions: the stand-in comes first."""
+    """Path of the script in sys.argv. multiprocessing sends sys.argv to a fresh process, which then
+    runs the script to have its functions: unpickling the path installs the stand-in first."""
 
     def __reduce__(self) -> Any:
         return _received, (str(self),)
@@ -31,19 +31,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedtrain.compat", description=__doc__)
     parser.add_argument("script", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    given = parser.parse_args(argv)
-    if not Path(given.script).exists():
-        parser.error(f"there is no file {given.script}")
-    sys.argv = [_Script(given.script), *given.args]
+    options = parser.parse_args(argv)
+    if not Path(options.script).exists():
+        parser.error(f"there is no file {options.script}")
+    sys.argv = [_Script(options.script), *options.args]
     if not getattr(sys.flags, "safe_path", False):
-        # As where Python runs a script; -m has put the working directory there.
-        sys.path[0] = os.path.dirname(os.path.realpath(given.script))
+        # The script's folder, as when Python runs a script; -m has put the working directory here.
+        sys.path[0] = os.path.dirname(os.path.realpath(options.script))
     try:
         install_apex()
     except RuntimeError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
-    # By default a fork server runs the script before it is sent sys.argv.
+    # A fork server would by default run the script before it receives sys.argv.
     multiprocessing.set_forkserver_preload([])
     runpy.run_path(sys.argv[0], run_name="__main__")
     return 0

@@ -1,4 +1,4 @@
-"""SyncBatchNorm of ``apex.parallel`` over the one of this package, and what belongs to it."""
+"""SyncBatchNorm of ``apex.parallel``, over this package's, and its helper functions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class SyncBatchNorm(SyncBatchNormAct):
     """:class:`fusedtrain.nn.SyncBatchNormAct` with the arguments of ``apex.parallel``'s.
 
     ``forward(input, z=None)`` normalises the input [N, C, ...] over the batches of all ranks, adds
-    z of the same shape and dtype, and applies ReLU where asked for. Checkpoints of torch's batch
+    z of the same shape and dtype, and applies ReLU with `fuse_relu`. Checkpoints of torch's batch
     norms load.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as of
+        num_features, eps, momentum, affine, track_running_stats: as in
             :class:`torch.nn.BatchNorm2d`.
         process_group: the ranks, by default all.
-        channel_last: inputs, z and outputs are [N, ..., C]. Not torch's memory format of that name,
-            which needs no argument.
+        channel_last: whether inputs, z and outputs are [N, ..., C]. torch's memory format of that
+            name needs no argument.
         fuse_relu: whether ReLU follows, in the same op.
 
     Raises:
         ValueError: an input of fewer than 2 dimensions.
-        RuntimeError: double backward; or what torch raises for the same mistake.
+        RuntimeError: double backward, and torch's errors for the same mistakes.
 
     Example:
         >>> import torch
@@ -64,9 +64,9 @@ class SyncBatchNorm(SyncBatchNormAct):
         return isinstance(self.act, nn.ReLU)
 
     def forward(self, input: Tensor, z: Tensor | None = None, alone: bool = False) -> Tensor:
-        """The activation of the normalised input, to which z is added first.
+        """Normalises the input, adds z and applies the activation.
 
-        `alone`: nothing but the norm; for graphs of torch.fx.
+        `alone`: only the norm; for graphs of torch.fx.
         """
         return self._fused(input, z, alone)
 
@@ -91,15 +91,15 @@ class SyncBatchNorm(SyncBatchNormAct):
 def convert_syncbn_model(
     module: nn.Module, process_group: Any = None, channel_last: bool = False
 ) -> nn.Module:
-    """Turn every batch norm of a model into :class:`SyncBatchNorm`, in place.
+    """Turns every batch norm of a model into :class:`SyncBatchNorm`, in place.
 
-    Those that :func:`fusedtrain.nn.convert_sync_batchnorm` knows; parameters, buffers, hooks and
-    the activations of this package's norms stay. Instance norms are left as they are.
+    Converts the norms that :func:`fusedtrain.nn.convert_sync_batchnorm` converts. Parameters,
+    buffers, hooks and the activations of this package's norms stay. Instance norms do not change.
 
     Args:
         module: the model, or one batch norm.
         process_group: the ranks, by default all.
-        channel_last: as of :class:`SyncBatchNorm`, for all of them.
+        channel_last: as in :class:`SyncBatchNorm`, for all norms.
 
     Returns:
         the module.
@@ -119,18 +119,18 @@ def convert_syncbn_model(
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
-    """Process group of `group_size` neighbouring ranks with this rank among them.
+    """A process group of `group_size` neighbouring ranks that includes this rank.
 
-    Every rank has to call it.
+    Every rank must call this function.
 
     Args:
         group_size: a divisor of the number of ranks; 0 means all of them.
 
     Returns:
-        the group; None for 0, which `process_group` takes as all ranks.
+        the group; None for 0: as `process_group` None means all ranks.
 
     Raises:
-        ValueError: where it does not divide the number of ranks.
+        ValueError: if `group_size` does not divide the number of ranks.
 
     Example:
         >>> create_syncbn_process_group(0) is None

@@ -1,4 +1,4 @@
-"""Puts a stand-in for NVIDIA Apex where ``import apex`` finds it."""
+"""Makes ``import apex`` find a stand-in for NVIDIA Apex."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from .._version import __version__
 
-# Module of Apex -> the one whose names it has here. That one is imported when a name is asked for.
+# Module of Apex -> the module with its names, which is imported on first use.
 _TARGETS = {
     "apex": None,
     "apex.amp": "fusedtrain.amp",
@@ -36,7 +36,7 @@ _TARGETS = {
 
 
 class _StandIn(ModuleType):
-    """A module of Apex: the names of another module, taken from it when one is asked for."""
+    """A module of Apex with the names of another module, which is imported on first use."""
 
     def __getattr__(self, name: str) -> Any:
         target = _TARGETS[self.__name__]
@@ -56,14 +56,14 @@ class _StandIn(ModuleType):
 
 
 def _open(target: str) -> tuple[ModuleType, list[str]]:
-    """A module and its public names: those it says, or else those that are defined in it."""
+    """A module and its public names: `__all__`, or else the names that are defined in it."""
     module = importlib.import_module(target)
-    own = [
+    defined = [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", None) == target
     ]
-    return module, list(getattr(module, "__all__", own))
+    return module, list(getattr(module, "__all__", defined))
 
 
 def _names_of(module: str) -> list[str]:
@@ -81,7 +81,7 @@ def _has_not(name: str) -> str:
 
 
 class _Importer:
-    """Makes the modules of the stand-in, and says of others under `apex` that it has none."""
+    """Makes the modules of the stand-in, and raises for other modules under `apex`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -89,7 +89,7 @@ class _Importer:
         if fullname.partition(".")[0] != "apex":
             return None
         if fullname not in _TARGETS:
-            # Without `name`: for ``from apex import x`` Python drops an error that has it.
+            # Without `name`: ``from apex import x`` would hide an error with a name.
             raise ModuleNotFoundError(_has_not(fullname))
         return ModuleSpec(
             fullname,
@@ -108,7 +108,7 @@ class _Importer:
 
 
 def _other_apex() -> str | None:
-    """Where an `apex` is that is not the stand-in."""
+    """The place of an `apex` that is not the stand-in."""
     module = sys.modules.get("apex")
     if module is not None:
         return f"imported already, from {getattr(module, '__file__', None) or module}"
@@ -116,29 +116,29 @@ def _other_apex() -> str | None:
     if spec is not None and not isinstance(spec.loader, _Importer):
         return spec.origin or ", ".join(spec.submodule_search_locations or ())
     try:
-        found = importlib.metadata.distribution("apex")
+        package = importlib.metadata.distribution("apex")
     except importlib.metadata.PackageNotFoundError:
         return None
-    return f"{found.locate_file('')}, version {found.version}"
+    return f"{package.locate_file('')}, version {package.version}"
 
 
 def install_apex() -> ModuleType:
-    """Makes ``import apex`` find a stand-in: what of Apex is in :mod:`fusedtrain.compat`.
+    """Makes ``import apex`` find a stand-in: the parts of Apex in :mod:`fusedtrain.compat`.
 
     The modules are apex, apex.amp, apex.fp16_utils, apex.multi_tensor_apply (not available),
-    apex.optimizers, apex.parallel and apex.parallel.LARC. Importing another one raises
-    ModuleNotFoundError, and says so. The stand-in is of this process, and of those that import it
-    again; ``python -m fusedtrain.compat`` passes it on to processes of multiprocessing.
+    apex.optimizers, apex.parallel and apex.parallel.LARC. Importing another module of apex raises
+    ModuleNotFoundError, which names these. The stand-in exists only in a process that calls this
+    function; ``python -m fusedtrain.compat`` also installs it in processes of multiprocessing.
 
     Returns:
-        the module apex; the same one at every call.
+        the module apex; the same module at every call.
 
     Raises:
-        RuntimeError: where an apex is imported already or can be imported, be it NVIDIA's, the
-        package of that name on PyPI, or a folder. Nothing is modified.
+        RuntimeError: if an apex is imported already or can be imported: NVIDIA's, the package of
+        that name on PyPI, or a folder. Nothing is modified.
 
     Example:
-        In a process of its own, since it is for the whole process:
+        In a separate process, since the stand-in is for the whole process:
 
         >>> import subprocess, sys
         >>> script = "import fusedtrain; fusedtrain.compat.install_apex(); import apex.parallel"
@@ -155,7 +155,7 @@ def install_apex() -> ModuleType:
             "Remove it (pip uninstall apex, or rename the folder), or import from "
             "fusedtrain.compat instead of apex"
         )
-    sys.modules.pop("apex", None)  # None: an import that was blocked
+    sys.modules.pop("apex", None)  # None in sys.modules blocks the import
     if not any(isinstance(finder, _Importer) for finder in sys.meta_path):
         sys.meta_path.append(_Importer())
     for name in _TARGETS:

@@ -7,8 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from .._torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    group_tensors_by_device_and_dtype,
+)
 from ..optim._checks import check_not_negative
 
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -23,14 +29,14 @@ class LARC(torch.optim.Optimizer):
         rate = min(rate / lr, 1) if clip else rate
         grad = (grad + weight_decay * p) * rate
 
-    Where a parameter or a gradient is all zeros, the gradient is left as it is, without weight
-    decay. The optimizer sees a weight decay of 0. Gradients stay scaled after the step, as with
-    Apex: what looks at them belongs before it. Norms of 16-bit tensors are summed in float32; the
-    host waits for nothing.
+    If a parameter or a gradient is all zeros, its gradient does not change, and gets no weight
+    decay. The optimizer sees a weight decay of 0. Gradients keep the adaptive rate after the step,
+    as with Apex: read gradients before it. Norms of 16-bit tensors are summed in float32; the host
+    waits for nothing.
 
-    All attributes but its own, states and checkpoints among them, are those of the optimizer. It is
-    a :class:`torch.optim.Optimizer`, which Apex's is not: learning rate schedulers take it, and
-    torch's GradScaler unscales before it.
+    Except for the arguments below all attributes are the optimizer's, also states and checkpoints.
+    Unlike Apex's, LARC is a :class:`torch.optim.Optimizer`: learning rate schedulers take it, and
+    torch's GradScaler unscales before its step.
 
     Args:
         optimizer: the optimizer; groups without a ``"weight_decay"`` have none.
@@ -39,7 +45,7 @@ class LARC(torch.optim.Optimizer):
         eps: see above.
 
     Raises:
-        TypeError: for what is not an optimizer. ValueError: for a negative number.
+        TypeError: if `optimizer` is not one. ValueError: for a negative number.
 
     Example:
         >>> import torch
@@ -51,7 +57,7 @@ class LARC(torch.optim.Optimizer):
         tensor([3.0000, 1.5000])
     """
 
-    # The gradient's norm counts unscaled, so GradScaler is not to leave that to the optimizer.
+    # Rates need the unscaled gradient's norm, so GradScaler must unscale before the step.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -61,7 +67,7 @@ class LARC(torch.optim.Optimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
-        # Not Optimizer.__init__: groups and states are those of the optimizer inside.
+        # Without Optimizer.__init__: groups and states are the inner optimizer's.
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be an optimizer, got {type(optimizer).__name__}")
         check_not_negative(trust_coefficient=trust_coefficient, eps=eps)
@@ -69,12 +75,12 @@ class LARC(torch.optim.Optimizer):
         self.trust_coefficient, self.clip, self.eps = trust_coefficient, clip, eps
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not unpickled yet
+        if name == "optim":  # missing while unpickling
             raise AttributeError(name)
         return getattr(self.optim, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what schedulers and amp put on the instance, which does not pickle.
+        # Schedulers and amp set attributes on the instance that do not pickle.
         return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,30 +105,30 @@ class LARC(torch.optim.Optimizer):
         self.optim.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the optimizer: LARC has no state."""
+        """The optimizer's state_dict: LARC has no state."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the optimizer."""
+        """Loads the optimizer's state."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the optimizer does it."""
+        """Calls the optimizer's zero_grad."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the optimizer."""
+        """Adds a group to the optimizer."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Scales the gradients, and makes the optimizer's step.
 
         Args:
-            closure: computes the loss and its gradients, and returns it. It is called once, before
-                the gradients are scaled; optimizers that need it several times do not work.
+            closure: computes the loss and its gradients, and returns the loss. It is called once,
+                before the gradients are scaled; optimizers that call it several times do not work.
 
         Returns:
-            what the closure returned, or without one the optimizer's step.
+            the closure's loss, or without a closure the result of the optimizer's step.
         """
         loss = None
         if closure is not None:
@@ -149,7 +155,7 @@ class LARC(torch.optim.Optimizer):
             grads = [p.grad for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            kinds = _group_tensors_by_device_and_dtype([params, grads])
+            kinds = group_tensors_by_device_and_dtype([params, grads])
             for (_, dtype), ((some_params, some_grads), _) in kinds.items():
                 self._scale(some_params, some_grads, dtype, decay, group["lr"])
 
@@ -157,17 +163,17 @@ class LARC(torch.optim.Optimizer):
         self, params: Any, grads: Any, dtype: torch.dtype, decay: float, lr: float | Tensor
     ) -> None:
         wide = torch.float32 if dtype in _WIDENED else None
-        p = torch.stack(torch._foreach_norm(params, 2, dtype=wide))
-        g = torch.stack(torch._foreach_norm(grads, 2, dtype=wide))
+        p = torch.stack(foreach_norm(params, 2, dtype=wide))
+        g = torch.stack(foreach_norm(grads, 2, dtype=wide))
         rates = self.trust_coefficient * p / (g + p * decay + self.eps)
         if self.clip:
             rates = (rates / lr).clamp(max=1)
-        # Parameters of zeros add nothing below; to gradients of zeros is added what 0 takes away.
+        # For p = 0 a rate of 1 keeps the gradient; for g = 0 a rate of 0 cancels the weight decay.
         rates = torch.where(p == 0, 1, torch.where(g == 0, 0, rates))
-        # In float32: on CUDA the rate of a 16-bit gradient would be rounded to its dtype first.
+        # In float32: CUDA would round the rate to a 16-bit gradient's dtype first.
         scaled = [grad.to(wide) for grad in grads] if wide is not None else grads
         if decay:
-            torch._foreach_add_(scaled, params, alpha=decay)
-        torch._foreach_mul_(scaled, list(rates.unbind()))
+            foreach_add_(scaled, params, alpha=decay)
+        foreach_mul_(scaled, list(rates.unbind()))
         if wide is not None:
-            torch._foreach_copy_(grads, scaled)
+            foreach_copy_(grads, scaled)

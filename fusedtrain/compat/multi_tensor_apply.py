@@ -1,4 +1,4 @@
-"""``apex.multi_tensor_apply``: scripts import it to see whether Apex's kernels are there."""
+"""``apex.multi_tensor_apply``: scripts import it to see whether Apex's kernels are available."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The optimizers of NVIDIA's Apex (``apex.optimizers``), on any device.
 
-Constructors, attributes and parameter groups are those of Apex, whose checkpoints load; steps are
-those of `fusedtrain.optim.FusedOptimizer`, on which `fusedtrain.amp.GradScaler` does not wait.
-Apex's formulas are in its ``csrc/multi_tensor_*.cu``.
+Constructors, attributes and parameter groups are Apex's, and its checkpoints load. Steps are those
+of `fusedtrain.optim.FusedOptimizer`, for which `fusedtrain.amp.GradScaler` does not wait. Apex's
+formulas are in its ``csrc/multi_tensor_*.cu``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REQUIRED: Any = required
 
 
 class _AdamOptions(TypedDict, total=False):
-    """`FusedOptions` but for ``master_weights``."""
+    """`FusedOptions` without ``master_weights``."""
 
     max_grad_norm: float | None
     agc: float | None
@@ -43,7 +43,7 @@ class FusedAdam(ApexOptimizer):
 
     Args:
         params: parameters, or groups of them, float32, float64, float16 or bfloat16. States of
-            16-bit parameters are float32, as in Apex, unless ``state_dtype`` says otherwise.
+            16-bit parameters are float32, as in Apex, unless ``state_dtype`` is set.
         lr: learning rate, a number or a tensor of one element.
         bias_correction: corrects the averages for their start at 0.
         betas: decays of the averages of the gradient and of its square.
@@ -53,7 +53,7 @@ class FusedAdam(ApexOptimizer):
         amsgrad: not supported, as in Apex.
         set_grad_none: `zero_grad` makes gradients None instead of 0.
         capturable: learning rates become float32 tensors on the device of their group, which may
-            change between replays of a CUDA graph. Any step can be captured, but not those after
+            change between replays of a CUDA graph. A CUDA graph can capture any step, except after
             ``amp.initialize``.
         master_weights: float32 weights behind float16 and bfloat16 parameters.
         options: see `FusedOptions`.
@@ -132,11 +132,11 @@ class FusedAdam(ApexOptimizer):
         scale: None = None,
         grad_norms: None = None,
     ) -> Any:
-        """As `FusedOptimizer.step`; what else Apex's first version took raises RuntimeError."""
-        if any(given is not None for given in (grads, output_params, scale, grad_norms)):
+        """As `FusedOptimizer.step`; arguments of Apex's first version raise RuntimeError."""
+        if any(argument is not None for argument in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(
                 "FusedAdam.step takes a closure and nothing else: grads, output_params, scale and "
-                "grad_norms are of an old version of Apex"
+                "grad_norms belong to an old version of Apex"
             )
         return super().step(closure)
 
@@ -156,11 +156,11 @@ class FusedSGD(ApexOptimizer):
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
         lr: learning rate, a number or a tensor of one element; may be given by group instead.
         momentum: momentum factor.
-        dampening: dampening of the gradient in the momentum buffer, but for its first step.
+        dampening: dampening of the gradient in the momentum buffer, except at the first step.
         weight_decay: L2 penalty.
         nesterov: Nesterov momentum.
-        wd_after_momentum: adds the penalty to the update instead: the momentum does not see it.
-        materialize_master_grads: an attribute for ``amp``; a step is the same with and without.
+        wd_after_momentum: adds the penalty to the update, not to the momentum.
+        materialize_master_grads: an attribute for ``amp``; without effect on a step.
         set_grad_none: `zero_grad` makes gradients None instead of 0.
         options: see `FusedOptions`.
 

@@ -17,6 +17,7 @@ from .. import nn as fused_nn
 from .._graph.forward import PassesOn as PassesOn
 from .._graph.forward import Rewritten as Rewritten
 from .._graph.forward import has_foreign_forward, is_changed, restore
+from .._graph.modules import is_hooked, is_scripted
 from .._graph.records import Found, record_of
 from .._graph.records import Record as Record
 from .._graph.report import shown, title
@@ -29,7 +30,6 @@ __all__ = ["ConversionReport", "convert", "revert"]
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
 _TORCH_FILES = (_TORCH_ACTIVATIONS, "torch.nn.modules.pooling")
 _TIMM_ACTIVATIONS = "timm.layers.activations"
-_SCRIPTED: Any = getattr(torch.jit, "ScriptModule", ())
 
 # In torch.nn.modules.activation, but no pointwise functions: not worth a line in the report.
 _NOT_POINTWISE = {"LogSoftmax", "MultiheadAttention", "Softmax", "Softmax2d", "Softmin"}
@@ -214,11 +214,9 @@ def revert(model: torch.nn.Module) -> int:
         restore(module)
     # Here, because they are a tenth of the time that importing the package takes.
     from ..folding._bias import restore_bias
-    from ..folding._tune import TunedConv, TunedNorm
     from ..folding._tune import restore as restore_tuned
 
-    folded = len(restore_bias(model)) + len(restore_tuned(model, TunedConv, TunedNorm))
-    return len(changed) + folded
+    return len(changed) + len(restore_bias(model)) + len(restore_tuned(model))
 
 
 def _find(
@@ -226,7 +224,7 @@ def _find(
 ) -> tuple[list[Found], set[int]]:
     """Every activation and max pooling of the model once, in the order of named_modules, and the
     ids of excluded modules; changes nothing."""
-    found: dict[int, Found] = {}
+    entries: dict[int, Found] = {}
     kept: set[int] = set()
     unmatched = set(names)
 
@@ -235,14 +233,14 @@ def _find(
         excluded = excluded or name in names or isinstance(module, types)
         if excluded:
             kept.add(id(module))
-        entry = found.get(id(module)) or _decide(module)
+        entry = entries.get(id(module)) or _decide(module)
         if entry is not None:
-            found[id(module)] = entry
+            entries[id(module)] = entry
             entry.names.append(name)
             if excluded and entry.fused is not None:
                 entry.reason = "excluded"
             # Once fused, an activation does not call its children (the relu of timm's StarReLU).
-            if not entry.reason or isinstance(module, _SCRIPTED):
+            if not entry.reason or is_scripted(module):
                 return
         for child_name, child in module._modules.items():
             if child is not None:
@@ -251,13 +249,13 @@ def _find(
     visit(model, "", False)
     if unmatched:
         raise ValueError(f"exclude: the model has no module named {min(unmatched)!r}")
-    return list(found.values()), kept
+    return list(entries.values()), kept
 
 
 def _decide(module: torch.nn.Module) -> Found | None:
     """What to do with one module; None if it is neither activation nor max pooling."""
     cls = type(module)
-    if isinstance(module, _SCRIPTED):
+    if is_scripted(module):
         known = {base.__name__ for base in _TORCH}
         if any(getattr(part, "original_name", None) in known for part in module.modules()):
             return Found(module, reason="scripted; convert before scripting")
@@ -289,9 +287,8 @@ def _timm_obstacle(module: torch.nn.Module, fused: type, attributes: Mapping[str
         return ""
     if getattr(relu, "inplace", False):
         return "inplace=True, which leaves relu(input) in the input"
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     is_plain = type(relu) in (torch.nn.ReLU, fused_nn.ReLU) and "forward" not in vars(relu)
-    if not is_plain or any(getattr(relu, name) for name in hooks):
+    if not is_plain or is_hooked(relu):
         return "its relu is replaced, patched or hooked"
     return ""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from .._graph.flow import Flow, Trace, is_product
+from .._graph.flow import Flow, Trace, is_product, is_sum
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
 from ..nn.norm import (
     branch_scale_of,
@@ -24,7 +24,6 @@ from ..nn.norm import (
 )
 from ..ops.scale_add import residual_add
 
-_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _LAYER_SCALE = ("timm", "LayerScale")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
 
@@ -44,9 +43,9 @@ class Branch:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        found = ("layer scale",) if self.scale is not None else ()
+        scale = ("layer scale",) if self.scale is not None else ()
         drop = () if self.drop is None else (type(self.trace.callee(self.drop)).__name__,)
-        return found + drop
+        return scale + drop
 
 
 def add_branch(
@@ -99,21 +98,19 @@ def may_have_branches(module: nn.Module) -> bool:
 
 def find_branches(flow: Flow, excluded: set[int]) -> list[Branch]:
     """All of a model, in the order of its forwards."""
-    found = []
+    branches = []
     for trace in flow.traces:
         if trace.inexact or id(trace.module) in excluded:
             continue
         for node in trace.graphs[0].nodes:
             branch = _branch(flow, trace, node, excluded)
             if branch is not None:
-                found.append(branch)
-    return found
+                branches.append(branch)
+    return branches
 
 
 def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Branch | None:
-    if node.op not in ("call_function", "call_method") or node.target not in _SUMS:
-        return None
-    if len(node.args) != 2 or node.kwargs:
+    if not is_sum(node) or len(node.args) != 2 or node.kwargs:
         return None
     in_place = node.target in (operator.iadd, "add_")
     for place, value in enumerate(node.args):
@@ -127,8 +124,8 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
         while len(value.users) == 1:
             if drop is None and _drops(trace, value, excluded):
                 drop, following = value, value.args[0]
-            elif scale is None and (found := _scaled(value)):
-                scale, following = found
+            elif scale is None and (product := _scaled(value)):
+                scale, following = product
             elif scale is None and _scales(trace, value, excluded):
                 scale, following = value, value.args[0]
             else:
@@ -136,7 +133,7 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
             assert isinstance(following, fx.Node)
             gone.append(value)
             value = following
-        # Written over something that is nobody's but the product's.
+        # An in-place sum may only overwrite the output of the product.
         if not gone or (in_place and scale is None):
             continue
         if drop is not None and type(trace.callee(drop)) is nn.Identity:

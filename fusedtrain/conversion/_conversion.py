@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from .._graph.effects import Effects
 from .._graph.example import check_example
@@ -17,8 +15,9 @@ from .._graph.flow import Flow
 from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
-from ..nn.activation import _Saving
-from ..nn.norm import _BatchNormAct
+from .._torch_private import BatchNormBase, pytree
+from ..nn.activation import SavingActivation
+from ..nn.norm import BatchNormActBase
 from ._branches import find_branches, may_have_branches
 from ._gates import find_products
 from ._in_place import can_overwrite
@@ -40,27 +39,27 @@ class Conversion:
     """The swaps of a model, which can be installed and taken back any number of times."""
 
     def __init__(
-        self, model: nn.Module, found: list[Found], excluded: set[int], memory: str
+        self, model: nn.Module, entries: list[Found], excluded: set[int], memory: str
     ) -> None:
-        self.model, self.found, self.excluded, self.memory = model, found, excluded, memory
+        self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
         before = rewritten_of(model)
         self.recomputed = before is not None and before.recomputes
         set_recomputing(model, False)  # else the forward could not be traced
         try:
-            self.flow = Flow(model, is_activation, may_have_branches)
+            self.flow = Flow(model, _may_call)
             self.effects = Effects(self.flow)
             self.readers = self.effects  # of what a norm may overwrite
             if memory == "inplace" and any(map(rewritten_of, model.modules())):
-                now = Flow(model, is_activation, may_have_branches, converted=True)
+                now = Flow(model, _may_call, converted=True)
                 self.readers = Effects(now)
         finally:
             set_recomputing(model, self.recomputed)
-        self.activations = [entry for entry in found if entry.fused and not entry.reason]
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        self.activations = [entry for entry in entries if entry.fused and not entry.reason]
+        norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
-        # Converted before: only what `memory` says of them may change, from this.
-        self.before = {n: n.overwrite_input for n in norms if isinstance(n, _BatchNormAct)}
+        # Norms that were converted before: `memory` may change this flag of theirs, nothing else.
+        self.before = {n: n.overwrite_input for n in norms if isinstance(n, BatchNormActBase)}
         self.sources = {id(module): title(type(module)) for module in model.modules()}
         self.undone: dict[int, str] = {}  # id of a module: why
         self.swapped: list[Found] = []
@@ -108,18 +107,18 @@ class Conversion:
         self, finder: Finder, norm: nn.Module, chosen: Callable[[nn.Module], bool]
     ) -> Site | None:
         name = self.flow.names[id(norm)]
-        found = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
+        site = Site(norm, name) if has_own_steps(norm) else finder.find(norm)
         alone = self._is_recomputed(norm) or self._overwrites(norm, ())
-        if isinstance(found, str) and alone:
-            found = Site(norm, name)  # so that its output, or its input, need not be kept
-        if found == "" or not chosen(norm):
+        if isinstance(site, str) and alone:
+            site = Site(norm, name)  # so that its output, or its input, need not be kept
+        if site == "" or not chosen(norm):
             return None
-        reason = found if isinstance(found, str) else obstacle(norm)
+        reason = site if isinstance(site, str) else obstacle(norm)
         reason = "excluded" if id(norm) in self.excluded else reason
-        if reason or isinstance(found, str):
+        if reason or isinstance(site, str):
             self.left[id(norm)] = reason
             return None
-        return found
+        return site
 
     def _is_recomputed(self, norm: nn.Module) -> bool:
         """Whether the output of a norm that nothing follows need not be kept; its numbers are those
@@ -131,8 +130,10 @@ class Conversion:
         if self.memory != "inplace" or id(norm) in self.excluded:
             return False
         acts = [step.module for step in steps if step.kind == "act"]
-        own = [part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None]
-        acts += [part for part in own if type(part) is not nn.Identity]
+        parts = [
+            part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None
+        ]
+        acts += [part for part in parts if type(part) is not nn.Identity]
         if len(acts) > 1 or len(acts) < len(steps):
             return False
         ends = [(step.trace, node) for step in steps for node in step.nodes][-1:]
@@ -144,7 +145,11 @@ class Conversion:
         save = "q8" if self.memory == "q8" else None
         for module in self.model.modules():
             cls = type(module)
-            if record_of(module) is None or not issubclass(cls, _Saving) or not cls.takes("q8"):
+            if (
+                record_of(module) is None
+                or not issubclass(cls, SavingActivation)
+                or not cls.takes("q8")
+            ):
                 continue
             runs = id(module) not in self.excluded and not passes_on(module)
             if runs and vars(module).get("save") != save:
@@ -175,7 +180,7 @@ class Conversion:
     def report(self) -> ConversionReport:
         report = ConversionReport(already=self.done, memory=self.memory)
         swapped = {id(entry.module) for entry in self.swapped}
-        for entry in self.found:
+        for entry in self.entries:
             module, name = entry.module, entry.names[0]
             source = self.sources[id(module)]
             reason = entry.reason or self.undone.get(id(module), "")
@@ -202,7 +207,7 @@ class Conversion:
         report.overwriting = [
             self.flow.names[id(module)]
             for module in self.model.modules()
-            if isinstance(module, _BatchNormAct) and module.overwrite_input
+            if isinstance(module, BatchNormActBase) and module.overwrite_input
         ]
         report.rewritten = [self.flow.names[id(module)] for module in self.rewritten]
         return report
@@ -214,6 +219,29 @@ class Conversion:
         fused = fused_class(site.norm)
         assert fused is not None
         return FusedNorm(site.name, self.sources[id(site.norm)], title(fused), tuple(parts))
+
+
+def _may_call(module: nn.Module) -> bool:
+    """Whether a forward is worth a look: it may call a norm or an activation, or have branches."""
+    if isinstance(module, BatchNormBase):
+        return False
+    forward = type(module).forward
+    # Wrappers such as DistributedDataParallel call what they wrap and no part of it.
+    foreign = (forward.__module__ or "").startswith("torch.")
+    if foreign and forward is not nn.Sequential.forward:
+        return False
+    if any(isinstance(part, BatchNormBase) for part in module.modules()):
+        return True
+    if forward is nn.Sequential.forward:
+        return False
+    reaches = any(map(is_activation, module.modules())) or _refers(module)
+    return reaches or may_have_branches(module)
+
+
+def _refers(module: nn.Module) -> bool:
+    """Whether an attribute holds a module without registering it: `self.parent = [parent]`."""
+    held = (v if type(v) in (list, tuple) else (v,) for v in vars(module).values())
+    return any(isinstance(item, nn.Module) for values in held for item in values)
 
 
 def _is_done(norm: nn.Module) -> bool:

@@ -33,17 +33,17 @@ class Product:
     @property
     def activation(self) -> tuple[str, dict[str, Any]]:
         """Name of the function in fusedtrain.functional, and its parameters."""
-        found = activation_of(self.module)
-        assert found is not None
-        row = POINTWISE[found.op]
-        values = dict(zip(row.parameters, (found.a, found.b)))
+        pointwise = activation_of(self.module)
+        assert pointwise is not None
+        row = POINTWISE[pointwise.op]
+        values = dict(zip(row.parameters, (pointwise.a, pointwise.b)))
         tanh = row.name == "gelu_tanh"
         return ("gelu", {"approximate": "tanh"}) if tanh else (row.name, values)
 
 
 def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
     """All products of a model, in the order of its forwards."""
-    found = []
+    products = []
     unseen = UnseenCalls(flow)
     for trace in flow.traces:
         if trace.inexact or id(trace.module) in excluded:
@@ -51,8 +51,8 @@ def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
         for node in trace.graphs[0].nodes:
             product = _product(flow, trace, node, excluded)
             if product is not None and not unseen.obstacle(product.module):
-                found.append(product)
-    return found
+                products.append(product)
+    return products
 
 
 def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | None:
@@ -74,6 +74,6 @@ def _replaceable(module: nn.Module) -> bool:
     if not is_activation(module) or "forward" in vars(module):
         return False
     hooked = is_hooked(module)
-    found = None if hooked else activation_of(module)
+    pointwise = None if hooked else activation_of(module)
     # In place, it would overwrite what others read.
-    return found is not None and found.op >= 0 and not getattr(module, "inplace", False)
+    return pointwise is not None and pointwise.op >= 0 and not getattr(module, "inplace", False)

@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as global_hooks
 
 from .. import nn as fused_nn
 from .._graph.effects import Effects
-from .._graph.flow import Trace
-from .._graph.modules import is_hooked
+from .._graph.flow import Trace, Value
+from .._graph.modules import CONVOLUTIONS, is_hooked
+from .._torch_private import has_global_forward_hooks
 from ..nn.norm import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
 
-# These do not save their output.
-_MAKERS = (
-    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
 _CALLED = ("__call__", "forward", "_conv_forward")
 
 
 def can_overwrite(
-    effects: Effects, norm: nn.Module, act: nn.Module | None, ends: list[tuple[Trace, fx.Node]]
+    effects: Effects, norm: nn.Module, act: nn.Module | None, ends: list[Value]
 ) -> bool:
     """Whether a norm followed by an activation (None: by nothing) can write over its input: every
     call takes what a convolution or a linear layer made for it alone. `ends`: the values that it
@@ -36,11 +31,10 @@ def can_overwrite(
         return False
     if isinstance(norm, (nn.SyncBatchNorm, fused_nn.SyncBatchNormAct)) or is_hooked(norm):
         return False
-    if global_hooks._global_forward_hooks:
+    if has_global_forward_hooks():
         return False
-    made = all(_is_made_for_it(trace, node) for trace, _, node in calls)
-    values = ends or [(trace, node) for trace, _, node in calls]
-    return bool(calls) and made and not any(effects.is_overwritten(*v) for v in values)
+    made = all(_is_made_for_it(*call) for call in calls)
+    return bool(calls) and made and not any(effects.is_overwritten(*v) for v in ends or calls)
 
 
 def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:
@@ -50,7 +44,8 @@ def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:
         return False
     if "forward" in vars(maker) or is_hooked(maker):
         return False
-    base = next((base for base in _MAKERS if isinstance(maker, base)), None)
+    # Convolutions do not save their output.
+    base = next((base for base in CONVOLUTIONS if isinstance(maker, base)), None)
     # A subclass may do something of its own with its output.
     return base is not None and all(
         getattr(type(maker), name, None) is getattr(base, name, None) for name in _CALLED

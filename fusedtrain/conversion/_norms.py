@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from .. import functional as fused_functional
 from .. import nn as fused_nn
-from .._graph.flow import Flow, Trace
+from .._graph.flow import Flow, Trace, Value, is_sum
 from .._graph.forward import passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
 from .._graph.unseen_calls import UnseenCalls
@@ -40,20 +40,19 @@ _TIMM: dict[str, type] = {
     "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
     "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
 }
-_ADDITIONS = (operator.add, operator.iadd, torch.add)
 _ORDER = ("drop", "add", "act")
 
 
 def _functions() -> dict[Any, str]:
     """Functions and names of methods of Tensor -> activation."""
-    found: dict[Any, str] = {}
+    activations: dict[Any, str] = {}
     for row in POINTWISE:
         for name in (row.name, f"{row.name}_"):
             for space in (torch_functional, torch, fused_functional):
                 if callable(getattr(space, name, None)):
-                    found[getattr(space, name)] = row.name
+                    activations[getattr(space, name)] = row.name
     methods = ("relu", "sigmoid", "tanh", "hardshrink")
-    return found | {f"{m}{end}": m for m in methods for end in ("", "_")}
+    return activations | {f"{m}{end}": m for m in methods for end in ("", "_")}
 
 
 _ACTIVATION_OF_CALL = _functions()
@@ -87,7 +86,7 @@ class Site:
     norm: nn.Module
     name: str
     steps: list[Step] = field(default_factory=list)
-    levels: list[tuple[Trace, fx.Node]] = field(default_factory=list)
+    levels: list[Value] = field(default_factory=list)
     overwrites: bool = False  # the norm its input
 
     def step(self, kind: str) -> Step | None:
@@ -143,19 +142,17 @@ class Finder:
         """The site of a norm, or why there is none; "" where nothing of the kind follows."""
         site = Site(norm, self.flow.names[id(norm)])
         calls = self.flow.calls(norm)
-        graphs = {id(graph) for _, graph, _ in calls}
         if not calls:
             for owner in self.flow.untraced(norm):
                 if id(owner) in self.flow.failed:
                     where = self.flow.names[id(owner)] or "the model"
                     return f"torch.fx cannot trace {where} ({self.flow.failed[id(owner)]})"
             return ""
-        trace = calls[0][0]
-        walks = [self._walk(owner, node, []) for owner, _, node in calls]
+        trace, node = calls[0]
+        walks = [self._walk(*call, []) for call in calls]
         walk = self._agreed(trace, walks)
         if isinstance(walk, str):
             return walk
-        node = calls[0][2]
         site.levels.append((trace, node))
         while walk.returned and not trace.inexact:
             above = self._above(trace.module)
@@ -171,18 +168,19 @@ class Finder:
             return unseen
         if self.flow.places.get(id(norm), 0) > 1:
             return f"registered {self.flow.places[id(norm)]} times"
-        if len(graphs) < len(calls) or any(found is not calls[0][0] for found, _, _ in calls):
+        graphs = {call.graph for _, call in calls}
+        if len(graphs) < len(calls) or any(owner is not calls[0][0] for owner, _ in calls):
             return f"called {len(calls)} times"
         return site
 
-    def _above(self, module: nn.Module) -> tuple[Trace, fx.Node] | None:
+    def _above(self, module: nn.Module) -> Value | None:
         """The only call of a module, of which nothing else than its value is known."""
         calls = self.flow.calls(module)
         if len(calls) != 1 or self.flow.places.get(id(module), 0) != 1:
             return None
         if id(module) in self.excluded or is_hooked(module):
             return None
-        return calls[0][0], calls[0][2]
+        return calls[0]
 
     def _agreed(self, trace: Trace, walks: list[_Walk]) -> _Walk | str:
         """What follows on every way through the forward."""
@@ -240,7 +238,7 @@ class Finder:
             return self._module_step(trace, user, module)
         if user.op not in ("call_function", "call_method"):
             return ""
-        if user.target in _ADDITIONS or user.target in ("add", "add_"):
+        if is_sum(user):
             return _addition(trace, value, user)
         name = _ACTIVATION_OF_CALL.get(user.target)
         if name is None or user.args[:1] != (value,) or user.all_input_nodes != [value]:

@@ -6,7 +6,6 @@ the stock model runs once more with its layers' outputs off by up to one unit in
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils import _pytree as pytree
 
 from .._graph.example import address_of, arguments_of
+from .._graph.tracer import same_generators
 from .._recompute import Recipe, observed
+from .._torch_private import pytree
 
 # Allowed: so many units in the last place, or so many times what rounding did to the stock model.
 _UNITS, _GROWTH = 32, 32
@@ -201,19 +201,12 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for m in model.modules()
         for name, buffer in m._buffers.items()
     ]
-    state = random.getstate()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         for parameter, _ in gradients:
             parameter.grad = None
-        with torch.random.fork_rng(devices):
-            random.seed(0)
-            torch.default_generator.manual_seed(0)
-            if devices:
-                torch.cuda.manual_seed_all(0)
+        with same_generators(seed=0):
             yield
     finally:
-        random.setstate(state)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():

@@ -100,8 +100,8 @@ def obstacle_of(
     """Why the calls of a unit may not become one, and for a site the step that is too much.
 
     `places`: of all units, see :func:`places_of`."""
-    found = (move.obstacle(places) for move in _moves_of(unit, effects))
-    return next(filter(None, found), None)
+    obstacles = (move.obstacle(places) for move in _moves_of(unit, effects))
+    return next(filter(None, obstacles), None)
 
 
 def _moves_of(unit: Unit, effects: Effects) -> Iterator[Move]:

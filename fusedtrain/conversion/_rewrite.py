@@ -18,6 +18,7 @@ from torch import fx, nn
 from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.forward import PassesOn, Rewritten, install, remove, resolve, restore
+from .._graph.modules import attribute_of
 from .._graph.records import assign, record_of
 from .._graph.unseen_calls import numbers_of
 from ..nn.norm import activation_of
@@ -112,7 +113,7 @@ class Plan:
         for module in (*(step.module for step in steps), *(p.module for p in self.products)):
             if module is None or self.flow.untraced(module):
                 continue
-            if all(node in taken for _, _, node in self.flow.calls(module)):
+            if all(node in taken for _, node in self.flow.calls(module)):
                 self.passing[id(module)] = module
         for site in self.sites:
             for step in site.steps:
@@ -123,15 +124,15 @@ class Plan:
         return False
 
     def _reorders(self) -> bool:
-        """Takes back one step, product or sum that would move across something; whether there was
-        one."""
+        """Takes back one step, product or sum that would move across something. Returns whether
+        there was one."""
         units: list[Unit] = [*self.sites, *self.products, *self.branches]
         places = places_of(units, self.effects)
         for unit in units:
-            found = obstacle_of(unit, self.effects, places)
-            if found is None:
+            obstacle = obstacle_of(unit, self.effects, places)
+            if obstacle is None:
                 continue
-            reason, step = found
+            reason, step = obstacle
             if isinstance(unit, Site):
                 assert step is not None
                 self._cut(unit, step, reason)
@@ -254,14 +255,14 @@ class _Edit:
     keyword: str = ""  # by which it takes that
 
     def frozen(self) -> dict[str, Any]:
-        """Numbers of the module and of its gates that stand in the source as they are now."""
-        found = numbers_of(self.trace.module)
+        """The present numbers of the module and of its gates, which stand in the source."""
+        numbers = numbers_of(self.trace.module)
         for product in self.products:
             row = POINTWISE[activation_of(product.module).op]  # type: ignore[union-attr]
             for name in (*row.parameters, "approximate"):
                 if hasattr(product.module, name):
-                    found[f"{product.gate.target}.{name}"] = getattr(product.module, name)
-        return found
+                    numbers[f"{product.gate.target}.{name}"] = getattr(product.module, name)
+        return numbers
 
     def rewritten(self) -> tuple[str, dict[str, str], str]:
         graph, new = _copied(self.trace)
@@ -308,10 +309,10 @@ class _Edit:
 
 
 def _keyword(trace: Trace) -> str:
-    """The name by which a rewritten forward takes a residual: none of its own arguments."""
-    own = {str(node.target) for node in trace.graphs[0].nodes if node.op == "placeholder"}
+    """The name of a rewritten forward's residual argument: none of the other arguments'."""
+    taken = {str(node.target) for node in trace.graphs[0].nodes if node.op == "placeholder"}
     name = "residual"
-    while name in own:
+    while name in taken:
         name = f"outer_{name}"
     return name
 
@@ -346,7 +347,7 @@ def _copied(trace: Trace) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], str]:
     """Code of a graph, what its names stand for, and why it cannot be used ('' if it can)."""
     for node in graph.nodes:
-        if node.op == "get_attr" and not _has(module, str(node.target)):
+        if node.op == "get_attr" and attribute_of(module, str(node.target)) is None:
             return "", {}, "its forward makes tensors"
     code = graph.python_code("self")
     used = _names(compile(code.src, "forward", "exec"))
@@ -357,14 +358,6 @@ def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], st
             if not imports[name]:
                 return "", {}, f"its forward calls {name}, which cannot be imported"
     return code.src, imports, ""
-
-
-def _has(module: Any, path: str) -> bool:
-    for part in path.split("."):
-        if not hasattr(module, part):
-            return False
-        module = getattr(module, part)
-    return True
 
 
 def _names(code: types.CodeType) -> set[str]:

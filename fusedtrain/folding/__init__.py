@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph.effects import Effects
+from .._graph.flow import Flow
+from .._graph.modules import is_scripted
 from .._graph.report import Left
+from .._torch_private import DropoutBase
 from . import _activations
 from ._bias import AfterLoading as AfterLoading
 from ._bias import WithoutBias as WithoutBias
@@ -17,6 +21,7 @@ from ._conv_act import Act as Act
 from ._conv_act import ConvAct2d as ConvAct2d
 from ._conv_act import ConvAct3d as ConvAct3d
 from ._kinds import (
+    check_arguments,
     conv_obstacle,
     fits,
     followers,
@@ -26,13 +31,12 @@ from ._kinds import (
     spatial,
     statistics,
 )
-from ._links import Flow, Link, is_flat
+from ._links import Link, Links, flow_of
 from ._numbers import apply, fold_calls
 from ._report import Folded, FoldReport, list_scripted
+from ._rewrite import GraphTracer as GraphTracer
 from ._rewrite import replace
 from ._sharing import Sharing
-from ._trace import GraphTracer as GraphTracer
-from ._trace import input_of, is_scripted
 from ._tune import TunedConv as TunedConv
 from ._tune import TunedNorm as TunedNorm
 from ._tune import tune_mode
@@ -117,7 +121,7 @@ def fold_conv_bn(
     >>> len(report), type(folded[1]).__name__, folded[0].bias.requires_grad
     (1, 'Identity', True)
     """
-    check_module(model)
+    check_arguments(model)
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, but is {tolerance}")
     if inplace and is_scripted(model):
@@ -147,28 +151,23 @@ def fold_conv_bn(
     return folded, report
 
 
-def check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-
-
 def _passes(module: nn.Module) -> bool:
-    idle = isinstance(module, nn.modules.dropout._DropoutNd) and not module.training
+    idle = isinstance(module, DropoutBase) and not module.training
     return type(module) is nn.Identity or idle
 
 
 def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn.Module:
-    flow = Flow(model, _passes)
-    sharing = Sharing(model, [flow])
+    flow = flow_of(model)
+    links, sharing = Links(flow, _passes), Sharing(model, [flow])
     chosen: list[Link] = []
-    for norm in flow.norms():
-        found = _choose(flow, norm, dims)
-        if isinstance(found, Link):
-            found = sharing.called(found) or _shared(sharing, found) or found
-        if isinstance(found, str):
-            report.left.append(Left(flow.name(norm), type(norm).__name__, found))
+    for norm in links.norms():
+        choice = _choose(links, norm, dims)
+        if isinstance(choice, Link):
+            choice = sharing.called(choice) or _shared(sharing, choice) or choice
+        if isinstance(choice, str):
+            report.left.append(Left(flow.name(norm), type(norm).__name__, choice))
         else:
-            chosen.append(found)
+            chosen.append(choice)
     swapped: dict[int, nn.Module] = {}
     for link in chosen:
         assert link.norm is not None
@@ -176,23 +175,23 @@ def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn
         swapped[id(link.norm)] = _stand_in(link)
         names = flow.name(link.conv), type(link.conv).__name__
         report.folded.append(Folded(*names, flow.name(link.norm), type(link.norm).__name__))
-    model = fold_calls(flow, sharing, model, report)
+    model = fold_calls(links, sharing, model, report)
     list_scripted(model, report)
     return replace(model, swapped)
 
 
-def _choose(flow: Flow, norm: nn.Module, dims: dict[str, set[int]]) -> Link | str:
+def _choose(links: Links, norm: nn.Module, dims: dict[str, set[int]]) -> Link | str:
     reason = norm_obstacle(norm) or (_TRAINING if norm_trains(norm) else "")
     if reason:
         return reason
-    before = flow.before(norm)
+    before = links.before(norm)
     if isinstance(before, Link):
-        return _obstacle(flow, before, dims) or before
+        return _obstacle(links.flow, before, dims) or before
     if followers(norm):
         return before
-    after = flow.after(norm)
+    after = links.after(norm)
     if isinstance(after, Link):
-        return _obstacle(flow, after, dims) or after
+        return _obstacle(links.flow, after, dims) or after
     return before
 
 
@@ -210,16 +209,14 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
             f"{flow.name(conv)} follows, but pads with zeros, which the norm would not leave zeros"
         )
     # Without the norm, the convolution reads the norm's input itself.
-    if link.norm_first and written_between(link.trace, link.norm_node, link.conv_node):
+    effects = Effects(flow)
+    if link.norm_first and any(written_between(effects, *hop) for hop in link.hops):
         return "something may be written in place between it and the convolution"
     if spatial(conv) == 0:
         seen = dims.get(flow.names[id(norm)], set())
-        flat = is_flat(link.trace, input_of(link.norm_node))
-        if not flat and link.conv_node is not None:
-            flat = is_flat(link.trace, input_of(link.conv_node))
         if seen - {2}:
             return f"its input has {max(seen - {2})} dimensions, of which it normalises the second"
-        if not seen and not flat:
+        if not seen and not link.flat:
             return "its input may have three dimensions (example_inputs would show that it has not)"
     return ""
 

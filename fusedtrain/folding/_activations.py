@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from .._graph.effects import Effects
+from .._graph.flow import Trace, input_of, is_sum
 from .._graph.modules import is_hooked
 from ._conv_act import KINDS, NO_ACT, PLATFORMS, Act, assign
 from ._kinds import conv_obstacle
-from ._links import ADDITIONS, Flow
+from ._links import flow_of
 from ._report import Folded, FoldReport
 from ._rewrite import obstacle, replace, rewrite_all
 from ._sharing import Sharing
-from ._trace import Trace, input_of
-from ._writes import is_own, written_between
+from ._writes import can_wait, is_own
 
 _MODULES = ("torch.nn.modules.activation", "fusedtrain.nn.activation")
 _NAMES = {
@@ -64,7 +66,7 @@ def _of_module(module: nn.Module) -> Act | None:
 
 def _of_node(trace: Trace, node: fx.Node) -> Act | None:
     """The activation that a node applies to its first argument."""
-    module = trace.module_of(node)
+    module = trace.callee(node)
     if module is not None:
         return _of_module(module) if len(node.args) == 1 and not node.kwargs else None
     if node.op == "call_method" and len(node.args) == 1 and not node.kwargs:
@@ -87,30 +89,36 @@ class _Plan(NamedTuple):
     act: Act
     last: fx.Node
 
+    @property
+    def target(self) -> nn.Module | None:
+        """The activation module."""
+        return self.trace.callee(self.last)
+
 
 def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
     """Gives activations to the convolutions before them; the root may become another object."""
-    flow = Flow(model)
-    sharing = Sharing(model, [flow])
+    flow = flow_of(model)
+    sharing, effects = Sharing(model, [flow]), Effects(flow)
     changed: list[Trace] = []
     swapped: dict[int, nn.Module] = {}
     for trace in flow.traces:
-        for plan in _plans(flow, trace):
-            target = trace.module_of(plan.last)
+        for plans in _plans(effects, trace):
+            plan, target = plans[0], plans[0].target
             movable = (
-                plan.addition is None
-                and target is not None
+                target is not None
+                and all(p.addition is None and p.target is target for p in plans)
                 and not any(m is target for m in (model, plan.conv))
-                and len(flow.uses(target)) == 1
+                and len(flow.calls(target)) == len(plans)
             )
-            if not movable and (isinstance(trace.root, _INDEXED) or obstacle(trace)):
+            # A forward with several ways cannot be rewritten.
+            if not movable and (isinstance(trace.module, _INDEXED) or obstacle(trace)):
                 continue
             if sharing.called_apart(_modules(plan) if movable else [plan.conv]):
                 continue
-            label = _label(trace, plan, target)
+            label = _label(plan)
             names = flow.name(plan.conv), type(plan.conv).__name__
             assign(plan.conv, plan.act)
-            report.fused.append(Folded(*names, flow.name(target or trace.root), label))
+            report.fused.append(Folded(*names, flow.name(target or trace.module), label))
             if movable:
                 assert target is not None
                 swapped[id(target)] = nn.Identity().train(target.training)
@@ -142,21 +150,21 @@ def _is_plain(conv: Any) -> bool:
 
 
 def _modules(plan: _Plan) -> list[nn.Module]:
-    """Convolution, what passes on its output, activation."""
-    found: list[nn.Module] = []
+    """The convolution, the modules that pass on its output, and the activation."""
+    modules: list[nn.Module] = []
     node: object = plan.last
     while isinstance(node, fx.Node):
-        module = plan.trace.module_of(node)
+        module = plan.trace.callee(node)
         assert module is not None
-        found.append(module)
+        modules.append(module)
         if node is plan.conv_node:
             break
         node = input_of(node)
-    return found[::-1]
+    return modules[::-1]
 
 
-def _label(trace: Trace, plan: _Plan, target: nn.Module | None) -> str:
-    name = type(target).__name__ if target is not None else plan.act.name
+def _label(plan: _Plan) -> str:
+    name = plan.act.name if plan.target is None else type(plan.target).__name__
     if plan.addition is None:
         return name
     return "add" if plan.act == NO_ACT else f"add + {name}"
@@ -164,9 +172,9 @@ def _label(trace: Trace, plan: _Plan, target: nn.Module | None) -> str:
 
 def _only_user(trace: Trace, node: fx.Node) -> fx.Node | None:
     """The one user of a value, through nn.Identity."""
-    while len(node.users) == 1:
+    while len(node.users) == 1 and not trace.is_kept(node):
         user = next(iter(node.users))
-        module = trace.module_of(user)
+        module = trace.callee(user)
         if module is None or type(module) is not nn.Identity or is_hooked(module):
             return user
         node = user
@@ -176,28 +184,37 @@ def _only_user(trace: Trace, node: fx.Node) -> fx.Node | None:
 def _stands_for(trace: Trace, value: object, node: fx.Node) -> bool:
     """Whether a value is that of the node, through nn.Identity."""
     while isinstance(value, fx.Node) and value is not node:
-        if type(trace.module_of(value)) is not nn.Identity:
+        if type(trace.callee(value)) is not nn.Identity:
             return False
         value = input_of(value)
     return value is node
 
 
-def _plans(flow: Flow, trace: Trace) -> list[_Plan]:
-    plans: list[_Plan] = []
+def _plans(effects: Effects, trace: Trace) -> list[list[_Plan]]:
+    """For each convolution, its plan on each way through the forward."""
+    calls: dict[nn.Module, list[fx.Node]] = {}
+    for graph in trace.graphs:
+        for node in graph.nodes:
+            conv = trace.callee(node)
+            if conv is not None and type(conv) in KINDS:
+                calls.setdefault(conv, []).append(node)
+    result: list[list[_Plan]] = []
     taken: set[fx.Node] = set()
     # From the end: of two convolutions that are added up, the later one knows the other's output.
-    for node in reversed(list(trace.graph.nodes)):
-        conv = trace.module_of(node)
-        if conv is None or type(conv) not in KINDS or len(flow.uses(conv)) != 1:
+    for conv, nodes in reversed(calls.items()):
+        once = len({node.graph for node in nodes}) == len(nodes) == len(effects.flow.calls(conv))
+        candidates = [_plan(effects, trace, node, conv) for node in nodes if once]
+        plans = [plan for plan in candidates if plan is not None]
+        if len(plans) < len(nodes) or conv_obstacle(conv):
             continue
-        plan = _plan(trace, node, conv)
-        if plan is not None and plan.last not in taken and not conv_obstacle(conv):
-            taken.add(plan.last)
-            plans.append(plan)
-    return plans[::-1]
+        lasts = {plan.last for plan in plans}
+        if not taken & lasts:
+            taken |= lasts
+            result.append(plans)
+    return result[::-1]
 
 
-def _plan(trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
+def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
     if len(node.args) != 1 or node.kwargs or not _is_plain(conv):
         return None
     platform = PLATFORMS.get(conv.weight.device.type)
@@ -209,7 +226,12 @@ def _plan(trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
     if act is not None:
         has = platform.has(act, False, dtype)
         return _Plan(trace, node, conv, None, act, user) if has else None
-    if _added(trace, user, node) is None or not isinstance(input_of(node), fx.Node):
+    other = _added(trace, user, node)
+    if other is None or not isinstance(input_of(node), fx.Node):
+        return None
+    # `other += conv` changes the other one, which somebody may see.
+    in_place = user.target in (operator.iadd, "add_") and user.args[0] is other
+    if in_place and not is_own(effects, trace, other, user):
         return None
     after = _only_user(trace, user)
     act = None if after is None else _of_node(trace, after)
@@ -218,34 +240,28 @@ def _plan(trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
         after is not None
         and act is not None
         and platform.has(act, True, dtype)
-        and not written_between(trace, node, after, user)
+        and can_wait(effects, trace, [node, user, after])
     ):
         return _Plan(trace, node, conv, user, act, after)
-    if platform.has(NO_ACT, True, dtype) and not written_between(trace, node, user):
+    if platform.has(NO_ACT, True, dtype) and can_wait(effects, trace, [node, user]):
         return _Plan(trace, node, conv, user, NO_ACT, user)
     return None
 
 
 def _added(trace: Trace, addition: fx.Node, node: fx.Node) -> fx.Node | None:
     """What an addition adds to the value of a node; None if it is no plain one."""
-    method = addition.op == "call_method" and addition.target in ("add", "add_")
-    function = addition.op == "call_function" and addition.target in ADDITIONS
-    if not (method or function) or len(addition.args) != 2 or addition.kwargs:
+    if not is_sum(addition) or len(addition.args) != 2 or addition.kwargs:
         return None
     a, b = addition.args
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return None
     if _stands_for(trace, a, node):
         return b
-    # `b += conv` changes b, which others may see.
-    in_place = addition.target == "add_" or getattr(addition.target, "__name__", "") == "iadd"
-    if not _stands_for(trace, b, node) or (in_place and not is_own(trace, a, addition)):
-        return None
-    return a
+    return a if _stands_for(trace, b, node) else None
 
 
 def _rewrite(plan: _Plan) -> None:
-    trace, graph = plan.trace, plan.trace.graph
+    trace, graph = plan.trace, plan.conv_node.graph
     # Looked up only now: another plan may have replaced it.
     other = None if plan.addition is None else _added(trace, plan.addition, plan.conv_node)
     arguments = (input_of(plan.conv_node), *(() if other is None else (other,)))

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph.forward import install, replacement_of
 from .._graph.report import Left
 from ._forward import Convolving
-from ._kinds import is_frozen, spatial
-from ._links import Link, is_flat
+from ._kinds import check_arguments, is_frozen, spatial
+from ._links import Link
 from ._report import Folded, FoldReport
 from ._sharing import Sharing
-from ._trace import input_of
 from ._tune import pairs
 from ._verify import ranks
 
@@ -78,7 +78,7 @@ class WithoutBias(Convolving):
             bias.copy_(self.bias)
         bias.requires_grad_(self.requires_grad)
 
-    def __call__(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def run(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         if input.dim() != self.rank:
             raise RuntimeError(
                 f"drop_redundant_bias: made for inputs of {self.rank} dimensions, not {input.dim()}"
@@ -148,19 +148,16 @@ def drop_redundant_bias(
     >>> model[0].bias.requires_grad, model[0].bias.abs().max().item()
     (False, 0.0)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(mode, bool):
-        raise TypeError(f"mode must be a bool, not {type(mode).__name__}")
+    check_arguments(model, mode)
     if not mode:
         return restore_bias(model)
     dims = {} if example_inputs is None else ranks(model, example_inputs)[1]
-    found = FoldReport()
-    report = FoldReport("dropped the bias before", left=found.left)
+    paired = FoldReport()
+    report = FoldReport("dropped the bias before", left=paired.left)
     order = {id(m): i for i, m in enumerate(model.modules())}
     names = {id(m): name for name, m in model.named_modules()}
     for link, (conv, kind, name, norm_kind) in zip(
-        pairs(model, found, _shared, statistics=False), found.folded, strict=True
+        pairs(model, paired, _shared, statistics=False), paired.folded, strict=True
     ):
         norm: Any = link.norm
         if getattr(link.conv, "bias", None) is None:
@@ -170,14 +167,13 @@ def drop_redundant_bias(
             reason = "it is in eval mode, where the bias is trained"
         elif spatial(link.conv) == 0:
             seen = dims.get(names[id(norm)], set())
-            flat = is_flat(link.trace, input_of(link.conv_node))
-            if seen - {2} or not (seen or flat):
+            if seen - {2} or not (seen or link.flat):
                 reason = "its input may have three dimensions"
         if reason:
             report.left.append(Left(name, norm_kind, reason))
             continue
         forward = WithoutBias(link.conv, norm)
-        vars(link.conv)["forward"] = forward
+        install(forward)
         later = max(link.conv, norm, key=lambda m: order[id(m)])
         later.register_load_state_dict_post_hook(AfterLoading(forward))
         report.folded.append(Folded(conv, kind, name, norm_kind))
@@ -203,7 +199,7 @@ def restore_bias(model: nn.Module) -> FoldReport:
         hooks = module._load_state_dict_post_hooks
         for key in [k for k, hook in hooks.items() if isinstance(hook, AfterLoading)]:
             del hooks[key]
-        forward = vars(module).get("forward")
+        forward = replacement_of(module)
         if isinstance(forward, WithoutBias):
             forward.restore()
             del vars(module)["forward"]

@@ -104,13 +104,13 @@ class _Reader:
                         self.next[first], self.previous[second] = second, first
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
-        self.found: list[Mention] = []
+        self.mentions: list[Mention] = []
         self.visit(tree)
 
     def visit(self, node: ast.AST) -> None:
         chain = _chain(node)
         if chain is not None and isinstance(node, ast.expr):
-            self.found.append(self.mention(node, chain))
+            self.mentions.append(self.mention(node, chain))
             while not isinstance(node, ast.Name) and _chain(node) is not None:
                 if isinstance(node, ast.Call):  # getattr
                     node = node.args[0]
@@ -186,7 +186,7 @@ def mentions(code: types.CodeType) -> tuple[Mention, ...]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError, ValueError):
         return tuple(Mention(Chain(None, (name,)), False, False) for name in _names(code))
-    return tuple(_Reader(tree).found)
+    return tuple(_Reader(tree).mentions)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -201,9 +201,9 @@ def as_function(value: Any) -> types.FunctionType | None:
     for name in ("__func__", "fget", "func", "__wrapped__"):
         inner = getattr(value, name, None)
         if inner is not None and not isinstance(value, nn.Module):
-            found = as_function(inner)
-            if found is not None:
-                return found
+            function = as_function(inner)
+            if function is not None:
+                return function
     return value if isinstance(value, types.FunctionType) else None
 
 

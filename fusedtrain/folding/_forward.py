@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._graph.forward import Replacement
 from ._kinds import is_transposed, spatial
 
 _TRANSPOSED: dict[int, Any] = {
@@ -16,7 +17,7 @@ _TRANSPOSED: dict[int, Any] = {
 }
 
 
-class Convolving:
+class Convolving(Replacement):
     """What stands for the forward of `conv`, which `norm` follows."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
@@ -24,6 +25,9 @@ class Convolving:
         self.norm: Any = norm
         self.rank = spatial(conv) + 2
         self.transposed = is_transposed(conv)
+
+    def _module(self) -> nn.Module | None:
+        return vars(self).get("conv")
 
     def convolve(
         self, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None

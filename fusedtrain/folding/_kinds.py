@@ -6,16 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from .._graph.modules import is_hooked
+from .._graph.modules import CONVOLUTIONS, is_hooked
 from .._graph.records import record_of
-
-Convolution = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.Linear,
-)  # fmt: skip
+from .._torch_private import BatchNormBase
 
 # Who wrote the forward of a norm that is one in eval mode: gamma (x - mean) / sqrt(var + eps) +
 # beta; with "act" followed by its modules `drop` and `act`. "frozen": in training, too.
@@ -31,6 +26,13 @@ _OURS = "fusedtrain.nn.norm:"
 _SAME = "timm.layers.conv2d_same:Conv2dSame"
 
 
+def check_arguments(model: object, mode: object = True) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(mode, bool):
+        raise TypeError(f"mode must be a bool, not {type(mode).__name__}")
+
+
 def writer_of(module: nn.Module, method: str = "forward") -> str:
     """The class which defines a method, as `module:class`."""
     for cls in type(module).__mro__:
@@ -41,21 +43,21 @@ def writer_of(module: nn.Module, method: str = "forward") -> str:
 
 def conv_kind(module: nn.Module | None) -> type | None:
     """The class of torch.nn that it is or is derived from."""
-    return next((kind for kind in Convolution if isinstance(module, kind)), None)
+    return next((kind for kind in CONVOLUTIONS if isinstance(module, kind)), None)
 
 
 def _norm_kind(module: nn.Module | None) -> str | None:
     if module is None:
         return None
     writer = writer_of(module)
-    if writer.startswith(_OURS) and isinstance(module, _BatchNorm):
+    if writer.startswith(_OURS) and isinstance(module, BatchNormBase):
         return "act" if "act" in module._modules and "Add" not in writer else None
     return _NORMS.get(writer)
 
 
 def is_norm(module: nn.Module | None) -> bool:
     """Whether it is a batch norm, of a known kind or not."""
-    return isinstance(module, _BatchNorm) or _norm_kind(module) is not None
+    return isinstance(module, BatchNormBase) or _norm_kind(module) is not None
 
 
 def spatial(module: nn.Module) -> int:

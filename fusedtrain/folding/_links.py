@@ -1,12 +1,11 @@
-"""Which convolution feeds which batch norm, found by following the data with torch.fx.
-
-Every module that has a forward and children is traced on its own, its children as leaves. Where
-that does not show what comes before a norm, larger parts of the model are traced through.
+"""Which convolution feeds which batch norm, found by following the data through the traces of
+:mod:`fusedtrain._graph.flow`: out of the forward that made a value into those that called it, and
+into the forwards of modules that made or take it.
 """
 
 from __future__ import annotations
 
-import operator
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,21 +14,11 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from .._graph.flow import AS_IT_IS, Flow, Mode, Trace, Value, input_of, trace
 from .._graph.modules import is_hooked
-from .._graph.report import shown
 from ._kinds import conv_kind, is_norm
-from ._trace import Trace, input_of, is_scripted, trace
 
 BATCH_NORM_CALLS = (F.batch_norm, torch.batch_norm)
-# Made of other modules, which are looked at instead.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def _leaf_of_deep_trace(module: nn.Module) -> bool:
-    if is_norm(module) or conv_kind(module) is not None or is_hooked(module):
-        return True
-    plain = type(module).__module__.startswith("torch.nn.")
-    return plain and not isinstance(module, nn.Sequential)
 
 
 class Link(NamedTuple):
@@ -38,202 +27,267 @@ class Link(NamedTuple):
     conv: nn.Module
     norm: nn.Module | None  # None: a call of F.batch_norm
     norm_first: bool
-    trace: Trace
-    conv_node: fx.Node
-    norm_node: fx.Node
+    flat: bool  # whether what goes in surely has two dimensions, as after torch.flatten(x, 1)
+    levels: list[nn.Module]  # modules that the value enters or leaves on its way
+    hops: list[tuple[Trace, fx.Node, fx.Node]]  # between each pair of calls the value waits
 
 
-class _Border(str):
-    """A reason that a larger trace may overcome."""
+def flow_of(model: nn.Module, modes: tuple[Mode, ...] = AS_IT_IS) -> Flow:
+    """The flow of a model in the mode that it is in, or in another one."""
+    return Flow(model, _has_flow, converted=True, modes=modes, whole=True)
+
+
+def _has_flow(module: nn.Module) -> bool:
+    if is_norm(module) or not module._modules:
+        return False
+    return any(is_norm(m) or conv_kind(m) is not None for m in module.modules())
 
 
 @dataclass
-class Flow:
-    """The dataflow of a model. `through` tells of modules that pass their input on unchanged."""
+class _Walk:
+    """The ways of some values to the calls for which `ends` is true."""
 
-    model: nn.Module
-    through: Callable[[nn.Module], bool] = lambda module: type(module) is nn.Identity
-    traces: list[Trace] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
-    names: dict[int, str] = field(default_factory=dict)
+    ends: Callable[[Trace, fx.Node], bool]
+    reached: list[Value] = field(default_factory=list)
+    levels: list[nn.Module] = field(default_factory=list)
+    hops: list[tuple[Trace, fx.Node, fx.Node]] = field(default_factory=list)
+    seen: set[fx.Node] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self._uses: dict[int, list[tuple[Trace, fx.Node]]] = {}
-        self._deep: list[Trace] | None = None
-        for name, module in self.model.named_modules():
-            self.names[id(module)] = name
-            if not is_scripted(module) and self._has_flow(module):
-                found = trace(module, lambda _: True)
-                if isinstance(found, str):
-                    self.failed[id(module)] = found
-                    continue
-                self.traces.append(found)
-                for node in found.graph.nodes:
-                    target = found.module_of(node)
-                    if target is not None:
-                        self._uses.setdefault(id(target), []).append((found, node))
 
-    @staticmethod
-    def _has_flow(module: nn.Module) -> bool:
-        if is_norm(module) or isinstance(module, _CONTAINERS) or not module._modules:
-            return False
-        return any(is_norm(m) or conv_kind(m) is not None for m in module.modules())
+class Links:
+    """Of a model. `through` tells of modules that pass their input on unchanged."""
 
-    def name(self, module: nn.Module) -> str:
-        return shown(self.names[id(module)])
+    def __init__(
+        self, flow: Flow, through: Callable[[nn.Module], bool] = lambda m: type(m) is nn.Identity
+    ) -> None:
+        self.flow, self.through = flow, through
+        self._others: dict[int, Trace | str] = {}
 
-    def uses(self, module: nn.Module) -> list[tuple[Trace, fx.Node]]:
-        return self._uses.get(id(module), [])
+    def times(self, module: nn.Module) -> int:
+        """How often its callers together call it, each on the way with the most calls."""
+        ways = Counter((id(owner), node.graph) for owner, node in self.flow.calls(module))
+        return sum(
+            max(n for (o, _), n in ways.items() if o == owner) for owner in {o for o, _ in ways}
+        )
 
     def is_called(self, norm: nn.Module) -> bool:
         """False where all that contains it was traced and nothing calls it (in this mode)."""
-        inside = any(
-            id(m) in self.failed and any(part is norm for part in m.modules())
-            for m in self.model.modules()
-        )
-        return inside or bool(self.uses(norm))
+        return bool(self.flow.calls(norm)) or bool(self._untraced(norm))
+
+    def _untraced(self, norm: nn.Module) -> list[nn.Module]:
+        return [
+            m
+            for m in self.flow.model.modules()
+            if id(m) in self.flow.failed and any(part is norm for part in m.modules())
+        ]
 
     def norms(self) -> Iterator[nn.Module]:
-        yield from filter(is_norm, self.model.modules())
+        yield from filter(is_norm, self.flow.model.modules())
 
-    def calls(self) -> Iterator[tuple[Trace, fx.Node]]:
-        """The calls of F.batch_norm."""
-        for found in self.traces:
-            for node in found.graph.nodes:
-                if node.op == "call_function" and node.target in BATCH_NORM_CALLS:
-                    yield found, node
+    def calls(self) -> Iterator[Value]:
+        """The calls of F.batch_norm, on the way through each forward that has the most."""
+        for owner in self.flow.traces:
+            ways = [
+                [
+                    node
+                    for node in graph.nodes
+                    if node.op == "call_function" and node.target in BATCH_NORM_CALLS
+                ]
+                for graph in owner.graphs
+            ]
+            yield from ((owner, node) for node in max(ways, key=len))
 
     def before(self, norm: nn.Module) -> Link | str:
         """The convolution before a norm, or why there is none that only this norm sees."""
-        return self._resolve(norm, lambda t, node: self.before_node(t, node, norm))
+        return self._misused(norm) or self.before_calls(self.flow.calls(norm), norm)
+
+    def before_calls(self, norms: list[Value], norm: nn.Module | None) -> Link | str:
+        """The convolution before these calls of a norm; no module: of F.batch_norm."""
+        ends = {node for _, node in norms}
+        walk = _Walk(lambda owner, node: conv_kind(owner.callee(node)) is not None)
+        back = _Walk(lambda owner, node: node in ends)
+        for owner, node in norms:
+            if reason := self._up(walk, owner, input_of(node)):
+                return reason
+        conv = self._one_of(walk)
+        if isinstance(conv, str):
+            return conv
+        convs = self.flow.calls(conv)
+        if any(self._down(back, owner, node) for owner, node in convs):
+            return f"the output of {self.flow.name(conv)} is used elsewhere, too"
+        flat = all(self._is_flat(owner, input_of(node)) for owner, node in convs)
+        return Link(conv, norm, False, flat, walk.levels + back.levels, back.hops)
 
     def after(self, norm: nn.Module) -> Link | str:
         """The convolution after a norm, likewise."""
-        return self._resolve(norm, lambda t, node: self._after_node(t, node, norm))
+        if reason := self._misused(norm):
+            return reason
+        norms = self.flow.calls(norm)
+        walk = _Walk(lambda owner, node: conv_kind(owner.callee(node)) is not None)
+        for owner, node in norms:
+            if reason := self._down(walk, owner, node):
+                return reason
+        conv = self._one_of(walk)
+        if isinstance(conv, str):
+            return conv
+        convs, ends = self.flow.calls(conv), {node for _, node in norms}
+        back = _Walk(lambda owner, node: node in ends)
+        if any(self._up(back, owner, input_of(node)) for owner, node in convs):
+            return f"{self.flow.name(conv)} has other inputs, too"
+        flat = all(self._is_flat(owner, input_of(node)) for owner, node in norms)
+        return Link(conv, norm, True, flat, walk.levels + back.levels, walk.hops)
 
-    def _resolve(self, norm: nn.Module, look: Callable[[Trace, fx.Node], Link | str]) -> Link | str:
-        uses = self.uses(norm)
-        if len(uses) > 1:
-            return f"called {len(uses)} times"
-        if not uses:
-            return self._why_unseen(norm)
-        found = look(*uses[0])
-        if not isinstance(found, _Border):
-            return found if isinstance(found, str) else self._if_used_once(found)
-        for deep in self._deep_traces():
-            nodes = [n for n in deep.graph.nodes if deep.module_of(n) is norm]
-            if len(nodes) > 1:
-                return f"called {len(nodes)} times"
-            if nodes:
-                link = look(deep, nodes[0])
-                if isinstance(link, str):
-                    return str(link)
-                times = sum(deep.module_of(n) is link.conv for n in deep.graph.nodes)
-                return self._if_used_once(link, times)
-        return str(found)
+    def _misused(self, norm: nn.Module) -> str:
+        """Why the calls of a norm that are seen do not tell what it is for; '' where they do."""
+        if not self.flow.calls(norm):
+            untraced = self._untraced(norm)
+            if not untraced:
+                return "no forward calls it"
+            why = self.flow.failed[id(untraced[-1])]
+            return f"torch.fx cannot trace {self.flow.name(untraced[-1])} ({why})"
+        times = self.times(norm)
+        return f"called {times} times" if times > 1 else self._by_name(norm)
 
-    def _if_used_once(self, link: Link, times: int = 1) -> Link | str:
-        times = max(times, len(self.uses(link.conv)))
+    def _one_of(self, walk: _Walk) -> nn.Module | str:
+        """The convolution that a walk has led to."""
+        convs = {id(conv): conv for owner, node in walk.reached if (conv := owner.callee(node))}
+        names = sorted(self.flow.name(conv) for conv in convs.values())
+        if len(names) != 1:
+            return f"its convolution is now one, now another ({', '.join(names)})"
+        conv = next(iter(convs.values()))
+        times = self.times(conv)
         if times > 1:
-            return f"{self.name(link.conv)} is called {times} times"
-        return link
+            return f"{names[0]} is called {times} times"
+        reason = self._by_name(conv)
+        return f"{names[0]}: {reason}" if reason else conv
 
-    def before_node(self, found: Trace, node: fx.Node, norm: nn.Module | None) -> Link | str:
-        source, alone = input_of(node), True
-        while True:
-            if not isinstance(source, fx.Node):
-                return "its input is not a tensor of the same forward"
-            alone = alone and len(source.users) == 1
-            module = found.module_of(source)
-            if module is None:
-                if source.op == "placeholder":
-                    return _Border("its input comes from outside, where torch.fx cannot see")
-                return f"its input is the output of {_title(source)}"
-            if conv_kind(module) is not None:
-                if not alone:
-                    return f"the output of {self.name(module)} is used elsewhere, too"
-                return Link(module, norm, False, found, source, node)
-            if not self.through(module) or is_hooked(module):
-                kind = type(module).__name__
-                reason = f"its input is the output of {kind}"
-                return _Border(reason) if module._modules and not is_norm(module) else reason
-            source = input_of(source)
+    def _by_name(self, module: nn.Module) -> str:
+        callers = (t.module for t in self.flow.traces if id(module) in t.bypassed)
+        return next((f"{self.flow.name(m)} calls its forward by name" for m in callers), "")
 
-    def _after_node(self, found: Trace, node: fx.Node, norm: nn.Module | None) -> Link | str:
-        at = node
-        while True:
-            if len(at.users) != 1:
-                return "its output has several uses" if at.users else "its output is not used"
-            user = next(iter(at.users))
-            module = found.module_of(user)
-            if module is None:
-                outside = user.op == "output"
-                return _Border("its output leaves") if outside else "no convolution follows"
-            if conv_kind(module) is not None and input_of(user) is at:
-                return Link(module, norm, True, found, user, node)
-            if not self.through(module) or is_hooked(module):
-                inner = module._modules and not is_norm(module)
-                return _Border("into a module") if inner else "no convolution follows"
-            at = user
+    def _inside(self, module: nn.Module) -> Trace | None:
+        """The trace of a module that consists of others, in which a value can be followed."""
+        known = self.flow.trace_of(module)
+        torchs = type(module).__module__.startswith("torch.nn.")
+        leaf = is_norm(module) or conv_kind(module) is not None
+        leaf = leaf or (torchs and not isinstance(module, nn.Sequential))
+        if leaf or is_hooked(module) or not module._modules or id(module) in self.flow.failed:
+            return None
+        if known is None:
+            if id(module) not in self._others:
+                self._others[id(module)] = trace(module, True, self.flow.modes)
+            other = self._others[id(module)]
+            known = other if isinstance(other, Trace) else None
+        return None if known is None or known.partial or known.lists else known
 
-    def _why_unseen(self, norm: nn.Module) -> str:
-        untraced = [
-            m
-            for m in self.model.modules()
-            if id(m) in self.failed and any(part is norm for part in m.modules())
-        ]
-        if not untraced:
-            return "no forward calls it"
-        innermost = untraced[-1]
-        return f"torch.fx cannot trace {self.name(innermost)} ({self.failed[id(innermost)]})"
+    def _callers(self, owner: Trace) -> list[Value]:
+        """The calls of a module, if its value is that of its forward."""
+        return [] if is_hooked(owner.module) else self.flow.calls(owner.module)
 
-    def _deep_traces(self) -> list[Trace]:
-        """Of the model, or of the largest parts of it that can be traced."""
-        if self._deep is None:
-            self._deep = []
-            places: dict[int, int] = {}  # how often a module is registered
-            for parent in self.model.modules():
-                for child in parent._modules.values():
-                    places[id(child)] = places.get(id(child), 0) + 1
+    def _sources(self, owner: Trace, value: fx.Node) -> list[tuple[Trace, object]]:
+        """What a value is in the forwards around this one, or in that which computes it."""
+        if value.op == "placeholder":
+            return [(outer, _argument(value, call)) for outer, call in self._callers(owner)]
+        module = owner.callee(value)
+        inside = None if module is None else self._inside(module)
+        if inside is None:
+            return []
+        return [(inside, graph.output_node().args[0]) for graph in inside.graphs]
 
-            def visit(module: nn.Module) -> None:
-                if not self._has_flow(module) and not isinstance(module, _CONTAINERS):
-                    return
-                shared = module is not self.model and any(
-                    places.get(id(m), 0) > 1 for m in module.modules()
-                )
-                found = "shared" if shared else trace(module, _leaf_of_deep_trace)
-                if isinstance(found, Trace):
-                    assert self._deep is not None
-                    self._deep.append(found)
-                    return
-                for child in module._modules.values():
-                    if child is not None:
-                        visit(child)
+    def _up(self, walk: _Walk, owner: Trace, value: object) -> str:
+        """Follows a value to the calls that made it; why that fails."""
+        if not isinstance(value, fx.Node):
+            return "its input is not a tensor of the same forward"
+        if value in walk.seen:
+            return ""
+        walk.seen.add(value)
+        module = owner.callee(value)
+        if walk.ends(owner, value):
+            walk.reached.append((owner, value))
+            return ""
+        if module is not None and self.through(module) and not is_hooked(module):
+            return self._up(walk, owner, input_of(value))
+        sources = self._sources(owner, value)
+        if not sources:
+            if value.op == "placeholder":
+                return "its input comes from outside, where torch.fx cannot see"
+            kind = _title(value) if module is None else type(module).__name__
+            return f"its input is the output of {kind}"
+        walk.levels.append(owner.module if module is None else module)
+        return next(filter(None, (self._up(walk, *source) for source in sources)), "")
 
-            visit(self.model)
-        return self._deep
+    def _down(self, walk: _Walk, owner: Trace, value: fx.Node) -> str:
+        """Follows a value to the calls that alone read it; why that fails."""
+        if value in walk.seen:
+            return ""
+        walk.seen.add(value)
+        if owner.is_kept(value):
+            return "its output is stored, too"
+        if len(value.users) != 1:
+            return "its output has several uses" if value.users else "its output is not used"
+        user = next(iter(value.users))
+        walk.hops.append((owner, value, user))
+        if user.op == "output":
+            callers = self._callers(owner) if user.args[0] is value else []
+            walk.levels.append(owner.module)
+            reasons = (self._down(walk, *call) for call in callers)
+            return next(filter(None, reasons), "") if callers else "its output leaves"
+        module = owner.callee(user)
+        if _places_of(value, user) == 1:
+            if input_of(user) is value and walk.ends(owner, user):
+                walk.reached.append((owner, user))
+                return ""
+            if module is not None and self.through(module) and not is_hooked(module):
+                return self._down(walk, owner, user)
+            inside = None if module is None else self._inside(module)
+            if module is not None and inside is not None:
+                walk.levels.append(module)
+                taken = [
+                    node
+                    for graph in inside.graphs
+                    for node in graph.nodes
+                    if node.op == "placeholder" and _argument(node, user) is value
+                ]
+                reasons = (self._down(walk, inside, node) for node in taken)
+                return next(filter(None, reasons), "") if taken else "no convolution follows"
+        return "no convolution follows"
 
-
-def is_flat(found: Trace, source: object) -> bool:
-    """Whether a node's value surely has two dimensions, as after torch.flatten(x, 1)."""
-    while isinstance(source, fx.Node):
-        module = found.module_of(source)
+    def _is_flat(self, owner: Trace, value: object) -> bool:
+        """Whether a value surely has two dimensions."""
+        if not isinstance(value, fx.Node):
+            return False
+        module = owner.callee(value)
         if isinstance(module, nn.Flatten):
             return module.start_dim == 1 and module.end_dim == -1
-        if source.op == "call_function" and source.target is torch.flatten:
-            return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
-        if source.op == "call_method" and source.target == "flatten":
-            return source.args[1:] == (1,) or source.kwargs == {"start_dim": 1}
+        flattens = value.target is torch.flatten or value.target == "flatten"
+        if value.op in ("call_function", "call_method") and flattens:
+            return value.args[1:] == (1,) or value.kwargs == {"start_dim": 1}
         keeps = module is not None and (
             isinstance(module, (nn.Linear, nn.Dropout, nn.Identity))
             or type(module).__module__ == "torch.nn.modules.activation"
             or is_norm(module)
         )
-        if not keeps and source.target not in (F.relu, torch.relu, F.dropout):
-            return False
-        source = input_of(source)
-    return False
+        if keeps or value.target in (F.relu, torch.relu, F.dropout):
+            return self._is_flat(owner, input_of(value))
+        sources = self._sources(owner, value)
+        return bool(sources) and all(self._is_flat(*source) for source in sources)
+
+
+def _argument(placeholder: fx.Node, call: fx.Node) -> object:
+    """What a call hands over for an argument of a forward."""
+    names = [str(n.target) for n in placeholder.graph.nodes if n.op == "placeholder"]
+    name = str(placeholder.target)
+    place = names.index(name)
+    if any(other.startswith("*") for other in names[: place + 1]):
+        return None
+    return call.args[place] if place < len(call.args) else call.kwargs.get(name)
+
+
+def _places_of(value: fx.Node, call: fx.Node) -> int:
+    """How many arguments of a call are a value, or hold it."""
+    arguments: list[fx.Node] = []
+    fx.node.map_arg((call.args, call.kwargs), arguments.append)
+    return arguments.count(value)
 
 
 def _title(node: fx.Node) -> str:
@@ -241,6 +295,3 @@ def _title(node: fx.Node) -> str:
     if node.op == "call_function":
         return f"a call of {target.__name__}"
     return f"a call of .{target}()" if node.op == "call_method" else str(target)
-
-
-ADDITIONS = (operator.add, operator.iadd, torch.add)

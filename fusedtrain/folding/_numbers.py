@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .._graph.flow import Trace, input_of
+from .._graph.modules import attribute_of
 from .._graph.report import Left
 from ..reference import fold as formula
 from ._kinds import Statistics, conv_obstacle, is_transposed, spatial
-from ._links import Flow, Link, is_flat
+from ._links import Link, Links
 from ._report import Folded, FoldReport
 from ._rewrite import obstacle, rewrite_all
 from ._sharing import Sharing
-from ._trace import Trace, input_of
 
 
 def apply(link: Link, stats: Statistics) -> None:
@@ -36,25 +37,24 @@ def apply(link: Link, stats: Statistics) -> None:
     conv.bias = nn.Parameter(new[1].to(old_bias), requires_grad=old_bias.requires_grad)
 
 
-def fold_calls(flow: Flow, sharing: Sharing, model: nn.Module, report: FoldReport) -> nn.Module:
-    """Those of F.batch_norm: the module that makes them gets a forward without."""
+def fold_calls(links: Links, sharing: Sharing, model: nn.Module, report: FoldReport) -> nn.Module:
+    """Folds calls of F.batch_norm: the module that makes them gets a forward without them."""
     changed = []
-    for trace, node in flow.calls():
-        name = flow.name(trace.root)
-        found = _choose(flow, trace, node)
-        if not isinstance(found, str):
-            conv = found[0].conv
-            reason = sharing.called_apart([conv]) or sharing.read(
-                conv, "weight", "bias", running=True
-            )
-            found = reason or found
-        if isinstance(found, str):
-            report.left.append(Left(name, "F.batch_norm", found))
+    flow = links.flow
+    for trace, node in links.calls():
+        name = flow.name(trace.module)
+        choice = _choose(links, trace, node)
+        if not isinstance(choice, str):
+            link = choice[0]
+            reason = sharing.called(link)
+            choice = reason or sharing.read(link.conv, "weight", "bias", running=True) or choice
+        if isinstance(choice, str):
+            report.left.append(Left(name, "F.batch_norm", choice))
             continue
-        link, stats = found
+        link, stats = choice
         apply(link, stats)
         node.replace_all_uses_with(input_of(node))  # type: ignore[arg-type]
-        trace.graph.erase_node(node)
+        node.graph.erase_node(node)
         report.folded.append(
             Folded(flow.name(link.conv), type(link.conv).__name__, name, "F.batch_norm")
         )
@@ -63,17 +63,10 @@ def fold_calls(flow: Flow, sharing: Sharing, model: nn.Module, report: FoldRepor
     return rewrite_all(model, changed)
 
 
-def _choose(flow: Flow, trace: Trace, node: fx.Node) -> tuple[Link, Statistics] | str:
+def _choose(links: Links, trace: Trace, node: fx.Node) -> tuple[Link, Statistics] | str:
     names = (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "training",
-        "momentum",
-        "eps",
-    )
+        "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps",
+    )  # fmt: skip
     values = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if values.get("training", False) is not False:
         return "it is in training mode"
@@ -85,25 +78,21 @@ def _choose(flow: Flow, trace: Trace, node: fx.Node) -> tuple[Link, Statistics] 
             continue
         if not isinstance(argument, fx.Node) or argument.op != "get_attr":
             return f"{name} is not a parameter or buffer"
-        owner, _, attribute = str(argument.target).rpartition(".")
-        tensors.append(getattr(trace.root.get_submodule(owner), attribute))
+        tensors.append(attribute_of(trace.module, str(argument.target)))
     eps = values.get("eps", 1e-5)
     if not isinstance(eps, float):
         return "eps is not a number"
-    found = flow.before_node(trace, node, None)
-    if isinstance(found, str):
-        return found
-    used = len(flow.uses(found.conv))
-    if used > 1:
-        return f"{flow.name(found.conv)} is called {used} times"
-    if reason := conv_obstacle(found.conv) or obstacle(trace):
+    link = links.before_calls([(trace, node)], None)
+    if isinstance(link, str):
+        return link
+    if reason := conv_obstacle(link.conv) or obstacle(trace):
         return reason
-    if spatial(found.conv) == 0 and not is_flat(trace, input_of(found.conv_node)):
+    if spatial(link.conv) == 0 and not link.flat:
         return "its input may have three dimensions"
     mean, var, gamma, beta = tensors
     if mean is None or var is None:
         return "it keeps no running statistics"
-    channels = getattr(found.conv, "out_channels", None) or getattr(found.conv, "out_features", 0)
+    channels = getattr(link.conv, "out_channels", None) or getattr(link.conv, "out_features", 0)
     if mean.numel() != channels:
         return f"the convolution has {channels} channels"
-    return found, Statistics(gamma, beta, mean, var, eps)
+    return link, Statistics(gamma, beta, mean, var, eps)

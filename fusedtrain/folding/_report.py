@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .._graph.modules import scripted_parts
 from .._graph.report import Left, counted, left_lines, shown
-from ._trace import scripted_parts
 
 _SCRIPTED = "it is scripted"
 

@@ -6,8 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx, nn
 
-from .._graph.modules import is_hooked
-from ._trace import Trace
+from .._graph.flow import Trace
+from .._graph.modules import attribute_of, is_hooked
+from .._graph.tracer import Tracer
+
+
+class GraphTracer(Tracer):
+    """Traces the code of a rewritten module when that is loaded from a pickle."""
+
+    __module__ = "fusedtrain.folding"  # the name in pickles
 
 
 def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:
@@ -23,26 +30,28 @@ def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:
 
 def obstacle(trace: Trace) -> str:
     """Why a module cannot be given the forward of its graph; '' where it can."""
-    root = trace.root
-    if is_hooked(root) or "forward" in vars(root):
+    if is_hooked(trace.module) or "forward" in vars(trace.module):
         return "the module around it has hooks or a patched forward"
-    for node in trace.graph.nodes:
-        # The graph holds for values that the tracer had: it took every argument for a tensor.
-        if node.op == "placeholder" and (node.args or str(node.target).startswith("*")):
-            return "the forward around it has optional arguments"
+    if trace.inexact:
+        return f"the module around it: {trace.inexact}"
+    for node in trace.graphs[0].nodes:
+        if node.op == "get_attr" and attribute_of(trace.module, str(node.target)) is None:
+            return "the forward around it makes tensors"
     return ""
 
 
 def rewritten(trace: Trace) -> nn.Module:
     """The module of a changed graph, with the parameters and children that it still uses."""
-    for node in reversed(list(trace.graph.nodes)):
+    graph = fx.Graph(tracer_cls=GraphTracer)
+    graph.output(graph.graph_copy(trace.graphs[0], {}))
+    for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
-            trace.graph.erase_node(node)
+            graph.erase_node(node)
         # Some annotations are strings (PEP 563), which a graph module cannot pickle.
         node.type = None
-    trace.graph.lint()
-    module = fx.GraphModule(trace.root, trace.graph, type(trace.root).__name__)
-    module.training = trace.root.training
+    graph.lint()
+    module = fx.GraphModule(trace.module, graph, type(trace.module).__name__)
+    module.training = trace.module.training
     return module
 
 
@@ -50,6 +59,6 @@ def rewrite_all(model: nn.Module, traces: Sequence[Trace]) -> nn.Module:
     """Gives each module the forward of its changed graph; gives the root."""
     places = {id(module): i for i, module in enumerate(model.modules())}
     # Children first: a parent's graph module takes over the children that it finds.
-    for trace in sorted(traces, key=lambda t: -places[id(t.root)]):
-        model = replace(model, {id(trace.root): rewritten(trace)})
+    for trace in sorted(traces, key=lambda t: -places[id(t.module)]):
+        model = replace(model, {id(trace.module): rewritten(trace)})
     return model

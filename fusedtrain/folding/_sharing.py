@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._graph.modules import HOOKS
+from .._graph.flow import Flow
+from .._graph.modules import HOOKS, attribute_of, is_scripted
 from .._graph.report import shown
 from ._code import WHOLE, Mention, as_function, environment, mentions, resolve
-from ._links import Flow, Link
-from ._trace import is_scripted
+from ._links import Link
 
 _KEYS = {"weight", "bias", "running_mean", "running_var"}
 _OWN = ("forward", "_conv_forward", "reset_parameters")
@@ -41,7 +41,7 @@ class _Code:
     mentions: tuple[Mention, ...]
     runs: bool
     seen: bool
-    own: bool  # part of what a convolution or norm is
+    internal: bool  # part of what a convolution or norm is
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
@@ -81,10 +81,12 @@ class Sharing:
         self.places = list(_places(model))
         self._resolve_all()
         self.reads = [
-            (flow.name(trace.root), tensor)
+            (flow.name(trace.module), attribute_of(trace.module, str(node.target)))
             for flow in flows
             for trace in flow.traces
-            for _, tensor in trace.tensors()
+            for graph in trace.graphs
+            for node in graph.nodes
+            if node.op == "get_attr"
         ]
 
     def tied(self, owner: nn.Module, key: str) -> str:
@@ -129,7 +131,7 @@ class Sharing:
                 if other is tensor:
                     return f"its {key} is read by the forward of {where}"
             for code in self._readers(owner, key, tensor, running):
-                if not (code.own and code.scope is owner):
+                if not (code.internal and code.scope is owner):
                     return f"its {key} is read by {code.where}"
         return ""
 
@@ -174,12 +176,13 @@ class Sharing:
     def called(self, link: Link) -> str:
         """What calls one of both without the other; '' where nothing does."""
         parts = [m for m in (link.conv, link.norm) if m is not None]
-        return self.called_apart(parts[::-1] if link.norm_first else parts)
+        groups = [parts[::-1] if link.norm_first else parts, *([m] for m in link.levels)]
+        return next(filter(None, map(self.called_apart, groups)), "")
 
     def called_apart(self, parts: Sequence[nn.Module]) -> str:
-        """What calls one of these modules, but not each with the output of the one before.
+        """Code that calls one of these modules, but not each with the output of the one before.
 
-        Of code that was traced the graph tells.
+        For traced code, the graph knows the calls.
         """
         for place, part in enumerate(parts):
             name = self.flows[0].name(part)
@@ -190,12 +193,12 @@ class Sharing:
                     if code.runs and not mention.harmless:
                         return f"{code.where} hands {name} on"
                     continue
-                apart = forward or len(parts) == 1
+                separate = forward or len(parts) == 1
                 for chain, other in ((mention.source, place - 1), (mention.sink, place + 1)):
                     if 0 <= other < len(parts):
                         met = None if chain is None else resolve(code.names, chain)
-                        apart = apart or met is None or met[0] is not parts[other] or bool(met[1])
-                if apart:
+                        separate |= met is None or met[0] is not parts[other] or bool(met[1])
+                if separate:
                     return f"{code.where} calls {name}, too"
         return next(filter(None, map(self._elsewhere, parts)), "")
 
@@ -209,7 +212,7 @@ class Sharing:
         return ""
 
     def _code(self) -> Iterator[_Code]:
-        traced = {id(trace.root) for flow in self.flows for trace in flow.traces}
+        traced = {id(trace.module) for flow in self.flows for trace in flow.traces}
         failed = {key for flow in self.flows for key in flow.failed}
         for name, module in self.model.named_modules():
             if is_scripted(module):
@@ -236,23 +239,23 @@ class Sharing:
                     owner = getattr(hook, "__self__", module)
                     where = f"a hook of {shown(name)}"
                     known = environment(function, owner)
-                    found = mentions(function.__code__)
-                    yield _Code(where, self.model, known, found, True, False, False)
+                    mentioned = mentions(function.__code__)
+                    yield _Code(where, self.model, known, mentioned, True, False, False)
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         tables = ("_parameters", "_buffers")
-        found = [(k, t) for table in tables for k, t in getattr(module, table).items()]
+        items = [(k, t) for table in tables for k, t in getattr(module, table).items()]
         if not is_scripted(module):
             for key, value in vars(module).items():
                 if key in tables or key == "_modules":
                     continue
                 inside = value.values() if isinstance(value, dict) else value
                 several = isinstance(value, (dict, list, tuple, set))
-                found += [(key, v) for v in (inside if several else (value,))]
-        for key, tensor in found:
+                items += [(key, v) for v in (inside if several else (value,))]
+        for key, tensor in items:
             if isinstance(tensor, Tensor):
                 yield _Place(prefix + key, module, key, tensor)
 

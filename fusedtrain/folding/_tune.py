@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._graph.forward import Replacement, install, replacement_of
 from .._graph.report import Left
 from ..ops.fold import fold_weight
 from ._forward import Convolving
 from ._kinds import (
+    check_arguments,
     conv_kind,
     conv_obstacle,
     fits,
@@ -20,10 +22,9 @@ from ._kinds import (
     statistics,
     writer_of,
 )
-from ._links import Flow, Link
+from ._links import Link, Links, flow_of
 from ._report import Folded, FoldReport, list_scripted
 from ._sharing import Sharing
-from ._trace import is_scripted, unchanged
 
 
 class TunedConv(Convolving):
@@ -39,7 +40,7 @@ class TunedConv(Convolving):
         frozen = self.always or not self.norm.training
         return frozen and input.dim() == self.rank and self.norm.running_mean is not None
 
-    def __call__(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def run(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         conv = self.conv
         if not self.folds(input):
             output: Tensor = type(conv).forward(conv, input, *rest, **options)
@@ -55,7 +56,7 @@ class TunedConv(Convolving):
         )
 
 
-class TunedNorm:
+class TunedNorm(Replacement):
     """The forward of the norm: nothing is left to do but its activation."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
@@ -63,7 +64,11 @@ class TunedNorm:
     def __init__(self, tuned: TunedConv) -> None:
         self.tuned = tuned
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def _module(self) -> nn.Module | None:
+        tuned = vars(self).get("tuned")
+        return None if tuned is None else vars(tuned).get("norm")
+
+    def run(self, input: Tensor) -> Tensor:
         norm = self.tuned.norm
         if not self.tuned.folds(input):
             output: Tensor = type(norm).forward(norm, input)
@@ -110,18 +115,15 @@ def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
     >>> model[1].eval()(model[0](torch.ones(1, 3, 8, 8))).grad_fn.name()
     'ConvolutionBackward0'
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(mode, bool):
-        raise TypeError(f"mode must be a bool, not {type(mode).__name__}")
-    report = restore(model, TunedConv, TunedNorm)
+    check_arguments(model, mode)
+    report = restore(model)
     if mode:
         report = FoldReport("tuned")
         for link in pairs(model, report, _shared):
             assert link.norm is not None
             tuned = TunedConv(link.conv, link.norm)
-            vars(link.conv)["forward"] = tuned
-            vars(link.norm)["forward"] = TunedNorm(tuned)
+            install(tuned)
+            install(TunedNorm(tuned))
     return report
 
 
@@ -134,21 +136,16 @@ def _shared(sharing: Sharing, link: Link) -> str:
     return ""
 
 
-def restore(model: nn.Module, of_conv: type, of_norm: type | None = None) -> FoldReport:
-    """Takes the forwards of these classes away."""
+def restore(model: nn.Module) -> FoldReport:
     report = FoldReport("restored")
     names = {id(m): name for name, m in model.named_modules()}
     for name, module in model.named_modules():
-        forward: Any = vars(module).get("forward")
-        kind: Any = type(forward)
-        if kind is of_conv:
-            other = names.get(id(forward.norm), "")
-            report.folded.append(
-                Folded(name, type(module).__name__, other, type(forward.norm).__name__)
-            )
-        elif of_norm is None or kind is not of_norm:
-            continue
-        del vars(module)["forward"]
+        tuned = replacement_of(module)
+        if isinstance(tuned, TunedConv):
+            other, kind = names.get(id(tuned.norm), ""), type(tuned.norm).__name__
+            report.folded.append(Folded(name, type(module).__name__, other, kind))
+        if isinstance(tuned, (TunedConv, TunedNorm)):
+            del vars(module)["forward"]
     return report
 
 
@@ -160,57 +157,52 @@ def pairs(
 ) -> list[Link]:
     """Each convolution with the norm after it, in every mode; the report is filled in.
 
-    `shared`: why what it shares with others forbids a pair. `statistics`: only where the norm keeps
-    running ones.
+    `shared`: says why a pair's shared tensors or modules forbid it. `statistics`: only norms that
+    keep running statistics.
     """
-    flows = []
-    for training in (True, False):
-        with unchanged(model):
-            for module in model.modules():
-                if not is_scripted(module):
-                    module.training = training
-            flows.append(Flow(model))
-    found = []
-    sharing = Sharing(model, flows)
-    for norm in flows[0].norms():
-        link = _pair(flows, norm, statistics)
+    views = [Links(flow_of(model, ((training, training, None),))) for training in (True, False)]
+    first, links = views[0].flow, []
+    sharing = Sharing(model, [view.flow for view in views])
+    for norm in views[0].norms():
+        link = _pair(views, norm, statistics)
         if isinstance(link, Link):
             link = sharing.called(link) or shared(sharing, link) or link
-        name, kind = flows[0].name(norm), type(norm).__name__
+        name, kind = first.name(norm), type(norm).__name__
         if isinstance(link, str):
             report.left.append(Left(name, kind, link))
             continue
-        found.append(link)
+        links.append(link)
         conv = link.conv
-        report.folded.append(Folded(flows[0].name(conv), type(conv).__name__, name, kind))
-    for trace, _ in flows[0].calls():
+        report.folded.append(Folded(first.name(conv), type(conv).__name__, name, kind))
+    for trace, _ in views[0].calls():
         reason = "a call, which keeps no mode"
-        report.left.append(Left(flows[0].name(trace.root), "F.batch_norm", reason))
+        report.left.append(Left(first.name(trace.module), "F.batch_norm", reason))
     list_scripted(model, report)
-    return found
+    return links
 
 
-def _pair(flows: list[Flow], norm: nn.Module, statistics: bool) -> Link | str:
+def _pair(views: list[Links], norm: nn.Module, statistics: bool) -> Link | str:
     if reason := norm_obstacle(norm, statistics):
         return reason
     links = []
-    for flow in flows:
-        if not flow.is_called(norm):
+    for view in views:
+        if not view.is_called(norm):
             continue
-        link = flow.before(norm)
+        link = view.before(norm)
         if isinstance(link, str):
             return link
         links.append(link)
     if not links:
-        return flows[0].before(norm)
-    conv = links[0].conv
+        return views[0].before(norm)
+    conv, name = links[0].conv, views[0].flow.name
     if any(link.conv is not conv for link in links):
         return "it follows different convolutions in training and in eval mode"
-    if any(flow.uses(conv) and not flow.is_called(norm) for flow in flows):
-        return f"{flows[0].name(conv)} is called without it in one mode"
+    if any(view.flow.calls(conv) and not view.is_called(norm) for view in views):
+        return f"{name(conv)} is called without it in one mode"
     if reason := conv_obstacle(conv):
-        return f"{flows[0].name(conv)}: {reason}"
+        return f"{name(conv)}: {reason}"
     kind: Any = conv_kind(conv)
     if writer_of(conv) != f"{kind.__module__}:{kind.__qualname__}":
-        return f"{flows[0].name(conv)}: a {type(conv).__name__} has a forward of its own"
-    return fits(conv, norm, False) or links[0]
+        return f"{name(conv)}: a {type(conv).__name__} has a forward of its own"
+    levels = [level for link in links for level in link.levels]
+    return fits(conv, norm, False) or links[0]._replace(levels=levels)

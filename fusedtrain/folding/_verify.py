@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._graph.example import arguments_of
-from ._trace import is_scripted, same_generators
+from .._graph.modules import is_scripted
+from .._graph.tracer import same_generators
+from .._torch_private import pytree
 
 # Largest difference allowed, relative to the largest magnitude of each output. The sum of a
 # convolution is rounded in another order: 1.2e-6 was the most that float32 models of timm and
@@ -37,17 +38,17 @@ def call(model: nn.Module, example: Any) -> Any:
 
 def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
     """The output of a copy of the model, and by name of a module the dimensions of its inputs."""
-    found: dict[str, set[int]] = {}
+    dims: dict[str, set[int]] = {}
     duplicate = copy.deepcopy(model)
     for name, module in duplicate.named_modules():
 
         def note(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
             if inputs and isinstance(inputs[0], Tensor):
-                found.setdefault(name, set()).add(inputs[0].dim())
+                dims.setdefault(name, set()).add(inputs[0].dim())
 
         if not is_scripted(module):
             module.register_forward_pre_hook(note)
-    return call(duplicate, example), found
+    return call(duplicate, example), dims
 
 
 def difference(actual: Any, expected: Any, tolerance: float | None) -> tuple[float, float]:

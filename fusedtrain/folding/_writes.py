@@ -1,82 +1,49 @@
-"""What in a graph may write in place: nothing is moved across it."""
+"""What in a graph writes in place: nothing is moved across it."""
 
 from __future__ import annotations
 
-import operator
-from typing import Any
+from torch import fx
 
-from torch import fx, nn
-
-from .._graph.modules import is_hooked
-from .._graph.tracer import IN_PLACE
-from ._kinds import conv_kind, is_norm
-from ._trace import Trace, input_of
-
-_WRITING = {operator.setitem, operator.delitem, *(getattr(operator, name) for name in IN_PLACE)}
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_KNOWN = ("torch.nn.modules.", "fusedtrain.nn.")
+from .._graph.effects import Effects
+from .._graph.flow import Trace
 
 
-def _module_writes(module: nn.Module) -> bool:
-    """To its input: all that is not known not to."""
-    if is_hooked(module) or "forward" in vars(module):
-        return True
-    if isinstance(module, _CONTAINERS):
-        return any(map(_module_writes, module.children()))
-    if conv_kind(module) is not None or (is_norm(module) and not module._modules):
+def written_between(effects: Effects, trace: Trace, first: fx.Node, last: fx.Node) -> bool:
+    """Whether a call after one node and before another writes to more than a module's buffers."""
+    known, graph = effects.of(trace, first.graph), list(first.graph.nodes)
+    return any(
+        kind != "storage" or node.op != "call_module"
+        for node in graph[graph.index(first) + 1 : graph.index(last)]
+        for kind, _ in known[node].writes
+    )
+
+
+def can_wait(effects: Effects, trace: Trace, calls: list[fx.Node]) -> bool:
+    """Whether all of these calls, which follow upon each other, can work where the last one is:
+    what they read is not written in between."""
+    known, graph = effects.of(trace, calls[0].graph), list(calls[0].graph.nodes)
+    between = graph[graph.index(calls[0]) : graph.index(calls[-1])]
+    waiting = [known[call]._replace(writes=frozenset(), draws=False) for call in calls[:-1]]
+    return not any(
+        effect.disturbs(known[node]._replace(draws=False))
+        for effect in waiting
+        for node in between
+        if node not in calls
+    )
+
+
+def is_own(effects: Effects, trace: Trace, node: fx.Node, writer: fx.Node) -> bool:
+    """Whether nobody sees that a call writes to the value of a node, but by the call's value."""
+    known, graph = effects.of(trace, node.graph), list(node.graph.nodes)
+    memory, derived = known[node].value, {writer}
+    if any(kind != "call" for kind, _ in memory):
         return False
-    known = type(module).__module__.startswith(_KNOWN) or is_norm(module)
-    return not known or any(getattr(m, "inplace", False) for m in module.modules())
-
-
-def writes(trace: Trace, node: fx.Node) -> bool:
-    """Whether a node may write in place, to whatever."""
-    module = trace.module_of(node)
-    if module is not None:
-        return _module_writes(module)
-    if node.op not in ("call_function", "call_method"):
+    if any(trace.is_kept(other) and known[other].value & memory for other in graph):
         return False
-    if node.kwargs.get("inplace") or node.kwargs.get("out") is not None:
-        return True
-    target: Any = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "_")
-    if target in _WRITING or (name.endswith("_") and not name.endswith("__")):
-        return True
-    # F.relu(x, True)
-    functional = getattr(target, "__module__", "") == "torch.nn.functional"
-    if functional and any(value is True for value in node.args):
-        return True
-    # Of a function that is neither torch's nor an operator nothing is known.
-    plain = (str(getattr(target, "__module__", "") or "torch")).partition(".")[0]
-    return not isinstance(target, str) and plain not in ("torch", "_operator", "builtins", "math")
-
-
-def written_between(trace: Trace, first: fx.Node, last: fx.Node, *but: fx.Node | None) -> bool:
-    """Whether something may write after one node and before another."""
-    node = first.next
-    while node is not last and node.op != "root":
-        if node not in but and writes(trace, node):
-            return True
-        node = node.next
-    return False
-
-
-def is_own(trace: Trace, node: object, later: fx.Node) -> bool:
-    """Whether nobody uses a value after a node that writes to it, under another name either."""
-    while isinstance(node, fx.Node):
-        order = {n: i for i, n in enumerate(trace.graph.nodes)}
-        for user in node.users:
-            if user is not later and (order[user] > order[later] or not _is_fresh(trace, user)):
-                return False
-        if _is_fresh(trace, node):
-            return True
-        if type(trace.module_of(node)) not in (nn.Identity, nn.ReLU):
+    for later in graph[graph.index(writer) + 1 :]:
+        if derived.intersection(later.all_input_nodes):
+            derived.add(later)
+        others = set(later.all_input_nodes) - derived
+        if any(known[other].value & memory for other in others):
             return False
-        later, node = node, input_of(node)
-    return False
-
-
-def _is_fresh(trace: Trace, node: fx.Node) -> bool:
-    """Whether a value has memory of its own."""
-    module = trace.module_of(node)
-    return module is not None and conv_kind(module) is not None
+    return True

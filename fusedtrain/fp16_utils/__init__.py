@@ -1,4 +1,4 @@
-"""What `apex.fp16_utils` was: mixed precision by hand, for scripts that still do it so."""
+"""The functions of `apex.fp16_utils`: manual mixed precision, for scripts that still use it."""
 
 from ..amp._casts import convert_module, convert_network
 from .convert import BN_convert_float, FP16Model, network_to_half, tofp16

@@ -28,9 +28,9 @@ class tofp16(nn.Module):
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Converts the batch norms in `module` that have weights to float32, in place.
 
-    These are all of torch.nn.modules.batchnorm._BatchNorm with affine=True: torch's, SyncBatchNorm,
-    `fusedtrain.nn.BatchNormAct2d` and its like. Parameters, running statistics and gradients of the
-    norm itself are converted, modules in it (an activation with a weight) are not.
+    Every torch.nn.modules.batchnorm._BatchNorm with affine=True counts: torch's, SyncBatchNorm,
+    `fusedtrain.nn.BatchNormAct2d` and the like. Parameters, running statistics and gradients of the
+    norm are converted; its submodules (an activation with a weight) are not.
 
     Args:
         module: a model, or a batch norm.
@@ -52,14 +52,14 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 def network_to_half(network: nn.Module) -> nn.Sequential:
     """Converts a network to float16, its batch norms to float32, and its input to float16.
 
-    As Apex did, but a float32 batch norm keeps its numbers to the last bit: Apex took them to
-    float16 and back, where a running variance above 65504 became infinite.
+    Unlike Apex, it does not change a float32 batch norm by a bit: Apex converted them to float16
+    and back, which made a running variance above 65504 infinite.
 
     Args:
         network: converted in place, see `convert_network`.
 
     Returns:
-        ``nn.Sequential(tofp16(), network)``: it takes one tensor, and the keys of its state_dict
+        ``nn.Sequential(tofp16(), network)``, which takes one tensor. The keys of its state_dict
         begin with ``1.``.
 
     Example:
@@ -73,14 +73,14 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 
 class FP16Model(nn.Module):
-    """A network in float16, with float32 batch norms, that converts what it is given.
+    """A network in float16, with float32 batch norms, that converts its arguments.
 
-    Floating tensors among the arguments of a call become float16. All else is passed on as it is:
-    integer and complex tensors, numbers, None, and lists or dicts with whatever is in them (Apex
-    took nothing but tensors, by position, and made float16 of indices, too).
+    Floating tensors among the arguments of a call become float16. All other arguments pass
+    unchanged: integer and complex tensors, numbers, None, lists and dicts with their tensors (Apex
+    took only positional tensors, and converted indices to float16, too).
 
     Args:
-        network: converted in place, see `network_to_half`; ``network`` is its name in this module.
+        network: converted in place, see `network_to_half`; it becomes the submodule ``network``.
 
     Example:
         >>> model = FP16Model(nn.Embedding(3, 2))

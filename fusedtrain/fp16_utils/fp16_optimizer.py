@@ -17,9 +17,9 @@ from .master_params import clip_grad_norm
 class FP16_Optimizer:
     """Steps float32 masters of a half-precision model, as Apex's ``FP16_Optimizer`` did.
 
-    The 16-bit parameters of `init_optimizer` are replaced in it by float32 masters. An optimizer
-    of fusedtrain checks, unscales and updates in its two sweeps, and nothing waits for the device;
-    gradients that are looked at before the step are unscaled then. ``loss_scaler`` is amp's.
+    Float32 masters replace the 16-bit parameters in `init_optimizer`. An optimizer of fusedtrain
+    checks, unscales and updates in its two sweeps, and nothing waits for the device. Reading
+    gradients before the step unscales them. ``loss_scaler`` is amp's.
 
     Args:
         init_optimizer: an optimizer of torch.optim, fusedtrain.optim or the like.
@@ -31,7 +31,7 @@ class FP16_Optimizer:
         verbose: prints when a step is skipped.
 
     Raises:
-        TypeError: for parameters that are neither of 16 bits nor float32.
+        TypeError: for parameters that are neither 16-bit nor float32.
 
     Example:
         >>> import torch, fusedtrain
@@ -46,7 +46,7 @@ class FP16_Optimizer:
         False
     """
 
-    _scales_losses: ClassVar[bool] = True  # amp.initialize, which would scale again, refuses it
+    _scales_losses: ClassVar[bool] = True  # amp.initialize would scale again, so it refuses
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class FP16_Optimizer:
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """The backward pass of the loss in float32, scaled; gradients add up until zero_grad.
+        """Runs the backward pass of the loss in float32, scaled. Gradients add up until zero_grad.
 
         Args:
             loss: of one element, floating-point.
-            update_master_grads: False where more passes follow before a call of
-                `update_master_grads`: their scaled gradients add up.
+            update_master_grads: False if more passes follow before `update_master_grads` is
+                called; their scaled gradients add up.
             retain_graph: as in ``Tensor.backward``.
         """
         scale = self.loss_scaler.scale_on(loss.device)
@@ -98,20 +98,20 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def update_master_grads(self) -> None:
-        """Ends passes without it: searches for overflows, updates the scale, unscales."""
+        """Ends passes with update_master_grads=False: checks, updates the scale, unscales."""
         scale = self._gradients.scaled_by
         if scale is None or self._gradients.checked:
             return
-        found = self._gradients.finish(scale, check=self.loss_scaler.dynamic)
-        if found is None:
+        overflow = self._gradients.finish(scale, check=self.loss_scaler.dynamic)
+        if overflow is None:
             self.loss_scaler.update(scale)
             self._overflow = False
             return
-        self.loss_scaler.update(found)
-        self._gradients.add_found(found)
-        self._overflow = found
+        self.loss_scaler.update(overflow)
+        self._gradients.add_overflow(overflow)
+        self._overflow = overflow
         if self.verbose:
-            self._notices.add(found, self.loss_scaler.scale_on(scale.device), 0)
+            self._notices.add(overflow, self.loss_scaler.scale_on(scale.device), 0)
 
     @property
     def overflow(self) -> bool:
@@ -124,7 +124,7 @@ class FP16_Optimizer:
         """Clips the norm of all unscaled gradients together.
 
         Args:
-            max_norm: largest norm that is left.
+            max_norm: largest norm after clipping.
             norm_type: of the p-norm; also "inf".
 
         Returns:
@@ -148,7 +148,7 @@ class FP16_Optimizer:
         """Drops the gradients of masters and of the model.
 
         Args:
-            set_grads_to_None: False zeroes those of float32 parameters in place.
+            set_grads_to_None: False zeroes float32 parameters' gradients in place.
         """
         with self._gradients.zeroing():
             self.optimizer.zero_grad(set_to_none=set_grads_to_None)
@@ -159,11 +159,11 @@ class FP16_Optimizer:
         """Steps the masters and rounds them into the model, or does nothing after an overflow.
 
         Args:
-            closure: zeroes the gradients, computes the loss, calls `backward` with it and returns
-                it. It is called again, with a smaller scale, while it overflows.
+            closure: zeroes the gradients, computes the loss, passes it to `backward` and returns
+                it. The closure is called again, with a smaller scale, while gradients overflow.
 
         Raises:
-            RuntimeError: for a closure whose gradients are finite at no scale.
+            RuntimeError: if the closure's gradients overflow at every scale.
         """
         self._notices.tell()
         if closure is None:
@@ -190,7 +190,7 @@ class FP16_Optimizer:
         self._gradients.unscale()
         return loss
 
-    # --- what scripts look at
+    # --- attributes that scripts read
 
     @property
     def loss_scale(self) -> float:
@@ -203,7 +203,7 @@ class FP16_Optimizer:
 
     @property
     def state(self) -> Any:
-        """That of the optimizer inside, of masters."""
+        """The inner optimizer's state, of masters."""
         return self.optimizer.state
 
     @state.setter
@@ -212,7 +212,7 @@ class FP16_Optimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer inside, with masters."""
+        """The inner optimizer's groups, with masters."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -235,8 +235,8 @@ class FP16_Optimizer:
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """`all_fp32_from_fp32_params` by group."""
-        own = set(map(id, self.all_fp32_from_fp32_params))
-        return [[p for p in group["params"] if id(p) in own] for group in self.param_groups]
+        wanted = set(map(id, self.all_fp32_from_fp32_params))
+        return [[p for p in group["params"] if id(p) in wanted] for group in self.param_groups]
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
@@ -245,13 +245,13 @@ class FP16_Optimizer:
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters, in the same order."""
+        """The masters of `all_fp16_params`, in the same order."""
         return self._gradients.masters.masters
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """The parameters that were float32."""
-        return [p for p in self._gradients.own if p.requires_grad]
+        return [p for p in self._gradients.plain_params if p.requires_grad]
 
     # --- checkpoints
 
@@ -269,10 +269,10 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` has returned, here or in Apex, and rounds it into the model.
+        """Loads the result of `state_dict`, or of Apex's, and rounds the masters into the model.
 
         Args:
-            state_dict: of an optimizer that was made in the same way.
+            state_dict: of an optimizer with the same parameters.
 
         Raises:
             ValueError: for other numbers or shapes of masters. Nothing is modified.
@@ -281,8 +281,7 @@ class FP16_Optimizer:
         masters = self.all_fp32_from_fp16_params
         if [p.shape for p in saved] != [p.shape for p in masters]:
             raise ValueError(
-                "fp32_from_fp16: loaded state dict has masters of other numbers or shapes than "
-                "the optimizer"
+                "fp32_from_fp16: the loaded masters differ in number or shape from the optimizer's"
             )
         scaler = state_dict["loss_scaler"]
         if not isinstance(scaler, dict):  # the object that Apex pickled

@@ -1,4 +1,4 @@
-"""Loss scales kept by the host: a fixed one, and one that follows the overflows of gradients."""
+"""Loss scales on the host: a fixed scale, and a scale that follows the gradients' overflows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Scaler:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         return self.cur_scale
 
     def scale_gradient(
@@ -23,7 +23,7 @@ class _Scaler:
         grad_in: tuple[Tensor | None, ...],
         grad_out: tuple[Tensor | None, ...],
     ) -> tuple[Tensor | None, ...]:
-        """A backward hook: the gradients with respect to a module's inputs, times the scale.
+        """A backward hook that multiplies the gradients of a module's inputs by the scale.
 
         Args:
             module, grad_out: not used.
@@ -33,11 +33,11 @@ class _Scaler:
         return tuple(None if g is None else scale * g for g in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """Backward of the loss times the scale.
+        """Runs the backward pass of the loss times the scale.
 
         Args:
-            loss: of one element. In float16 a scale above 65504 makes it infinite: compute it in
-                float32.
+            loss: of one element. A scale above 65504 makes a float16 loss infinite: compute the
+                loss in float32.
             retain_graph: as in `torch.Tensor.backward`.
         """
         (loss * float(self.loss_scale)).backward(retain_graph=retain_graph)
@@ -47,7 +47,7 @@ class LossScaler(_Scaler):
     """A fixed loss scale.
 
     Args:
-        scale: what the loss is multiplied by; ``cur_scale`` and ``loss_scale`` are this number.
+        scale: factor of the loss, also ``cur_scale`` and ``loss_scale``.
 
     Raises:
         ValueError: for a scale that is not above 0.
@@ -73,11 +73,11 @@ class LossScaler(_Scaler):
 
 
 class DynamicLossScaler(_Scaler):
-    """A loss scale that falls when gradients overflow and grows when they have not for a while.
+    """A loss scale that falls when gradients overflow and grows after a while without overflow.
 
-    An overflow divides it by `scale_factor`, to 1 at the lowest; it is multiplied by `scale_factor`
-    after `scale_window` updates in a row without one. The caller skips the step that overflowed.
-    For scaling without any wait of the host see `fusedtrain.amp.GradScaler`.
+    An overflow divides the scale by `scale_factor`, but not below 1. After `scale_window` updates
+    in a row without overflow, the scale is multiplied by `scale_factor`. The caller skips the step
+    that overflowed. In `fusedtrain.amp.GradScaler` the host does not wait.
 
     Args:
         init_scale: first scale.

@@ -1,4 +1,4 @@
-"""Float32 copies of a model's parameters: the optimizer updates these, the model gets them back."""
+"""Float32 copies of a model's parameters: the optimizer updates them, the model gets them back."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def prep_param_lists(
     From "Training Neural Networks with Mixed Precision: Real Examples" (GTC 2018, S81012).
 
     Args:
-        model: its parameters may be of several dtypes, also float32; each gets a copy of its own.
+        model: its parameters may have several dtypes, also float32; each parameter is copied.
         flat_master: one flat tensor holds all copies, one after the other, and has a gradient of
-            zeros. An optimizer that treats tensors apart (LARS, LAMB) takes it for one layer.
+            zeros. An optimizer with a scale per tensor (LARS, LAMB) takes it for one layer.
 
     Returns:
-        The model's parameters and the list of their master copies [same shapes and strides], or of
-        the one flat `torch.nn.Parameter`.
+        The model's parameters, and a list of their master copies [same shapes and strides] or of
+        the flat `torch.nn.Parameter`.
 
     Raises:
         TypeError: for complex parameters; with `flat_master` also for parameters of two dtypes
             (such as float32 batch norms in a float16 network).
         RuntimeError: with `flat_master`, for parameters on two devices.
-        ValueError: with `flat_master`, for a model of which nothing requires gradients.
+        ValueError: with `flat_master`, for a model without parameters that require gradients.
 
     Example:
         >>> model_params, master_params = prep_param_lists(nn.Linear(2, 1).half())
@@ -64,17 +64,17 @@ def prep_param_lists(
 def model_grads_to_master_grads(
     model_params: Iterable[Tensor], master_params: Iterable[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies the gradients of a model's parameters to their master copies, in their dtype.
+    """Copies the gradients of a model's parameters to their master copies, in the masters' dtype.
 
-    A parameter without a gradient gives a master copy without, and zeros in a flat one. The loss
-    scale is still in them.
+    If a parameter has no gradient, its master gets none, or zeros in a flat master. The gradients
+    stay scaled.
 
     Args:
-        model_params, master_params: as `prep_param_lists` made them.
-        flat_master: whether it made a flat one.
+        model_params, master_params: the results of `prep_param_lists`.
+        flat_master: the same as for `prep_param_lists`.
 
     Raises:
-        ValueError: for lists that do not fit together, or not to `flat_master`.
+        ValueError: for lists that do not fit together or do not fit `flat_master`.
         RuntimeError: for sparse gradients.
 
     Example:
@@ -110,14 +110,14 @@ def model_grads_to_master_grads(
 def master_params_to_model_params(
     model_params: Iterable[Tensor], master_params: Iterable[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies master copies back to a model's parameters, rounded to their dtype.
+    """Copies master copies back to a model's parameters, rounded to the parameters' dtype.
 
     Args:
-        model_params, master_params: as `prep_param_lists` made them.
-        flat_master: whether it made a flat one.
+        model_params, master_params: the results of `prep_param_lists`.
+        flat_master: the same as for `prep_param_lists`.
 
     Raises:
-        ValueError: for lists that do not fit together, or not to `flat_master`.
+        ValueError: for lists that do not fit together or do not fit `flat_master`.
 
     Example:
         >>> model_params, master_params = prep_param_lists(nn.Linear(1, 1).half())
@@ -137,7 +137,7 @@ def to_python_float(t: Any) -> Any:
     """The number in a tensor of one element, or the first of a sequence.
 
     Args:
-        t: a tensor, or what else has ``item``; a list or tuple.
+        t: a tensor or another object with ``item``; a list or tuple.
 
     Example:
         >>> to_python_float(torch.tensor(0.5)), to_python_float([0.5])

@@ -1,4 +1,4 @@
-"""Where other libraries look for optimizers and layers."""
+"""Registers optimizers and layers with other libraries."""
 
 from . import timm
 

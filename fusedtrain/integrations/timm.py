@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import optim
 
-# name after "fusedtrain-": class, and what timm should know of it
+# Name after "fusedtrain-": class, and its facts for timm.
 _OPTIMIZERS: dict[str, tuple[type[optim.FusedOptimizer], dict[str, Any]]] = {
     "sgd": (optim.SGD, {"has_eps": False, "has_momentum": True, "defaults": {"nesterov": True}}),
     "momentum": (
@@ -31,9 +31,9 @@ _OPTIMIZERS: dict[str, tuple[type[optim.FusedOptimizer], dict[str, Any]]] = {
 
 
 def register() -> list[str]:
-    """Makes every optimizer known to timm's factory, and returns the names.
+    """Registers every optimizer with timm's factory, and returns the names.
 
-    Where timm is imported before fusedtrain this has been done already.
+    If timm is imported before fusedtrain, importing fusedtrain registers them.
 
     Raises:
         ModuleNotFoundError: timm is not installed.

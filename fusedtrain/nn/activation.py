@@ -13,11 +13,11 @@ from .. import functional as F
 from ..ops.few_bit import SAVES, check_save
 
 
-class _Saving(nn.Module):
+class SavingActivation(nn.Module):
     """An activation that can keep its derivative in few bits: see fusedtrain.functional."""
 
     _op: str
-    save: str | None = None  # of the class too: `convert` gives modules their class
+    save: str | None = None  # a class default: `convert` changes classes without `__init__`
 
     def _keep(self, save: str | None) -> None:
         check_save(self._op, save)
@@ -29,13 +29,13 @@ class _Saving(nn.Module):
         return save in SAVES[cls._op]
 
     def extra_repr(self) -> str:
-        told: Any = super().extra_repr()
+        text: Any = super().extra_repr()
         if self.save is None:
-            return str(told)
-        return f"{told}, save='{self.save}'" if told else f"save='{self.save}'"
+            return str(text)
+        return f"{text}, save='{self.save}'" if text else f"save='{self.save}'"
 
 
-class ReLU(_Saving, nn.ReLU):
+class ReLU(SavingActivation, nn.ReLU):
     """Fused :class:`torch.nn.ReLU`; see :func:`fusedtrain.functional.relu`.
 
     Example:
@@ -126,7 +126,7 @@ class SELU(nn.SELU):
         return F.selu(input, self.inplace)
 
 
-class SiLU(_Saving, nn.SiLU):
+class SiLU(SavingActivation, nn.SiLU):
     """Fused :class:`torch.nn.SiLU`; see :func:`fusedtrain.functional.silu`.
 
     Example:
@@ -145,7 +145,7 @@ class SiLU(_Saving, nn.SiLU):
         return F.silu(input, self.inplace, save=self.save)
 
 
-class Mish(_Saving, nn.Mish):
+class Mish(SavingActivation, nn.Mish):
     """Fused :class:`torch.nn.Mish`; see :func:`fusedtrain.functional.mish`.
 
     Example:
@@ -164,7 +164,7 @@ class Mish(_Saving, nn.Mish):
         return F.mish(input, self.inplace, save=self.save)
 
 
-class GELU(_Saving, nn.GELU):
+class GELU(SavingActivation, nn.GELU):
     """Fused :class:`torch.nn.GELU`; see :func:`fusedtrain.functional.gelu`.
 
     Example:
@@ -255,7 +255,7 @@ class Softsign(nn.Softsign):
         return F.softsign(input)
 
 
-class Hardswish(_Saving, nn.Hardswish):
+class Hardswish(SavingActivation, nn.Hardswish):
     """Fused :class:`torch.nn.Hardswish`; see :func:`fusedtrain.functional.hardswish`.
 
     Example:
@@ -334,7 +334,7 @@ class Threshold(nn.Threshold):
         return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
-class QuickGELU(_Saving):
+class QuickGELU(SavingActivation):
     """``x * sigmoid(1.702 * x)``; see :func:`fusedtrain.functional.quick_gelu`.
 
     Example:
@@ -373,8 +373,8 @@ class ReLUSquared(nn.Module):
 class StarReLU(nn.Module):
     """``scale * max(x, 0)^2 + bias`` with a trained scale and bias (arXiv:2210.13452).
 
-    Parameters ``scale`` and ``bias`` have the shape (1,), as timm's. The constants of the paper for
-    an input of unit variance are 0.8944 and -0.4472.
+    Parameters ``scale`` and ``bias`` have the shape (1,), as timm's. For an input of unit variance
+    the paper's constants are 0.8944 and -0.4472.
 
     Args:
         scale_value: initial scale.

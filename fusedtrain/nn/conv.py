@@ -24,16 +24,16 @@ class ConvBnAct(nn.Module):
 
     The children are `conv`, an nn.Conv2d, and `bn`, a :class:`fusedtrain.nn.BatchNormAct2d`, which
     normalises and activates in one kernel. :func:`fusedtrain.fold_conv_bn`,
-    :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias` see the pair.
+    :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias` recognise the pair.
 
     Args:
         in_channels, out_channels, kernel_size, stride, dilation, groups, bias: of the convolution.
         padding: of the convolution. '' pads by ``(stride - 1 + dilation (kernel_size - 1)) // 2``.
         apply_norm: False: no norm and no activation.
         apply_act: False: no activation.
-        norm_layer: instead of BatchNormAct2d; takes (channels, apply_act, act_layer, ...).
+        norm_layer: replaces BatchNormAct2d; takes (channels, apply_act, act_layer, ...).
         act_layer: a class or timm's name of an activation.
-        aa_layer: not supported; here for the order of timm's arguments.
+        aa_layer: not supported; keeps the order of timm's arguments.
         drop_layer: a class, between norm and activation.
         conv_kwargs, norm_kwargs, act_kwargs: further arguments.
         device, dtype: of the parameters.
@@ -42,7 +42,7 @@ class ConvBnAct(nn.Module):
 
     Raises:
         NotImplementedError: `aa_layer` is given.
-        What nn.Conv2d raises.
+        The errors of nn.Conv2d.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ConvBnAct(nn.Module):
             self.bn: nn.Module = nn.Identity()
             return
         if norm_layer is None:
-            # Late, so that plain convolutions need no norms.
+            # A late import: a convolution without a norm does not need this module.
             norm_layer = importlib.import_module(".norm", __package__).BatchNormAct2d
         options = dict(norm_kwargs or {})
         if act_kwargs:

@@ -25,9 +25,9 @@ def _drop_path(input: Tensor, p: float, training: bool, scale_by_keep: bool) -> 
 
 class DropPath(nn.Module):
     """Stochastic depth (arXiv:1603.09382): in training each sample of the input [N, ...] becomes 0
-    with probability `drop_prob`, else is multiplied by ``1 / (1 - drop_prob)``.
+    with probability `drop_prob`, and is else multiplied by ``1 / (1 - drop_prob)``.
 
-    Draws what timm's DropPath draws. As `drop` of a batch norm of this module it is part of its op.
+    Draws the same numbers as timm's DropPath. As `drop` of our batch norms it is part of their op.
 
     Example:
         >>> DropPath(0.5).eval()(torch.ones(2)).tolist()

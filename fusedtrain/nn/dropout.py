@@ -22,17 +22,17 @@ class Dropout(nn.Dropout):
 
 
 class BiasActDropout(nn.Module):
-    """A trained bias, an activation and dropout in one pass: behind a linear layer or convolution
-    without a bias. See :func:`fusedtrain.functional.bias_act_dropout`.
+    """A trained bias, an activation and dropout in one pass, to follow a linear layer or
+    convolution without a bias. See :func:`fusedtrain.functional.bias_act_dropout`.
 
     Args:
         num_features: elements of the parameter `bias`, zeros at first.
         activation: the name of a function of :mod:`fusedtrain.functional`, or "identity".
-        p: probability of an element to become 0 in training.
-        dim: of the features.
+        p: probability that an element becomes 0 in training.
+        dim: dimension of the features.
         device: of the bias.
         dtype: of the bias.
-        parameters: of the activation, as the function names them.
+        parameters: the activation's, with the function's keywords.
 
     Raises:
         ValueError: an unknown activation, or `p` not from 0 to 1.
@@ -59,7 +59,7 @@ class BiasActDropout(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
         self.activation, self.p, self.dim, self.parameters_of_act = activation, p, dim, parameters
-        # Mistakes are told here.
+        # Raises for wrong arguments now rather than in forward.
         F.bias_act_dropout(torch.zeros(1), None, activation, p, False, **parameters)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class GLU(nn.GLU):
 
 
 class _Halves(nn.Module):
-    """A gated linear unit of the halves of its input along `dim`; `gate_last`: the second is the
-    gate."""
+    """A gated linear unit of the halves of its input along `dim`; with `gate_last` the second half
+    is the gate."""
 
     def __init__(self, dim: int = -1, gate_last: bool = False) -> None:
         super().__init__()

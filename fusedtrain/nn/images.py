@@ -17,14 +17,14 @@ class NormalizeImages(nn.Module):
     """``(input / 255 - mean) / std`` of bytes in one pass; see
     :func:`fusedtrain.functional.normalize_images`.
 
-    Put in front of a model it leaves the state_dict as it is: what it multiplies by is a buffer
-    that moves with the model and is not saved. `half()` and the like do not round it.
+    In front of a model it does not change the state_dict: its factors are a buffer that moves with
+    the model and is not saved. `half()` and the like do not round the factors.
 
     Args:
-        mean: one number, or one for each channel; of ImageNet if not given.
+        mean: one number, or one for each channel; by default ImageNet's.
         std: as mean.
         dtype: of the result.
-        memory_format: of the result; ``torch.preserve_format`` is that of the input.
+        memory_format: of the result; ``torch.preserve_format`` keeps the input's.
 
     Raises:
         TypeError: a dtype that is not float32, float16, bfloat16 or float64.
@@ -66,7 +66,7 @@ class NormalizeImages(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        # half() has rounded them, to_empty() lost them.
+        # half() has rounded the coefficients, to_empty() lost them.
         self.coefficients = self._made(self.coefficients.device)
         return self
 

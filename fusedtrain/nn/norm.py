@@ -1,6 +1,6 @@
-"""Batch norm with what follows it, as subclasses of torch's batch norm: checkpoints load unchanged.
+"""Batch norm, add and activation as subclasses of torch's batch norm: checkpoints load unchanged.
 
-Numerics, layouts and what backward saves: :func:`fusedtrain.functional.batch_norm_act`.
+Numerics, layouts and saved tensors: :func:`fusedtrain.functional.batch_norm_act`.
 """
 
 import functools
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function_unary as _has
 
 from .._graph.forward import follow, passes_on
@@ -19,6 +18,7 @@ from .._graph.fx import handle as _handle
 from .._graph.fx import path_of
 from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
 from .._graph.records import record_of
+from .._torch_private import BatchNormBase, backward_number, verify_batch_size
 from ..ops import batch_norm as _batch_norm
 from ..ops.activations import pointwise
 from ..reference.batch_norm import Norm
@@ -26,33 +26,30 @@ from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
 
-# Under torch.utils.checkpoint (and in reversible networks) a forward runs again inside of backward,
-# whose number this tells; -1 outside.
-_backward_number: Callable[[], int] = torch._C._current_graph_task_id
-
 _NOTHING = Pointwise()
 _ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
 
 
 def _find_rows() -> dict[type, Any]:
     """Class of an activation module (torch.nn's and ours) -> its row in the table."""
-    found = {}
+    rows = {}
     for name, cls in vars(_activations).items():
         row = _ROWS.get(name.lower())
         if isinstance(cls, type) and row is not None:
-            found[cls] = row
+            rows[cls] = row
             if hasattr(nn, name):
-                found[getattr(nn, name)] = row
-    return found
+                rows[getattr(nn, name)] = row
+    return rows
 
 
 ROW_OF = _find_rows()
 
 
 def activation_of(module: nn.Module) -> Pointwise | None:
-    """The activation that a module is, as the ops take it; None where they cannot take its place.
+    """A module's activation as the ops take it; None if the ops cannot replace the module.
 
-    That is a class which is not in the table, parameters for which no kernel is exact, or hooks.
+    Ops cannot replace a class that is not in the table, parameters without an exact kernel, or a
+    module with hooks.
     """
     cls = type(module)
     if cls is nn.Identity:
@@ -69,7 +66,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
 
 
 def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
-    """What a module of stochastic depth multiplies each sample by, drawn as it draws it."""
+    """The samples' factors in a module of stochastic depth, drawn as the module draws them."""
     probability: float = getattr(module, STOCHASTIC_DEPTH[package_and_name(module)])
     if probability == 0.0 or not module.training:
         return None
@@ -87,15 +84,15 @@ def is_stochastic_depth(module: nn.Module) -> bool:
 
 
 def _replaceable(module: nn.Module) -> bool:
-    """Whether nobody would miss a call of the module. Where convert left one that hands on its
-    input, it is this call that fires the hooks."""
+    """Whether the op can skip the module's call. If convert made the module hand on its input, that
+    call still comes and fires the hooks."""
     state = vars(module)
     plain = "forward" not in state and not any(state[hooks] for hooks in HOOKS)
     return plain or passes_on(module)
 
 
 def _apply(module: nn.Module, z: Tensor) -> Tensor:
-    """A module that is not part of the op."""
+    """Calls a module that is not part of the op."""
     call: Any = module
     if passes_on(module):
         call = functools.partial(type(module).forward, module)
@@ -104,7 +101,7 @@ def _apply(module: nn.Module, z: Tensor) -> Tensor:
 
 
 def _plus(z: Tensor, residual: Any) -> Tensor:
-    if _has(z):  # torch.fx, once more: one call
+    if _has(z):  # torch.fx: one call in the graph
         output: Tensor = _handle(_plus, (z,), z, residual)
         return output
     return z if residual is None else z + residual
@@ -113,7 +110,7 @@ def _plus(z: Tensor, residual: Any) -> Tensor:
 def _create_activation(
     act_layer: Any, act_kwargs: Mapping[str, Any] | None, inplace: bool
 ) -> nn.Module:
-    """As timm does it: a class, a name, or None."""
+    """The activation module of a class, a name, or None, as in timm."""
     kwargs = dict(act_kwargs or {})
     if act_layer is None:
         return nn.Identity()
@@ -130,7 +127,7 @@ def _create_activation(
         try:
             module: nn.Module = act_layer(**({"inplace": True} | kwargs))
             return module
-        except TypeError:  # not one of those that have the argument
+        except TypeError:  # this class has no argument `inplace`
             pass
     module = act_layer(**kwargs)
     return module
@@ -145,8 +142,8 @@ def _fits_in(tensor: Tensor, other: Tensor) -> bool:
 
 
 class _NoQconfig:
-    """What torch.nn.SyncBatchNorm.convert_sync_batchnorm asks a batch norm for, once it has made a
-    module that lacks the activation and is about to put it in this one's place."""
+    """Raises when torch.nn.SyncBatchNorm.convert_sync_batchnorm reads `qconfig`: it has then made a
+    module without the activation, with which it would replace this one."""
 
     def __get__(self, module: Any, owner: type) -> Any:
         name = owner.__name__
@@ -158,15 +155,15 @@ class _NoQconfig:
         raise AttributeError(f"{name!r} object has no attribute 'qconfig'")
 
 
-class _BatchNormAct(_BatchNorm):
-    """Forward of all: norm, drop, add, activation."""
+class BatchNormActBase(BatchNormBase):
+    """The forward of all classes: norm, drop, add, activation."""
 
     qconfig = _NoQconfig()
-    # By convert: the residual that must be given, since the forward around adds it no more, is
-    # added "in place" of the norm's output or "out of place".
+    # Set by convert: the forward around adds the residual no more, so it must be an argument, added
+    # "in place" of the norm's output or "out of place".
     _adds = ""
-    # By convert: a norm that nothing follows and that overwrites nothing has torch's bits, and
-    # backward can compute its output again.
+    # Set by convert: a lone norm that overwrites nothing has torch's bits, and backward can
+    # recompute its output.
     _as_torch = False
     overwrite_input = False
 
@@ -191,7 +188,7 @@ class _BatchNormAct(_BatchNorm):
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        if not bias:  # a keyword of torch's from 2.13 on
+        if not bias:  # torch has this keyword from 2.13 on
             self.register_parameter("bias", None)
         self.overwrite_input = overwrite_input
         self.drop = nn.Identity() if drop_layer is None else drop_layer()
@@ -200,7 +197,7 @@ class _BatchNormAct(_BatchNorm):
         )
 
     def reset_parameters(self) -> None:
-        """As torch's from 2.13 on, which knows norms without a bias."""
+        """As in torch 2.13, the first that knows norms without a bias."""
         self.reset_running_stats()
         for parameter, value in ((self.weight, 1.0), (self.bias, 0.0)):
             if parameter is not None:
@@ -233,7 +230,7 @@ class _BatchNormAct(_BatchNorm):
             factor,
             self.eps,
         )
-        # Those which convert took from other modules, TorchScript calls there.
+        # TorchScript calls modules that convert took over at their old place.
         if hasattr(self, "drop"):
             z = self.drop(z)
         if residual is not None:
@@ -248,11 +245,11 @@ class _BatchNormAct(_BatchNorm):
             return self._traced(input, residual)
         if residual is None and self._adds and not alone:
             raise RuntimeError(
-                "this batch norm adds a residual since fusedtrain.convert, and was called without "
-                "one: not by the forward that was converted. fusedtrain.revert undoes it"
+                "this batch norm adds a residual since fusedtrain.convert, but a forward that was "
+                "not converted called it without one. fusedtrain.revert undoes the conversion"
             )
         if self._as_torch and residual is None and not self.overwrite_input:
-            output = _BatchNorm.forward(self, input)
+            output = BatchNormBase.forward(self, input)
             _batch_norm.recomputed_as_torch(self, input, output)
             return output
         self._check_input_dim(input)
@@ -267,15 +264,15 @@ class _BatchNormAct(_BatchNorm):
         drop = None if type(drop_layer) is nn.Identity else drop_layer
         if drop is not None and is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
-        apart = drop is not None or activation is None or odd
+        unfused = drop is not None or activation is None or odd
         z = self._normalise(
             input,
-            None if apart else residual,
+            None if unfused else residual,
             branch_scale,
-            _NOTHING if apart or activation is None else activation,
+            _NOTHING if unfused or activation is None else activation,
             self.overwrite_input and not alone,
         )
-        if not apart:
+        if not unfused:
             return z
         if drop is not None:
             z = _apply(drop, z)
@@ -284,22 +281,22 @@ class _BatchNormAct(_BatchNorm):
         return _apply(act, z)
 
     def _own_parts(self) -> tuple[nn.Module, nn.Module]:
-        """Activation and drop layer, but none that convert took from other modules."""
+        """Activation and drop layer, but not those that convert took from other modules."""
         children = self._modules
         return children.get("act") or nn.Identity(), children.get("drop") or nn.Identity()
 
     def _traced(self, input: Any, residual: Any) -> Any:
-        """In a graph of torch.fx: one call of the module, as of torch's own batch norms.
+        """In a graph of torch.fx: one call of the module, as for torch's batch norms.
 
-        A converted one is `alone` there, without the work of other modules: the forwards around it
-        are traced as those of their classes, which have calls for that.
+        The graph calls a converted norm with `alone`, without the work of other modules: torch.fx
+        traces the forwards around it as their classes define them, and these call the modules.
         """
         follow(input.tracer)
         path = path_of(input.tracer, self)
         if path is not None:
-            given = (input,) if residual is None else (input, residual)
+            args = (input,) if residual is None else (input, residual)
             kwargs = {} if record_of(self) is None else {"alone": True}
-            return input.tracer.create_proxy("call_module", path, given, kwargs)
+            return input.tracer.create_proxy("call_module", path, args, kwargs)
         act, drop = self._own_parts()
         z = drop(self._as_function(input))
         if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
@@ -307,13 +304,13 @@ class _BatchNormAct(_BatchNorm):
         return act(z)
 
     def _as_function(self, input: Any) -> Any:
-        """Of a graph that cannot call the module: the norm, in the mode that the module is in."""
+        """The norm in the module's mode, for a graph that cannot call the module."""
         tracks = self.training and self.track_running_stats
         if tracks and self.num_batches_tracked is not None:
             if self.momentum is None:
                 raise RuntimeError(
                     "torch.fx cannot trace a batch norm with momentum=None in training mode by "
-                    "itself, or with hooks: trace what contains it, without its hooks"
+                    "itself, or with hooks: trace the module around it, and remove its hooks"
                 )
             counter = (self.num_batches_tracked, 1)
             input.tracer.create_proxy("call_function", torch.ops.aten.add_.Tensor, counter, {})
@@ -325,12 +322,12 @@ class _BatchNormAct(_BatchNorm):
         )  # fmt: skip
 
     def _updates(self) -> tuple[float, bool]:
-        """The weight of this batch in the running statistics, and whether these are to move.
+        """The weight of this batch in the running statistics, and whether to update them.
 
-        They do not in a recomputation of a forward that has moved them already.
+        A recomputation of a forward does not update them again.
         """
         tracks = self.training and self.track_running_stats
-        updates = tracks and (torch.compiler.is_compiling() or _backward_number() == -1)
+        updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
         factor = 0.0 if self.momentum is None else self.momentum
         if updates and self.num_batches_tracked is not None and self.momentum is None:
             factor = 1.0 / (float(self.num_batches_tracked) + 1.0)
@@ -347,7 +344,7 @@ class _BatchNormAct(_BatchNorm):
         running_mean, running_var = self.running_mean, self.running_var
         training = self.training or (running_mean is None and running_var is None)
         if training:
-            nn.functional._verify_batch_size(input.size())  # type: ignore[attr-defined]
+            verify_batch_size(input.size())
         factor, updates = self._updates()
         uses = updates if self.training else not training
         if not uses:
@@ -362,7 +359,7 @@ class _BatchNormAct(_BatchNorm):
         return output
 
 
-class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
+class BatchNormAct1d(BatchNormActBase, nn.BatchNorm1d):
     """:class:`torch.nn.BatchNorm1d` and an activation in one op; see :class:`BatchNormAct2d`.
 
     Example:
@@ -372,31 +369,29 @@ class BatchNormAct1d(_BatchNormAct, nn.BatchNorm1d):
     """
 
 
-class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
+class BatchNormAct2d(BatchNormActBase, nn.BatchNorm2d):
     """:class:`torch.nn.BatchNorm2d` and an activation in one op, with timm's name and arguments.
 
-    ``forward(input, residual=None)``: the activation of the normalised input [N, C, H, W], to which
-    the residual of the same shape is added first. See
-    :func:`fusedtrain.functional.batch_norm_act` for dtypes, layouts and what backward saves. When
-    a forward is computed again inside of backward, as torch.utils.checkpoint does, running
-    statistics and `num_batches_tracked` do not move a second time.
+    ``forward(input, residual=None)`` normalises the input [N, C, H, W], adds the residual of the
+    same shape, and applies the activation. See :func:`fusedtrain.functional.batch_norm_act` for
+    dtypes, layouts and saved tensors. When backward recomputes a forward, as torch.utils.checkpoint
+    does, running statistics and `num_batches_tracked` do not move a second time.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as of
-            :class:`torch.nn.BatchNorm2d`; `bias` with every torch, whose own norms have it from
-            2.13 on.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
+            :class:`torch.nn.BatchNorm2d`, where torch has `bias` only from 2.13 on.
         apply_act: False is no activation.
-        act_layer: class or name of an activation module. Those of torch.nn and fusedtrain.nn
-            without trained parameters are part of the op; any other one is called after it.
-        act_kwargs: its arguments.
-        inplace: as `act_layer` takes it; without effect where the activation is part of the op.
+        act_layer: class or name of an activation module. Activations of torch.nn and fusedtrain.nn
+            without trained parameters are part of the op; any other module is called after it.
+        act_kwargs: arguments of `act_layer`.
+        inplace: argument of `act_layer`; without effect if the activation is part of the op.
         drop_layer: makes a module that is called between norm and activation. Stochastic depth
             (timm's DropPath, torchvision's StochasticDepth in mode "row") is part of the op.
-        overwrite_input: as :func:`fusedtrain.functional.batch_norm_act` has it.
+        overwrite_input: as in :func:`fusedtrain.functional.batch_norm_act`.
 
     Raises:
         ValueError: an input of another rank, one value a channel in training, or an unknown name.
-        RuntimeError: what torch raises for the same mistake. Nothing is modified then.
+        RuntimeError: torch's errors for the same mistakes. Nothing is modified then.
 
     Example:
         >>> norm = BatchNormAct2d(2, act_layer=torch.nn.SiLU)
@@ -407,7 +402,7 @@ class BatchNormAct2d(_BatchNormAct, nn.BatchNorm2d):
     """
 
 
-class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
+class BatchNormAct3d(BatchNormActBase, nn.BatchNorm3d):
     """:class:`torch.nn.BatchNorm3d` and an activation in one op; see :class:`BatchNormAct2d`.
 
     Example:
@@ -416,15 +411,15 @@ class BatchNormAct3d(_BatchNormAct, nn.BatchNorm3d):
     """
 
 
-class BatchNormAddAct(_BatchNormAct):
+class BatchNormAddAct(BatchNormActBase):
     """Batch norm, residual add and activation in one op: ``forward(input, residual)``.
 
-    Of any rank from [N, C]. As :class:`BatchNormAct2d`, with these arguments more:
+    The input has any rank from [N, C]. As :class:`BatchNormAct2d`, with two more arguments:
 
     Args:
-        drop_path: probability with which the branch of a sample is dropped in training (stochastic
-            depth, arXiv:1603.09382); those kept are multiplied by ``1 / (1 - drop_path)``.
-        scale_by_keep: False leaves them as they are.
+        drop_path: probability that a sample's branch is dropped in training (stochastic depth,
+            arXiv:1603.09382). The other branches are multiplied by ``1 / (1 - drop_path)``.
+        scale_by_keep: False leaves the other branches unscaled.
 
     Example:
         >>> norm = BatchNormAddAct(1)

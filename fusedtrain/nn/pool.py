@@ -1,6 +1,6 @@
 """Max pooling as a module."""
 
-# A pair with return_indices: TorchScript finds out which.
+# No return type: with return_indices forward returns a pair, which TorchScript infers.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from .. import functional as F
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """:class:`torch.nn.MaxPool2d` that keeps 2 to 8 bits an output for backward, not the input and
-    64 bits an output; see :func:`fusedtrain.functional.max_pool2d`.
+    """:class:`torch.nn.MaxPool2d` that keeps 2 to 8 bits per output for backward, not the input and
+    64 bits per output; see :func:`fusedtrain.functional.max_pool2d`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Batch norm with what follows it, its statistics over all ranks of torch.distributed."""
+"""Batch norm, add and activation, with statistics over all ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import _calls
+from .._torch_private import BatchNormBase
 from ..ops._library import op
 from ..ops.batch_norm import save_for_backward
 from ..reference.batch_norm import Norm, Statistics
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
-from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct, _BatchNormAct
+from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormActBase, BatchNormAddAct
 
 _stats = op("batch_norm_stats")
 _apply = op("batch_norm_act_apply")
@@ -28,8 +28,8 @@ _backward_apply = op("batch_norm_act_backward_apply")
 def _merge(input: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, biased variance [C] and number of elements a channel [1], over all ranks: float64.
 
-    Chan et al., 1979: means and variances weighted by their counts, so that batches need not be of
-    one size. A rank without elements counts for nothing.
+    Chan et al., 1979: means and variances are weighted by their counts, so batch sizes may differ.
+    A rank without elements has no weight.
     """
     channels = input.shape[1]
     if input.numel():
@@ -74,7 +74,7 @@ class SyncBatchNormActFunction(torch.autograd.Function):
         needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
         mean = shared[3]
         sums, grad_residual = _reduce(grad, input, saved, *shared, *ctx.activation, needs_residual)
-        # A copy: the gradients of weight and bias are of this rank's elements.
+        # A copy, before the all-reduce: weight and bias get the gradients of this rank's elements.
         grad_bias, grad_weight = sums.to(mean.dtype, copy=True)
         grad_input = None
         if needs_input:
@@ -92,22 +92,22 @@ class SyncBatchNormActFunction(torch.autograd.Function):
         )
 
 
-class SyncBatchNormAct(_BatchNormAct):
+class SyncBatchNormAct(BatchNormActBase):
     """:class:`torch.nn.SyncBatchNorm` and an activation in one op.
 
-    In training with more than one rank, mean and variance are of the batches of all ranks, each
-    weighted by its size, which may differ and be 0; one collective forward, one backward. Else it
-    is :class:`fusedtrain.nn.BatchNormAct2d`, for any rank of the input from [N, C]. Runs on every
-    device that the process group has collectives for, the CPU with gloo among them; it is not a
-    subclass of torch.nn.SyncBatchNorm, which DistributedDataParallel refuses there.
+    In training with several ranks, mean and variance are those of all ranks' batches, each weighted
+    by its size, which may differ and be 0; forward and backward have one collective each. Otherwise
+    the module is :class:`fusedtrain.nn.BatchNormAct2d`, for inputs of any rank from [N, C]. It runs
+    on every device for which the process group has collectives, also on the CPU with gloo. It is
+    not a subclass of torch.nn.SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
 
     Args:
         process_group: the ranks, by default all.
-        others: as of :class:`fusedtrain.nn.BatchNormAct2d`.
+        others: as in :class:`fusedtrain.nn.BatchNormAct2d`.
 
     Raises:
         ValueError: an input of fewer than 2 dimensions.
-        RuntimeError: double backward; or what torch raises for the same mistake.
+        RuntimeError: double backward, and torch's errors for the same mistakes.
 
     Example:
         >>> SyncBatchNormAct(2)(torch.ones(4, 2, 3, 3)).sum().item()  # no process group: one rank
@@ -126,8 +126,8 @@ class SyncBatchNormAct(_BatchNormAct):
 
     def _as_function(self, input: Any) -> Any:
         raise RuntimeError(
-            "torch.fx cannot trace a synchronised batch norm by itself, or with hooks: trace what "
-            "contains it, without its hooks"
+            "torch.fx cannot trace a synchronised batch norm by itself, or with hooks: trace the "
+            "module around it, and remove its hooks"
         )
 
     def _normalise(
@@ -145,7 +145,7 @@ class SyncBatchNormAct(_BatchNormAct):
             return super()._normalise(input, residual, branch_scale, activation, overwrite_input)
         synchronise = self._synchronise
         if torch.compiler.is_compiling():
-            # As a decorator it would import torch._dynamo, which takes a second.
+            # A decorator would import torch._dynamo at once, which takes a second.
             synchronise = torch.compiler.disable(synchronise)
         return synchronise(input, residual, branch_scale, activation)
 
@@ -196,11 +196,11 @@ _TIMM = ("BatchNormAct2d", "SyncBatchNormAct")
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.Module:
-    """Turn every batch norm of a model into :class:`SyncBatchNormAct`, in place.
+    """Turns every batch norm of a model into :class:`SyncBatchNormAct`, in place.
 
-    Those of torch.nn, of this package and timm's BatchNormAct2d, whose activations stay.
-    Parameters, buffers, hooks and names are the same objects as before. A subclass with a forward
-    of its own is left, with a warning.
+    Converts norms of torch.nn, of this package and timm's BatchNormAct2d; activations stay.
+    Parameters, buffers, hooks and names are the same objects as before. A subclass with its own
+    forward stays, with a warning.
 
     Args:
         module: the model, or one batch norm.
@@ -223,13 +223,13 @@ def convert_sync_batchnorm(module: nn.Module, process_group: Any = None) -> nn.M
             part.__class__ = SyncBatchNormAct
             vars(part)["process_group"] = process_group
             for child in ("act", "drop"):
-                # In __dict__, not a child: modules and their names stay as they are.
+                # In __dict__, not a child: the model's modules and their names do not change.
                 if not hasattr(part, child):
                     vars(part)[child] = nn.Identity()
-        elif isinstance(part, _BatchNorm):
+        elif isinstance(part, BatchNormBase):
             warnings.warn(
                 f"{name or 'module'}: {cls.__module__}.{cls.__qualname__} has a forward of its "
-                "own, and was not made synchronised",
+                "own, and was not converted",
                 stacklevel=2,
             )
     return module

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from .. import _backends
 
 library = torch.library.Library("fusedtrain", "DEF")
 _KEY = "CompositeExplicitAutograd"
-_told: set[str] = set()  # types of devices
+_warned: set[str] = set()  # types of devices
 
 
 def warn_once(device: torch.device) -> None:
     """Says on which type of device the reference is used, and why, unless it was asked for."""
-    if device.type not in _told:
-        _told.add(device.type)
+    if device.type not in _warned:
+        _warned.add(device.type)
         reason = _backends.why_not(device.type)
         if reason:
             warnings.warn(
@@ -65,5 +66,13 @@ def define_all(
 def op(name: str) -> Callable[..., Any]:
     """The op ``fusedtrain::name``, without the Python call around it (0.5 us) where it has one."""
     overload = getattr(torch.ops.fusedtrain, name).default
-    found: Callable[..., Any] = getattr(overload, "_op", overload)
-    return found
+    function: Callable[..., Any] = getattr(overload, "_op", overload)
+    return function
+
+
+def public_in(module: dict[str, Any]) -> None:
+    """Gives the public functions of a module its name: pickles name a function by its module, in
+    graphs of torch.fx and in forwards that convert wrote."""
+    for name, value in module.items():
+        if isinstance(value, FunctionType) and not name.startswith("_"):
+            value.__module__ = module["__name__"]

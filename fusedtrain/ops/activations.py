@@ -254,10 +254,11 @@ def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Ten
 
 
 def chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
-    """The activation as the ops take it (None where no kernel is exact), and as a function."""
-    found = activation_of(activation, parameters)
-    if found is not None:
-        return found, found.forward
+    """The activation in the form that ops take (None where no kernel is exact), and as a
+    function."""
+    fused = activation_of(activation, parameters)
+    if fused is not None:
+        return fused, fused.forward
     return None, as_function(str(activation), parameters)
 
 

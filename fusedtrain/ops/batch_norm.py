@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import has_torch_function as _has_any
 
 from .. import _backends, _calls, _recompute
 from .._graph.fx import handle as _handle
+from .._torch_private import BatchNormBase, verify_batch_size
 from ..reference.batch_norm import Norm, Statistics, differentiable_backward, eager
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
@@ -20,6 +19,8 @@ from . import activations as _activations
 from . import batch_norm_in_place as in_place
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
 from ._library import library, op
+
+__all__ = ["batch_norm_act"]
 
 _forward = op("batch_norm_act")
 _backward = op("batch_norm_act_backward")
@@ -66,20 +67,20 @@ class BatchNormAct(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, op: Callable[..., tuple[Any, ...]]) -> Any:
-    """Of input, residual, branch_scale, weight and bias; that of a residual which is only added is
-    the gradient itself."""
+    """The gradients of input, residual, branch_scale, weight and bias. A residual that is only
+    added gets the output's gradient itself."""
     needs_input, needs_residual, _, needs_weight, needs_bias = ctx.needs_input_grad[:5]
     added = ctx.activation.op < 0
-    found = op(
+    gradients = op(
         grad, *ctx.saved_tensors, ctx.training, *ctx.activation, needs_input,
         needs_residual and not added, needs_weight or needs_bias,
     )  # fmt: skip
     return (
-        found[0] if needs_input else None,
-        (grad if added else found[1]) if needs_residual else None,
+        gradients[0] if needs_input else None,
+        (grad if added else gradients[1]) if needs_residual else None,
         None,
-        found[2] if needs_weight else None,
-        found[3] if needs_bias else None,
+        gradients[2] if needs_weight else None,
+        gradients[3] if needs_bias else None,
     )
 
 
@@ -118,7 +119,7 @@ def save_for_backward(
 _apply = _calls.apply_of(BatchNormAct)
 
 
-def recomputed_as_torch(norm: _BatchNorm, input: Tensor, output: Tensor) -> None:
+def recomputed_as_torch(norm: BatchNormBase, input: Tensor, output: Tensor) -> None:
     """Notes how to compute again, with the same bits, what torch's batch norm has returned."""
     scope = _recompute.scope()
     if scope is None or output.grad_fn is None:
@@ -205,9 +206,9 @@ def _widened(norm: Norm) -> Norm:
     return Norm(norm.branch_scale, weight, bias, mean, var, *norm[5:])
 
 
-def _copy_back(given: Norm, widened: Norm) -> None:
-    """The running statistics, to where they came from."""
-    for narrow, wide in zip(given[3:5], widened[3:5], strict=True):
+def _copy_back(original: Norm, widened: Norm) -> None:
+    """Copies the widened running statistics to the original ones."""
+    for narrow, wide in zip(original[3:5], widened[3:5], strict=True):
         if narrow is not None and wide is not None:
             narrow.copy_(wide)
 
@@ -280,11 +281,11 @@ def _run(
     if _calls.traced() and not compiled:
         return eager(input, residual, norm, activation)
     # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
-    narrow, given = _is_narrow(input, norm), norm
+    narrow, original = _is_narrow(input, norm), norm
     if narrow:
         norm = _widened(norm)
     if not _fits(input, norm):
-        return eager(input, residual, given, activation)
+        return eager(input, residual, original, activation)
     if norm.branch_scale is not None:
         rows = norm.branch_scale.detach().to(input.device, wide_of(input)).contiguous()
         norm = Norm(rows, *norm[1:])
@@ -293,7 +294,7 @@ def _run(
         output = _compiled(input, residual, norm, activation)
     elif _calls.needs_grad(input, residual, *affine):
         if torch.is_inference_mode_enabled() or input.is_inference():
-            return eager(input, residual, given, activation)
+            return eager(input, residual, original, activation)
         keeps_input = norm.training or _calls.needs_grad(*affine)
         alone = residual is None and norm.branch_scale is None
         if overwrite_input and alone and keeps_input and in_place.applies(input, activation):
@@ -303,7 +304,7 @@ def _run(
     else:
         output = _forward(input, residual, *norm, *activation)[0]
     if narrow and norm.training:
-        _copy_back(given, norm)
+        _copy_back(original, norm)
     return output
 
 
@@ -373,17 +374,17 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    found = _activations.activation_of(activation, parameters)
+    fused = _activations.activation_of(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
             f"{tuple(branch_scale.shape)}"
         )
     if training:
-        _verify_batch_size(input.size())
+        verify_batch_size(input.size())
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
-    if found is None:
+    if fused is None:
         function = _activations.as_function(str(activation), parameters)
         function(input.new_zeros(1))  # raises before running statistics have moved
         return function(run(input, residual, norm, Pointwise(), overwrite_input))
-    return run(input, residual, norm, found, overwrite_input)
+    return run(input, residual, norm, fused, overwrite_input)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _calls, _recompute
+from .._torch_private import top_saved_tensors_hooks
 from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.pointwise import IDENTITY, POINTWISE, Pointwise
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
@@ -60,7 +61,7 @@ def applies(input: Tensor, activation: Pointwise) -> bool:
 
 def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint will run this again, maybe from the very input."""
-    top = _recompute._top(True)
+    top = top_saved_tensors_hooks(True)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -109,16 +110,18 @@ class BatchNormActInPlace(torch.autograd.Function):
         statistics = Statistics(None, weight, bias, mean, invstd)
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if _calls.takes(grad):
-            flags = (ctx.needs_input_grad[0], False, needs_weight or needs_bias)
-            found = _backward(grad, input, saved, *statistics, ctx.training, *activation, *flags)
+            gradients = _backward(
+                grad, input, saved, *statistics, ctx.training, *activation,
+                ctx.needs_input_grad[0], False, needs_weight or needs_bias,
+            )  # fmt: skip
         else:
-            found = differentiable_backward(
+            gradients = differentiable_backward(
                 grad, input, saved, statistics, ctx.training, ctx.eps, activation
             )
         return (
-            found[0] if ctx.needs_input_grad[0] else None,
-            found[2] if needs_weight else None,
-            found[3] if needs_bias else None,
+            gradients[0] if ctx.needs_input_grad[0] else None,
+            gradients[2] if needs_weight else None,
+            gradients[3] if needs_bias else None,
             *(None,) * 6,
         )
 
@@ -129,16 +132,16 @@ apply = _calls.apply_of(BatchNormActInPlace)
 @torch.no_grad()
 def lost(weight: Tensor | None, bias: Tensor | None) -> list[int]:
     """The channels whose input cannot be computed again. On a GPU this waits for the device: memory
-    is allocated for them. Nothing is remembered from call to call: there are optimizers that change
-    weights without telling torch's version counter."""
-    given = bias if weight is None else weight
-    if given is None:
+    is allocated for them. Nothing is remembered from call to call: some optimizers change weights
+    without raising torch's version counter."""
+    vector = bias if weight is None else weight
+    if vector is None:
         return []
-    size = torch.ones_like(given) if weight is None else weight.abs()
+    size = torch.ones_like(vector) if weight is None else weight.abs()
     enough = (size >= LEAST_WEIGHT) & size.isfinite()  # nor NaN
     if bias is not None:
         enough &= size >= LEAST_SHARE * bias.abs()
     if bool(enough.all()):
         return []
-    found: list[int] = enough.logical_not().nonzero().flatten().tolist()
-    return found
+    channels: list[int] = enough.logical_not().nonzero().flatten().tolist()
+    return channels

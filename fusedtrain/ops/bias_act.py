@@ -19,11 +19,14 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
-from ..reference import chains as reference
+from ..reference import bias_act as reference
+from ..reference.channels import channel_sums
 from ..reference.dtypes import laid_out, wide_of
 from ..reference.pointwise import INDEX, Pointwise
 from ._library import define, op
 from .activations import chosen
+
+__all__ = ["bias_act", "bias_act_dropout", "dropout"]
 
 _FINISH = "int dim, int activation, float a, float b, float gain, float clamp, float p"
 _IDENTITY = Pointwise()
@@ -60,7 +63,7 @@ def _differentiable_bias_act(
     gradient = reference.bias_act_gradient(grad, saved, bias, seed, *rest[:-1])
     sums = gradient
     if rest[-1]:
-        sums = reference._sums(gradient, 1, rest[0])
+        sums = channel_sums(gradient, 1, rest[0])
     return gradient.to(grad.dtype), sums
 
 
@@ -93,9 +96,9 @@ class BiasAct(torch.autograd.Function):
             grad = laid_out(grad, ctx.strides)
             saved = None if saved is None else laid_out(saved, ctx.strides)
         op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
-        found = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
-        grad_bias = found[1].view(-1).to(bias.dtype) if needs_bias else None
-        return (found[0], grad_bias, *(None,) * 6)
+        gradients = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
+        grad_bias = gradients[1].view(-1).to(bias.dtype) if needs_bias else None
+        return (gradients[0], grad_bias, *(None,) * 6)
 
 
 _apply_bias_act = apply_of(BiasAct)
@@ -223,14 +226,14 @@ def bias_act_dropout(
             bias_act_dropout, (input, bias), input, bias, activation=activation, p=p,
             training=training, dim=dim, **parameters,
         )  # fmt: skip
-    found, function = chosen(activation, parameters)
+    fused, function = chosen(activation, parameters)
     _check_probability(p)
     if bias is not None:
         _check_bias(bias, input, dim)
     p = p if training else 0.0
     axis = dim % input.dim() if bias is not None else -1
-    if found is not None and p < 1 and fits(input, bias):
-        return run_bias_act(input, bias, axis, found, p=p)
+    if fused is not None and p < 1 and fits(input, bias):
+        return run_bias_act(input, bias, axis, fused, p=p)
     y = function(biased(input, bias, axis))
     return dropout(y, p, True) if p > 0 else y
 
@@ -292,11 +295,11 @@ def bias_act(
         _check_bias(bias, input, dim)
     name, standard = _STYLEGAN[act]
     parameters = {"negative_slope": 0.2 if alpha is None else alpha} if act == "lrelu" else {}
-    found, function = chosen(name, parameters)
+    fused, function = chosen(name, parameters)
     factor = standard if gain is None else gain
     bound = -1.0 if clamp is None else float(clamp)
     axis = dim % input.dim() if bias is not None else -1
-    if found is not None and usable(factor, input.dtype) and fits(input, bias):
-        return run_bias_act(input, bias, axis, found, factor, bound)
+    if fused is not None and usable(factor, input.dtype) and fits(input, bias):
+        return run_bias_act(input, bias, axis, fused, factor, bound)
     y = function(biased(input, bias, axis)) * factor
     return y if clamp is None else y.clamp(-bound, bound)

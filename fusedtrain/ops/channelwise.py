@@ -17,6 +17,8 @@ from ..reference import activations as _reference
 from ._library import define, op
 from .activations import check_all_meta
 
+__all__ = ["prelu", "star_relu"]
+
 
 def _define(row: Activation) -> None:
     parameters = "".join(f", Tensor {p}" for p in row.parameters)

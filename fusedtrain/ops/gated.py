@@ -19,11 +19,14 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
-from ..reference import chains as reference
+from .._torch_private import is_legacy_batched
+from ..reference import gated as reference
 from ..reference.pointwise import POINTWISE, Pointwise
 from ._library import define, op
 from .activations import KERNELS, chosen, pointwise
 from .scale_add import run_scale
+
+__all__ = ["bilinear_glu", "gated", "geglu", "glu", "reglu", "swiglu"]
 
 _ACTIVATION = "int activation, float a, float b"
 _IDENTITY = Pointwise()
@@ -46,7 +49,7 @@ _gated, _gated_backward = op("gated"), op("gated_backward")
 def _plain_gated_backward(grad: Tensor) -> bool:
     """The same of an op that writes into given tensors: torch.autograd.grad(is_grads_batched=True)
     loops over all other ops."""
-    return plain_backward(grad) or torch._C._functorch.is_legacy_batchedtensor(grad)
+    return plain_backward(grad) or is_legacy_batched(grad)
 
 
 class Gated(torch.autograd.Function):
@@ -106,8 +109,8 @@ class GatedHalves(torch.autograd.Function):
         dim, gate_last = ctx.layout
         gate, value = halves(input, dim, gate_last)
         if _plain_gated_backward(grad):
-            found = reference.gated_gradients(grad, gate, value, *ctx.activation)
-            return torch.cat(found[::-1] if gate_last else found, dim), None, None, None
+            gradients = reference.gated_gradients(grad, gate, value, *ctx.activation)
+            return torch.cat(gradients[::-1] if gate_last else gradients, dim), None, None, None
         grad_input = torch.empty_like(input)
         _gated_backward(grad, gate, value, *halves(grad_input, dim, gate_last), *ctx.activation)
         return grad_input, None, None, None
@@ -150,9 +153,9 @@ def _glu(
 
 
 def _named(name: str, *values: float) -> Pointwise:
-    found = pointwise(name, *values)
-    assert found is not None
-    return found
+    activation = pointwise(name, *values)
+    assert activation is not None
+    return activation
 
 
 _SIGMOID, _SILU, _RELU = _named("sigmoid"), _named("silu"), _named("relu")
@@ -306,18 +309,18 @@ def gated(
     """
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
-    found, function = chosen(activation, parameters)
+    fused, function = chosen(activation, parameters)
     if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:
-        if found is None:
-            found, gate = _IDENTITY, function(gate)
-        return run_gated(gate, input, found)
-    if found is None or found.op < 0:
+        if fused is None:
+            fused, gate = _IDENTITY, function(gate)
+        return run_gated(gate, input, fused)
+    if fused is None or fused.op < 0:
         opened = function(gate)
     else:
-        row = POINTWISE[found.op]
-        opened = KERNELS[row.name](gate, False, *(found.a, found.b)[: len(row.parameters)])
+        row = POINTWISE[fused.op]
+        opened = KERNELS[row.name](gate, False, *(fused.a, fused.b)[: len(row.parameters)])
     if not _spreads(opened, input) or not fits(input, opened):
         return input * opened
     return run_scale(input, opened.reshape(input.shape[:2]), None, 1)

@@ -26,6 +26,8 @@ from ..reference.images import (
 )
 from ._library import define, op
 
+__all__ = ["normalize_images"]
+
 SCHEMAS = {
     "normalize_images": (
         "(Tensor input, Tensor coefficients, ScalarType dtype, MemoryFormat memory_format) "
@@ -74,9 +76,9 @@ def normalize_with(
     if not _scripting() and _has_any((input,)):
         return _handle(normalize_with, (input,), input, coefficients, dtype, memory_format)
     check_input(input)
-    channels, given = input.size(-3), coefficients.size(1)
-    if given != channels and given != 1:
-        raise ValueError(f"input: expected {given} channels, got shape {list(input.shape)}")
+    channels, expected = input.size(-3), coefficients.size(1)
+    if expected != channels and expected != 1:
+        raise ValueError(f"input: expected {expected} channels, got shape {list(input.shape)}")
     return _run(input, coefficients.expand(3, channels), dtype, memory_format)
 
 

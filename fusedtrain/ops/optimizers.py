@@ -1,7 +1,7 @@
 """The ops of the optimizer step: schemas, fake kernels, fallbacks.
 
 The first three take the same arguments. ``rule`` counts the lines of ``FT_RULES``
-(csrc/optimizers.h); ``table`` (float64, CPU) holds the options of the step and of each group
+(csrc/optimizer_rules.h); ``table`` (float64, CPU) holds the options of the step and of each group
 (`StepOptions` and `GroupOptions` of reference/optimizers.py); ``rows`` (int64, CPU) says for every
 parameter its group, its column of ``scalars``, and where in ``states``, ``masters`` and
 ``averages`` its companions are (-1: none). ``scalars`` [3, n] and ``control`` [8] (`Control`) are

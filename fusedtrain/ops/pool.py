@@ -11,7 +11,6 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
-from torch._jit_internal import BroadcastingList2  # type: ignore[attr-defined]
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function_unary as _has
@@ -19,10 +18,13 @@ from torch.overrides import has_torch_function_unary as _has
 from .. import _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
+from .._torch_private import BroadcastingList2
 from ..reference import pool as reference
 from ..reference.bits import packed_bytes
 from ..reference.pool import new_image, out_sizes
 from ._library import define_all, op
+
+__all__ = ["max_pool2d"]
 
 _WINDOW = "int[] kernel_size, int[] stride, int[] padding"
 

@@ -15,9 +15,12 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
-from ..reference import chains as reference
+from ..reference import scale_add as reference
+from ..reference.channels import channel_sums, spread
 from ..reference.dtypes import wide_of
 from ._library import define, op
+
+__all__ = ["residual_add"]
 
 
 def _fake_backward(
@@ -65,18 +68,18 @@ class ScaleAdd(torch.autograd.Function):
         input, scale = ctx.saved_tensors
         needs_input, needs_scale, needs_residual = ctx.needs_input_grad[:3]
         if plain_backward(grad):
-            wide = grad * reference.spread(scale, grad, ctx.dim)
+            wide = grad * spread(scale, grad, ctx.dim)
             sums = None
             if needs_scale:
-                sums = reference._sums(grad * input, scale.shape[0], ctx.dim)
-            found: tuple[Any, Any] = wide, sums
+                sums = channel_sums(grad * input, scale.shape[0], ctx.dim)
+            gradients: tuple[Any, Any] = wide, sums
         else:
-            found = _scale_add_backward(
+            gradients = _scale_add_backward(
                 grad, input if needs_scale else None, scale, ctx.dim, needs_input
             )
         return (
-            found[0] if needs_input else None,
-            found[1].to(scale.dtype) if needs_scale else None,
+            gradients[0] if needs_input else None,
+            gradients[1].to(scale.dtype) if needs_scale else None,
             grad if needs_residual else None,
             None,
         )
@@ -147,12 +150,12 @@ def residual_add(
         factors = rows if factors is None else factors * rows.to(factors.dtype)
     assert factors is not None
     factors = factors.to(input.dtype) if branch_scale is not None and scale is None else factors
-    # Samples are told apart in dimension 0, which cannot be that of the channels, too.
-    apart = factors.shape[0] != 1 and channel == 0
-    # Their gradients would be as many as the input's: 1024 x 4096 took twice eager's time.
+    # Dimension 0 cannot be both that of the samples and that of the channels.
+    clash = factors.shape[0] != 1 and channel == 0
+    # The factors' gradients would be as many as the input's: 1024 x 4096 took twice eager's time.
     many = factors.shape[0] > 1 and factors.requires_grad and factors.numel() * 16 > input.numel()
     if (
-        apart
+        clash
         or many
         or residual.shape != input.shape
         or input.dim() == 0

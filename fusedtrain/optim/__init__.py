@@ -1,4 +1,4 @@
-"""Optimizers whose whole step is one call: replacements for torch.optim's, and timm's."""
+"""Optimizers whose whole step is one call: replacements for torch.optim's and timm's."""
 
 from ._engine import FusedOptimizer
 from ._options import FusedOptions

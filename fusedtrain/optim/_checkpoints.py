@@ -12,14 +12,14 @@ from torch import Tensor
 from ..reference.stochastic_rounding import seed_after
 from ._plan import Needs, Store
 
-_STREAM = "rounding_stream"  # of a state dict: the seed of stochastic rounding from its place on
+_STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
 
 class Checkpoints(torch.optim.Optimizer):
     """The part of `FusedOptimizer` that saves and loads."""
 
     _scalar_names: ClassVar[tuple[str | None, ...]]
-    # Keys of groups that checkpoints of others or of old may lack, with what the lack means.
+    # Group keys that other or old checkpoints may lack, with the value that replaces them.
     _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
     _stores: dict[torch.device, Store]
@@ -38,18 +38,18 @@ class Checkpoints(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _group_step(self, group: dict[str, Any], count: float) -> Any:
-        """The step count of a group in a checkpoint, where the counterpart has one; or None."""
+        """The step count of a saved group, or None if the counterpart has none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
 
-        Stochastic rounding adds one: "rounding_stream", an integer, from which its random numbers
+        Stochastic rounding adds a key: "rounding_stream", the integer with which its random numbers
         go on after `load_state_dict`.
 
         Momentum buffers that every step so far skipped are left out, as torch would not have made
-        them. Finding that out, and step counts that torch keeps on the CPU, wait for the device.
-        Where timm or Apex count steps by group, the group has the largest of its parameters'.
+        them. Looking for them waits for the device, and so do step counts that torch keeps on the
+        CPU. Where timm or Apex count steps by group, a group has its parameters' largest count.
         """
         hook = self.register_state_dict_post_hook(
             lambda _, saved: self._as_torch_has_it(saved), prepend=True
@@ -65,10 +65,10 @@ class Checkpoints(torch.optim.Optimizer):
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             counts = []
             for number, p in zip(saved["params"], group["params"], strict=True):
-                own = self.state.get(p)
-                if not own:
+                p_state = self.state.get(p)
+                if not p_state:
                     continue
-                kept = dict(own)
+                kept = dict(p_state)
                 if id(p) in unborn:
                     kept.pop("momentum_buffer", None)
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
@@ -86,7 +86,7 @@ class Checkpoints(torch.optim.Optimizer):
         return state_dict
 
     def _without_a_step(self) -> set[int]:
-        """Parameters that were never updated, for optimizers whose states do not tell."""
+        """Ids of parameters that were never updated, for optimizers without saved step counts."""
         if self._scalar_names[0] is not None:
             return set()
         return {
@@ -98,14 +98,14 @@ class Checkpoints(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep the dtype that this optimizer holds them in.
+        """As torch's, but states keep this optimizer's dtype for them.
 
-        torch casts them to the parameter's, which cuts float32 states of 16-bit parameters.
+        torch casts states to the parameter's dtype, which cuts float32 states of 16-bit parameters.
         """
-        given: list[dict[str, Any]] = []
+        dicts: list[dict[str, Any]] = []
         hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, saved: given.append(saved)),
-            self.register_load_state_dict_post_hook(lambda _: self._load(given[0]), prepend=True),
+            self.register_load_state_dict_pre_hook(lambda _, saved: dicts.append(saved)),
+            self.register_load_state_dict_post_hook(lambda _: self._load(dicts[0]), prepend=True),
         ]
         try:
             super().load_state_dict(state_dict)
@@ -114,8 +114,8 @@ class Checkpoints(torch.optim.Optimizer):
                 hook.remove()
 
     def _load(self, saved: dict[str, Any]) -> None:
-        """States once more, in their dtypes, and the stream of random numbers."""
-        if _STREAM in saved:  # this optimizer goes on counting its own steps
+        """Loads states again, in their dtypes, and the stream of random numbers."""
+        if _STREAM in saved:  # the seed counts from this optimizer's own steps
             self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -160,19 +160,19 @@ class Checkpoints(torch.optim.Optimizer):
 
 
 def _take_over(count: float, name: str, states: list[dict[str, Any] | None]) -> None:
-    """Steps by parameter from the group's, which is ahead where others have gone on from ours."""
-    stepped = [own for own in states if own]
-    known = [float(own[name]) for own in stepped if name in own]
+    """Sets steps by parameter from the group's count, which is ahead if others continued ours."""
+    stepped = [p_state for p_state in states if p_state]
+    known = [float(p_state[name]) for p_state in stepped if name in p_state]
     ahead = count - max(known, default=0.0)
-    for own in stepped:
-        if name not in own:
-            own[name] = torch.as_tensor(count)
+    for p_state in stepped:
+        if name not in p_state:
+            p_state[name] = torch.as_tensor(count)
         elif ahead:
-            own[name] = own[name] + ahead
+            p_state[name] = p_state[name] + ahead
 
 
 def _saved_step(step: Tensor, group: dict[str, Any]) -> Tensor:
-    """A count of steps with the dtype and on the device that torch would give it."""
+    """A step count with the dtype and on the device of torch's."""
     fused = group.get("fused")
     dtype = torch.float32
     if torch.get_default_dtype() is torch.float64 and not fused:

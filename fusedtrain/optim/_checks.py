@@ -12,7 +12,7 @@ _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16
 
 
 def check_not_negative(**values: float | Tensor) -> None:
-    """Raises ValueError for the first that is negative or NaN."""
+    """Raises ValueError for the first value that is negative or NaN."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -29,25 +29,25 @@ def check_betas(betas: tuple[float, float]) -> None:
 
 
 def two(betas: tuple[float, float]) -> tuple[float, float]:
-    """Both betas; ValueError where there are more or fewer."""
+    """Both betas; ValueError for more or fewer than two."""
     beta1, beta2 = betas
     return beta1, beta2
 
 
 def check_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
-    """Raises ValueError where Nesterov momentum is undefined."""
+    """Raises ValueError if Nesterov momentum is undefined."""
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
 def refuse_differentiable(differentiable: bool) -> None:
-    """Raises what torch raises of its fused optimizers."""
+    """Raises the error of torch's fused optimizers."""
     if differentiable:
         raise RuntimeError("`fused` does not support `differentiable`")
 
 
 def check_parameter(p: Tensor, kind: str) -> None:
-    """Raises RuntimeError for a parameter that the kernels do not update; `kind` of optimizer."""
+    """Raises RuntimeError for a parameter that the kernels do not update; `kind`: the optimizer."""
     if p.is_complex():
         raise RuntimeError(f"{kind} does not support complex parameters")
     if p.dtype not in _DTYPES:
@@ -65,7 +65,7 @@ def check_parameter(p: Tensor, kind: str) -> None:
 
 
 def check_written(grads: list[list[Tensor]]) -> None:
-    """Raises RuntimeError where a gradient that is to be written overlaps itself."""
+    """Raises RuntimeError if a gradient that will be written overlaps itself."""
     for grad in (grad for some in grads for grad in some):
         if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
             raise RuntimeError(

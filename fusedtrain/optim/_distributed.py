@@ -1,4 +1,4 @@
-"""Steps whose norms are of more than one call: several devices, parameters sharded over ranks."""
+"""Steps whose norms span several calls: several devices, parameters sharded over ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..reference.optimizers import MEASURE_FINITE, StepOptions
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether the tensor is a DTensor (FSDP2, tensor parallelism)."""
-    # Who has one has imported its module, which takes a second that others should not wait.
+    # A script with DTensors has imported this module already; importing it takes a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -39,8 +39,7 @@ def local_grad(grad: Any, param: Any) -> Tensor:
 def sum_over_ranks(sums: Tensor, params: Sequence[Any]) -> None:
     """Adds the rows of sharded parameters over the ranks that hold their parts.
 
-    A count of non-finite gradients above zero on one rank is above zero on all: the sum does what
-    a maximum would.
+    A count of non-finite gradients that is above zero on one rank is then above zero on all ranks.
     """
     by_group: dict[Any, list[int]] = {}
     for row, p in enumerate(params):
@@ -70,7 +69,7 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
         if trial:
             trial_sums = ops.try_update(*arguments, plan.sums)
             sum_over_ranks(trial_sums, plan.params)
-            # The number of agreeing elements is divided by that of this rank's part.
+            # The kernel divides the count of agreeing elements by the size of this rank's part.
             shares = [local(p).numel() / max(p.numel(), 1) for p in plan.params]
             trial_sums[:, 0] *= torch.tensor(shares, dtype=torch.float64).to(trial_sums.device)
         ops.optimizer_step(*arguments, plan.sums, trial_sums)
@@ -79,18 +78,17 @@ def step(calls: list[tuple[Any, list[Any]]], trial: bool) -> None:
             plan.store.last_step.clip.copy_(norm[1], non_blocking=True)
 
 
-_TABLE, _SCALE, _FOUND_INF = 9, 11, 12  # among the arguments
+_TABLE, _SCALE, _FOUND_INF = 9, 11, 12  # places in the arguments
 _MAX_NORM = StepOptions._fields.index("max_norm")
 
 
 def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]:
-    """Makes every call skip, and clip, by what was measured on all devices.
+    """Makes every call skip and clip by the measurements of all devices.
 
-    The clip coefficient goes into the loss scale that a call divides by. Returns norm and
-    coefficient.
+    The clip coefficient goes into the loss scale of each call. Returns norm and coefficient.
     """
     first = calls[0][0].sums.device
-    # Blocking: what goes to the CPU would be used before it has come.
+    # Blocking copies: a CPU tensor would be read before the copy has arrived.
     totals = [plan.sums.sum(0).to(first) for plan, _ in calls]
     total = torch.stack(totals).sum(0)
     norm = total[1].sqrt()
@@ -103,18 +101,20 @@ def _across_devices(calls: list[tuple[Any, list[Any]]]) -> tuple[Tensor, Tensor]
         coefficient = torch.where(total[0] != 0, 1.0, coefficient)
     for plan, arguments in calls:
         device = plan.sums.device
-        here = coefficient.to(device)
-        plan.sums[:, 1] *= here * here
-        arguments[_TABLE][0, _MAX_NORM] = 0.0  # clipped by the scale from here on
+        clip = coefficient.to(device)
+        plan.sums[:, 1] *= clip * clip
+        arguments[_TABLE][0, _MAX_NORM] = 0.0  # the scale clips
         scale = arguments[_SCALE]
         one = (
             torch.ones((), dtype=torch.float32, device=device)
             if scale is None
             else scale.reshape(())
         )
-        arguments[_SCALE] = (one / here).to(torch.float32)
+        arguments[_SCALE] = (one / clip).to(torch.float32)
         if checks:
-            found = (total[:1] != 0).to(device, torch.float32)
-            given = arguments[_FOUND_INF]
-            arguments[_FOUND_INF] = found if given is None else found + given.reshape(1)
+            overflow = (total[:1] != 0).to(device, torch.float32)
+            found_inf = arguments[_FOUND_INF]
+            arguments[_FOUND_INF] = (
+                overflow if found_inf is None else overflow + found_inf.reshape(1)
+            )
     return norm, coefficient

@@ -1,8 +1,8 @@
-"""What all optimizers share: options, and the step as one call.
+"""The base of all optimizers: options, and the step as one call.
 
-A step collects the gradients, finds the plan of exactly these parameters (or builds it, see
-`_plan.py`), and calls ``torch.ops.fusedtrain.optimizer_step`` once a device. Nothing that is
-decided on the device is read back.
+A step collects the gradients, looks up the plan of exactly these parameters (or builds it, see
+`_plan.py`), and calls ``torch.ops.fusedtrain.optimizer_step`` once per device. The host reads
+nothing back from the device.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 
 from .. import ops as ops  # defines and loads the ops
+from .._torch_private import disable_dynamo
 from ..reference.optimizers import (
     CONTROLS,
     MEASURE_FINITE,
@@ -34,25 +34,25 @@ from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store
 from ._reports import Reports
 
-_PLANS_KEPT = 8  # of different sets of parameters with gradients
-# Over hundreds of tensors, several times a step: mapped, they take a third of a loop's time.
+_PLANS_KEPT = 8  # one plan for each set of parameters with gradients
+# Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
 _GRAD, _VERSION, _LAYOUT = attrgetter("grad"), attrgetter("_version"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
 _GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class _Ahead(NamedTuple):
-    """What `FusedOptimizer._measure` has found of the gradients that the next step will use."""
+    """The results of `FusedOptimizer._measure`, for the gradients that the next step will use."""
 
     measures: int
     plans: list[Plan]
     grads: list[list[Tensor]]
-    versions: list[int]  # of what was looked at
+    versions: list[int]  # of the measured tensors
     sums: list[Tensor]
 
 
 def _option(name: str, doc: str) -> Any:
-    """A property of the optimizer that is one of its options."""
+    """A property that reads and sets an option of the optimizer."""
 
     def read(self: FusedOptimizer) -> Any:
         return self._fused_options[name]
@@ -66,24 +66,24 @@ def _option(name: str, doc: str) -> Any:
 class FusedOptimizer(Reports, Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
-    # torch's GradScaler leaves unscaling and skipping to an optimizer that says so.
+    # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
     _step_supports_amp_scaling = True
 
     _last: list[Plan]  # of the last step
 
-    # Where the gradients of parameters are found, and the 16-bit parameters, by the ids of those
-    # here, that the step is to write too: of a model whose master weights are optimized.
+    # The getter of the parameters' gradients, and, by the id of a master weight in `param_groups`,
+    # the model's 16-bit parameter, which the step writes too.
     _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
     _unscaled_by_reading = False  # fusedtrain.amp: whether ``.grad`` gives unscaled gradients
 
-    # What an optimizer says of itself.
+    # Each optimizer defines:
     _rule: ClassVar[str]
     _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
-    _norms: ClassVar[int] = 0  # of each tensor, that the rule needs
+    _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
-    _wide_states: ClassVar[bool] = False  # 16-bit parameters have float32 states, without asking
+    _wide_states: ClassVar[bool] = False  # whether states of 16-bit parameters are float32
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
@@ -94,11 +94,11 @@ class FusedOptimizer(Reports, Checkpoints):
         raise NotImplementedError
 
     def _initial(self, name: str) -> float:
-        """What a state starts with."""
+        """The initial value of a state."""
         return 0.0
 
     def _max_lr(self, group: dict[str, Any]) -> float:
-        """Of "corrected" weight decay: the rate that the optimizer was made with, or 0."""
+        """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
         return float(self.defaults["lr"]) if group["corrected_weight_decay"] else 0.0
 
     # --- options ---
@@ -115,7 +115,7 @@ class FusedOptimizer(Reports, Checkpoints):
             self._check_group(group)
         self._fused_options: dict[str, Any] = merged
         self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
-        self._controls: dict[torch.device, Tensor] = {}  # outlive the plans
+        self._controls: dict[torch.device, Tensor] = {}  # they outlive the plans
         self._forget()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class FusedOptimizer(Reports, Checkpoints):
         check_options(options)
         self._fused_options = options
 
-    # May be set between steps.
+    # Options that may be set between steps.
     max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")
     agc = _option("agc", "Fraction of the weights' norm that units are clipped to, or None.")
     agc_eps = _option("agc_eps", "Least norm that a unit's weights count with.")
@@ -145,7 +145,7 @@ class FusedOptimizer(Reports, Checkpoints):
 
     # --- the step ---
 
-    @_disable_dynamo  # in a compiled function the step is a call to Python
+    @disable_dynamo  # a compiled function calls the step in Python
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step for every parameter that has a gradient.
 
@@ -228,7 +228,7 @@ class FusedOptimizer(Reports, Checkpoints):
         groups: list[Numbers],
         stateless: bool = False,
     ) -> list[tuple[Plan, list[Any]]]:
-        """The arguments of each plan's call, which can do without states if it is to measure."""
+        """The arguments of each plan's call; a call that only measures needs no states."""
         lrs: list[Tensor] = []
         rows = [options.row(), *(group.row(lrs) for group in groups)]
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -237,11 +237,11 @@ class FusedOptimizer(Reports, Checkpoints):
         calls = []
         for plan, plan_grads in zip(plans, grads, strict=True):
             device = plan.store.control.device
-            own: tuple[list[Tensor], ...] = (plan.states, plan.masters, plan.averages)
+            states: tuple[list[Tensor], ...] = (plan.states, plan.masters, plan.averages)
             if stateless:
-                own = ([], [], [])
+                states = ([], [], [])
             arguments: list[Any] = [
-                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *own,
+                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *states,
                 [_on(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
                 table if len(plans) == 1 else table.clone(),
                 plan.stateless_rows if stateless else plan.rows,
@@ -257,10 +257,10 @@ class FusedOptimizer(Reports, Checkpoints):
         """Looks for infs and NaNs ahead of the step, which then reads the gradients only once.
 
         Args:
-            scale: that they are multiplied by, float32 of no dimensions.
+            scale: the gradients' loss scale, 0-dim float32.
 
         Returns:
-            float32 of no dimensions on the device of `scale`: 0 where all are finite.
+            0-dim float32 on the device of `scale`: 0 if all gradients are finite.
         """
         self._ahead = None
         self.grad_scale = scale
@@ -281,13 +281,13 @@ class FusedOptimizer(Reports, Checkpoints):
         for plan, some in zip(plans, sums, strict=True):
             if plan.distributed:
                 _distributed.sum_over_ranks(some, plan.params)
-        found = [some.select(1, 0).any().to(scale.device, scale.dtype) for some in sums]
-        return found[0] if len(found) == 1 else torch.stack(found).amax()
+        overflows = [some.select(1, 0).any().to(scale.device, scale.dtype) for some in sums]
+        return overflows[0] if len(overflows) == 1 else torch.stack(overflows).amax()
 
     def _sums_ahead(
         self, measures: int, plans: list[Plan], grads: list[list[Tensor]]
     ) -> list[Tensor] | None:
-        """What `_measure` found, if these are the gradients and parameters that it looked at."""
+        """The sums of `_measure`, if it measured these gradients and parameters."""
         ahead = self._ahead
         if (
             ahead is None
@@ -302,13 +302,13 @@ class FusedOptimizer(Reports, Checkpoints):
     def _read_gradients(
         self, gradients_of: _GradientsOf, low_precision: Mapping[int, Tensor]
     ) -> None:
-        """For fusedtrain.amp: see `_gradients_of`."""
+        """Sets `_gradients_of` and `_low_precision`, for fusedtrain.amp."""
         self._gradients_of, self._low_precision = gradients_of, low_precision
         self._forget()
 
     def _measures(self) -> int:
         measures = self._norms
-        # A scaler of torch has looked at scaled gradients: what overflows on unscaling it misses.
+        # torch's scaler checks scaled gradients, and so misses overflows of the unscaling.
         scaled = getattr(self, "grad_scale", None) is not None
         if getattr(self, "_checks_gradients", scaled):
             measures |= MEASURE_FINITE | MEASURE_GRADIENTS
@@ -319,7 +319,7 @@ class FusedOptimizer(Reports, Checkpoints):
         return measures
 
     def _writeback(self) -> str:
-        """What this step is to leave in gradients; "none" where they hold that already."""
+        """The write-back of this step; "none" if the gradients already hold its values."""
         options = self._fused_options
         kind: str = options["gradient_writeback"]
         scaled = getattr(self, "grad_scale", None) is not None and not self._unscaled_by_reading
@@ -332,20 +332,20 @@ class FusedOptimizer(Reports, Checkpoints):
     def _plans_and_gradients(
         self, stateless: bool = False
     ) -> tuple[list[Plan], list[list[Tensor]]]:
-        """The plans, one a device, of the parameters that have gradients, and these.
+        """The plans, one per device, of the parameters that have gradients; and the gradients.
 
         Args:
-            stateless: of a call without states, for which these need not be the optimizer's.
+            stateless: for a call without states: plans with outdated states fit, too.
         """
         params: list[Tensor] = []
         groups: list[int] = []
         for number, group in enumerate(self.param_groups):
             params += group["params"]
             groups += [number] * len(group["params"])
-        found = self._gradients_of(params)
-        grads = [grad for grad in found if grad is not None]
+        all_grads = self._gradients_of(params)
+        grads = [grad for grad in all_grads if grad is not None]
         if len(grads) != len(params):
-            have = [grad is not None for grad in found]
+            have = [grad is not None for grad in all_grads]
             params, groups = list(compress(params, have)), list(compress(groups, have))
         if not params:
             return [], []
@@ -395,7 +395,7 @@ class FusedOptimizer(Reports, Checkpoints):
         ]  # fmt: skip
 
     def _store(self, device: torch.device) -> Store:
-        """The scalars of all parameters on the device; made anew where there are others."""
+        """The scalars of all parameters on the device; made anew if the parameters changed."""
         params = [p for g in self.param_groups for p in g["params"] if p.device == device]
         store = self._stores.get(device)
         if store is None or list(map(id, store.params)) != list(map(id, params)):
@@ -404,7 +404,7 @@ class FusedOptimizer(Reports, Checkpoints):
                 self._controls[device] = control
             new = Store(params, device, self._controls[device])
             if self._scalar_names[0] is None:
-                # No step count in the checkpoint: one that has states has had a step.
+                # The checkpoint has no step count: a parameter with states has had a step.
                 stepped = [float(id(p) in self._loaded) for p in params]
                 new.scalars[0].copy_(torch.tensor(stepped, device="cpu"))
             if store is not None:
@@ -418,13 +418,13 @@ class FusedOptimizer(Reports, Checkpoints):
         return store
 
     def _forget(self) -> None:
-        """Plans, after what they rest on has been replaced."""
+        """Drops the plans, after their options or states were replaced."""
         self._plans: dict[tuple[int, ...], tuple[Any, list[Plan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []
         self._ahead = None
         self._measured = False
-        self._loaded = {id(p) for p, own in self.state.items() if own}
+        self._loaded = {id(p) for p, p_state in self.state.items() if p_state}
 
 
 def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:

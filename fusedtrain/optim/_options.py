@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
-WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops.h numbers them
+WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
 
 
 class OtherOptions(TypedDict, total=False):
@@ -23,16 +23,16 @@ class OtherOptions(TypedDict, total=False):
 
 
 class FusedOptions(OtherOptions, total=False):
-    """Keyword arguments that every optimizer of fusedtrain takes besides its own.
+    """Keyword arguments of every optimizer of fusedtrain, besides its own.
 
     max_grad_norm: clips the norm of all gradients together, as ``clip_grad_norm_`` does.
     agc: clips unit by unit (adaptive gradient clipping), to this fraction of the weights' norm.
     agc_eps: least norm that a unit's weights count with.
     ema_decay: keeps an exponential moving average of the weights, with this decay.
-    gradient_writeback: what a step leaves in ``.grad``, also a skipped one: "none" (what was
-        there), "unscaled" (divided by the loss scale, and clipped unless the step is skipped; the
-        default of `fusedtrain.compat.optimizers`) or "zero".
-    state_dtype: of the states that are as large as the parameter; the parameter's where None.
+    gradient_writeback: the values that a step, also a skipped one, leaves in ``.grad``: "none"
+        (unchanged), "unscaled" (divided by the loss scale, and clipped unless the step is skipped;
+        the default of `fusedtrain.compat.optimizers`) or "zero".
+    state_dtype: dtype of the states that are as large as the parameter; None: the parameter's.
     master_weights: keeps float32 weights of float16 and bfloat16 parameters.
     stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.
     """
@@ -53,7 +53,7 @@ DEFAULTS: FusedOptions = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError, naming the first option that is wrong."""
+    """Raises TypeError or ValueError, which names the first wrong option."""
     for name in ("max_grad_norm", "agc", "agc_eps", "ema_decay"):
         value = options[name]
         if value is None and name != "agc_eps":

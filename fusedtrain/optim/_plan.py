@@ -1,4 +1,4 @@
-"""The plan of a step: everything that its one call needs, compared before each use."""
+"""The plan of a step: the arguments of its one call, checked before each use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from ..reference.optimizers import MAX_STATES, SCALARS, Control, GroupOptions
 from ._distributed import is_distributed, local
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
+_State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
 
 class Numbers(NamedTuple):
-    """What an optimizer says of a parameter group; `row` makes `GroupOptions` of it."""
+    """The options of a parameter group as numbers; `row` makes `GroupOptions` of them."""
 
     lr: float | Tensor
     weight_decay: float
     option: tuple[float, ...]  # of the rule
     maximize: bool = False
-    max_lr: float = 0.0  # of "corrected" weight decay, or 0
+    max_lr: float = 0.0  # for "corrected" weight decay, or 0
     cautious: bool = False
 
     def row(self, lrs: list[Tensor]) -> tuple[float, ...]:
@@ -42,10 +43,10 @@ class Numbers(NamedTuple):
 
 
 class Store:
-    """The scalars of all parameters on one device, and what the last step there decided."""
+    """The scalars of all parameters on one device, and the control values of its last step."""
 
     def __init__(self, params: list[Tensor], device: torch.device, control: Tensor) -> None:
-        self.params = params  # also keeps their ids from being taken by others
+        self.params = params  # a reference keeps the ids from being reused
         self.columns = {id(p): column for column, p in enumerate(params)}
         self.scalars = torch.zeros(SCALARS, len(params), dtype=torch.float32, device=device)
         self.views = [row.unbind() for row in self.scalars.unbind()]
@@ -54,7 +55,7 @@ class Store:
 
 
 class Needs(NamedTuple):
-    """What kind of states an optimizer's parameters have."""
+    """The kinds of states that an optimizer's parameters have."""
 
     slots: tuple[tuple[str | None, ...], ...]  # of each group, in the order of the rule
     scalar_names: tuple[str | None, ...]
@@ -65,14 +66,14 @@ class Needs(NamedTuple):
     ema: bool
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """Of the states that are as large as their parameter."""
+        """The dtype of the states that are as large as their parameter."""
         if self.state_dtype is not None:
             return self.state_dtype
         return torch.promote_types(p.dtype, torch.float32) if self.wide_states else p.dtype
 
 
 def _places(tensors: list[Tensor]) -> list[Any]:
-    """What a replaced ``.data`` may change."""
+    """The properties that replacing ``.data`` may change."""
     facts = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"))
     return [list(map(fact, tensors)) for fact in facts]
 
@@ -83,7 +84,7 @@ class Plan:
     def __init__(
         self,
         store: Store,
-        state: dict[Tensor, dict[str, Any]],
+        state: dict[Tensor, _State],
         params: list[Tensor],
         groups: list[int],
         needs: Needs,
@@ -92,32 +93,33 @@ class Plan:
         self.store = store
         self.params = params
         self.needs = needs
-        # Of parameters that are masters themselves, those of the model are the parameters here.
+        # The model's parameters; for a master in `params` its 16-bit parameter.
         self.models = [low_precision.get(id(p), p) for p in params]
         self.local_params = [local(p) for p in self.models]
         self.distributed = any(map(is_distributed, params))
-        self.dicts: list[dict[str, Any] | None] = []
-        # What the dictionaries held: tensor k was found in owner k under name k.
-        self.owners: list[dict[str, Any]] = []
+        self.dicts: list[_State | None] = []
+        # The contents of the dictionaries: owners[k][names[k]] was tensors[k].
+        self.owners: list[_State] = []
         self.names: list[str] = []
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
         self.with_master: list[Tensor] = []
-        self.versions: list[int] = []  # of these, after the last step
+        self.versions: list[int] = []  # of `with_master`, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
         for p, inner, group in zip(params, self.local_params, groups, strict=True):
-            own = state.get(p, {})
+            p_state = state.get(p, {})
             column = store.columns[id(p)]
             row = [group, column]
             slots = needs.slots[group]
-            if needs.scalar_names[0] is None and any(n and own.get(n) is None for n in slots):
-                store.views[0][column].zero_()  # without a count of their own states start anew
-            self._scalar(own, needs.scalar_names[0], store.views[0][column])  # first, as torch's
+            if needs.scalar_names[0] is None and any(n and p_state.get(n) is None for n in slots):
+                store.views[0][column].zero_()  # without a saved step count states start anew
+            # The step count is the first key, as in torch.
+            self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for name in slots:
-                row.append(-1 if name is None else self._large(own, name, p, inner, needs))
+                row.append(-1 if name is None else self._large(p_state, name, p, inner, needs))
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             has_master = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
@@ -125,35 +127,36 @@ class Plan:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
             else:
-                row.append(self._copy(own, "master_param", p, self.masters) if has_master else -1)
+                index = self._copy(p_state, "master_param", p, self.masters) if has_master else -1
+                row.append(index)
             if is_master or has_master:
                 self.with_master.append(inner)
-            row.append(self._copy(own, "ema", p, self.averages) if needs.ema else -1)
+            row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names[1:], 1):
-                self._scalar(own, name, store.views[which][column])
-            if own:  # torch's SGD without momentum has no states either
-                state[p] = own
+                self._scalar(p_state, name, store.views[which][column])
+            if p_state:  # torch's SGD without momentum has no states either
+                state[p] = p_state
             self.dicts.append(state.get(p))
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.stateless_rows = self.rows.clone()
         self.stateless_rows[:, 2:] = -1
-        # Versions of all of these go up in a step.
+        # A step increments the versions of these tensors.
         self.written = [
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
         ]  # fmt: skip
         self.places = _places(self.written)
         self.all_dicts: list[int] = []
 
-    def fits(self, state: dict[Tensor, dict[str, Any]], stateless: bool = False) -> bool:
+    def fits(self, state: dict[Tensor, _State], stateless: bool = False) -> bool:
         """Whether memory and states are still those that the plan was built for.
 
         ResNet-50's 161 parameters take 60 us; loops in Python would take 200. A call without states
-        takes strides as they are: that parameters have not moved is enough.
+        takes any strides: only the parameters' addresses must be the same.
         """
         if stateless and not self.distributed:
             return list(map(Tensor.data_ptr, self.written)) == self.places[0]
-        # The hash of a tensor is a call to Python: ask for each only where something has changed.
+        # Hashing a tensor is a call to Python: look tensors up only if a dictionary has changed.
         all_dicts = list(map(id, state.values()))
         if all_dicts != self.all_dicts:
             if not all(map(is_, map(state.get, self.params), self.dicts)):
@@ -167,26 +170,26 @@ class Plan:
         return _places(written) == self.places
 
     def follow_parameters(self) -> None:
-        """Master weights take over what others have written to their parameters."""
+        """Copies to the master weights what others have written to their parameters."""
         for p, master, version in zip(self.with_master, self.masters, self.versions or repeat(-1)):
             if p._version != version:
                 wide = p.to(master.dtype)
                 master.copy_(torch.where(master.to(p.dtype) == p, master, wide))
 
     def note_versions(self) -> None:
-        """After a step: what is written from here on is not ours."""
+        """Notes the versions after a step: a later one means that others wrote to a parameter."""
         self.versions = list(map(attrgetter("_version"), self.with_master))
 
-    def _keep(self, own: dict[str, Any], name: str, tensor: Tensor) -> None:
-        own[name] = tensor
-        self.owners.append(own)
+    def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
+        p_state[name] = tensor
+        self.owners.append(p_state)
         self.names.append(name)
         self.tensors.append(tensor)
 
-    def _large(self, own: dict[str, Any], name: str, p: Tensor, inner: Tensor, needs: Needs) -> int:
-        """A state as large as its parameter: made, or taken and laid out like the parameter."""
+    def _large(self, p_state: _State, name: str, p: Tensor, inner: Tensor, needs: Needs) -> int:
+        """A state as large as its parameter, made or laid out like the parameter."""
         dtype = needs.dtype(p)
-        tensor = own.get(name)
+        tensor = p_state.get(name)
         if tensor is None:
             fill = needs.initial(name)
             tensor = torch.full_like(p, fill, dtype=dtype, memory_format=torch.preserve_format)
@@ -194,19 +197,19 @@ class Plan:
             raise ValueError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter "
                              f"{tuple(p.shape)}")  # fmt: skip
         tensor = self._laid_out(tensor, inner, dtype, p)
-        self._keep(own, name, tensor)
+        self._keep(p_state, name, tensor)
         self.states.append(local(tensor))
         return len(self.states) - 1
 
-    def _copy(self, own: dict[str, Any], name: str, p: Tensor, into: list[Tensor]) -> int:
-        """Master weights or an average: float32 for 16-bit parameters, at first what these are."""
+    def _copy(self, p_state: _State, name: str, p: Tensor, into: list[Tensor]) -> int:
+        """Master weights or an average, first a copy of p; float32 for 16-bit parameters."""
         dtype = torch.float64 if p.dtype is torch.float64 else torch.float32
-        tensor = own.get(name)
+        tensor = p_state.get(name)
         if tensor is None:
             tensor = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format)
             tensor.copy_(p)
         tensor = self._laid_out(tensor, local(p), dtype, p)
-        self._keep(own, name, tensor)
+        self._keep(p_state, name, tensor)
         into.append(local(tensor))
         return len(into) - 1
 
@@ -219,11 +222,11 @@ class Plan:
             return torch.empty_like(p, dtype=dtype).copy_(tensor)
         return torch.empty_like(model, dtype=dtype).copy_(tensor)
 
-    def _scalar(self, own: dict[str, Any], name: str | None, view: Tensor) -> None:
-        """A number of the parameter lives in the store; what was loaded moves there."""
+    def _scalar(self, p_state: _State, name: str | None, view: Tensor) -> None:
+        """Makes a number of the parameter a view of the store, with its loaded value."""
         if name is None:
             return
-        value = own.get(name)
+        value = p_state.get(name)
         if value is None:
             view.zero_()
         elif value is not view:
@@ -231,4 +234,4 @@ class Plan:
                 view.copy_(value.reshape(()), non_blocking=True)
             else:
                 view.fill_(value)
-        self._keep(own, name, view)
+        self._keep(p_state, name, view)

@@ -1,4 +1,4 @@
-"""What an optimizer tells of its last step, and its averages."""
+"""An optimizer's reports of its last step, and its averages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ._plan import Plan
 
 
 class Reports(torch.optim.Optimizer):
-    """The part of `FusedOptimizer` that a user looks at between steps."""
+    """The part of `FusedOptimizer` that a user reads between steps."""
 
     _last: list[Plan]  # of the last step
-    _measured: bool  # whether that looked at the gradients
+    _measured: bool  # whether the last step measured the gradients
     _controls: dict[torch.device, Tensor]
     _low_precision: Mapping[int, Tensor]
     ema_decay: Any
 
     def _last_control(self) -> Control:
-        """Views of what the next step changes."""
+        """Views of the last step's control values, which the next step changes."""
         if self._last:
             return self._last[0].store.last_step
         for control in self._controls.values():
@@ -34,34 +34,34 @@ class Reports(torch.optim.Optimizer):
     def last_step_skipped(self) -> Tensor:
         """Whether the last step was skipped, for gradients that were not finite.
 
-        A bool tensor of no dimensions on the device of the parameters; nothing waits for it.
+        A 0-dim bool tensor on the parameters' device; nothing waits for it.
         """
         return self._last_control().skipped != 0
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps were skipped: an int64 tensor of no dimensions, on the device."""
+        """Number of skipped steps: a 0-dim int64 tensor on the device."""
         return self._last_control().skipped_steps.long()
 
     @property
     def applied_steps(self) -> Tensor:
-        """How many steps were not skipped: an int64 tensor of no dimensions, on the device."""
+        """Number of steps that were not skipped: a 0-dim int64 tensor on the device."""
         return self._last_control().applied_steps.long()
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Norm of all gradients at the last step, unscaled and before clipping.
 
-        A float32 tensor of no dimensions on the device, or None where the step had no reason to
-        measure it: no loss scaling, no clipping, no rule that needs norms.
+        A 0-dim float32 tensor on the device. None if the step did not measure the norm: without
+        loss scaling, clipping or a rule that needs norms.
         """
         return self._last_control().grad_norm.clone() if self._measured else None
 
     def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter of the last step, and how many of its gradient's values were not finite.
+        """Each parameter of the last step, and the number of its gradient's non-finite values.
 
-        The counts are float64 tensors of no dimensions, on the device. Empty where the last step
-        had no reason to look (see `grad_norm`).
+        The counts are 0-dim float64 tensors on the device. The list is empty if the last step did
+        not measure the gradients (see `grad_norm`).
         """
         if not self._measured:
             return []
@@ -73,16 +73,16 @@ class Reports(torch.optim.Optimizer):
         ]
 
     def _found_inf(self) -> dict[torch.device, Tensor]:
-        """Of the last step, for GradScaler.update: 1 where it was skipped, by device."""
+        """By device, 1 if the last step was skipped; for GradScaler.update."""
         skipped = [plan.store.last_step.skipped for plan in self._last[:1]]
         return {flag.device: flag.clone() for flag in skipped}
 
     # --- averages ---
 
     def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and its moving average where ``ema_decay`` has made one.
+        """Each parameter, and its moving average by ``ema_decay``.
 
-        Averages of 16-bit parameters are float32. A parameter that had no step yet is its own.
+        Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
         """
         return [
             (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
@@ -92,7 +92,7 @@ class Reports(torch.optim.Optimizer):
 
     @contextmanager
     def swap_averages(self) -> Iterator[None]:
-        """Within it the parameters hold their averages: evaluate, or save the model."""
+        """Context in which the parameters hold their averages: evaluate, or save the model."""
         if self.ema_decay is None:
             raise RuntimeError("swap_averages needs an optimizer with ema_decay")
         pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
@@ -114,7 +114,7 @@ class Reports(torch.optim.Optimizer):
             low.copy_(value)
 
     def _average_parameters_without_gradients(self, weight: float) -> None:
-        """Their averages go on, as those of ModelEma would, unless the step was skipped."""
+        """Updates these averages, as ModelEma would, unless the step was skipped."""
         stepped = {id(p) for plan in self._last for p in plan.params}
         for group in self.param_groups:
             for p in group["params"]:

@@ -23,7 +23,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         lr: learning rate, a number or a tensor of one element.
         lr_decay: lr is divided by 1 + (step - 1) lr_decay.
         weight_decay: L2 penalty.
-        initial_accumulator_value: what the sum of squares starts with.
+        initial_accumulator_value: initial value of the sum of squares.
         eps: added to the root.
         maximize: ascends.
         foreach, fused: accepted; the step is the fused one in any case.
@@ -45,7 +45,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """
 
     _rule = "adagrad"
-    _absent: ClassVar = {"lr_decay": 0, "initial_accumulator_value": 0}  # Apex's has neither
+    _absent: ClassVar = {"lr_decay": 0, "initial_accumulator_value": 0}  # Apex has neither key
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
             for p in group["params"]:
-                if state["state"].get(p):  # Apex's do not count their steps, nor need to
+                if state["state"].get(p):  # Apex's states have no step count
                     state["state"][p].setdefault("step", torch.tensor(0.0))
         super().__setstate__(state)
 

@@ -19,12 +19,12 @@ from ._plan import Numbers
 class LAMB(FusedOptimizer):
     """LAMB (arXiv 1904.00962), as timm's ``Lamb`` has it: Adam's update, scaled by |p| / |update|.
 
-    The norm of the update is that of a trial: gradients, parameters and states are read twice.
+    A trial update gives the norm: gradients, parameters and states are read twice.
 
-    Bias correction goes by the steps of each parameter, as Adam's does. timm counts steps by
-    group, whether a parameter has a gradient or not, and so corrects one that had fewer too little.
-    A ``state_dict`` has both: the group's ``"step"`` is for timm, the largest of its parameters'.
-    From a checkpoint of timm all parameters with states take over their group's.
+    Bias correction counts the steps of each parameter, as Adam's does. timm counts steps by group,
+    whether a parameter has a gradient or not, and so corrects parameters with fewer steps too
+    little. A ``state_dict`` has both counts: the group's ``"step"``, for timm, is the largest of
+    its parameters'. Loading timm's checkpoint sets all parameters with states to the group's count.
 
     Args:
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
@@ -36,7 +36,7 @@ class LAMB(FusedOptimizer):
             `always_adapt`.
         grad_averaging: multiplies the gradient by 1 - beta1 in its average.
         max_grad_norm: norm that all gradients together are clipped to, or None.
-        trust_clip: LAMBC: the scale is at most 1.
+        trust_clip: limits the scale to 1 (LAMBC).
         always_adapt: scales groups without weight decay too.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
         decoupled_decay: fraction of lr that weights shrink by each step, instead of the penalty.

@@ -28,7 +28,7 @@ class LARS(FusedOptimizer):
         weight_decay: L2 penalty. Groups without it are not scaled, unless `always_adapt`.
         trust_coeff: see above.
         eps: see above.
-        trust_clip: LARC: the scale times lr is at most lr.
+        trust_clip: limits the scale times lr to lr (LARC).
         always_adapt: scales groups without weight decay too.
         options: see `FusedOptions`.
 

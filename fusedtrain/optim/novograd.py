@@ -24,7 +24,7 @@ class NovoGrad(FusedOptimizer):
         betas: decays of the averages of the gradient and of its squared norm.
         eps: added to the denominator.
         weight_decay: L2 penalty of the normalised gradient.
-        grad_averaging: multiplies that by 1 - beta1 in its average.
+        grad_averaging: multiplies the normalised gradient by 1 - beta1 in its average.
         amsgrad: divides by the largest second moment so far (arXiv 1904.09237).
         options: see `FusedOptions`.
 
@@ -74,8 +74,8 @@ class NovoGrad(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if any("exp_avg_sq" in group for group in state_dict["param_groups"]):
             raise ValueError(
-                "norms by group are of Apex's FusedNovoGrad, whose update is another: load them "
-                "into fusedtrain.compat.optimizers.FusedNovoGrad"
+                "norms by group are from Apex's FusedNovoGrad, which has a different update: load "
+                "them into fusedtrain.compat.optimizers.FusedNovoGrad"
             )
         super().load_state_dict(state_dict)
 

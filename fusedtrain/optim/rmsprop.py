@@ -25,8 +25,8 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         eps: added to the root.
         weight_decay: L2 penalty.
         momentum: momentum factor.
-        centered: divides by an estimate of the standard deviation. Where rounding makes the
-            variance negative it counts as 0 (torch gives nan).
+        centered: divides by an estimate of the standard deviation. If rounding makes the variance
+            negative, 0 is used (torch gives nan).
         maximize: ascends.
         foreach, capturable: accepted; the step is the fused, capturable one in any case.
         differentiable: not supported.

@@ -1,4 +1,4 @@
-"""Learning rates that count the steps that were applied, not those that were skipped."""
+"""Learning rates that count only applied steps, not skipped ones."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class _Shadow(torch.optim.Optimizer):
     """Groups and rates for a scheduler; nothing to train."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing, but schedulers want to see it called."""
+        """Does nothing; schedulers warn if it is not called."""
 
 
 class AppliedStepScheduler:
     """Drives an optimizer's learning rates by a torch scheduler that ignores skipped steps.
 
-    Under loss scaling some steps are skipped, and torch's schedulers, which count calls, run ahead.
-    To ask whether a step was skipped would make the host wait for the device. Here the scheduler
-    runs on the host over rates of its own, one entry of a table a call; the device picks the entry
-    of its own count of applied steps. Nothing waits, and CUDA graphs can be replayed.
+    Under loss scaling some steps are skipped. torch's schedulers count calls, and so run ahead; the
+    host would have to wait for the device to learn which steps were skipped. This scheduler runs on
+    the host and writes each call's rates to a table, and the device picks the entry of its count of
+    applied steps. Nothing waits, and CUDA graphs can be replayed.
 
     Every group's ``lr`` becomes a float32 tensor on the device of its first parameter.
 
     Args:
         optimizer: an optimizer of `fusedtrain.optim`.
-        make: makes the scheduler for the optimizer that it is given: one with the same groups and
-            rates, but without parameters to train. Only ``lr`` may be scheduled.
+        make: makes the scheduler for its argument, an optimizer with the same groups and rates but
+            without parameters to train. Only ``lr`` may be scheduled.
 
     Raises:
         TypeError: `optimizer` is not one of fusedtrain.
-        RuntimeError: the scheduler changes another option than ``lr``.
+        RuntimeError: the scheduler changes an option other than ``lr``.
 
     Example:
         >>> import torch, fusedtrain
@@ -84,7 +84,7 @@ class AppliedStepScheduler:
             self._tables.append(lr.clone().reshape(1))
 
     def step(self) -> None:
-        """Call it once after each step of the optimizer, applied or skipped."""
+        """Advances the rates; call once after each step of the optimizer, applied or skipped."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self._tables):
             raise RuntimeError("AppliedStepScheduler: the optimizer has other groups than at first")
@@ -110,7 +110,7 @@ class AppliedStepScheduler:
         return larger
 
     def get_last_lr(self) -> list[Tensor]:
-        """The rates of the next step, as the tensors of the groups."""
+        """The rates of the next step: the groups' tensors."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class AppliedStepScheduler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the saved scheduler was."""
+        """Continues from the saved scheduler's place."""
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self._rates = [list(rates) for rates in state_dict["rates"]]
         for group, rate in zip(self._shadow.param_groups, self._rates[-1], strict=True):

@@ -22,7 +22,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
         lr: learning rate, a number or a tensor of one element.
         momentum: momentum factor.
-        dampening: dampening of the gradient in the momentum buffer, but for its first step.
+        dampening: dampening of the gradient in the momentum buffer, except at the first step.
         weight_decay: L2 penalty.
         nesterov: Nesterov momentum.
         maximize: ascends.

@@ -12,16 +12,16 @@ from torch.autograd.graph import increment_version
 def zero_grad(
     parameters: Tensor | Iterable[Tensor] | torch.optim.Optimizer, set_to_none: bool = True
 ) -> None:
-    """Resets the gradients of parameters, or of an optimizer's.
+    """Resets the gradients of parameters, or of an optimizer's parameters.
 
-    Three ways, each right somewhere:
+    There are three ways to reset gradients:
 
-    - ``set_to_none=True`` (default, as in torch): gradients are dropped. Costs nothing, and the
-      next backward writes its gradients where it would have added them.
-    - ``set_to_none=False``: gradients stay where they are, at 0, all in one call (one launch on a
-      GPU). For memory that must not move: CUDA graphs, DDP's bucket views, buffers of one's own.
-    - ``gradient_writeback="zero"`` of fusedtrain's optimizers: the same, in the sweep that updates
-      the parameters. For static gradients with one optimizer step a backward pass.
+    - ``set_to_none=True`` (default, as in torch) drops gradients. This costs nothing, and the next
+      backward writes its gradients instead of adding them.
+    - ``set_to_none=False`` zeroes gradients in place, all in one call (one launch on a GPU). For
+      memory that must not move: CUDA graphs, DDP's bucket views, the script's buffers.
+    - ``gradient_writeback="zero"`` of fusedtrain's optimizers zeroes gradients in the sweep that
+      updates the parameters. For static gradients with one optimizer step per backward pass.
 
     Args:
         parameters: tensors of any dtype, shape and strides, or an optimizer.

@@ -20,14 +20,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "batch_norm_act_apply", "batch_norm_act_backward", "batch_norm_act_backward_reduce",
         "batch_norm_act_backward_apply",
     ),
-    "chains": (
-        "gated", "gated_backward", "scale_add", "scale_add_backward", "bias_act",
-        "bias_act_backward",
-    ),
+    "bias_act": ("bias_act", "bias_act_backward"),
     "few_bit": ("few_bit", "few_bit_", "few_bit_backward"),
     "fold": ("fold_weight", "fold_weight_backward"),
+    "gated": ("gated", "gated_backward"),
     "images": ("normalize_images",),
     "optimizers": ("measure_gradients", "try_update", "optimizer_step"),
     "pool": ("max_pool2d", "max_pool2d_backward"),
+    "scale_add": ("scale_add", "scale_add_backward"),
     "scaling": ("update_scale", "zero_tensors"),
 }  # fmt: skip

@@ -1,9 +1,8 @@
 """Activations in plain torch: forward, backward, and the table that declares each op.
 
-``forward`` is what eager PyTorch users write today; TorchScript, torch.compile and torch.func see
-it instead of a kernel. ``backward`` takes the gradient and what the op saves for it (the output
-where the derivative is an exact function of it, else the input) and is itself differentiable, so
-that double backward works to any order.
+TorchScript, torch.compile and torch.func see ``forward`` instead of a kernel. ``backward`` takes
+the gradient and the saved tensor: the output if the derivative is an exact function of the output,
+else the input. ``backward`` is differentiable, so double backward works to any order.
 """
 
 from __future__ import annotations
@@ -22,23 +21,21 @@ from .dtypes import widened
 
 @dataclass(frozen=True)
 class Activation:
-    """One row of the table: everything the package knows about an activation but its kernels."""
+    """One row of the table: everything about an activation except its kernels."""
 
     name: str
     forward: Callable[..., Tensor]
     backward: Callable[..., Any]
     saves: str  # "input" or "output"
-    parameters: tuple[str, ...] = ()  # numbers, or tensors where `tensors` is set
+    parameters: tuple[str, ...] = ()  # numbers, or tensors if `tensors` is set
     example: tuple[Any, ...] = ()  # values of the parameters in tests and benchmarks
     tensors: bool = False
     per_channel: bool = False  # tensors may have one value for each channel (dimension 1)
-    # Parameters are rounded to the tensor's dtype: backward compares the saved output with them.
-    rounds: bool = False
-    # For which parameter values the kernel is exact; elsewhere eager torch runs. The bounds of 1e-3
+    rounds: bool = False  # parameters, to the dtype: backward compares the saved output with them
+    # Parameter values for which the kernel is exact; for others eager torch runs. Bounds of 1e-3
     # and 1e3 keep a saved output within float16's range and resolution.
     valid: Callable[..., bool] | None = None
-    # From the output, for `inplace`: torch's function keeps no copy of the input either, and loses
-    # the same digits.
+    # Backward from the output, for `inplace`; torch's function loses the same digits.
     backward_in_place: Callable[..., Tensor] | None = None
 
     @property
@@ -49,7 +46,7 @@ class Activation:
         return tuple(torch.tensor(v, device="cpu") for v in self.example)
 
     def eager(self, input: Tensor) -> Tensor:
-        """What eager torch computes, with the example parameters."""
+        """Eager torch's result, with the example parameters."""
         return self.forward(input, *self.arguments_for(input))
 
     def arguments_for(self, input: Tensor) -> tuple[Any, ...]:
@@ -169,7 +166,7 @@ def _squareplus_root(x: Tensor, b: float) -> Tensor:
 
 
 def _squareplus(x: Tensor, b: float) -> Tensor:
-    """In the form that does not cancel where x < 0."""
+    """Computes a form that does not cancel for x < 0."""
     if b == 0:
         return 0.5 * x + 0.5 * x.abs()
     root = _squareplus_root(x, b)
@@ -196,8 +193,8 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return scale * F.relu(input) ** 2 + bias
 
 
-# --- backward from the output. Masks stay in the dtype of the tensor: the parameters that they
-# --- compare with are rounded to it, as in the kernels.
+# --- backward from the output. Masks compare in the dtype of the tensor: parameters are rounded to
+# --- that dtype, as in the kernels.
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> Tensor:
@@ -311,7 +308,7 @@ def gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
     x = widened(input)
-    x = x.clamp(-30, 30)  # beyond it the slope is 0 or 1, and the cube overflows
+    x = x.clamp(-30, 30)  # outside, the slope is 0 or 1, and the cube overflows
     linear, cubic = math.sqrt(2 / math.pi), math.sqrt(2 / math.pi) * 0.044715
     t = torch.tanh(x * (linear + cubic * x * x))
     slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * (linear + 3 * cubic * x * x)
@@ -319,7 +316,7 @@ def gelu_tanh_backward(grad: Tensor, input: Tensor) -> Tensor:
 
 
 def quick_gelu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    x = widened(input).clamp(-1e3, 1e3)  # beyond it the slope is 0 or 1
+    x = widened(input).clamp(-1e3, 1e3)  # outside, the slope is 0 or 1
     s = torch.sigmoid(1.702 * x)
     return (widened(grad) * (s * (1 + 1.702 * x * (1 - s)))).to(grad.dtype)
 
@@ -412,7 +409,7 @@ _ROWS = (
     Activation("logsigmoid", logsigmoid, logsigmoid_backward, "output"),
     Activation("tanh", tanh, tanh_backward, "output"),
     Activation("tanhshrink", tanhshrink, tanhshrink_backward, "input"),
-    # Below a threshold of 20 the output does not tell the two branches apart.
+    # Below a threshold of 20 the output does not determine the branch.
     Activation(
         "softplus", softplus, softplus_backward, "output", ("beta", "threshold"), (1.0, 20.0),
         valid=lambda beta, threshold: threshold >= 20 and 1e-3 <= abs(beta) <= 1e3,

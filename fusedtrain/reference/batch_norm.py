@@ -1,10 +1,10 @@
-"""Batch norm with what follows it, in plain torch: the truth of `ops/batch_norm.py`.
+"""Batch norm, add and activation in plain torch: the truth of `ops/batch_norm.py`.
 
     z = (x - mean) / sqrt(var + eps) * weight + bias          arXiv:1502.03167, algorithm 1
     y = activation(z * branch_scale + residual)
 
-Statistics of a batch are of all elements of a channel (dimension 1). 16-bit math is in float32, and
-rounded once, at the end, where eager torch rounds after each operator.
+A batch's statistics cover all elements of a channel (dimension 1). 16-bit math is in float32, and
+rounds once, at the end; eager torch rounds after each operator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .pointwise import IDENTITY, Pointwise
 
 
 class Norm(NamedTuple):
-    """What a norm is called with besides its input, in the order of the ops."""
+    """The arguments of a norm besides its input, in the order of the ops."""
 
     branch_scale: Tensor | None
     weight: Tensor | None
@@ -33,7 +33,7 @@ class Norm(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What the backward of a norm takes of its forward, in the order of the ops."""
+    """The tensors that a norm's backward takes from its forward, in the order of the ops."""
 
     branch_scale: Tensor | None
     weight: Tensor | None
@@ -43,7 +43,7 @@ class Statistics(NamedTuple):
 
 
 def eager(input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise) -> Tensor:
-    """What users write in eager torch; torch.compile and torch.func see it instead of a kernel."""
+    """The norm in eager torch, which torch.compile and torch.func see instead of a kernel."""
     z = F.batch_norm(
         input, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training,
         norm.momentum, norm.eps,
@@ -109,7 +109,7 @@ def batch_norm_act(
     else:
         assert running_mean is not None
         assert running_var is not None
-        # A clone: what is saved for backward must not move with the running statistics.
+        # A clone: the saved mean must not change with the running statistics.
         mean, invstd = running_mean.clone(), inverse_deviation(running_var, eps)
     mean, invstd = mean.to(wide), invstd.to(wide)
     output = batch_norm_act_apply(
@@ -147,15 +147,15 @@ def batch_norm_act_restore(
     invstd: Tensor,
     slope: float,
 ) -> Tensor:
-    """The input that an output was made of, with an activation that is `s` from 0 on and
-    `slope * s` below. arXiv:1712.02616, section 3."""
+    """Recomputes the input from the output, for an activation that is `s` for s >= 0 and
+    `slope * s` below 0. arXiv:1712.02616, section 3."""
     y = widened(output)
     s = torch.where(y > 0, y, y / slope)
     if bias is not None:
         s = s - per_channel(bias, output)
     scale = invstd if weight is None else invstd * weight
     x = s / per_channel(scale, output) + per_channel(mean, output)
-    largest = torch.finfo(output.dtype).max  # what was rounded beyond it is that
+    largest = torch.finfo(output.dtype).max  # rounding must not exceed it
     return torch.empty_like(output).copy_(x.clamp(-largest, largest))
 
 
@@ -194,7 +194,7 @@ def _gradient_of_sum(
     statistics: Statistics,
     activation: Pointwise,
 ) -> Tensor:
-    """Of what the activation is applied to; also the gradient of the residual."""
+    """The gradient of the activation's input, and so of the residual."""
     g = widened(grad)
     if activation.op == IDENTITY:
         return g
@@ -309,8 +309,8 @@ def differentiable_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The backward pass as a differentiable function, for double backward to any order.
 
-    Returns the gradients of input, residual, weight and bias (the last two None where they were not
-    kept apart: without an input).
+    Returns the gradients of input, residual, weight and bias (the last two are None without an
+    input).
     """
     branch_scale, weight, bias, mean, invstd = statistics
     if training:

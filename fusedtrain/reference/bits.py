@@ -1,4 +1,4 @@
-"""How codes of 1, 2, 3, 4 or 8 bits are packed: csrc/bits.h in torch."""
+"""Packing of codes of 1, 2, 3, 4 or 8 bits: csrc/bits.h in torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BLOCK, STEP = 256, 32  # elements
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that so many codes take."""
+    """Number of bytes of so many codes."""
     return -(-count // BLOCK) * STEP * bits
 
 
@@ -40,7 +40,7 @@ def _unpacked(runs: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """What :func:`pack` packed, int64 [count]."""
+    """The codes that :func:`pack` packed, int64 [count]."""
     runs = packed.view(-1, bits, STEP).to(torch.int64)
     if bits == 3:
         codes = _unpacked(runs[:, :2], 2) | _unpacked(runs[:, 2:], 1) << 2

@@ -1,9 +1,9 @@
 """Activations whose derivative is kept in few bits, in plain torch; csrc/few_bit.h has the same
 tables.
 
-The value of the derivative is quantised, to the nearest of a table's levels: with 2, 3 and 4 bits
-those of least squares for x ~ N(0, 1) (S. Lloyd, Least squares quantization in PCM, IEEE Trans.
-Inf. Theory 28, 1982), with 8 bits whole multiples of ``1 / unit``, of which 0 and 1 are exact. A
+The derivative is quantised to the nearest level of a table. With 2, 3 and 4 bits the levels have
+the least squared error for x ~ N(0, 1) (S. Lloyd, Least squares quantization in PCM, IEEE Trans.
+Inf. Theory 28, 1982); with 8 bits they are whole multiples of ``1 / unit``, with 0 and 1 exact. A
 derivative that is 0 or 1 takes 1 bit.
 """
 
@@ -22,8 +22,8 @@ from .pointwise import POINTWISE
 
 
 class Slopes(NamedTuple):
-    """The levels of a derivative, by the number of bits; ``unit`` codes of 8 bits make 1, and
-    ``zero`` is the one for 0."""
+    """The levels of a derivative by the number of bits. An 8-bit code means
+    ``(code - zero) / unit``."""
 
     levels: dict[int, tuple[float, ...]]
     unit: int = 1
@@ -33,19 +33,19 @@ class Slopes(NamedTuple):
         return (*self.levels, 8) if self.unit > 1 else tuple(self.levels)
 
     def values(self, bits: int) -> Tensor:
-        """What the codes mean, float64 ``[2**bits]``."""
+        """The levels by code, float64 ``[2**bits]``."""
         if bits == 8:
             return (torch.arange(256, dtype=torch.float64) - self.zero) / self.unit
         return torch.tensor(self.levels[bits], dtype=torch.float64)
 
     def thresholds(self, bits: int) -> list[int]:
-        """From so many units on a code is above 0, 1, ..."""
+        """The numbers of units from which on a code is above 0, 1, ..."""
         levels = self.levels[bits]
         middles = [(low + high) / 2 for low, high in itertools.pairwise(levels)]
         return [math.ceil(middle * self.unit + self.zero) for middle in middles]
 
     def codes(self, slope: Tensor, bits: int) -> Tensor:
-        """Of the nearest level to the slope in whole units, int64; 0 for nan."""
+        """The codes of the levels nearest to the slope in whole units, int64; 0 for nan."""
         counted = (slope * self.unit + (self.zero + 0.5)).clamp(0, 255)
         units = counted.nan_to_num(0.0).to(torch.int64)
         if bits == 8:
@@ -193,7 +193,7 @@ TABLES["gelu_tanh"] = TABLES["gelu"]
 
 
 def table_of(activation: int, bits: int) -> Slopes:
-    """Raises RuntimeError where there is none."""
+    """The table of an activation; raises RuntimeError if there is none."""
     name = POINTWISE[activation].name if 0 <= activation < len(POINTWISE) else ""
     if name not in TABLES:
         raise RuntimeError("fusedtrain: activation has no derivative in few bits")
@@ -220,14 +220,14 @@ def few_bit(input: Tensor, activation: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def few_bit_(input: Tensor, activation: int, bits: int) -> Tensor:
-    """The output overwrites the input."""
+    """Overwrites the input with the output; returns the codes."""
     output, codes = few_bit(input, activation, bits)
     input.copy_(output)
     return codes
 
 
 def few_bit_backward(grad: Tensor, codes: Tensor, activation: int, bits: int) -> Tensor:
-    """``grad`` times the derivative; its memory is in the order of the output's."""
+    """``grad`` times the derivative; the memory of `grad` has the order of the output's."""
     table = table_of(activation, bits)
     gradient = torch.empty_like(grad).copy_(grad)
     numbers = unpack(codes, bits, grad.numel())

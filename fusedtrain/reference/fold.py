@@ -1,9 +1,9 @@
-"""The weight and bias of a convolution that does the work of the batch norm after it.
+"""The weight and bias of a convolution that includes the batch norm after it.
 
-With s = gamma / sqrt(var + eps), one number a channel of the output:
+With s = gamma / sqrt(var + eps), one number per output channel:
 W' = s W and b' = beta + s (b - mean) (Jacob et al. 2018, section 3.2; You et al. 2023, "Efficient
-ConvBN Blocks"). `weight` is that of a convolution or of a linear layer, of shape [out, ...], or, if
-`transposed`, of a transposed convolution in `groups` groups, of shape [in, out / groups, ...].
+ConvBN Blocks"). `weight` belongs to a convolution or linear layer, with shape [out, ...], or, if
+`transposed`, to a transposed convolution in `groups` groups, with shape [in, out / groups, ...].
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _per_channel(values: Tensor, weight: Tensor, transposed: bool, groups: int) -> Tensor:
-    """One value an output channel, to be multiplied with the weight."""
+    """One value per output channel, in a shape that broadcasts over the weight."""
     ones = [1] * (weight.dim() - 2)
     if not transposed:
         return values.view(-1, 1, *ones)
@@ -22,7 +22,7 @@ def _per_channel(values: Tensor, weight: Tensor, transposed: bool, groups: int) 
 
 
 def _sum_per_channel(x: Tensor, transposed: bool, groups: int) -> Tensor:
-    """Of a tensor shaped like the weight: the sum of what belongs to each output channel."""
+    """The sum over each output channel of a tensor shaped like the weight."""
     if not transposed:
         return x.flatten(1).sum(1)
     return (
@@ -38,7 +38,7 @@ def _wide(*tensors: Tensor | None) -> torch.dtype:
 def _terms(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[torch.dtype, Tensor, Tensor, Tensor]:
-    """The dtype to compute in, 1 / sqrt(var + eps), that times gamma, and bias - mean."""
+    """The dtype of the math, invstd = 1 / sqrt(var + eps), gamma invstd, and bias - mean."""
     wide = _wide(weight, bias, gamma, mean, var)
     invstd = (var.to(wide) + eps).rsqrt()
     scale = invstd if gamma is None else gamma.to(wide) * invstd
@@ -78,10 +78,10 @@ def fold_weight_backward(
     transposed: bool,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of weight, bias, gamma and beta; of the two last in the dtype of `running_mean`.
+    """Gradients of weight, bias, gamma and beta; the last two in the dtype of `running_mean`.
 
     dW = s dW', db = s db', dbeta = db', and dgamma = (sum of dW' W + (b - mean) db') /
-    sqrt(var + eps): no activation is needed. Those of absent arguments are there, too.
+    sqrt(var + eps): no activation is needed. Absent arguments get gradients, too.
     """
     wide, invstd, scale, centre = _terms(weight, bias, gamma, running_mean, running_var, eps)
     grad, grad_shift = grad_weight.to(wide), grad_bias.to(wide)
@@ -105,10 +105,10 @@ def fold_weight_before(
     eps: float,
     groups: int,
 ) -> tuple[Tensor, Tensor]:
-    """Likewise where the norm comes first, by input channel: W' = W s, b' = b + W (beta - s mean).
+    """Folds a norm before the convolution, by input channel: W' = W s, b' = b + W (beta - s mean).
 
-    Of no use to a transposed convolution, nor to one that pads with zeros: at the borders fewer
-    weights meet the shift.
+    Wrong for a transposed convolution and for zero padding: at the borders fewer weights multiply
+    the shift.
     """
     wide, _, scale, centre = _terms(weight, None, gamma, running_mean, running_var, eps)
     shift = centre * scale if beta is None else centre * scale + beta.to(wide)

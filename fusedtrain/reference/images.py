@@ -1,8 +1,8 @@
-"""Images of bytes to normalised numbers: ``(x / 255 - mean) / std``, as a scale and a shift.
+"""Normalisation of byte images: ``(x / 255 - mean) / std``, as a scale and a shift.
 
-The scale, 1 / (255 std), is held in two parts of 16 bits. Their products with a byte are exact in
-float32, so ``x upper + (x lower + shift)`` has the same bits whether or not a compiler fuses the
-multiplications with the additions: on every instruction set and device, compiled or not.
+The scale, 1 / (255 std), is split into two parts of 16 bits. Their products with a byte are exact
+in float32, so ``x upper + (x lower + shift)`` has the same bits whether or not a compiler fuses
+multiplications with additions: on every instruction set and device, compiled or not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Numbers = float | Sequence[float] | Tensor
     MemoryFormat = torch.memory_format
-else:  # what TorchScript has names for
+else:  # types that TorchScript knows
     Numbers = float | list[float] | Tensor
     MemoryFormat = int
 
@@ -29,9 +29,9 @@ def _sixteen_bits(x: Tensor) -> Tensor:
 
 
 def image_coefficients(mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    """[3, C], what an image is multiplied by and added to: the scale's parts and the shift.
+    """The two parts of the scale, and the shift: [3, C].
 
-    float64 for float64, which needs no parts, else float32. `mean` and `std` are float64 [C].
+    float64 for float64, where the scale is not split, else float32. `mean`, `std`: float64 [C].
     """
     scale, shift = 1 / (255 * std), -mean / std
     if dtype == torch.float64:
@@ -44,7 +44,7 @@ def image_coefficients(mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
 def normalize_images(
     input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: MemoryFormat
 ) -> Tensor:
-    """`input` is [N, C, H, W]; rounded once to `dtype`, from that of the coefficients."""
+    """`input` is [N, C, H, W]; computes in the coefficients' dtype, and rounds once to `dtype`."""
     upper, lower, shift = coefficients.view(3, 1, -1, 1, 1).unbind()
     x = input.to(coefficients.dtype)
     y = (x * upper + (x * lower + shift)).to(dtype)

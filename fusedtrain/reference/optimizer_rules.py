@@ -1,10 +1,10 @@
-"""The update rules of the optimizers in plain torch: the twin of csrc/optimizers.h.
+"""The update rules of the optimizers in plain torch: the twin of csrc/optimizer_rules.h.
 
 ``prepare_<rule>`` turns options, step counts and norms of all tensors of a call into coefficients:
 vectors of float64, one number a tensor, on the tensors' device. ``<rule>(param, grad, states, c)``
-makes of one tensor its direction u, the gradient that caution compares u with, and the new states;
-it modifies nothing. ``c`` are that tensor's numbers, of 0 dimensions and of the dtype of ``param``.
-A state that a tensor does not have is a 0. Every function scripts, and none waits for the device.
+returns for a tensor its direction u, the gradient that caution compares u with, and the new states;
+it modifies nothing. ``c`` are the tensor's coefficients, 0-dim and of the dtype of ``param``. An
+absent state is a 0. Every function scripts, and none waits for the device.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What a rule returns: direction, the gradient that caution compares it with, new states.
+# The result of a rule: direction, the gradient that caution compares with it, new states.
 Stepped = tuple[Tensor, Tensor, list[Tensor]]
 
 
 class Facts(NamedTuple):
-    """What is known of the tensors of a call before the step: vectors of float64 but for two."""
+    """Options and measures of a call's tensors before the step: float64 vectors, except for two."""
 
     lr: Tensor
     weight_decay: Tensor
     max_lr: Tensor  # for "corrected" weight decay, or 0
     cautious: Tensor
-    option: Tensor  # [n, 8]: those of the rule
-    step: Tensor  # of this update, counted from 1
-    grad_norm: Tensor  # of the gradient that the rule will see; 0 where nobody asked for it
+    option: Tensor  # [n, 8]: options of the rule
+    step: Tensor  # number of this update, from 1
+    grad_norm: Tensor  # of the rule's gradient; 0 if it was not measured
     param_norm: Tensor
     moments: Tensor  # [n, 2] of float32, kept from step to step
 
 
 class Coefficients(NamedTuple):
-    """What the update multiplies by: p' = keep p - size (caution u + late_decay p)."""
+    """The coefficients of the update p' = keep p - size (caution u + late_decay p)."""
 
     keep: Tensor
     size: Tensor
@@ -42,11 +42,11 @@ class Coefficients(NamedTuple):
     cautious: Tensor
     caution: Tensor
     moments: Tensor  # [n, 2] of float32: after the step
-    c: Tensor  # [n, ...]: those of the rule
+    c: Tensor  # [n, ...]: coefficients of the rule
 
 
 class Trial(NamedTuple):
-    """Sums over a trial of the update; where a group is cautious, over elements that agree."""
+    """Sums over a trial of the update; in a cautious group, over elements that agree."""
 
     agreeing: Tensor  # number of elements with u g > 0
     squares: Tensor  # sum of u^2
@@ -80,7 +80,7 @@ def _where(condition: Tensor, then: Tensor, other: float) -> Tensor:
 
 
 def _kept(t: Facts, decoupled: Tensor) -> Tensor:
-    """What decoupled weight decay leaves; lr^2 / max_lr is the rate of the "corrected" one."""
+    """The factor of decoupled weight decay; "corrected" decay has the rate lr^2 / max_lr."""
     rate = torch.where(t.max_lr == 0, t.lr, t.lr * t.lr / t.max_lr)
     return _where(decoupled, 1 - rate * t.weight_decay, 1.0)
 
@@ -106,7 +106,7 @@ def _with_momentum(t: Facts, weight_decay: Tensor, trust: Tensor, keep: Tensor) 
     undampened = (momentum == 0) | (t.step == 1)
     fresh = _where(undampened == 0, 1 - dampening, 1.0)
     c = [weight_decay, momentum, fresh, nesterov, trust]
-    # The direction is the gradient itself without momentum: timm has no caution there.
+    # Without momentum the direction is the gradient itself, and timm has no caution.
     return _coefficients(t, t.lr, c, keep, cautious=_where(momentum, t.cautious, 0.0))
 
 
@@ -162,7 +162,7 @@ def nadamw(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) -
 
 
 # --- lamb: timm's Lamb, Adam's direction with a trust ratio of each tensor. A decoupled_decay of 2
-# is Apex's adam_w_mode=False: weight decay is part of the gradient that the averages see.
+# is Apex's adam_w_mode=False: weight decay is part of the averaged gradient.
 
 
 def prepare_lamb(t: Facts) -> Coefficients:
@@ -225,7 +225,7 @@ def rmsprop(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) 
     grad = _coupled(param, grad, weight_decay)
     square = alpha * states[0] + fresh * grad * grad
     mean = states[2] + (grad - states[2]) * fresh
-    # Below 0 by rounding, where torch's square root is nan.
+    # Rounding may make the variance negative, and torch's root is then nan.
     variance = torch.where(centered != 0, square - mean * mean, square).clamp(min=0)
     buffer = momentum * states[1] + grad / (variance.sqrt() + eps)
     return buffer, grad, [square, buffer, mean]
@@ -272,9 +272,9 @@ def adagrad(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) 
     return grad / (total.sqrt() + eps), grad, [total]
 
 
-# --- novograd: arXiv 1905.11286, as timm's NvNovoGrad has it; one second moment a tensor. Apex has
-# bias_correction; `outside` divides and decays after the average (its moment_mode 1); the first
-# squared norm is the second moment where that is 0 (`start` 0), at the first step (1) or never (2).
+# --- novograd: arXiv 1905.11286, as in timm's NvNovoGrad; one second moment per tensor. Apex adds
+# bias_correction; `outside` (its moment_mode 1) divides and decays after the average. The squared
+# norm becomes the second moment if that is 0 (`start` 0), at the first step (1) or never (2).
 
 
 def prepare_novograd(t: Facts) -> Coefficients:
@@ -303,11 +303,11 @@ def novograd(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor])
     return buffer, grad, [buffer]
 
 
-lars = sgd  # all of the difference is in the coefficients
+lars = sgd  # only the coefficients differ
 
 
 class Rule(NamedTuple):
-    """One row of the table: a rule, and the least and most states that an element has."""
+    """One row of the table: a rule, and its least and most states per element."""
 
     name: str
     least: int
@@ -317,7 +317,7 @@ class Rule(NamedTuple):
     finish: Callable[[Facts, Coefficients, Trial], Coefficients] | None = None
 
 
-# In the order of FT_RULES in csrc/optimizers.h.
+# In the order of FT_RULES in csrc/optimizer_rules.h.
 RULES: tuple[Rule, ...] = (
     Rule("sgd", 0, 1, prepare_sgd, sgd),
     Rule("lars", 0, 1, prepare_lars, lars),

@@ -1,13 +1,12 @@
-"""The optimizer step in plain torch: what csrc/cpu/multi_tensor.cpp computes, op by op.
+"""The optimizer step of csrc/cpu/optimizers.cpp in plain torch, op by op.
 
-Nothing here waits for the device: a step that is to be skipped is computed all the same, and
-``torch.where`` keeps every bit of what was there. Only ``table`` and ``rows`` are read, which are
-in host memory.
+The host never waits for the device: a skipped step is computed, too, and ``torch.where`` keeps
+every bit of the old values. The host reads only ``table`` and ``rows``, which are in its memory.
 
-``table`` is a matrix of float64: the row of a `StepOptions`, then that of a `GroupOptions` for each
-group. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of each of
-its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1 where
-there is none.
+``table`` is a matrix of float64: the row of a `StepOptions`, then the row of each group's
+`GroupOptions`. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of
+each of its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1
+for a tensor that does not exist.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from torch import Tensor
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16, whole_seed
 
-# csrc/ops.h has the same numbers and names (tests/test_optimizer_tables.py compares them).
+# csrc/ops/optimizers.h has the same numbers and names (test_optimizer_tables.py compares them).
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
 MAX_STATES = 3
 SCALARS = 3  # rows of `scalars`: applied steps, two second moments
-CONTROLS = 8  # numbers in `control`, of which the last ones are unused
-RULE_OPTIONS = 8  # of a group, which only the rule knows
+CONTROLS = 8  # numbers in `control`; the last are unused
+RULE_OPTIONS = 8  # options of a group that only the rule knows
 
 
 class StepOptions(NamedTuple):
-    """What one step does to all tensors."""
+    """The options of one step for all tensors."""
 
-    measures: float  # MEASURE_...: what the sweep over gradients must find out
+    measures: float  # MEASURE_...: what the sweep over gradients measures
     max_norm: float  # of all gradients together, or 0
     norm_eps: float
     unit_factor: float  # of adaptive (unit-wise) clipping, or 0
     unit_eps: float
-    average_weight: float  # of the new parameter in its moving average, or 0
-    write_back: float  # to gradients: 0 nothing, 1 the unscaled and clipped ones, 2 zeros
+    average_weight: float  # weight of the new parameter in its moving average, or 0
+    write_back: float  # written to gradients: 0 nothing, 1 unscaled and clipped gradients, 2 zeros
     stochastic: float  # 1: bfloat16 parameters are rounded stochastically
     seed: float  # an integer below 2^53
     trial: float  # 1: the rule needs sums over a trial of the update
@@ -51,20 +50,20 @@ class StepOptions(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> StepOptions:
-        """The options in a row, or in a table that begins with one."""
+        """The options in a row, or in a table that begins with the row."""
         return cls(*row[: len(cls._fields)])
 
 
 class GroupOptions(NamedTuple):
-    """What one step does to the parameters of a group."""
+    """The options of one step for the parameters of a group."""
 
     lr: float
-    lr_index: float  # of the tensor in `lrs` that holds the rate instead, or -1
+    lr_index: float  # index of the tensor in `lrs` that replaces `lr`, or -1
     weight_decay: float
     sign: float  # -1: maximize
     max_lr: float  # for "corrected" weight decay, or 0
     cautious: float  # 1: directions that disagree with the gradient's sign are dropped
-    option: tuple[float, ...]  # of the rule (csrc/optimizers.h), RULE_OPTIONS at most
+    option: tuple[float, ...]  # of the rule (csrc/optimizer_rules.h), RULE_OPTIONS at most
 
     def row(self) -> tuple[float, ...]:
         """WIDTH numbers, the unused ones 0."""
@@ -73,17 +72,17 @@ class GroupOptions(NamedTuple):
 
     @classmethod
     def column(cls, name: str) -> int:
-        """Where an option is in a row; "option": where those of the rule begin."""
+        """The column of an option; "option": the first column of the rule's options."""
         return cls._fields.index(name)
 
 
 class Control(NamedTuple):
-    """``control``: the last step, and counts of all, on the device."""
+    """``control``: results of the last step, and counts of all steps, on the device."""
 
     skipped: Tensor  # 1 or 0
     skipped_steps: Tensor
-    grad_norm: Tensor  # of all gradients, nan where the step did not measure it
-    clip: Tensor  # the coefficient
+    grad_norm: Tensor  # of all gradients; nan if the step did not measure it
+    clip: Tensor  # coefficient of the clipping
     nonfinite: Tensor  # number of non-finite gradients
     applied_steps: Tensor
 
@@ -105,20 +104,20 @@ class _Measures(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What the update of every tensor needs to know."""
+    """The coefficients of the update of every tensor."""
 
     skip: Tensor
-    gradient: Tensor  # [n]: what stored gradients are multiplied by
+    gradient: Tensor  # [n]: factors of the stored gradients
     unit_factors: list[Tensor] | None
     facts: Facts
     k: Coefficients
 
 
 @dataclass
-class _Call:
+class OptimizerCall:
     """The arguments that all three ops share, in their order."""
 
-    rule: int  # counts the rows of RULES
+    rule: int  # index in RULES
     params: list[Tensor]
     grads: list[Tensor]
     states: list[Tensor]
@@ -172,7 +171,7 @@ class _Call:
     def unscale(self) -> Tensor:
         if self.scale is None:
             return torch.ones((), dtype=torch.float64, device=self.scalars.device)
-        # To float32 at once, as torch's GradScaler rounds it.
+        # Rounded to float32, as in torch's GradScaler.
         return self.scale.reshape(()).double().reciprocal().float().double()
 
     # --- the sweep over gradients
@@ -203,7 +202,7 @@ class _Call:
         return torch.where(grad_norm < most, 1.0, most / grad_norm.clamp(min=1e-6))
 
     def measured(self, sums: Tensor | None) -> _Measures:
-        """By somebody else, or by nobody."""
+        """The measures from another call's sums, or without sums zeros."""
         if sums is None:
             shape, device = (len(self.params), 3), self.scalars.device
             sums = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -260,14 +259,14 @@ class _Call:
         )
 
     def finished(self, plan: _Plan, sums: Tensor) -> _Plan:
-        """With what depends on a trial of the update."""
+        """The plan with the coefficients that depend on the trial update."""
         numel = self.on_device([float(p.numel()) for p in self.params])
         trial = Trial(sums[:, 0], sums[:, 1], sums[:, 2], numel)
         k, rule_finish = finish(plan.k, trial), RULES[self.rule].finish
         return plan._replace(k=k if rule_finish is None else rule_finish(plan.facts, k, trial))
 
     def commit(self, plan: _Plan, sums: Tensor) -> None:
-        """Step counts, and what the caller is told."""
+        """Writes step counts and ``control``."""
         scalars, column = self.scalars.view(SCALARS, -1), self.on_device(self.column)
         old = scalars[:, column]
         new = torch.cat([old[:1] + 1, plan.k.moments.t()])
@@ -289,7 +288,8 @@ class _Call:
     # --- the sweep over parameters
 
     def direction(self, i: int, plan: _Plan) -> Stepped:
-        """Direction of tensor i with disagreeing elements at 0, which agree, the new states."""
+        """The direction of tensor i, with 0 where it disagrees with the gradient's sign; the mask
+        of agreement; the new states."""
         dtype = self.dtype[i]
         zero = torch.zeros((), dtype=dtype, device=self.scalars.device)
         states = [zero if s is None else s.to(dtype) for s in self.state[i]]
@@ -346,20 +346,20 @@ def measure_gradients(*arguments: Any) -> Tensor:
     """The sums of every tensor, [n, 3] of float64: see _Measures.
 
     Args:
-        arguments: the fields of _Call.
+        arguments: the fields of OptimizerCall.
     """
-    call = _Call(*arguments)
+    call = OptimizerCall(*arguments)
     return call.measure().sums if call.params else call.measured(None).sums
 
 
 @torch.no_grad()
 def try_update(*arguments: Any) -> Tensor:
-    """Sums over a trial of the update, [n, 3] of float64; 0 where it would be skipped.
+    """Sums over a trial of the update, [n, 3] of float64; 0 if the step would be skipped.
 
     Args:
-        arguments: the fields of _Call, and the sums of ``measure_gradients``.
+        arguments: the fields of OptimizerCall, and the sums of ``measure_gradients``.
     """
-    call = _Call(*arguments[:-1])
+    call = OptimizerCall(*arguments[:-1])
     if not call.params:
         return call.measured(None).sums
     if call.option.unit_factor != 0:
@@ -372,10 +372,10 @@ def optimizer_step(*arguments: Any) -> Tensor:
     """The step, in place; returns the sums of ``measure_gradients``.
 
     Args:
-        arguments: the fields of _Call, then the sums of ``measure_gradients`` and those of
-            ``try_update``, each None where it is to be found out here.
+        arguments: the fields of OptimizerCall, then the sums of ``measure_gradients`` and those of
+            ``try_update``; None: the step computes the sums itself.
     """
-    call, sums, trial_sums = _Call(*arguments[:-2]), arguments[-2], arguments[-1]
+    call, sums, trial_sums = OptimizerCall(*arguments[:-2]), arguments[-2], arguments[-1]
     if sums is not None and call.option.unit_factor != 0:
         raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
     if not call.params:

@@ -1,4 +1,4 @@
-"""An activation as the ops take it that apply one: its number, and the values of its parameters."""
+"""An activation as an argument of ops: its number, and the values of its parameters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, Activation
 
-# As csrc/formulas.h counts them: an op gets the index, or -1 for no activation.
+# In the order of csrc/formulas.h: an op gets the index, or -1 for no activation.
 POINTWISE: tuple[Activation, ...] = tuple(r for r in ACTIVATIONS.values() if not r.tensors)
 INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 IDENTITY = -1
 
 
 class Pointwise(NamedTuple):
-    """An activation with the values of its parameters, as the ops take it."""
+    """An activation with the values of its parameters, as an argument of ops."""
 
     op: int = IDENTITY
     a: float = 0.0

@@ -1,8 +1,8 @@
 """Max pooling whose backward needs the place of the maximum in its window, not its index.
 
-A place is counted row by row in the window, padding included; ties go to the first one, NaN to the
-last one, as in torch. Places are packed (`bits.py`) in the order in which the output lies in
-memory: [N, H, W, C] where `channels_last`, else [N, C, H, W].
+Places count row by row in the window, padding included. Of equal maxima the first counts, of NaNs
+the last, as in torch. Places are packed (`bits.py`) in the order of the output's memory:
+[N, H, W, C] if `channels_last`, else [N, C, H, W].
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._torch_private import functorch_is_active
 from .bits import pack, unpack
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int, ceil_mode: bool) -> int:
-    """As torch: with ceil_mode windows may reach beyond the padding, but not begin there."""
+    """Number of outputs; with ceil_mode windows may end beyond the padding, but not begin there."""
     room = size + 2 * padding - kernel
     count = (room + (stride - 1 if ceil_mode else 0)) // stride + 1
     return count - 1 if ceil_mode and (count - 1) * stride >= size + padding else count
@@ -34,14 +35,14 @@ def out_sizes(
 
 
 def new_image(model: Tensor, height: int, width: int, channels_last: bool) -> Tensor:
-    """A tensor with the sizes of `model` but for the last two."""
+    """A tensor with the sizes of `model`, except for the last two."""
     format = torch.channels_last if channels_last else torch.contiguous_format
     shape = (*model.shape[:-2], height, width)
     return torch.empty(shape, dtype=model.dtype, device=model.device, memory_format=format)
 
 
 def _corners(size: int, stride: int, padding: int, like: Tensor) -> Tensor:
-    """Where the windows begin, along one dimension."""
+    """The starts of the windows along one dimension."""
     return torch.arange(size, device=like.device) * stride - padding
 
 
@@ -50,7 +51,7 @@ def _in_memory_order(t: Tensor, channels_last: bool) -> Tensor:
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
-    if torch._C._are_functorch_transforms_active():  # vmap refuses to ask for channels_last
+    if functorch_is_active():  # vmap does not support channels_last
         return t
     if channels_last:
         return t.contiguous(memory_format=torch.channels_last)
@@ -66,7 +67,7 @@ def max_pool2d(
     bits: int,
     channels_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The maxima, and their places in so many bits each (0: none)."""
+    """The maxima, and their places in `bits` bits each (0: no places)."""
     output, index = torch.nn.functional.max_pool2d_with_indices(
         _laid_out(input, channels_last), kernel_size, stride, padding, [1, 1], ceil_mode
     )
@@ -90,7 +91,7 @@ def max_pool2d_indices(
     bits: int,
     channels_last: bool,
 ) -> Tensor:
-    """Of outputs of that shape: what torch returns as indices, of an input of that width."""
+    """torch's indices of outputs of this shape, for an input of this width."""
     count = 1
     for size in shape:
         count *= size
@@ -122,8 +123,8 @@ def max_pool2d_backward(
         codes, shape, width, kernel_size, stride, padding, bits, channels_last
     )
     wide = grad if grad.dtype is torch.float64 else grad.float()
-    found = torch.zeros(
+    sums = torch.zeros(
         shape[:-2] + [height * width], dtype=wide.dtype, device=grad.device
     ).scatter_add(-1, index.flatten(-2), wide.flatten(-2))
-    found = found.to(grad.dtype).view(shape[:-2] + [height, width])
-    return _laid_out(found, channels_last)
+    grad_input = sums.to(grad.dtype).view(shape[:-2] + [height, width])
+    return _laid_out(grad_input, channels_last)

@@ -1,4 +1,4 @@
-"""What surrounds the optimizer step, in plain torch: the loss scale, and gradients to zero."""
+"""The loss scale's update and the zeroing of gradients, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def update_scale(
     min_scale: float,
     max_scale: float,
 ) -> None:
-    """The next loss scale, and the counts of good and of tolerated bad steps; nothing is read."""
+    """Updates the loss scale and the counts of good and of tolerated bad steps, on the device."""
     bad = found_inf.reshape(()) != 0
     left = torch.where(bad, hysteresis_tracker - 1, hysteresis)
     good_steps = torch.where(bad, 0, growth_tracker + 1)
@@ -33,6 +33,6 @@ def update_scale(
 
 
 def zero_tensors(tensors: list[Tensor]) -> None:
-    """Sets all of them to 0."""
+    """Sets all tensors to 0."""
     for tensor in tensors:
         tensor.zero_()

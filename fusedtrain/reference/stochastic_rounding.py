@@ -1,6 +1,6 @@
-"""Stochastic rounding to bfloat16, with the bits of csrc/optimizers.h.
+"""Stochastic rounding to bfloat16, with the bits of csrc/optimizer_rules.h.
 
-torch has no arithmetic of unsigned integers: theirs is done in int64, which wraps and is masked.
+torch has no unsigned arithmetic: int64 wraps around, and masks keep the low bits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _BITS32 = 0xFFFFFFFF
-_STEP = 0xD1B54A32D192ED03  # from one step of the optimizer to the next
+_STEP = 0xD1B54A32D192ED03  # added to the seed at each step of the optimizer
 
 
 def _signed(x: int) -> int:
@@ -18,7 +18,7 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right of 64 bits."""
+    """A logical shift of 64-bit numbers to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -28,7 +28,7 @@ def whole_seed(seed: float, seed_high: float) -> int:
 
 
 def seed_after(seed: int, steps: int) -> int:
-    """The seed, from 0 to 2^64 - 1, whose stream starts where this seed's is after the steps."""
+    """The seed, from 0 to 2^64 - 1, whose stream continues this seed's after so many steps."""
     return (seed + steps * _STEP) % (1 << 64)
 
 
@@ -50,13 +50,13 @@ def random_bits(index: Tensor, key: Tensor) -> Tensor:
 
 
 def memory_index(like: Tensor) -> Tensor:
-    """Of each element its place in memory (in that of a dense copy, where there are gaps)."""
+    """The place of each element in memory (with gaps: in the memory of a dense copy)."""
     strides = torch.empty_like(like, device="meta").stride()
     return torch.arange(like.numel(), device=like.device).as_strided(like.shape, strides)
 
 
 def stochastic_bfloat16(values: Tensor, index: Tensor, key: Tensor) -> Tensor:
-    """float32 values up or down at random, the nearer the likelier. Infinities and NaN stay."""
+    """Rounds float32 values at random, more likely to the nearer one. Infinities and NaN stay."""
     bits = values.contiguous().view(torch.int32).to(torch.int64) & _BITS32
     rounded = (bits + (random_bits(index, key) >> 16)) >> 16
     rounded = torch.where(rounded >= 0x8000, rounded - 0x10000, rounded).to(torch.int16)

@@ -1,6 +1,6 @@
-"""The ops as Triton kernels: twins of the C++ ones, for NVIDIA and AMD GPUs.
+"""The ops as Triton kernels: twins of the C++ kernels, for NVIDIA and AMD GPUs.
 
-Importing this needs an installed triton, but does not import it: the first op does.
+This module needs an installed triton, but only the first op imports it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from ..reference import ACTIVATIONS, FAMILIES
 if importlib.util.find_spec("triton") is None:
     raise ImportError("fusedtrain.triton needs triton, which is not installed: pip install triton")
 
-# The modules here whose family has another name.
-_MODULES = {"optimizers": "multi_tensor"}
-_OLDEST = (3, 6)  # of torch 2.10; older ones were not tried
+_OLDEST = (3, 6)  # torch 2.10's Triton; older releases were not tried
 
 
 def available() -> str | None:
-    """Why the kernels cannot run here; None where nothing is known to be in the way.
+    """Why the kernels cannot run; None if no reason is known.
 
-    Asks no driver, so that a process may fork after it.
+    Calls no driver, so a process may fork afterwards.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return f"torch {torch.__version__} is a build without CUDA or ROCm"
@@ -52,13 +50,13 @@ def _load() -> dict[str, Callable[..., Any]]:
             ops[f"{name}_"] = functools.partial(loop.inplace, name)
     for family, names in FAMILIES.items():
         if family != "activations":
-            module = importlib.import_module(f".{_MODULES.get(family, family)}", __name__)
+            module = importlib.import_module(f".{family}", __name__)
             ops.update((name, getattr(module, name)) for name in names)
     return ops
 
 
 class _Ops(Mapping[str, Callable[..., Any]]):
-    """Loads the kernels when the first one is asked for."""
+    """Loads the kernels on first use."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return _load()[name]
@@ -70,14 +68,14 @@ class _Ops(Mapping[str, Callable[..., Any]]):
         return len(_load())
 
 
-# By the name of the op, with the op's arguments: OPS["mish"](x), OPS["celu_"](x, 1.0).
+# The kernels by the op's name, with the op's arguments: OPS["mish"](x), OPS["celu_"](x, 1.0).
 OPS: Mapping[str, Callable[..., Any]] = _Ops()
 
 
 def register(library: torch.library.Library, dispatch_key: str = "CUDA") -> None:
-    """Makes these the kernels of the ``fusedtrain`` ops, on CUDA and ROCm tensors if not told else.
+    """Registers these kernels for the ``fusedtrain`` ops, by default on CUDA and ROCm tensors.
 
-    Triton is imported by the first call of one. ``"CPU"`` is for Triton's interpreter.
+    The first call of an op imports Triton. ``"CPU"`` is for Triton's interpreter.
     """
 
     def late(name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""From the arguments of an op of batch norm to launches: checks, layouts, cuts, variants."""
+"""The launches of batch norm's ops: checks of arguments, layouts, cuts, variants."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class _View(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How a tensor is cut into tiles, and a program's tiles into shares."""
+    """The tiles of a tensor, and the shares of a program's tiles."""
 
     programs: int
     numbers: tuple[int, ...]  # rows, units, channels, inner, rows_a_sample
     tile: tuple[Any, ...]  # the last constants of every kernel of tiles
     steps: int
     shares: int  # of a channel
-    stretches: tuple[int, int, int]  # pieces, span, length: merge_kernel tells
+    stretches: tuple[int, int, int]  # pieces, span, length: see merge_kernel
     merging: tuple[int, int, int]  # programs, and the sides of their blocks
 
 
@@ -85,7 +85,7 @@ def _cut(view: _View, block: int, summed: bool) -> _Cut:
 
 
 def _walkable(t: Tensor, by_sample: bool) -> Tensor:
-    """Dense, and where samples are told apart, one sample after the other."""
+    """A dense tensor; with `by_sample` its samples follow each other in memory."""
     if t.dim() < 2:
         raise RuntimeError(f"fusedtrain::{NAME}: input must have 2 dimensions")
     if not is_dense(t):
@@ -102,14 +102,14 @@ def _view_of(t: Tensor, by_sample: bool) -> _View:
         return _View(0, channels, 1, 1)
     if channels > 1:
         inner = t.stride(1)
-    else:  # nothing to tell apart but samples
+    else:  # one channel: only samples matter
         inner = numel // samples if by_sample else numel
     rows = numel // (channels * inner)
     return _View(rows, channels, inner, rows // samples if by_sample else 1)
 
 
 class Call:
-    """A call on tensors of the layout of `x`, a dense one."""
+    """A call on tensors with the layout of the dense tensor `x`."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Call:
         self.flags = tuple(t is not None for t in self.affine)
 
     def laid_out(self, t: Tensor) -> Tensor:
-        """A result in the layout of the model, where that could not be walked."""
+        """A result in the layout of the model, if `x` is a copy with another layout."""
         wanted = torch.empty_like(self._model)
         return t if t.stride() == wanted.stride() else wanted.copy_(t)
 
@@ -166,10 +166,10 @@ class Call:
         return dense_like(t, self.x)
 
     def use(self, mean: Tensor, invstd: Tensor) -> None:
-        self.mean = self.given(mean, "mean")
-        self.invstd = self.given(invstd, "invstd")
+        self.mean = self.required(mean, "mean")
+        self.invstd = self.required(invstd, "invstd")
 
-    def given(self, t: Tensor, what: str) -> Tensor:
+    def required(self, t: Tensor, what: str) -> Tensor:
         checked = self.vector(t, self.channels, what)
         assert checked is not None
         return checked
@@ -179,7 +179,7 @@ class Call:
         return mean, torch.empty_like(mean)
 
     def vectors(self) -> tuple[Tensor, ...]:
-        """What kernels take; any vector stands in for one that there is not."""
+        """The vectors for kernels; `mean` replaces absent ones."""
         return (*(self.mean if t is None else t for t in self.affine), self.mean, self.invstd)
 
     # --- forward
@@ -192,14 +192,13 @@ class Call:
         momentum: float,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """Finds mean and invstd, and moves the running statistics."""
+        """Computes mean and invstd, and updates the running statistics."""
         running = None
         if running_mean is not None and running_var is not None:
             if training and not (running_mean.is_contiguous() and running_var.is_contiguous()):
                 raise RuntimeError(f"fusedtrain::{NAME}: running statistics must be contiguous")
-            running = (
-                self.given(running_mean, "running_mean"), self.given(running_var, "running_var")
-            )  # fmt: skip
+            mean = self.required(running_mean, "running_mean")
+            running = (mean, self.required(running_var, "running_var"))
         elif not training or running_mean is not running_var:
             raise RuntimeError(f"fusedtrain::{NAME}: running_mean and running_var")
         mean, invstd = self.mean, self.invstd = self.new_vectors()
@@ -224,7 +223,7 @@ class Call:
         *,
         invert: bool,
     ) -> None:
-        """Into `mean` and `variance`; `invert`: its inverse square root in place of the latter."""
+        """Writes `mean` and `variance`; with `invert` invstd in place of the variance."""
         x = self.x
         cut = _cut(self.view, BACKWARD_BLOCK[x.itemsize], True)
         shares = x.new_empty(2 * self.channels * cut.shares, dtype=torch.float64)
@@ -237,14 +236,14 @@ class Call:
         _launch_merge(constants, programs, tensors, numbers, constants)
 
     def invert(self, running: tuple[Tensor, Tensor], eps: float) -> None:
-        """Into `self.mean` and `self.invstd`."""
+        """Writes `self.mean` and `self.invstd`."""
         tensors = (self.mean, self.invstd, *running)
         block = min(_FINISH_BLOCK, power_of_two(self.channels))
         programs = cdiv(self.channels, block)
         _launch_invert(block, programs, tensors, (self.channels, eps), (block,))
 
     def normalise(self, residual: Tensor | None, y: Tensor) -> Tensor:
-        """Into y, which may be x."""
+        """Writes y, which may be x."""
         x = self.x
         if self.empty:
             return y
@@ -261,7 +260,7 @@ class Call:
         return y
 
     def restore(self, slope: float) -> Tensor:
-        """What x was before this output took its place."""
+        """Recomputes the input that this output has overwritten."""
         x = torch.empty_like(self.x)
         if self.empty:
             return x
@@ -279,7 +278,7 @@ class Call:
 
 
 class BackwardCall(Call):
-    """Without an input the layout is that of what was saved."""
+    """A backward call; without an input the layout is the saved tensor's."""
 
     def __init__(
         self,
@@ -321,7 +320,7 @@ class BackwardCall(Call):
     def reduce(
         self, grad_residual: Tensor | None, affine: tuple[Tensor, Tensor] | None, count: int
     ) -> Tensor:
-        """The sums, divided by `count`; `affine`: what the gradients of weight and bias go to."""
+        """The sums, divided by `count`; writes `affine`, the gradients of weight and bias."""
         x = self.x
         sums = x.new_empty((2, self.channels), dtype=torch.float64)
         if self.empty:
@@ -342,7 +341,7 @@ class BackwardCall(Call):
         programs, *sides = cut.merging
         constants = (affine is not None, *sides)
         _launch_finish(
-            # `sums` do not tell the dtype of the others.
+            # The variant needs the dtype: `sums` is always float64.
             (self.wide, *constants),
             programs,
             (sums, *(affine or (shares, shares)), shares),
@@ -361,7 +360,7 @@ class BackwardCall(Call):
         wanted = (grad_residual is not None, grad_input is not None, averages is not None)
         rest = (*wanted, *cut.tile)
         outputs = (x if t is None else t for t in (grad_input, grad_residual))
-        # The stand-in for averages has the dtype of the other vectors: it is not read.
+        # The replacement of averages has the dtype of the other vectors, and is not read.
         last = self.mean if averages is None else averages
         _launch_apply(
             (self.op, self.kind, *self.flags, *rest),

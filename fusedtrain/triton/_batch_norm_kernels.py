@@ -3,9 +3,9 @@
     s = (x - mean) invstd weight + bias, times branch_scale of the sample, plus the residual
     y = f(s)
 
-Sums are shares of programs at places of their own, which merge_kernel and finish_kernel add in a
-fixed order, so that the same bits come out every time. Vectors (one value a channel; branch_scale:
-a sample) have the dtype of the math.
+Programs write shares of the sums to separate places. merge_kernel and finish_kernel add the shares
+in a fixed order, so results are the same bits every time. Vectors (one value per channel;
+branch_scale: per sample) have the dtype of the math.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -28,7 +28,7 @@ from ._batch_norm_tiles import (
 from .pointwise import parameter
 from .vecmath import at_least, widen
 
-# What `saved` is: nothing, the residual, the output.
+# Kinds of the saved tensor.
 SAVED_NOTHING: tl.constexpr = tl.constexpr(0)
 SAVED_RESIDUAL: tl.constexpr = tl.constexpr(1)
 SAVED_OUTPUT: tl.constexpr = tl.constexpr(2)
@@ -45,19 +45,19 @@ def stats_kernel(
 ):  # fmt: skip
     """Shares: the mean, and the sum of squared deviations from it.
 
-    The sums are of deviations from the mean of the first tile (shifted data with a sample mean for
-    shift: Chan, Golub, LeVeque, Algorithms for computing the sample variance, 1983). Were the shift
-    one element, and that an outlier, `squares` would be what cancellation leaves of
-    count * outlier^2; a tile's mean is off by sqrt(squares / its count) at most.
+    The program sums deviations from the mean of its first tile (shifted data with a sample mean as
+    shift: Chan, Golub, LeVeque, Algorithms for computing the sample variance, 1983). If the shift
+    were one element, an outlier, then `squares` would be the remainder of count * outlier^2 after
+    cancellation; a tile's mean is off by at most sqrt(squares / its count).
     """
-    columns = units * UNIT  # shows Triton that rows start on 16 bytes, where they do
+    columns = units * UNIT  # shows Triton whether rows start on 16 bytes
     row, column, begin = first_tile(columns, STEPS, PLANES, INDEX, HEIGHT, WIDTH)
     left = (columns if PLANES else rows) - begin
     at, inside = places(row, column, rows, columns)
     x = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
     count = tl.minimum(left, WIDTH if PLANES else HEIGHT).to(x.dtype)
     shift = along(x, PLANES) / count
-    shift = tl.where(shift - shift == 0.0, shift, 0.0)  # an infinity is left to the sums
+    shift = tl.where(shift - shift == 0.0, shift, 0.0)  # only the sums see an infinity
     shifts = spread(shift, PLANES)
     deviation = tl.where(inside, x - shifts, 0.0)
     total = deviation
@@ -92,8 +92,8 @@ def merge_kernel(
 ):  # fmt: skip
     """The statistics of HEIGHT channels from `n` shares each, in float64.
 
-    Shares are of stretches of `span` elements, of which `pieces` make up `length`: the last of
-    these is shorter. INVERT: invstd is stored in place of the variance.
+    A share covers a stretch of `span` elements; `pieces` stretches make up `length`, and the last
+    may be shorter. INVERT: invstd is stored in place of the variance.
     """
     channel = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     share = tl.arange(0, WIDTH)
@@ -131,7 +131,7 @@ def merge_kernel(
 
 @triton.jit
 def move(pointers, value, momentum, inside):
-    """As torch.lerp, which has two forms: with a momentum of 1 it gives the value to the bit."""
+    """torch.lerp, with its two forms: a momentum of 1 gives the value to the bit."""
     old = tl.load(pointers, mask=inside, other=0.0).to(tl.float64)
     difference = value - old
     near = old + momentum * difference
@@ -190,7 +190,7 @@ def restore_kernel(
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
     UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What x was before the output y took its place."""
+    """Recomputes the input x from the output y."""
     columns = units * UNIT
     row, column, _ = first_tile(columns, 1, PLANES, INDEX, HEIGHT, WIDTH)
     at, inside = places(row, column, rows, columns)
@@ -217,7 +217,7 @@ def gradient_of_sum(
     FORWARD: tl.constexpr, BACKWARD: tl.constexpr, STORED: tl.constexpr,
     SAVED: tl.constexpr, BRANCH: tl.constexpr,
 ):  # fmt: skip
-    """g f'(s). FORWARD is given where BACKWARD takes the output, which may have to be computed."""
+    """g f'(s). FORWARD recomputes the output, if BACKWARD takes the output and it is not saved."""
     if BACKWARD is not None:
         s = saved
         if SAVED != SAVED_OUTPUT:
@@ -243,7 +243,7 @@ def reduce_kernel(
     STEPS: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr, UNIT: tl.constexpr,
     INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Shares of the sums of d and of d (x - mean) invstd; the gradient of the residual."""
+    """Shares of the sums of d and of d (x - mean) invstd; the residual's gradient."""
     columns = units * UNIT
     row, column, _ = first_tile(columns, STEPS, PLANES, INDEX, HEIGHT, WIDTH)
     channel, there = channel_places(
@@ -272,7 +272,7 @@ def reduce_kernel(
             tl.store(gr_ptr + at, d.to(gr_ptr.dtype.element_ty), mask=inside)
         if BRANCH:
             d *= branch
-        d = tl.where(inside, d, 0.0)  # outside, a formula may have made NaN of nothing
+        d = tl.where(inside, d, 0.0)  # outside, a formula may have made NaN
         sums += d
         products += d * ((x - mean) * invstd)
         if PLANES:
@@ -291,8 +291,8 @@ def finish_kernel(
     sums_ptr, gw_ptr, gb_ptr, shares_ptr, channels: tl.int64, n: tl.int64, count: tl.int64,
     AFFINE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Both sums of HEIGHT channels, in float64, divided by `count`; undivided, the gradients of
-    weight and bias."""
+    """Both sums of HEIGHT channels, in float64, divided by `count`. The undivided sums are the
+    gradients of weight and bias."""
     channel = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     share = tl.arange(0, WIDTH)
     sums = tl.zeros((HEIGHT, WIDTH), tl.float64)
@@ -324,7 +324,7 @@ def apply_kernel(
     INPUT: tl.constexpr, AVERAGES: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
     UNIT: tl.constexpr, INDEX: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of input and residual, where INPUT and RESIDUAL ask for them."""
+    """The gradients of input (if INPUT) and residual (if RESIDUAL)."""
     columns = units * UNIT
     row, column, _ = first_tile(columns, 1, PLANES, INDEX, HEIGHT, WIDTH)
     at, inside = places(row, column, rows, columns)
@@ -353,7 +353,7 @@ def apply_kernel(
         if BRANCH:
             d *= branch
         d *= scale
-        if AVERAGES:  # the factors of a channel first: fewer numbers to keep for each
+        if AVERAGES:  # a channel's factors are multiplied first, which takes fewer registers
             average = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)
             averages_ptr += channels
             slope = tl.load(averages_ptr + channel, mask=there, other=0.0).to(d.dtype)

@@ -1,4 +1,4 @@
-"""What the kernels of batch norm share: their tiles, the places of their shares, their vectors.
+"""The tiles, the places of shares and the vectors of batch norm's kernels.
 
 The data are a matrix, cut into tiles as in channelwise.py.
 """
@@ -16,8 +16,8 @@ def first_tile(
     columns, STEPS: tl.constexpr, PLANES: tl.constexpr, INDEX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of a program, which goes STEPS tiles along the side that is summed up; and
-    where it begins on that side."""
+    """Rows and columns of a program, and its start on the summed side, along which it takes STEPS
+    tiles."""
     height: tl.constexpr = HEIGHT if PLANES else HEIGHT * STEPS
     width: tl.constexpr = WIDTH * STEPS if PLANES else WIDTH
     across = tl.cdiv(columns, width)
@@ -38,7 +38,7 @@ def places_of_shares(
     row, column, rows, columns, channels,
     STEPS: tl.constexpr, PLANES: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Where shares go, all of a channel side by side; which there are; how many in all."""
+    """The places of shares, a channel's side by side; a mask; the number of all shares."""
     if PLANES:
         across = tl.cdiv(columns, WIDTH * STEPS)
         plane = row.to(tl.int64)
@@ -52,7 +52,7 @@ def places_of_shares(
 
 @triton.jit
 def along(values, PLANES: tl.constexpr):
-    """The sums of the tile along the side that is summed up."""
+    """The sums of the tile along the summed side."""
     return tl.sum(values, axis=1) if PLANES else tl.sum(values, axis=0)
 
 
@@ -67,8 +67,8 @@ def channel_places(
     row, column, rows, columns, channels, inner,
     PLANES: tl.constexpr, LAST: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """The channels of a tile, one-dimensional: a column of pointers would be loaded once for every
-    element (Triton 3.6). LAST: the columns are the channels, which load by 16 bytes."""
+    """The channels of a tile, one-dimensional: Triton 3.6 would load a column of pointers once for
+    every element. LAST: the columns are the channels, which load by 16 bytes."""
     if PLANES:
         return row % channels.to(INDEX), row < rows
     elif LAST:
@@ -82,7 +82,7 @@ def of_channels(
     mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Mean, invstd, and what (x - mean) is multiplied by and added to."""
+    """Mean, invstd, and the factor and the offset of (x - mean)."""
     mean = tl.load(mean_ptr + channel, mask=there, other=0.0)
     invstd = tl.load(invstd_ptr + channel, mask=there, other=0.0)
     scale, offset = invstd, tl.zeros_like(mean)

@@ -1,4 +1,4 @@
-"""What the launchers ask of a tensor's strides (csrc/checks.h, in Python), and how it is cut."""
+"""What the launchers ask of a tensor's strides (as csrc/bindings/checks.h), and how it is cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def is_dense(t: Tensor) -> bool:
-    """Every element once, no gaps: the data can be walked as one flat array."""
+    """Whether the memory has each element once and no gaps, like one flat array."""
     if t.is_contiguous():
         return True
     expected = 1
@@ -24,7 +24,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def dense_like(t: Tensor, model: Tensor) -> Tensor:
-    """`t` with the layout of `model`, a dense tensor of the same sizes; copied where it differs."""
+    """`t` with the layout of `model`, a dense tensor of the same sizes; a copy if it differs."""
     strides, wanted = t.stride(), model.stride()
     if strides == wanted:
         return t
@@ -39,49 +39,49 @@ def channel_view(t: Tensor) -> tuple[int, int, int]:
     if t.dim() < 2 or t.size(1) == 1 or numel == 0:
         return 1, 1, numel
     channels, inner = t.size(1), t.stride(1)
-    # Dense: the dimensions of smaller stride fill `inner` elements, the others are the rows.
+    # In a dense tensor dimensions of smaller stride fill `inner` elements; the others are rows.
     return numel // (channels * inner), channels, inner
 
 
 def cdiv(a: int, b: int) -> int:
-    """Triton's own takes 1 us, and the next one 2."""
+    """a / b rounded up. Triton's cdiv takes 1 us, and its next_power_of_2 takes 2."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest one that is not below `n`."""
+    """The smallest power of two that is not below `n`."""
     return 1 << (n - 1).bit_length()
 
 
-# Elements of a program, by the bytes of one. Up to four loads of 16 bytes in flight in each of 128
-# threads, and 16 elements: 32 registers on sm_90 for most formulas, with which a multiprocessor
-# holds all its threads.
+# Elements of a program, by the bytes of an element. Each of 128 threads has up to four loads of 16
+# bytes in flight, and 16 elements: on sm_90 most formulas then need 32 registers, with which a
+# multiprocessor holds all its threads.
 FORWARD_BLOCK = {8: 1024, 4: 2048, 2: 2048}
 BACKWARD_BLOCK = {8: 512, 4: 1024, 2: 2048}
-# Enough for the multiprocessors of a large GPU; beyond that, programs take several blocks each.
+# Enough for the multiprocessors of a large GPU; for more blocks each program takes several.
 _PROGRAMS = 1024
 
 
 def steps_of(blocks: int, programs: int) -> int:
-    """How many of the `blocks` that are summed up one of `programs` takes: a power of two."""
+    """How many of the summed `blocks` each of `programs` takes: a power of two."""
     wanted = min(16, blocks, programs // _PROGRAMS)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
 class Tiles(NamedTuple):
-    """How a tensor of rows x channels x inner is cut: a matrix, and the sides of its tiles."""
+    """A tensor of rows x channels x inner as a matrix, and the sides of its tiles."""
 
     rows: int
     columns: int
-    planes: bool  # a row is one channel's plane; else it goes through all channels
-    unit: int  # what divides the columns: unit_of()
+    planes: bool  # whether a row is one channel's plane; else a row has all channels
+    unit: int  # divides the columns: unit_of()
     height: int
     width: int
 
 
 def unit_of(*lengths: int) -> int:
-    """The largest power of two that divides all of them, 8 at most, which is 16 bytes of the
-    smallest dtype: kernels are compiled for it, and their vectors are no longer."""
+    """The largest power of two, at most 8, that divides all lengths. Kernels are compiled for it;
+    8 elements of the smallest dtype are 16 bytes, the longest vector."""
     together = 8
     for length in lengths:
         together |= length
@@ -90,7 +90,7 @@ def unit_of(*lengths: int) -> int:
 
 def tiles_of(rows: int, channels: int, inner: int, block: int) -> Tiles:
     columns = channels * inner
-    # Planes where they are long, unless only whole rows start on 16 bytes.
+    # Long planes are rows, unless only whole rows start on 16 bytes.
     planes = inner >= 256 and (inner % 16 == 0 or columns % 16 != 0 or rows < 16)
     if planes:
         rows, columns = rows * channels, inner

@@ -1,8 +1,8 @@
 """Batch norm with activation: the ops of `ops/batch_norm_schema.py`.
 
 Training takes three launches forward (shares of the statistics; the statistics, invstd and running
-statistics; the output) and three backward (shares of the sums, with the gradient of the residual;
-the sums, with those of weight and bias; the gradient of the input). Nothing waits for the device.
+statistics; the output) and three backward (shares of the sums, and the residual's gradient; the
+sums, and the gradients of weight and bias; the input's gradient). Nothing waits for the device.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The loops over an activation whose parameters are tensors: one value in all, or one a channel.
+"""The loops over an activation whose parameters are tensors: one value in all, or one per channel.
 
-With one value the data are a flat array. With one a channel they are a matrix, cut into tiles whose
-sums run along one side: either its columns hold all channels (and the rows are summed up), or each
-row is one plane of one channel (and summed up itself). Every program writes its shares of the
-parameters' gradients to places of its own; finish_kernel adds them in a fixed order, so that the
-same bits come out every time.
+With one value the data are a flat array. With one per channel they are a matrix, cut into tiles
+that are summed along one side: either its columns hold all channels (and columns are summed), or
+each row is one plane of one channel (and rows are summed). Every program writes its shares of the
+parameters' gradients to separate places; finish_kernel adds the shares in a fixed order, so results
+are the same bits every time.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -95,7 +95,7 @@ def channel_of(row, column, channels, inner, PLANES: tl.constexpr):
     """The channels of a tile with these rows and columns, as a column or as a row."""
     if PLANES:
         return (row % channels)[:, None]
-    else:  # columns beyond the last read the last channel
+    else:  # columns outside read the last channel
         return tl.minimum(column // inner, channels - 1)[None, :]
 
 
@@ -106,7 +106,7 @@ def tile_forward_kernel(
     FORMULA: tl.constexpr, PLANES: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    columns = units * UNIT  # shows Triton that rows start on 16 bytes, where they do
+    columns = units * UNIT  # shows Triton whether rows start on 16 bytes
     across = tl.cdiv(columns, WIDTH)
     row = (tl.program_id(0) // across * HEIGHT).to(INDEX) + tl.arange(0, HEIGHT)
     column = (tl.program_id(0) % across * WIDTH).to(INDEX) + tl.arange(0, WIDTH)
@@ -127,7 +127,7 @@ def tile_backward_kernel(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     columns = units * UNIT
-    # A program goes STEPS tiles along the side that is summed up.
+    # A program takes STEPS tiles along the summed side.
     height = HEIGHT if PLANES else HEIGHT * STEPS
     width = WIDTH * STEPS if PLANES else WIDTH
     across = tl.cdiv(columns, width)
@@ -153,7 +153,7 @@ def tile_backward_kernel(
             column += WIDTH
         else:
             row += HEIGHT
-    # Where the shares go: all of a channel side by side, its planes or its columns in order.
+    # The places of shares: a channel's side by side, in the order of its planes or columns.
     if PLANES:
         plane = row.to(tl.int64)
         line = plane % channels * (rows // channels) + plane // channels
@@ -207,7 +207,7 @@ _launch_finish = Launcher(finish_kernel)
 
 
 class Plan(NamedTuple):
-    """One launch, but for its tensors."""
+    """One launch without its tensors."""
 
     launch: Launcher
     variant: tuple[Any, ...]
@@ -237,7 +237,7 @@ def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int
 def _backward_plan(
     name: str, itemsize: int, one: bool, view: tuple[int, int, int], count: int
 ) -> tuple[Plan, Plan, int]:
-    """The kernel, the one that sums up the shares, and the number of shares."""
+    """The backward kernel, the kernel that adds the shares, and the number of shares."""
     formula, block = getattr(formulas, f"{name}_backward"), BACKWARD_BLOCK[itemsize]
     rows, channels, inner = view
     if one:

@@ -23,7 +23,7 @@ from .vecmath import widen
 
 @triton.jit
 def code_of(slope, THRESHOLDS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr):
-    """In whole units, and of these the code of the nearest level; 0 for nan."""
+    """The code of the level nearest to the slope in whole units; 0 for nan."""
     counted = slope * UNIT + (ZERO + 0.5)
     counted = tl.where(counted >= 0.0, counted, 0.0)
     code = tl.where(counted >= 255.0, 255.0, counted).to(tl.int32)
@@ -37,7 +37,7 @@ def code_of(slope, THRESHOLDS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.conste
 
 @triton.jit
 def level_of(code, g, LEVELS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr):
-    """What the code means, in the dtype of `g`."""
+    """The level of the code, in the dtype of `g`."""
     if len(LEVELS) > 0:
         level = tl.full(g.shape, LEVELS[0], g.dtype)
         for k in tl.static_range(1, len(LEVELS)):
@@ -49,7 +49,7 @@ def level_of(code, g, LEVELS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constex
 
 @triton.jit
 def load(ptr, at, left, WHOLE: tl.constexpr):
-    """Without a mask where all is there: then accesses of 16 bytes."""
+    """A WHOLE tile loads without a mask, by 16 bytes."""
     if WHOLE:
         return widen(tl.load(ptr + at))
     else:
@@ -64,8 +64,8 @@ def store(ptr, at, left, values, WHOLE: tl.constexpr):
         tl.store(ptr + at, values.to(ptr.dtype.element_ty), mask=at < left)
 
 
-# A program has so many blocks of codes (csrc/bits.h), of each step as a tile [BLOCKS, 32]. `left`
-# are the elements from its first one on.
+# A program has BLOCKS blocks of codes (csrc/bits.h), and handles each step of them as a tile
+# [BLOCKS, 32]. `left` is the number of elements from the program's first one on.
 @triton.jit
 def forward_tile(
     x_ptr, y_ptr, codes_ptr, left, WHOLE: tl.constexpr,
@@ -162,8 +162,8 @@ def backward_kernel(
         )  # fmt: skip
 
 
-# Blocks of codes of a program: loads of 16 bytes for each of 128 threads; of 8
-# bytes in forward with 16-bit numbers, where more would spill.
+# Blocks of codes per program: each of 128 threads loads 16 bytes; forward with 16-bit numbers 8
+# bytes, since more would spill.
 _FORWARD_BLOCKS = {8: 8, 4: 16, 2: 16}
 _BACKWARD_BLOCKS = {8: 16, 4: 16, 2: 32}
 assert (BLOCK, STEP) == (256, 32)
@@ -174,7 +174,7 @@ _launch_backward = Launcher(backward_kernel)
 
 @functools.cache
 def _constants(activation: int, bits: int, itemsize: int) -> tuple[Any, ...]:
-    """Of the forward kernel, and of the backward one."""
+    """The constants of the forward and of the backward kernel."""
     table = table_of(activation, bits)
     levels = table.levels.get(bits, ())
     thresholds = tuple(table.thresholds(bits)) if levels else ()

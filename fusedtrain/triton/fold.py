@@ -21,7 +21,7 @@ _SIZES = ["numel", "outputs", "channels", "inner", "rows_per_group"]
 @triton.jit
 def channel_of(at, mask, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS: tl.constexpr,
                GAMMA: tl.constexpr):  # fmt: skip
-    """1 / sqrt(var + eps), that times gamma, and bias - mean, of output channels."""
+    """invstd = 1 / sqrt(var + eps), gamma invstd, and bias - mean, of output channels."""
     var = tl.load(var_ptr + at, mask=mask, other=1.0)
     invstd = 1.0 / tl.sqrt(var + tl.full((), eps, var.dtype))
     scale = invstd
@@ -78,8 +78,8 @@ def fold_backward_kernel(
     BIAS: tl.constexpr, GAMMA: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program an output channel: the order of its sum is fixed. ROWS: its weight is one row of
-    `inner` elements, of UNIT each, which show Triton where rows start on 16 bytes."""
+    """One program per output channel, which fixes the order of the sum. ROWS: a channel's weight is
+    one row of `inner` elements; their divisor UNIT shows Triton whether rows start on 16 bytes."""
     output = tl.program_id(0).to(tl.int64)
     group = output // channels
     channel = output % channels
@@ -118,7 +118,7 @@ _launch_backward = Launcher(fold_backward_kernel)
 
 
 class _Shape(NamedTuple):
-    """csrc/ops.h has the words for it."""
+    """csrc/ops/fold.h has the words for it."""
 
     weight: Tensor
     wide: torch.dtype
@@ -144,7 +144,7 @@ class _Shape(NamedTuple):
         return t.detach().to(self.wide).contiguous()
 
     def optional(self, name: str, argument: str, t: Tensor | None) -> Tensor:
-        """Any tensor where there is none: the kernel does not look at it."""
+        """The vector; without one any tensor, which the kernel does not read."""
         model = self.weight.new_empty(1, dtype=self.wide)
         return model if t is None else self.vector(name, argument, t)
 

@@ -1,9 +1,9 @@
-"""Every activation as two functions of blocks: what it computes, and g times its derivative.
+"""Every activation as two functions of blocks: its value, and g times its derivative.
 
 The mathematics is that of csrc/formulas.h, with the same limits at the infinities; NaN stays NaN.
 ``x`` is float32 (for 16-bit tensors too) or float64; ``a`` and ``b`` are scalars of that dtype,
-unused where a formula has no such parameter. ``saved`` is the output for the formulas that say so,
-the input for all others. No loops, pointers or layouts here.
+unused by formulas without such parameters. ``saved`` is the output in functions marked "output",
+otherwise the input. This module has no loops, pointers or layouts.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -38,7 +38,7 @@ from .vecmath import (
 
 
 class Formula(NamedTuple):
-    """The functions of an activation, None where there is none; and the dtype of its parameters."""
+    """The functions of an activation (None without one), and the dtype of its parameters."""
 
     forward: Any
     backward: Any
@@ -48,7 +48,7 @@ class Formula(NamedTuple):
 
 @functools.cache
 def formula_of(op: int, dtype: torch.dtype) -> Formula:
-    """Of tensors of `dtype`; `op` counts the lines of ``FT_POINTWISE``, -1 is none."""
+    """The formula for tensors of `dtype`; `op` is a line of ``FT_POINTWISE``, or -1 for none."""
     if not IDENTITY <= op < len(POINTWISE):
         raise RuntimeError(
             f"fusedtrain: activation must be from {IDENTITY} to {len(POINTWISE) - 1}"
@@ -133,7 +133,7 @@ def threshold_backward(g, saved, a, b):
 
 @triton.jit
 def hardsigmoid_forward(x, a, b):
-    # From the nearer end, where 3 - |x| is exact: the output is 0 or 1 only where the slope is 0.
+    # From the nearer end, where 3 - |x| is exact: the output is 0 or 1 only if the slope is 0.
     t = at_least(3.0 - tl.abs(x), 0.0) / 6.0
     return tl.where(x < 0.0, t, 1.0 - t)
 
@@ -240,7 +240,7 @@ def logsigmoid_backward(g, saved, a, b):  # output
     return g * -expm1(saved)
 
 
-# --- S-shaped, and gated by an S-shape. Beyond 1000, exp(x) is 0 or inf in both dtypes.
+# --- S-shaped, and gated by an S-shape. For |x| above 1000, exp(x) is 0 or inf in both dtypes.
 
 
 @triton.jit
@@ -356,10 +356,10 @@ def gelu_tanh_backward(g, saved, a, b):
     return g * (s + x * slope * (1.59576912160573071176 + 0.21406444881780075 * x * x))
 
 
-# (x + sqrt(x^2 + a)) / 2, for x < 0 in the form that does not cancel.
+# (x + sqrt(x^2 + a)) / 2; for x < 0 in a form without cancellation.
 @triton.jit
 def squareplus_root(x, b):
-    c = at_most(tl.abs(x), 1e18)  # beyond it, x^2 + b is x^2
+    c = at_most(tl.abs(x), 1e18)  # above, x^2 + b is x^2
     return at_least(sqrt(c * c + b), tl.abs(x))
 
 

@@ -1,4 +1,4 @@
-"""Images of bytes to normalised numbers, in either layout: one launch."""
+"""Normalisation of byte images, in either layout, in one launch."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -18,7 +18,7 @@ _FORMATS = (torch.preserve_format, torch.contiguous_format, torch.channels_last)
 
 @triton.jit
 def normalised(x, coefficients_ptr, channel, channels):
-    """Products with a byte are exact (reference/images.py): fused or not, the same bits."""
+    """Products with a byte are exact (reference/images.py): fusing them changes no bit."""
     upper = tl.load(coefficients_ptr + channel)
     lower = tl.load(coefficients_ptr + channels + channel)
     shift = tl.load(coefficients_ptr + 2 * channels + channel)
@@ -31,8 +31,8 @@ def to_planes_kernel(
     y_ptr, x_ptr, coefficients_ptr, units: tl.int64, channels: tl.int64,
     LAST: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program takes the same pixels of all channels: bytes of interleaved ones are near."""
-    pixels = units * UNIT  # shows Triton that planes start on 16 bytes, where they do
+    """A program takes the same pixels of all channels: their interleaved bytes are neighbours."""
+    pixels = units * UNIT  # shows Triton whether planes start on 16 bytes
     across = tl.cdiv(pixels, BLOCK)
     program = tl.program_id(0).to(tl.int64)
     start = program // across * channels * pixels

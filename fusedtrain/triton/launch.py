@@ -1,4 +1,4 @@
-"""From a kernel and its arguments to a launch, with little Python in between."""
+"""Launches of kernels with little Python before them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-# The dtype of each tensor in Triton, and that of the math.
+# By torch's dtype of a tensor: Triton's dtype, and the dtype of the math.
 STORED = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -17,9 +17,9 @@ STORED = {
 }
 WIDE = {dtype: tl.float64 if dtype is torch.float64 else tl.float32 for dtype in STORED}
 
-# A compiled kernel may rely on offsets below 2^31 bytes, where the first tensors were that small.
+# A kernel that was compiled for small tensors may rely on offsets below 2^31 bytes.
 _SMALL = 2**28  # a power of two
-# Triton 3.9 warns where the second is left out: 3.10 will stop to contract a * b + c.
+# Triton 3.9 warns without the second option: 3.10 will stop contracting a * b + c.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
@@ -31,19 +31,19 @@ def check_dtype(name: str, tensor: Tensor, argument: str) -> None:
 
 
 class Launcher:
-    """Launches one kernel, and remembers what Triton compiled for each variant, dtype and device.
+    """Launches one kernel, and caches the compiled kernel of each variant, dtype and device.
 
-    Triton itself finds a compiled kernel again in 6.2 us of Python, and starts one that it is given
-    in 1.8 (3.6.0, Python 3.11, AMD EPYC, without the driver's part). It is remembered for arguments
-    that Triton would not tell apart: pointers divisible by 16, tensors below 2 GiB, and numbers on
-    which the kernel does not specialize. It must not specialize on any.
+    Triton looks up a compiled kernel in 6.2 us of Python, and starts a known one in 1.8 us (3.6.0,
+    Python 3.11, AMD EPYC, without the driver's part). The cache serves arguments that Triton treats
+    alike: pointers divisible by 16, tensors below 2 GiB, and numbers on which the kernel does not
+    specialize. A kernel must not specialize on any number.
     """
 
     def __init__(self, kernel: Any, num_warps: int = 4) -> None:
         self._kernel = kernel
         self.options = {**_OPTIONS, "num_warps": num_warps}
-        # Constants, and what was compiled for them: to compare a tuple of the same objects takes
-        # 0.1 us, to hash one 1.3, most of it Triton's functions.
+        # Constants, and the kernel compiled for them. Comparing a tuple of the same objects takes
+        # 0.1 us; hashing one takes 1.3 us, mostly in Triton's functions.
         self._compiled: dict[Any, tuple[tuple[Any, ...], Any]] = {}
 
     def __call__(
@@ -54,8 +54,8 @@ class Launcher:
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
     ) -> None:
-        """``variant`` and the dtype of the first tensor settle the dtypes of the others, and where
-        nobody changes a module, ``constants``."""
+        """``variant`` and the dtype of the first tensor determine the other dtypes and, unless
+        someone patches a module, ``constants``."""
         first = tensors[0]
         device = first.get_device()
         if device >= 0 and device != torch.cuda.current_device():
@@ -70,10 +70,10 @@ class Launcher:
             self._kernel[(programs,)](*tensors, *numbers, *constants, **self.options)
             return
         key = (variant, first.dtype, device)
-        found = self._compiled.get(key)
-        if found is not None and found[0] == constants:
-            found[1][(programs, 1, 1)](*tensors, *numbers, *constants)
+        cached = self._compiled.get(key)
+        if cached is not None and cached[0] == constants:
+            cached[1][(programs, 1, 1)](*tensors, *numbers, *constants)
         else:
             compiled = self._kernel[(programs,)](*tensors, *numbers, *constants, **self.options)
-            if compiled is not None:  # it is in the interpreter
+            if compiled is not None:  # None in the interpreter
                 self._compiled[key] = constants, compiled

@@ -1,310 +1,239 @@
-"""The update rules of the optimizers as functions of blocks: the twin of csrc/optimizers.h.
+"""The launches of the optimizer step over chunks of all tensors, and their arguments.
 
-``prepare_<rule>(t)`` turns options, step counts and norms of tensors, one a lane, into what their
-updates multiply by, in float64; ``finish_<rule>`` makes of a trial of the update what the step size
-is multiplied by. ``<rule>(p, g, s0, s1, s2, c)`` makes of a parameter, its gradient and its states
-the direction u, the gradient that caution compares u with, and the new states, in float32 or
-float64; a state that a tensor does not have is 0, and ``c`` are the scalars of ``prepare_<rule>``.
-No pointers or layouts here.
+A step takes four launches for any number of groups: a sweep over gradients, sums by tensor, the
+coefficients, and the update. Each kind of tensors (dtypes, states) has its own sweeps; a trial of
+the update adds three launches, and clipping by units one. A program of a sweep has one chunk of one
+tensor, and looks up the tensor's line in a table of addresses (`_optimizer_tables.py`). Shares of
+fixed chunks are added up in a fixed order, so sums are the same bits every time.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
-import triton
+import torch
 import triton.language as tl
-
-from .vecmath import at_least, at_most, power, reciprocal, sqrt
-
-
-class Facts(NamedTuple):
-    """What is known of tensors before the step, as in ``fusedtrain.reference``."""
-
-    lr: Any
-    weight_decay: Any
-    max_lr: Any
-    cautious: Any
-    option: Any  # eight
-    step: Any
-    grad_norm: Any
-    param_norm: Any
-    moments: Any  # two, of float32
-
-
-class Coefficients(NamedTuple):
-    """What the update multiplies by: p' = keep p - size (caution u + late_decay p)."""
-
-    size: Any
-    c: Any
-    keep: Any
-    cautious: Any
-    moments: Any
-    late_decay: Any = 0.0
-
-
-class Trial(NamedTuple):
-    """Sums over a trial of the update."""
-
-    agreeing: Any
-    squares: Any
-    products: Any
-    numel: Any
-
-
-# --- what all rules share
-
-
-@triton.jit
-def unscale(scale):
-    return reciprocal(scale)
-
-
-@triton.jit
-def clip_coefficient(norm, max_norm, eps):
-    """Global norm: torch's max_norm / (norm + eps), at most 1; nan stays."""
-    return tl.where(max_norm == 0.0, 1.0, at_most(max_norm / (norm + eps), 1.0))
-
-
-@triton.jit
-def adaptive_clip_coefficient(grad_norm, param_norm, factor, eps):
-    """Of one unit (arXiv 2102.06171), timm's constants."""
-    most = at_least(param_norm, eps) * factor
-    return tl.where(grad_norm < most, 1.0, most / at_least(grad_norm, 1e-6))
-
-
-@triton.jit
-def kept(t):
-    """What decoupled weight decay leaves; lr^2 / max_lr is the rate of the "corrected" one."""
-    corrected = t.max_lr != 0.0
-    rate = tl.where(corrected, t.lr * t.lr / tl.where(corrected, t.max_lr, 1.0), t.lr)
-    return 1.0 - rate * t.weight_decay
-
-
-@triton.jit
-def caution_after(k, trial):
-    """Caution (arXiv 2411.16085, with timm's bound)."""
-    share = trial.agreeing / at_least(trial.numel, 1.0)
-    return tl.where(k.cautious != 0.0, 1.0 / at_least(share, 1e-3), 1.0)
-
-
-@triton.jit
-def coupled(p, g, weight_decay):
-    """Infinite parameters times 0 would be nan."""
-    return tl.where(weight_decay != 0.0, g + weight_decay * p, g)
-
-
-# --- the rules
-
-
-@triton.jit
-def with_momentum(t, weight_decay, trust, keep):
-    momentum, dampening, nesterov = t.option[0], t.option[1], t.option[2]
-    fresh = tl.where((momentum == 0.0) | (t.step == 1.0), 1.0, 1.0 - dampening)
-    # The direction is the gradient itself without momentum: timm has no caution there.
-    cautious = tl.where(momentum != 0.0, t.cautious, 0.0)
-    c = (weight_decay, momentum, fresh, nesterov, trust)
-    return Coefficients(t.lr, c, keep, cautious, t.moments)
-
-
-@triton.jit
-def prepare_sgd(t):
-    decoupled = t.option[3] != 0.0
-    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
-    return with_momentum(t, weight_decay, 1.0, tl.where(decoupled, kept(t), 1.0))
-
-
-@triton.jit
-def prepare_lars(t):
-    trust_coeff, eps, trust_clip, always_adapt = t.option[3], t.option[4], t.option[5], t.option[6]
-    trust = trust_coeff * t.param_norm / (t.grad_norm + t.param_norm * t.weight_decay + eps)
-    trust = tl.where((t.param_norm > 0.0) & (t.grad_norm > 0.0), trust, 1.0)
-    trust = tl.where(trust_clip != 0.0, at_most(trust / t.lr, 1.0), trust)
-    trust = tl.where((t.weight_decay != 0.0) | (always_adapt != 0.0), trust, 1.0)
-    return with_momentum(t, t.weight_decay, trust, 1.0)
-
-
-@triton.jit
-def sgd(p, g, s0, s1, s2, c):
-    weight_decay, momentum, fresh, nesterov, trust = c[0], c[1], c[2], c[3], c[4]
-    g = coupled(p, g, weight_decay) * trust
-    s0 = momentum * s0 + fresh * g
-    return tl.where(nesterov != 0.0, g + momentum * s0, s0), g, s0, s1, s2
-
-
-lars = sgd  # all of the difference is in the coefficients
-
-
-@triton.jit
-def prepare_adam(t):
-    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
-    decoupled, corrects = t.option[3] != 0.0, t.option[4] == 0.0
-    root = tl.where(corrects, 1.0 / sqrt(1.0 - power(beta2, t.step)), 1.0)
-    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
-    c = (weight_decay, beta1, beta2, 1.0 - beta1, 1.0 - beta2, root, eps)
-    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
-    return Coefficients(size, c, tl.where(decoupled, kept(t), 1.0), t.cautious, t.moments)
-
-
-@triton.jit
-def adam(p, g, s0, s1, s2, c):
-    weight_decay, beta2, fresh1, fresh2, root, eps = c[0], c[2], c[3], c[4], c[5], c[6]
-    g = coupled(p, g, weight_decay)
-    s0 += (g - s0) * fresh1
-    s1 = beta2 * s1 + fresh2 * g * g
-    s2 = tl.where((s1 > s2) | (s1 != s1), s1, s2)  # amsgrad: the largest so far
-    return s0 / (sqrt(s2) * root + eps), g, s0, s1, s2
-
-
-prepare_nadamw = prepare_adam
-
-
-@triton.jit
-def nadamw(p, g, s0, s1, s2, c):
-    beta1, beta2, fresh1, fresh2, root, eps = c[1], c[2], c[3], c[4], c[5], c[6]
-    s0 += (g - s0) * fresh1
-    s1 = beta2 * s1 + fresh2 * g * g
-    ahead = s0 * beta1 + g * fresh1
-    return ahead / (sqrt(s1) * root + eps), g, s0, s1, s2
-
-
-@triton.jit
-def prepare_lamb(t):
-    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
-    corrects, averages, decay = t.option[3] != 0.0, t.option[4] != 0.0, t.option[7]
-    fresh1 = tl.where(averages, 1.0 - beta1, 1.0)
-    root = tl.where(corrects, 1.0 / sqrt(1.0 - power(beta2, t.step)), 1.0)
-    correction = tl.where(corrects, 1.0 / (1.0 - power(beta1, t.step)), 1.0)
-    late_decay = tl.where(decay == 0.0, t.weight_decay, 0.0)
-    coupled_decay = tl.where(decay == 2.0, t.weight_decay, 0.0)
-    c = (coupled_decay, beta1, beta2, fresh1, 1.0 - beta2, root, eps, correction)
-    keep = tl.where(decay == 1.0, kept(t), 1.0)
-    return Coefficients(t.lr, c, keep, t.cautious, t.moments, late_decay)
-
-
-@triton.jit
-def finish_lamb(t, k, caution, trial):
-    """The trust ratio of each tensor."""
-    late = k.late_decay * t.param_norm
-    squares = caution * caution * trial.squares + 2.0 * caution * k.late_decay * trial.products
-    update_norm = sqrt(squares + late * late)
-    param_norm = tl.abs(k.keep) * t.param_norm
-    trust = tl.where((param_norm > 0.0) & (update_norm > 0.0), param_norm / update_norm, 1.0)
-    trust = tl.where(t.option[5] != 0.0, at_most(trust, 1.0), trust)
-    return tl.where((t.weight_decay != 0.0) | (t.option[6] != 0.0), trust, 1.0)
-
-
-@triton.jit
-def lamb(p, g, s0, s1, s2, c):
-    beta1, beta2, fresh1, fresh2, root, eps, correction = c[1], c[2], c[3], c[4], c[5], c[6], c[7]
-    g = coupled(p, g, c[0])
-    s0 = beta1 * s0 + fresh1 * g
-    s1 = beta2 * s1 + fresh2 * g * g
-    return s0 * correction / (sqrt(s1) * root + eps), g, s0, s1, s2
-
-
-@triton.jit
-def prepare_lion(t):
-    beta1, beta2 = t.option[0], t.option[1]
-    c = (beta1, 1.0 - beta1, 1.0 - beta2)
-    return Coefficients(t.lr, c, kept(t), t.cautious, t.moments)
-
-
-@triton.jit
-def lion(p, g, s0, s1, s2, c):
-    beta1, fresh1, fresh2 = c[0], c[1], c[2]
-    ahead = beta1 * s0 + fresh1 * g
-    s0 += (g - s0) * fresh2
-    return tl.where(ahead > 0.0, 1.0, tl.where(ahead < 0.0, -1.0, ahead)), g, s0, s1, s2
-
-
-@triton.jit
-def variance_of(square, mean, centered):
-    """Below 0 by rounding, where torch's square root is nan."""
-    return at_least(tl.where(centered != 0.0, square - mean * mean, square), 0.0)
-
-
-@triton.jit
-def prepare_rmsprop(t):
-    alpha, eps, momentum, centered = t.option[0], t.option[1], t.option[2], t.option[3]
-    c = (t.weight_decay, alpha, 1.0 - alpha, eps, momentum, centered)
-    return Coefficients(t.lr, c, 1.0, t.cautious, t.moments)
-
-
-@triton.jit
-def rmsprop(p, g, s0, s1, s2, c):
-    weight_decay, alpha, fresh, eps, momentum, centered = c[0], c[1], c[2], c[3], c[4], c[5]
-    g = coupled(p, g, weight_decay)
-    s0 = alpha * s0 + fresh * g * g
-    s2 += (g - s2) * fresh
-    s1 = momentum * s1 + g / (sqrt(variance_of(s0, s2, centered)) + eps)
-    return s1, g, s0, s1, s2
-
-
-@triton.jit
-def prepare_rmsprop_tf(t):
-    alpha, eps, momentum, centered = t.option[0], t.option[1], t.option[2], t.option[3]
-    decoupled, inside = t.option[4] != 0.0, (t.option[5] != 0.0) & (momentum > 0.0)
-    weight_decay = tl.where(decoupled, 0.0, t.weight_decay)
-    c = (weight_decay, 1.0 - alpha, eps, momentum, centered, tl.where(inside, t.lr, 1.0))
-    keep = tl.where(decoupled, kept(t), 1.0)
-    cautious = tl.where(momentum != 0.0, t.cautious, 0.0)  # as timm has it
-    return Coefficients(tl.where(inside, 1.0, t.lr), c, keep, cautious, t.moments)
-
-
-@triton.jit
-def rmsprop_tf(p, g, s0, s1, s2, c):
-    weight_decay, fresh, eps, momentum, centered, inner = c[0], c[1], c[2], c[3], c[4], c[5]
-    g = coupled(p, g, weight_decay)
-    s0 += (g * g - s0) * fresh
-    s2 += (g - s2) * fresh
-    s1 = momentum * s1 + inner * g / sqrt(variance_of(s0, s2, centered) + eps)
-    return s1, g, s0, s1, s2
-
-
-@triton.jit
-def prepare_adagrad(t):
-    decoupled = t.option[2] != 0.0
-    size = t.lr / (1.0 + (t.step - 1.0) * t.option[0])
-    c = (tl.where(decoupled, 0.0, t.weight_decay), t.option[1])
-    return Coefficients(size, c, tl.where(decoupled, kept(t), 1.0), t.cautious, t.moments)
-
-
-@triton.jit
-def adagrad(p, g, s0, s1, s2, c):
-    weight_decay, eps = c[0], c[1]
-    g = coupled(p, g, weight_decay)
-    s0 += g * g
-    return g / (sqrt(s0) + eps), g, s0, s1, s2
-
-
-@triton.jit
-def prepare_novograd(t):
-    beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
-    averages, amsgrad = t.option[3] != 0.0, t.option[4] != 0.0
-    corrects, outside, start = t.option[5] != 0.0, t.option[6] != 0.0, t.option[7]
-    squares = t.grad_norm * t.grad_norm
-    second, largest = t.moments[0].to(tl.float64), t.moments[1]
-    is_first = ((start == 0.0) & (second == 0.0)) | ((start == 1.0) & (t.step == 1.0))
-    second = tl.where(is_first, squares, beta2 * second + (1.0 - beta2) * squares)
-    stored = second.to(tl.float32)
-    largest = tl.where(amsgrad & ~(largest > stored), stored, largest)
-    root = tl.where(corrects, sqrt(1.0 - power(beta2, t.step)), 1.0)
-    denominator = sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) / root + eps
-    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
-    size = tl.where(outside, size / denominator, size)
-    weight_decay = tl.where(outside, 0.0, t.weight_decay)
-    per_norm = tl.where(outside, 1.0, 1.0 / denominator)
-    c = (weight_decay, beta1, per_norm, tl.where(averages, 1.0 - beta1, 1.0))
-    keep = tl.where(outside, kept(t), 1.0)
-    return Coefficients(size, c, keep, t.cautious, (stored, largest))
-
-
-@triton.jit
-def novograd(p, g, s0, s1, s2, c):
-    weight_decay, beta1, per_norm, fresh = c[0], c[1], c[2], c[3]
-    g = coupled(p, g * per_norm, weight_decay) * fresh
-    s0 = beta1 * s0 + g
-    return s0, g, s0, s1, s2
+from torch import Tensor
+
+from ..reference.optimizer_rules import RULES
+from ..reference.optimizers import MEASURE_PARAMETERS
+from ..reference.stochastic_rounding import whole_seed
+from . import optimizer_rules as optimizers
+from ._layout import cdiv
+from ._optimizer_calls import DeviceCall
+from ._optimizer_measure import measure_kernel
+from ._optimizer_tables import CHUNK, NUMBERS, Kind
+from ._optimizer_tail import add_kernel, clip_units_kernel, prepare_kernel
+from ._optimizer_update import try_kernel, update_kernel
+from .launch import STORED, WIDE, Launcher
+
+_launch_measure = Launcher(measure_kernel)
+_launch_clip_units = Launcher(clip_units_kernel)
+_launch_add = Launcher(add_kernel)
+_launch_prepare = Launcher(prepare_kernel, num_warps=1)
+_launch_try = Launcher(try_kernel)
+_launch_update = Launcher(update_kernel)
+
+# Each of 128 threads (4 wavefronts: 256) has 8 elements, 16 or 32 bytes of each buffer.
+_BLOCK = 1024 if torch.version.hip is None else 2048
+_ADD_BLOCK = 128
+_TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
+
+
+def _stored(dtype: torch.dtype | None) -> Any:
+    return None if dtype is None else STORED[dtype]
+
+
+def _index(kind: Kind, units: bool) -> Any:
+    return None if not units else tl.int64 if kind.large else tl.int32
+
+
+@functools.cache
+def _measure_constants(kind: Kind, units: bool, parameters: bool) -> tuple[Any, ...]:
+    param = tl.float32 if kind.master else STORED[kind.param]
+    return (
+        WIDE[kind.param], STORED[kind.grad], param, kind.master, kind.aligned,
+        _index(kind, units), parameters, CHUNK, _BLOCK,
+    )  # fmt: skip
+
+
+@functools.cache
+def _prepare_constants(
+    rule: str, measured: bool, clipped: bool, tried: bool, commits: bool
+) -> tuple[Any, ...]:
+    return (
+        getattr(optimizers, f"prepare_{rule}"), getattr(optimizers, f"finish_{rule}", None),
+        measured, clipped, tried, commits, _TAIL_BLOCK,
+    )  # fmt: skip
+
+
+@functools.cache
+def _try_constants(rule: str, kind: Kind, units: bool) -> tuple[Any, ...]:
+    param = tl.float32 if kind.master else STORED[kind.param]
+    return (
+        getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], param,
+        *map(_stored, kind.states), kind.master, kind.aligned, _index(kind, units), CHUNK, _BLOCK,
+    )  # fmt: skip
+
+
+@functools.cache
+def _update_constants(
+    rule: str, kind: Kind, units: bool, averages: bool, write_back: int, stochastic: bool
+) -> tuple[Any, ...]:
+    return (
+        getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
+        *map(_stored, kind.states), kind.master, _stored(kind.average) if averages else None,
+        kind.aligned, _index(kind, units), write_back,
+        stochastic and kind.param is torch.bfloat16 and not kind.master, CHUNK, _BLOCK,
+    )  # fmt: skip
+
+
+class _Measures(NamedTuple):
+    sums: Tensor  # [n, 3]: number of non-finite gradients, sum of g^2, sum of p^2
+    clipped: Tensor | None = None  # [n]: sum of g^2 after unit-wise clipping
+    factors: Tensor | None = None  # the clip factor of each unit
+    done: bool = True  # False: `sums` is memory to which prepare_kernel writes zeros
+
+
+def _doubles(call: DeviceCall, *shape: int) -> Tensor:
+    return call.scalars.new_empty(shape, dtype=torch.float64)
+
+
+def _add(call: DeviceCall, shares: Tensor, first: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Sums of each tensor's rows of `shares`, which begin at `first`; and of the fourth column."""
+    count, width = len(call.params), shares.size(1)
+    sums = _doubles(call, count, 3)
+    clipped = _doubles(call, count) if width == 4 else None
+    tensors = (sums, sums if clipped is None else clipped, shares, call.entries, first)
+    _launch_add(width, count, tensors, (), (width, _ADD_BLOCK))
+    return sums, clipped
+
+
+def _measure(call: DeviceCall) -> _Measures:
+    units = call.clips_units
+    shares = _doubles(call, call.piece_count if units else call.chunk_count, 3)
+    parameters = bool(call.measures & MEASURE_PARAMETERS)
+    for kind, first_chunk, chunks, first_piece, pieces in call.launches:
+        variant = (kind, units, parameters)
+        parts, first, programs = (
+            (call.pieces, first_piece, pieces) if units else (call.chunks, first_chunk, chunks)
+        )
+        if programs:
+            tensors = (call.entries, parts, call.scale_or_one, shares)
+            _launch_measure(variant, programs, tensors, (first,), _measure_constants(*variant))
+    if not units:
+        return _Measures(*_add(call, shares, call.first_chunks))
+    of_units, factors = _doubles(call, call.unit_count, 4), _doubles(call, call.unit_count)
+    if call.unit_count:
+        clipped = (factors, of_units, shares, call.first_pieces, call.options)
+        _launch_clip_units((), call.unit_count, clipped, (), (_ADD_BLOCK,))
+    return _Measures(*_add(call, of_units, call.first_units), factors)
+
+
+def _measured(call: DeviceCall, sums: Tensor | None) -> _Measures:
+    """The measures from another call's sums, or without sums none."""
+    if sums is None:
+        return _Measures(_doubles(call, len(call.params), 3), done=False)
+    _check_sums(call, sums)
+    return _Measures(sums)
+
+
+def _check_sums(call: DeviceCall, sums: Tensor) -> None:
+    if (
+        sums.dtype != torch.float64
+        or sums.shape != (len(call.params), 3)
+        or not sums.is_contiguous()
+        or sums.device != call.device
+    ):
+        raise RuntimeError("fusedtrain: sums")
+
+
+def _prepare(
+    call: DeviceCall, measures: _Measures, numbers: Tensor, tried: Tensor | None, commits: bool
+) -> None:
+    sums, clipped = measures.sums, measures.clipped
+    variant = (
+        RULES[call.rule].name, measures.done, clipped is not None, tried is not None, commits
+    )  # fmt: skip
+    tensors = (
+        numbers, call.entries, sums, sums if clipped is None else clipped,
+        sums if tried is None else tried, call.options, call.rates, call.scalars, call.control,
+        call.scale_or_one, call.found_or_none,
+    )  # fmt: skip
+    count = len(call.params)
+    _launch_prepare(
+        variant, cdiv(count, _TAIL_BLOCK), tensors, (count, call.columns),
+        _prepare_constants(*variant),
+    )  # fmt: skip
+
+
+def _try(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> Tensor:
+    shares = _doubles(call, call.chunk_count, 3)
+    rule = RULES[call.rule].name
+    for kind, first, chunks, _, _ in call.launches:
+        variant = (rule, kind, call.clips_units)
+        if chunks:
+            clips = numbers if factors is None else factors
+            tensors = (call.entries, call.chunks, numbers, clips, shares)
+            _launch_try(variant, chunks, tensors, (first,), _try_constants(*variant))
+    return _add(call, shares, call.first_chunks)[0]
+
+
+def _update(call: DeviceCall, numbers: Tensor, factors: Tensor | None) -> None:
+    rule, option = RULES[call.rule].name, call.option
+    weight, seed = option.average_weight, whole_seed(option.seed, option.seed_high)
+    write_back, stochastic = int(option.write_back), option.stochastic != 0
+    for kind, first, chunks, _, _ in call.launches:
+        variant = (rule, kind, call.clips_units, weight != 0, write_back, stochastic)
+        if chunks:
+            clips = numbers if factors is None else factors
+            tensors = (call.entries, call.chunks, numbers, clips)
+            options = (first + chunks - 1, weight, seed)
+            _launch_update(variant, chunks, tensors, options, _update_constants(*variant))
+    if call.shadows:
+        params = set(map(id, call.params))
+        for original, copy in call.shadows:
+            if write_back or id(original) in params:
+                original.copy_(copy)
+
+
+@torch.no_grad()
+def measure_gradients(*arguments: Any) -> Tensor:
+    call = DeviceCall(*arguments)
+    return _measure(call).sums if call.params else _measured(call, None).sums
+
+
+@torch.no_grad()
+def try_update(*arguments: Any) -> Tensor:
+    call = DeviceCall(*arguments[:-1])
+    if not call.params:
+        return _measured(call, None).sums
+    if call.clips_units:
+        raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
+    numbers = _doubles(call, 1 + len(call.params), NUMBERS)
+    _prepare(call, _measured(call, arguments[-1]), numbers, None, commits=False)
+    return _try(call, numbers, None)
+
+
+@torch.no_grad()
+def optimizer_step(*arguments: Any) -> Tensor:
+    call, sums, tried = DeviceCall(*arguments[:-2]), arguments[-2], arguments[-1]
+    if sums is not None:
+        if call.clips_units:
+            raise RuntimeError("fusedtrain: units are clipped by what their own call measures")
+        sums = sums.clone()  # an op must not return its argument
+    if not call.params:
+        return _measured(call, sums).sums
+    measures = _measure(call) if sums is None and call.measures else _measured(call, sums)
+    numbers = _doubles(call, 1 + len(call.params), NUMBERS)
+    if call.option.trial == 0:
+        tried = None
+    elif tried is not None:
+        _check_sums(call, tried)
+    else:
+        _prepare(call, measures, numbers, None, commits=False)
+        tried = _try(call, numbers, measures.factors)
+    _prepare(call, measures, numbers, tried, commits=True)
+    _update(call, numbers, measures.factors)
+    return measures.sums

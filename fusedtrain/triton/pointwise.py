@@ -25,6 +25,22 @@ def parameter(p, x, STORED: tl.constexpr):
     return tl.full((), p, x.dtype).to(STORED).to(x.dtype)
 
 
+@triton.jit
+def apply(FORMULA: tl.constexpr, x, a, b, STORED: tl.constexpr):
+    if FORMULA is None:
+        return x
+    else:
+        return FORMULA(x, parameter(a, x, STORED), parameter(b, x, STORED))
+
+
+@triton.jit
+def differentiate(FORMULA: tl.constexpr, g, saved, a, b, STORED: tl.constexpr):
+    if FORMULA is None:
+        return g
+    else:
+        return FORMULA(g, saved, parameter(a, g, STORED), parameter(b, g, STORED))
+
+
 @triton.jit(do_not_specialize=["n"])
 def forward_kernel(
     x_ptr, y_ptr, n: tl.int64, a: tl.float64, b: tl.float64,

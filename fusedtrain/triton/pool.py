@@ -1,6 +1,6 @@
-"""Max pooling: a lane a byte of codes, with the outputs whose places it holds; backward, a lane an
-input, which looks at the windows that reach it, in the order of the outputs. UNIT neighbours are
-channels of one pixel: a thread has them all, and accesses them at once."""
+"""Max pooling. Forward, a lane computes one byte of codes and the byte's outputs. Backward, a lane
+has one input, and visits the windows that contain it in the order of the outputs. UNIT neighbours
+are channels of one pixel: one thread has all of them, and accesses them at once."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -27,7 +27,7 @@ _SIZES = [
 
 @triton.jit
 def narrow(a, b, c, d, SMALL: tl.constexpr):
-    """As 32 bits, where all indices fit: a division of 64 bits is a call of a function."""
+    """32-bit numbers, if all indices fit: a division of 64 bits is a function call."""
     if SMALL:
         return a.to(tl.int32), b.to(tl.int32), c.to(tl.int32), d.to(tl.int32)
     else:
@@ -50,7 +50,7 @@ def max_pool2d_kernel(
     BITS: tl.constexpr, CODES: tl.constexpr, SMALL: tl.constexpr, UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`count` times UNIT outputs. BITS is 8 where there are no CODES."""
+    """`count` times UNIT outputs. BITS is 8 without CODES."""
     PART: tl.constexpr = 32 * BITS  # bytes of a block of 256 codes
     count, units, height, width = narrow(count, units, height, width, SMALL)
     count *= UNIT
@@ -80,7 +80,7 @@ def max_pool2d_kernel(
                 from_here = tl.max_contiguous(tl.multiple_of(source + j * channels, UNIT), UNIT)
                 value = tl.load(x_ptr + from_here, mask=valid, other=-float("inf"))
                 value = widen(value)
-                # The first of equal numbers, the last NaN: as in torch.
+                # The first of equal numbers wins, and the last NaN, as in torch.
                 wins = (value > best) | (value != value)
                 best = tl.where(wins, value, best)
                 place = tl.where(wins, i * kernel_w + j, place)
@@ -113,7 +113,7 @@ def max_pool2d_backward_kernel(
     h = row + pad_h
     w = column + pad_w
     sums = tl.zeros((BLOCK,), widen(tl.zeros((1,), grad_ptr.dtype.element_ty)).dtype)
-    # From the last element of a window that may be this input: the first of the outputs.
+    # The window whose last element is this input has the first output, and so comes first.
     for a in range(kernel_h):
         i = kernel_h - 1 - a
         o = (h - i) // stride_h
@@ -132,13 +132,13 @@ def max_pool2d_backward_kernel(
     tl.store(grad_input_ptr + at, sums.to(grad_input_ptr.dtype.element_ty), mask=inside)
 
 
-# Lanes of a program of 128 threads where neighbours are not channels; 256 spill 16 bytes with 8
-# bits and 16-bit numbers, through the calls that divide 64 bits.
+# Lanes of a program of 128 threads, if neighbours are not channels. With 256 lanes, 8 bits and
+# 16-bit numbers, the calls that divide 64 bits spill 16 bytes.
 _BLOCK = 128
 
 
 def _unit(channels: int, itemsize: int, small: bool) -> int:
-    """What a thread has of a pixel: 16 bytes if there are, and if indices fit in 32 bits."""
+    """Channels of a pixel per thread: up to 16 bytes, if indices fit in 32 bits, else one."""
     return min(unit_of(channels), 16 // itemsize) if small else 1
 
 
@@ -152,7 +152,7 @@ def _check(
     name: str, t: Tensor, height: int, width: int, kernel_size: Sequence[int],
     stride: Sequence[int], padding: Sequence[int], bits: int, channels_last: bool,
 ) -> None:  # fmt: skip
-    """As csrc/binding_pool.h."""
+    """As csrc/bindings/pool.h."""
     check_dtype(name, t, "input")
     for wrong, message in (
         (

@@ -1,4 +1,4 @@
-"""What surrounds the optimizer step, each in one launch: the loss scale, and gradients to zero."""
+"""The loss scale's update and the zeroing of gradients, in one launch each."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._layout import cdiv, is_dense
-from ._tables import send
+from ._optimizer_tables import send
 from .launch import Launcher
 
 
@@ -22,7 +22,7 @@ def next_scale(
     growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
 ):  # fmt: skip
     """Scale, growth tracker and hysteresis tracker after a step; factors and bounds are float64."""
-    bad = found_inf != 0.0  # also where it is nan
+    bad = found_inf != 0.0  # nan, too
     left = tl.where(bad, tl.maximum(hysteresis_tracker - 1, 0), hysteresis)
     good_steps = growth_tracker + 1
     grows = (good_steps == growth_interval) & (found_inf == 0.0)
@@ -64,7 +64,7 @@ def update_scale_kernel(
 
 @triton.jit
 def zero_kernel(table_ptr, part_ptr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """CHUNK bytes from a multiple of 16 on; the first of a range also has what is before and after.
+    """Zeroes CHUNK bytes from a multiple of 16 on; a range's first program also zeroes both ends.
 
     A line of the table: address, bytes, number of the first program.
     """

@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16, with the bits of csrc/optimizers.h."""
+"""Stochastic rounding to bfloat16, with the bits of csrc/optimizer_rules.h."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -29,7 +29,7 @@ def random_bits(index, key):
 
 @triton.jit
 def stochastic_bfloat16(x, index, key):
-    """float32 values up or down at random, the nearer the likelier. Infinities and NaN stay."""
+    """Rounds float32 values at random, more likely to the nearer one. Infinities and NaN stay."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + (random_bits(index, key) >> 16)) >> 16
     rounded = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)

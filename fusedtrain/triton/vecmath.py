@@ -1,6 +1,6 @@
 """Math of blocks that Triton lacks, or has only for one backend; float32 and float64.
 
-The polynomials are those of csrc/cpu/vecmath.h. The exponential is one instruction on a GPU, so
+The polynomials are those of csrc/vecmath.h. The exponential is one instruction on a GPU, so
 tl.exp serves wherever its relative error of 2^-22 does not show; expm1 and log1p have their own.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# --- helpers. Comparisons with NaN are false, so NaN passes through the first three, and -0.0 is
-# --- kept; tl.maximum does neither on every GPU.
+# --- helpers. The first three pass NaN, since comparisons with NaN are false, and keep -0.0;
+# --- tl.maximum does neither on every GPU.
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def clamp(x, low, high):
 
 @triton.jit
 def reciprocal(x):
-    """Rounded correctly: a float32 division by `/` may be 2 ULP off."""
+    """1 / x, correctly rounded; a float32 division by `/` may be 2 ULP off."""
     if x.dtype == tl.float64:
         return 1.0 / x
     else:
@@ -41,7 +41,7 @@ def reciprocal(x):
 
 @triton.jit
 def sqrt(x):
-    """In float32, tl.sqrt flushes denormals to zero on NVIDIA GPUs."""
+    """The square root. In float32, tl.sqrt flushes denormals to zero on NVIDIA GPUs."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -52,8 +52,8 @@ def sqrt(x):
 def power(base, exponent):
     """float64 to a whole exponent n below 2^32, off by n / 2 eps: Triton has no pow for all GPUs.
 
-    Of 1 - base^n, which bias corrections divide by, that is less than eps / (1 - base), which a pow
-    that is rounded correctly comes near, too: at 0.999, 1.9e-14 where that has 1.4e-14.
+    Bias corrections divide by 1 - base^n, whose error is then below eps / (1 - base). A correctly
+    rounded pow comes near that, too: at 0.999 its error is 1.4e-14, this function's 1.9e-14.
     """
     bits = exponent.to(tl.int64)
     result = tl.full(base.shape, 1.0, tl.float64)
@@ -126,7 +126,7 @@ def sigmoid(x):
 
 @triton.jit
 def sigmoid_and_slope(x):
-    """From e = exp(-|x|): 1 - sigmoid(x) would cancel for large x."""
+    """Both from e = exp(-|x|): 1 - sigmoid(x) would cancel for large x."""
     e = tl.exp(-tl.abs(x))
     r = 1.0 / (1.0 + e)
     return tl.where(x < 0.0, e * r, r), e * r * r
@@ -141,7 +141,7 @@ def tanh(x):
 
 @triton.jit
 def normal_cdf(x):
-    """Cumulative probability of the standard normal distribution. 3e-7 absolute in float32."""
+    """The standard normal distribution's cumulative probability. 3e-7 absolute in float32."""
     if x.dtype == tl.float64:
         return 0.5 + 0.5 * tl.erf(x * 0.70710678118654752440)
     else:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _models import timm, torchvision
 from torch import Tensor, nn
+
+from helpers.models import timm, torchvision
 
 
 @dataclass(frozen=True)
@@ -93,29 +94,31 @@ def _of_torchvision(size: int, *names: str) -> list[Family]:
 
 
 _ONE = (1, 1, 1, 1)
+# One family of each kind.
 SHORT = [
     *_timm(
-        64, "test_byobnet", "test_convnext", "test_convnext2", "test_convnext3",
-        "test_efficientnet", "test_efficientnet_evos", "test_efficientnet_gn",
-        "test_efficientnet_ln", "test_mambaout",
-        "test_nfnet", "test_resnet",
+        64, "test_byobnet", "test_convnext", "test_efficientnet", "test_efficientnet_gn",
+        "test_mambaout", "test_nfnet", "test_resnet",
     ),
     *_timm(64, "test_vit", img_size=64),
+    *_timm(64, "resnetblur18", "res2net50_26w_4s", "seresnet50", "skresnet18", layers=_ONE),
     *_timm(
-        64, "resnet26d", "resnetaa50", "resnetblur18", "resnext50_32x4d", "res2net50_26w_4s",
-        "seresnet50", "skresnet18", layers=_ONE,
-    ),
-    *_timm(
-        64, "edgenext_xx_small", "efficientvit_b0", "ghostnet_050", "lcnet_035", "mnasnet_small",
-        "mobilenetv2_035", "mobilenetv3_small_050", "mobilevit_xxs", "regnety_002", "repvgg_a0",
-        "resnest14d", "resnet10t", "resnetv2_18", "tinynet_e",
+        64, "edgenext_xx_small", "efficientvit_b0", "ghostnet_050", "mobilenetv3_small_050",
+        "mobilevit_xxs", "repvgg_a0", "resnest14d", "resnetv2_18",
     ),
     *_of_torchvision(
-        64, "convnext", "densenet", "googlenet", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small",
-        "resnet_basic", "resnext", "shufflenet_v2_x0_5", "squeezenet1_1", "vgg_bn",
+        64, "convnext", "densenet", "resnet_basic", "resnext", "squeezenet1_1", "vgg_bn",
     ),
 ]  # fmt: skip
 LONG = [
+    *_timm(
+        64, "test_convnext2", "test_convnext3", "test_efficientnet_evos", "test_efficientnet_ln",
+        "lcnet_035", "mnasnet_small", "mobilenetv2_035", "regnety_002", "resnet10t", "tinynet_e",
+    ),
+    *_timm(64, "resnet26d", "resnetaa50", "resnext50_32x4d", layers=_ONE),
+    *_of_torchvision(
+        64, "googlenet", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5",
+    ),
     *_timm(
         64, "dla46_c", "dpn48b", "efficientnet_b0", "ese_vovnet19b_slim_dw", "fasternet_t0",
         "fastvit_t8", "ghostnetv2_100", "hardcorenas_a", "hgnetv2_b0", "hrnet_w18_small",

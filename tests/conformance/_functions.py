@@ -33,15 +33,15 @@ def theirs_of(case: str) -> Callable[..., Any]:
     if case.startswith("batch_norm+"):
         row = next(row for row in POINTWISE if row.name == case.partition("+")[2])
         return lambda *args, **kwargs: row.eager(torch_functional.batch_norm(*args, **kwargs))
-    found: Callable[..., Any] = getattr(torch_functional, case)
-    return found
+    function: Callable[..., Any] = getattr(torch_functional, case)
+    return function
 
 
 def ours_of(case: str) -> Callable[..., Any]:
     name, _, activation = case.partition("+")
     if name != "batch_norm":
-        found: Callable[..., Any] = getattr(functional, name)
-        return found
+        function: Callable[..., Any] = getattr(functional, name)
+        return function
     row = next((row for row in POINTWISE if row.name == activation), None)
     parameters = dict(zip(row.parameters, row.example)) if row is not None else {}
     return functools.partial(

@@ -36,10 +36,10 @@ def table(name: str) -> list[Any]:
         # Of the import: directories of torch's own tests, and flags that no other test could set.
         sys.path[:] = path
         vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = not frozen
-    found = getattr(module, name, None)
-    if found is None:
+    entries = getattr(module, name, None)
+    if entries is None:
         pytest.skip(f"torch {torch.__version__} has no torch.testing._internal {name}")
-    return list(found)
+    return list(entries)
 
 
 @cache

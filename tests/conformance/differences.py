@@ -85,16 +85,16 @@ ACCEPTED: dict[str, dict[str, str]] = {
 }
 
 
-def judge(key: str, found: Iterable[str], dtype: torch.dtype | None = None) -> None:
+def judge(key: str, differences: Iterable[str], dtype: torch.dtype | None = None) -> None:
     """Raises AssertionError unless exactly the accepted differences of that key were found.
 
-    Those of one dtype alone have it in their key.
+    Differences of one dtype alone have the dtype in their key.
     """
     listed = set(ACCEPTED.get(key, {}))
     if dtype is not None:
         listed |= set(ACCEPTED.get(f"{key}/{str(dtype).removeprefix('torch.')}", {}))
-    found = set(found)
-    new, gone = sorted(found - listed), sorted(listed - found)
+    differences = set(differences)
+    new, gone = sorted(differences - listed), sorted(listed - differences)
     assert not new, f"{key} differs from torch: {new}"
     assert not gone, f"differences.py lists differences of {key} which are gone: {gone}"
 

@@ -28,7 +28,7 @@ OTHERS = [
 @pytest.mark.parametrize("case", NAMES)
 def test_other_dtypes(case: str) -> None:
     """Eager torch's results, and its errors; gradients of complex numbers, too."""
-    found = set()
+    differences = set()
     sample = next(s for s in samples(case, torch.float32) if s.input.dim() > 0)
     for dtype in OTHERS:
         x = make_tensor(sample.input.shape, device="cpu", dtype=dtype)
@@ -42,8 +42,8 @@ def test_other_dtypes(case: str) -> None:
             results.append(y)
         a, b = results
         if not (a is b or same_trees(a, b)):
-            found.add(short(dtype))
-    judge(f"functions/other dtypes/{case}", found)
+            differences.add(short(dtype))
+    judge(f"functions/other dtypes/{case}", differences)
 
 
 def same_trees(a: Any, b: Any) -> bool:
@@ -55,15 +55,15 @@ def same_trees(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("case", [*NAMES, "batch_norm"])
 def test_mistakes(case: str) -> None:
-    """The types of exceptions: of OpInfo's mistakes, and of some that anyone makes."""
-    ours, theirs, found = ours_of(case), theirs_of(case), set()
+    """The types of exceptions, for OpInfo's mistakes and for common ones."""
+    ours, theirs, differences = ours_of(case), theirs_of(case), set()
     info = op_info(case)
     listed = list(info.error_inputs("cpu")) if info.error_inputs_func is not None else []
     for item in listed:
         s = item.sample_input
         mine = outcome(ours, s.input, *s.args, **s.kwargs)
         if mine is not item.error_type:
-            found.add(f"{item.error_regex}: {mine}")
+            differences.add(f"{item.error_regex}: {mine}")
     x, good = torch.ones(2, 4, 4), next(samples(case, torch.float32))
     more: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "no arguments": ((), {}),
@@ -77,14 +77,14 @@ def test_mistakes(case: str) -> None:
     for what, (args, kwargs) in more.items():
         mine, stock = outcome(ours, *args, **kwargs), outcome(theirs, *args, **kwargs)
         if mine is not stock and not (isinstance(mine, Tensor) and isinstance(stock, Tensor)):
-            found.add(f"{what}: {kind(mine)} instead of {kind(stock)}")
-    judge(f"functions/mistakes/{case}", found)
+            differences.add(f"{what}: {kind(mine)} instead of {kind(stock)}")
+    judge(f"functions/mistakes/{case}", differences)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("case", INPLACE)
 def test_in_place(case: str, dtype: torch.dtype) -> None:
-    ours, theirs, found = ours_of(case), theirs_of(case), set()
+    ours, theirs, differences = ours_of(case), theirs_of(case), set()
     for sample in samples(case, dtype):
         kwargs = {k: v for k, v in sample.kwargs.items() if k != "inplace"}
         results = []
@@ -98,7 +98,7 @@ def test_in_place(case: str, dtype: torch.dtype) -> None:
             assert (x._version > version) or identity
             gradient = torch.autograd.grad(y, leaf, weights_like(y, dtype))[0]
             results.append([y.detach(), gradient])
-        # The same kernel, in place; of some the derivative is taken from the output then.
+        # The kernel is the same in place; some functions take the derivative from the output then.
         output, gradient = run(ours, sample)
         if case in FROM_OUTPUT_IN_PLACE:
             gradient = results[1][1]
@@ -115,14 +115,14 @@ def test_in_place(case: str, dtype: torch.dtype) -> None:
     for what, make in inputs.items():
         mine, stock = (outcome(f, make(), *args, **kwargs, inplace=True) for f in (ours, theirs))
         if mine is not stock and not (isinstance(mine, Tensor) and isinstance(stock, Tensor)):
-            found.add(f"{what}: {kind(mine)} instead of {kind(stock)}")
-    judge(f"functions/in place/{case}", found)
+            differences.add(f"{what}: {kind(mine)} instead of {kind(stock)}")
+    judge(f"functions/in place/{case}", differences)
 
 
 @pytest.mark.parametrize("case", [*NAMES, "batch_norm"])
 def test_out(case: str) -> None:
     """Where torch's function takes out=, ours does."""
-    found, sample = set(), next(samples(case, torch.float32))
+    differences, sample = set(), next(samples(case, torch.float32))
     results = []
     for function in (ours_of(case), theirs_of(case)):
         args, kwargs = fresh(sample)
@@ -136,5 +136,5 @@ def test_out(case: str) -> None:
     if isinstance(mine, Tensor) and isinstance(stock, Tensor):
         torch.testing.assert_close(mine, stock)
     elif isinstance(stock, Tensor):
-        found.add(f"{kind(mine)} instead of {kind(stock)}")
-    judge(f"functions/out/{case}", found)
+        differences.add(f"{kind(mine)} instead of {kind(stock)}")
+    judge(f"functions/out/{case}", differences)

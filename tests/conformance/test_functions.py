@@ -52,7 +52,7 @@ def test_every_function_of_torch_is_here() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_numbers(case: str, dtype: torch.dtype) -> None:
     ours, theirs = ours_of(case), theirs_of(case)
-    found: set[str] = set()
+    differences: set[str] = set()
     worst, slack, count = {"output": 0.0, "gradient": 0.0}, {"output": 0.0, "gradient": 0.0}, 0
     growth = 4 if case.startswith("batch_norm") else 2
     for sample in samples(case, dtype):
@@ -71,10 +71,10 @@ def test_numbers(case: str, dtype: torch.dtype) -> None:
             slack[part] = max(slack[part], growth * error(b, t))
             # torch's worst element of 16 bits may be far off: the others are not.
             if torch.finfo(dtype).bits == 16 and not spread(a, t) <= max(2.0, 2 * spread(b, t)):
-                found.add(part)
+                differences.add(part)
     assert count
-    found |= {p for p in worst if not worst[p] <= max(LIMIT[dtype], slack[p])}
-    judge(f"functions/numbers/{case}", found, dtype)
+    differences |= {p for p in worst if not worst[p] <= max(LIMIT[dtype], slack[p])}
+    judge(f"functions/numbers/{case}", differences, dtype)
 
 
 @pytest.mark.parametrize("case", [n for n in CASES if n != "dropout"])
@@ -89,10 +89,9 @@ def test_samples_reach_the_kernels(case: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("case", POINTWISE_NAMES)
 def test_infinities(case: str, dtype: torch.dtype) -> None:
-    """Gradients at NaN, too. torch's vector loops and its scalar ones disagree about some: both
-    are right."""
+    """Also gradients at NaN. Where torch's vector and scalar loops differ, both are right."""
     values = [-float("inf"), float("inf"), float("nan"), -0.0, 0.0]
-    sample, found = next(samples(case, dtype)), set()
+    sample, differences = next(samples(case, dtype)), set()
 
     def call(function: Callable[..., Any], x: Tensor) -> tuple[Tensor, Tensor]:
         x.requires_grad_()
@@ -106,8 +105,10 @@ def test_infinities(case: str, dtype: torch.dtype) -> None:
             mine = call(ours_of(case), layout)
             for part, a, *both in zip(("output", "gradient"), mine, scalar, vector):
                 if not any(alike(a, b[:1], signed=part == "output") for b in both):
-                    found.add(f"{part} at {value}: {_number(a)} instead of {_number(both[1])}")
-    judge(f"functions/infinities/{case}", found, dtype)
+                    differences.add(
+                        f"{part} at {value}: {_number(a)} instead of {_number(both[1])}"
+                    )
+    judge(f"functions/infinities/{case}", differences, dtype)
 
 
 def alike(a: Tensor, b: Tensor, signed: bool) -> bool:
@@ -177,8 +178,8 @@ def test_forward_mode_float64(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_vmap_float64(case: str) -> None:
-    """Of the function; of its backward, as jacobian(vectorize=True) calls it; and of both."""
-    found = set()
+    """vmap of the function; of its backward, as jacobian(vectorize=True) calls it; of both."""
+    differences = set()
     for sample in few_samples(case):
         results = []
         for function in (ours_of(case), theirs_of(case)):
@@ -214,5 +215,5 @@ def test_vmap_float64(case: str) -> None:
             )
             if not same:
                 kinds = [v if isinstance(v, type) else "a tensor" for v in (a, b)]
-                found.add(f"{part}: {kinds}")
-    judge(f"functions/vmap/{case}", found)
+                differences.add(f"{part}: {kinds}")
+    judge(f"functions/vmap/{case}", differences)

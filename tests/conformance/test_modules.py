@@ -43,8 +43,8 @@ class Case(NamedTuple):
 
     def build(self, name: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
         """Ours and torch's, with the same numbers."""
-        own: dict[str, Any] = {"apply_act": False} if name in BATCH_NORMS else {}
-        ours = getattr(fused_nn, name)(*self.args, **self.kwargs, **own).to(dtype)
+        extra: dict[str, Any] = {"apply_act": False} if name in BATCH_NORMS else {}
+        ours = getattr(fused_nn, name)(*self.args, **self.kwargs, **extra).to(dtype)
         stock = getattr(nn, REPLACES[name])(*self.args, **self.kwargs).to(dtype)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -107,7 +107,7 @@ def test_every_module_of_torch_is_here() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers(name: str, dtype: torch.dtype, training: bool) -> None:
-    found, count = set(), 0
+    differences, count = set(), 0
     for case in cases(name, dtype, training):
         ours, stock = case.build(name, dtype)
         ours.train(training)
@@ -128,9 +128,9 @@ def test_numbers(name: str, dtype: torch.dtype, training: bool) -> None:
                 for measure in measures:
                     allowed = max(LIMIT[dtype], 4 * measure(b, truth[what]))
                     if not measure(a, truth[what]) <= allowed:
-                        found.add(what)
+                        differences.add(what)
     assert count
-    judge(f"modules/numbers/{name}", found, dtype)
+    judge(f"modules/numbers/{name}", differences, dtype)
 
 
 def _leaf(value: Any) -> Any:
@@ -160,33 +160,33 @@ def test_constructor(name: str) -> None:
     """torch's arguments in torch's order, with torch's defaults; kept as torch's attributes."""
     ours, stock = getattr(fused_nn, name), getattr(nn, REPLACES[name])
     mine, theirs = (inspect.signature(cls).parameters for cls in (ours, stock))
-    found = {f"{n} is missing" for n in theirs.keys() - mine.keys()}
+    differences = {f"{n} is missing" for n in theirs.keys() - mine.keys()}
     shared = [n for n in mine if n in theirs]
     if shared != [n for n in theirs if n in mine]:
-        found.add("another order")
+        differences.add("another order")
     by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     positions = zip(mine, [n for n, parameter in theirs.items() if parameter.kind is by_place])
-    found |= {f"{b} has another position" for a, b in positions if a != b}
-    found |= {f"the default of {n}" for n in shared if mine[n].default != theirs[n].default}
+    differences |= {f"{b} has another position" for a, b in positions if a != b}
+    differences |= {f"the default of {n}" for n in shared if mine[n].default != theirs[n].default}
     case = next(cases(name, torch.float32, True))
     a, b = case.build(name, torch.float32)
     assert isinstance(a, stock)
     for attribute in set(vars(b)) - {"_modules", "_parameters", "_buffers"}:
         if getattr(a, attribute, None) != getattr(b, attribute):
-            found.add(f"the attribute {attribute}")
+            differences.add(f"the attribute {attribute}")
     if a.extra_repr() != b.extra_repr() or (name in SAME and repr(a) != repr(b)):
-        found.add("repr")
+        differences.add("repr")
     if "device" in theirs:
         case = Case(case.args, {**case.kwargs, "device": "meta", "dtype": torch.float64}, ())
         made = ours(*case.args, **case.kwargs)
         assert {(p.device.type, p.dtype) for p in made.parameters()} == {("meta", torch.float64)}
-    judge(f"modules/constructor/{name}", found)
+    judge(f"modules/constructor/{name}", differences)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state(name: str) -> None:
     """state_dict and its loading both ways; pickle, torch.save, deepcopy; modes and dtypes."""
-    found = set()
+    differences = set()
     for case in cases(name, torch.float32, True):
         ours, stock = case.build(name, torch.float32)
         state = ours.state_dict()
@@ -196,7 +196,7 @@ def test_state(name: str) -> None:
         assert [n for n, _ in ours.named_parameters()] == [n for n, _ in stock.named_parameters()]
         assert [n for n, _ in ours.named_buffers()] == [n for n, _ in stock.named_buffers()]
         if [n for n, _ in ours.named_children()]:
-            found.add("children")
+            differences.add("children")
         with pytest.raises(RuntimeError, match="Unexpected key"):
             ours.load_state_dict({**state, "other": torch.ones(1)})
 
@@ -218,14 +218,14 @@ def test_state(name: str) -> None:
             values = list(ours.to(dtype).state_dict().values())
             same = list(stock.to(dtype).state_dict().values())
             assert [v.dtype for v in values] == [v.dtype for v in same]
-    judge(f"modules/state/{name}", found)
+    judge(f"modules/state/{name}", differences)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mistakes(name: str) -> None:
-    """The types of exceptions, of ModuleInfo's mistakes and of some that anyone makes."""
-    ours, stock, found = getattr(fused_nn, name), getattr(nn, REPLACES[name]), set()
-    own: dict[str, Any] = {"apply_act": False} if name in BATCH_NORMS else {}
+    """The types of exceptions, for ModuleInfo's mistakes and for common ones."""
+    ours, stock, differences = getattr(fused_nn, name), getattr(nn, REPLACES[name]), set()
+    extra: dict[str, Any] = {"apply_act": False} if name in BATCH_NORMS else {}
     info = module_info(REPLACES[name])
     options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": True}
     listed = info.module_error_inputs_func(info, **options) if _has_mistakes(info) else []
@@ -236,11 +236,13 @@ def test_mistakes(name: str) -> None:
         )
 
         def call(made: Any = made, called: Any = called) -> Any:
-            return ours(*made.args, **made.kwargs, **own)(*called.args, **called.kwargs)
+            return ours(*made.args, **made.kwargs, **extra)(*called.args, **called.kwargs)
 
         mine = outcome(call)
         if mine is not item.error_type:
-            found.add(f"{item.error_regex}: {_kind(mine)} instead of {item.error_type.__name__}")
+            differences.add(
+                f"{item.error_regex}: {_kind(mine)} instead of {item.error_type.__name__}"
+            )
     case = next(cases(name, torch.float32, True))
     constructors = {
         "a string": (("a",), {}),
@@ -249,9 +251,9 @@ def test_mistakes(name: str) -> None:
         "no such device": (case.args, {**case.kwargs, "device": "nowhere"}),
     }
     for what, (args, kwargs) in constructors.items():
-        mine, theirs = outcome(ours, *args, **kwargs, **own), outcome(stock, *args, **kwargs)
+        mine, theirs = outcome(ours, *args, **kwargs, **extra), outcome(stock, *args, **kwargs)
         if mine is not theirs and isinstance(theirs, type):
-            found.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
+            differences.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
     inputs: dict[str, tuple[Any, ...]] = {
         "no input": (), "input None": (None,), "a list": ([1.0],), "0-dim": (torch.ones(()),),
         "1-dim": (torch.ones(3),), "6-dim": (torch.ones(2, 2, 2, 2, 2, 2),),
@@ -261,8 +263,8 @@ def test_mistakes(name: str) -> None:
         pair = case.build(name, torch.float32)
         mine, theirs = (outcome(module, *arguments) for module in pair)
         if mine is not theirs and not (tensors(mine) and tensors(theirs)):
-            found.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
-    judge(f"modules/mistakes/{name}", found)
+            differences.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
+    judge(f"modules/mistakes/{name}", differences)
 
 
 def _has_mistakes(info: Any) -> bool:

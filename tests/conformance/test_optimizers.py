@@ -59,12 +59,12 @@ def step(optimizer: Any, params: Params, seeds: Any, dtype: torch.dtype = torch.
 
 def values(optimizer: Any, params: Params) -> dict[str, Tensor]:
     """Parameters and states, by name."""
-    found = {str(i): p.detach() for i, p in enumerate(params)}
+    tensors = {str(i): p.detach() for i, p in enumerate(params)}
     for i, p in enumerate(params):
         for name, value in optimizer.state.get(p, {}).items():
             if value is not None:
-                found[f"{i} {name}"] = torch.as_tensor(value)
-    return found
+                tensors[f"{i} {name}"] = torch.as_tensor(value)
+    return tensors
 
 
 def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -81,7 +81,7 @@ def test_every_optimizer_of_torch_is_here() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_steps(name: str, dtype: torch.dtype) -> None:
     """Every entry of the table; float64 decides which of the two is nearer."""
-    found = set()
+    differences = set()
     for item in inputs(name):
         results = []
         for cls, wide in zip((*classes(name), classes(name)[1]), (dtype, dtype, torch.float64)):
@@ -95,8 +95,8 @@ def test_ten_steps(name: str, dtype: torch.dtype) -> None:
         for what, a in mine.items():
             allowed = max(LIMIT[dtype], 4 * error(theirs[what], truth[what]))
             if not error(a, truth[what]) <= allowed:
-                found.add(item.desc)
-    judge(f"optimizers/steps/{name}", found, dtype)
+                differences.add(item.desc)
+    judge(f"optimizers/steps/{name}", differences, dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,26 +125,27 @@ def test_constructor(name: str) -> None:
     assert [n for n in mine if n in theirs] == list(theirs)
     assert {n: mine[n].default for n in theirs} == {n: p.default for n, p in theirs.items()}
     assert [mine[n].kind for n in theirs] == [p.kind for p in theirs.values()]
-    found = set()
+    differences = set()
     for item in inputs(name):
         a, b = (cls(parameters(torch.float32), **item.kwargs) for cls in classes(name))
-        found |= {
+        differences |= {
             f"group has {k} more" for k in a.param_groups[0].keys() - b.param_groups[0].keys()
         }
-        found |= {f"default {k}" for k in b.defaults if str(a.defaults[k]) != str(b.defaults[k])}
-        own = {"params"}
-        for k in b.param_groups[0].keys() - own:
+        differences |= {
+            f"default {k}" for k in b.defaults if str(a.defaults[k]) != str(b.defaults[k])
+        }
+        for k in b.param_groups[0].keys() - {"params"}:
             if str(a.param_groups[0][k]) != str(b.param_groups[0][k]):
-                found.add(f"{k} of the group")
-    judge(f"optimizers/constructor/{name}", found)
+                differences.add(f"{k} of the group")
+    judge(f"optimizers/constructor/{name}", differences)
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=short)
 @pytest.mark.parametrize("name", NAMES)
 def test_state(name: str, default: torch.dtype) -> None:
-    """What a checkpoint has, and ten more equal steps after it is loaded, both ways."""
+    """Checkpoints have the same entries; ten more steps after loading are equal, both ways."""
     torch.set_default_dtype(default)
-    found = set()
+    differences = set()
     try:
         for item in inputs(name):
             made = []
@@ -155,8 +156,10 @@ def test_state(name: str, default: torch.dtype) -> None:
                 made.append((optimizer, params))
             (mine, _), (theirs, _) = made
             if len(mine.state) != len(theirs.state):
-                found.add(f"{len(mine.state)} states instead of {len(theirs.state)}")
-            found |= differing_states(mine.state_dict()["state"], theirs.state_dict()["state"])
+                differences.add(f"{len(mine.state)} states instead of {len(theirs.state)}")
+            differences |= differing_states(
+                mine.state_dict()["state"], theirs.state_dict()["state"]
+            )
             for source, params in made:
                 for cls in classes(name):
                     file = io.BytesIO()
@@ -173,45 +176,45 @@ def test_state(name: str, default: torch.dtype) -> None:
                     })  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)
-    judge(f"optimizers/state/{name}", found, default)
+    judge(f"optimizers/state/{name}", differences, default)
 
 
 def differing_states(mine: dict[int, Any], theirs: dict[int, Any]) -> set[str]:
-    found = set()
+    differences = set()
     if mine.keys() != theirs.keys():
-        found.add(f"states of {sorted(mine)} instead of {sorted(theirs)}")
+        differences.add(f"states of {sorted(mine)} instead of {sorted(theirs)}")
     for index in mine.keys() & theirs.keys():
         a, b = mine[index], theirs[index]
         if a.keys() != b.keys():
-            found.add(f"{sorted(a)} instead of {sorted(b)}")
+            differences.add(f"{sorted(a)} instead of {sorted(b)}")
         for key in a.keys() & b.keys():
             x, y = a[key], b[key]
             if type(x) is not type(y):
-                found.add(f"{key} is a {type(x).__name__} instead of a {type(y).__name__}")
+                differences.add(f"{key} is a {type(x).__name__} instead of a {type(y).__name__}")
             elif isinstance(x, Tensor) and (x.dtype, x.shape) != (y.dtype, y.shape):
-                found.add(f"{key} is {short(x.dtype)}{[*x.shape]} instead of "
-                          f"{short(y.dtype)}{[*y.shape]}")  # fmt: skip
-    return found
+                differences.add(f"{key} is {short(x.dtype)}{[*x.shape]} instead of "
+                                f"{short(y.dtype)}{[*y.shape]}")  # fmt: skip
+    return differences
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mistakes(name: str) -> None:
     """The types of exceptions and warnings: of the table's mistakes, and of common ones."""
-    info, found = optimizer_info(name), set()
+    info, differences = optimizer_info(name), set()
     for item in info.optim_error_inputs_func("cpu", torch.float32):
-        given = item.optimizer_error_input
+        mistake = item.optimizer_error_input
 
-        def call(cls: Any, given: Any = given) -> Any:
-            params = parameters(torch.float32) if given.params is None else given.params
+        def call(cls: Any, mistake: Any = mistake) -> Any:
+            params = parameters(torch.float32) if mistake.params is None else mistake.params
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                optimizer = cls(params, **given.kwargs)
+                optimizer = cls(params, **mistake.kwargs)
                 step(optimizer, [p for g in optimizer.param_groups for p in g["params"]], [0])
 
         mine, theirs = (outcome(call, cls) for cls in classes(name))
         assert theirs is item.error_type
         if mine is not theirs:
-            found.add(f"{given.desc}: {_kind(mine)} instead of {_kind(theirs)}")
+            differences.add(f"{mistake.desc}: {_kind(mine)} instead of {_kind(theirs)}")
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "no parameters": ([], {}),
         "numbers": ([1.0], {}),
@@ -225,8 +228,8 @@ def test_mistakes(name: str) -> None:
     for what, (params, kwargs) in cases.items():
         mine, theirs = (outcome(cls, params, **kwargs) for cls in classes(name))
         if mine is not theirs and isinstance(mine, type) | isinstance(theirs, type):
-            found.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
-    judge(f"optimizers/mistakes/{name}", found)
+            differences.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
+    judge(f"optimizers/mistakes/{name}", differences)
 
 
 def _kind(value: Any) -> str:
@@ -236,7 +239,7 @@ def _kind(value: Any) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_keywords(name: str) -> None:
     """foreach, fused, capturable, differentiable: taken with the same steps, or refused."""
-    found = set()
+    differences = set()
     for key in ("foreach", "fused", "capturable", "differentiable"):
         results: list[Any] = []
         for cls in classes(name):
@@ -254,14 +257,14 @@ def test_keywords(name: str) -> None:
         if isinstance(mine, list) and isinstance(theirs, list):
             assert_same(*({str(i): p.detach() for i, p in enumerate(r)} for r in results))
         elif mine is not theirs:
-            found.add(f"{key}: {_kind(mine)} instead of {_kind(theirs)}")
-    judge(f"optimizers/keywords/{name}", found)
+            differences.add(f"{key}: {_kind(mine)} instead of {_kind(theirs)}")
+    judge(f"optimizers/keywords/{name}", differences)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters(name: str) -> None:
     """Kinds of parameters and gradients: complex, sparse, expanded, with gaps, of other dtypes."""
-    found = set()
+    differences = set()
     gradients = {
         "complex": torch.ones(4, 2, dtype=torch.complex64),
         "sparse": torch.eye(4, 2).to_sparse(),
@@ -289,8 +292,8 @@ def test_parameters(name: str) -> None:
         if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
         elif mine is not theirs:
-            found.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
-    judge(f"optimizers/parameters/{name}", found)
+            differences.add(f"{what}: {_kind(mine)} instead of {_kind(theirs)}")
+    judge(f"optimizers/parameters/{name}", differences)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -55,7 +55,7 @@ def build() -> Path:
     sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
     sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory")]
-    sources += [(ROOT / "csrc/binding_cuda.cpp", f"{host} {_SANITIZERS}".strip())]
+    sources += [(ROOT / "csrc/bindings/cuda.cpp", f"{host} {_SANITIZERS}".strip())]
     library = BUILD / "_emulated.so"
     lines = [
         "rule compile",

@@ -1,5 +1,5 @@
 // Kernels with one fault each, which the emulator must find, and right ones, which it must let
-// pass. Run from tests/test_cuda_emulator.py.
+// pass. Run from test_cuda_emulator.py.
 #include "cuda/launch.cuh"
 #include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"

@@ -61,7 +61,7 @@ class Progress:
     """What has run, and a line about it now and then."""
 
     def __init__(self) -> None:
-        self.began = self.told = time.time()
+        self.began = self.last_report = time.time()
         self.ran: Counter[str] = Counter()
         self.aside: Counter[str] = Counter()
         self.spent: Counter[str] = Counter()
@@ -76,11 +76,11 @@ class Progress:
             _tell(outcome)
 
     def tell(self, now: str) -> None:
-        if time.time() - self.told >= EVERY:
-            self.told = time.time()
+        if time.time() - self.last_report >= EVERY:
+            self.last_report = time.time()
             counts = ", ".join(f"{n} {family}" for family, n in self.ran.items())
             line = f"{counts or 'starting'}; {len(self.failed)} failed; at {now}"
-            print(f"{self.told - self.began:4.0f} s: {line}", flush=True)
+            print(f"{self.last_report - self.began:4.0f} s: {line}", flush=True)
 
     def summary(self, families: list[str]) -> int:
         print(f"\nRan for {time.time() - self.began:.0f} s:")
@@ -101,7 +101,7 @@ def _tell(outcome: Outcome) -> None:
     try:
         source = outcome.failure
         if "import timm" in source:  # it imports where torchvision is half installed, too
-            source = "import _models; _models.timm()\n" + source
+            source = "from helpers import models; models.timm()\n" + source
         path = os.pathsep.join(sys.path)
         done = subprocess.run(
             [sys.executable, "-c", source], capture_output=True, timeout=120,

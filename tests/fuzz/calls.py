@@ -105,8 +105,8 @@ def source(pick: Pick, call: Call, mode: str, dtype: str) -> str:
         lines += _transformed(mode, names, wide, max(limit, backward) * 8)
     else:
         lines += _run(pick, call, mode, dtype)
-        given = f"{names}" if mode == "special" else wide
-        lines += [f"want = run(plain, {given})", f"found = run(ours, {names})"]
+        arguments = f"{names}" if mode == "special" else wide
+        lines += [f"want = run(plain, {arguments})", f"results = run(ours, {names})"]
         factor = {"recompute": 8, "second": 64, "special": 4}.get(mode, 1)
         lines += _comparison(limit * factor, backward * factor)
     return "\n".join(lines) + "\n"
@@ -115,7 +115,7 @@ def source(pick: Pick, call: Call, mode: str, dtype: str) -> str:
 def _comparison(forward: float, backward: float) -> list[str]:
     rest = "" if forward == backward else f" if i == 0 else {backward:.2g}"
     return [
-        "for i, (a, b) in enumerate(zip(found, want, strict=True)):",
+        "for i, (a, b) in enumerate(zip(results, want, strict=True)):",
         f"    limit = {forward:.2g}{rest}",
         "    a, b = a.double(), b.double()",
         "    torch.testing.assert_close(a, b, rtol=limit, atol=limit, equal_nan=True)",
@@ -188,16 +188,16 @@ def _transformed(mode: str, names: str, wide: str, limit: float) -> list[str]:
         lines += [
             "tensors, wide = ([torch.stack([t, 0.5 * t]) for t in s] for s in (tensors, wide))",
             "want = torch.vmap(plain)(*wide)  # not all that torch computes can it batch",
-            "found = torch.vmap(ours)(*tensors)",
+            "results = torch.vmap(ours)(*tensors)",
             "want = torch.stack([plain(*some) for some in zip(*wide, strict=True)])",
-            "found, want = [found], [want]",
+            "results, want = [results], [want]",
         ]
     else:
         lines += [
             "tensors, wide = ([t.clone() for t in some] for some in (tensors, wide))",
             "tangents, others = ([t.cos() for t in some] for some in (tensors, wide))",
             "want = torch.func.jvp(plain, tuple(wide), tuple(others))",
-            "found = torch.func.jvp(ours, tuple(tensors), tuple(tangents))",
+            "results = torch.func.jvp(ours, tuple(tensors), tuple(tangents))",
         ]
     return lines + _comparison(limit, limit)
 
@@ -210,10 +210,10 @@ def _outcomes(names: str) -> list[str]:
         "    except Exception as error:",
         "        return type(error)",
         "",
-        "found, want = outcome(ours), outcome(plain)",
-        "assert isinstance(found, type) == isinstance(want, type), (found, want)",
+        "results, want = outcome(ours), outcome(plain)",
+        "assert isinstance(results, type) == isinstance(want, type), (results, want)",
         "if isinstance(want, type):",
-        "    assert found is want, (found, want)",
+        "    assert results is want, (results, want)",
         "else:",
-        "    torch.testing.assert_close(found, want, equal_nan=True)",
+        "    torch.testing.assert_close(results, want, equal_nan=True)",
     ]

@@ -1,10 +1,11 @@
-"""How large a difference may be: relative to max(|expected|, 1), as tests/_cases.py has it."""
+"""How large a difference may be: relative to max(|expected|, 1), as in helpers/activations.py."""
 
 from __future__ import annotations
 
 import torch
-from _cases import TOLERANCE
-from _chain_cases import TOLERANCE as CHAIN_TOLERANCE
+
+from helpers.activations import TOLERANCE
+from helpers.chains import TOLERANCE as CHAIN_TOLERANCE
 
 SHORT = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16,

@@ -47,15 +47,15 @@ for step in range(20):
     want = next(stock)
     if not want[0].abs().max() < 1e4:
         break  # it diverges, and rounding with it
-{conditioned}{found}
+{conditioned}{results}
     message = f"step {{step}}: {{{{}}}}".format
-    torch.testing.assert_close(found, want, rtol={limit}, atol={limit}, msg=message)
+    torch.testing.assert_close(results, want, rtol={limit}, atol={limit}, msg=message)
 """
 # torch raises where a converted model modifies what backward needs: convert's docstring says so.
 # The same holds after tune_mode, where the activation of a BatchNormAct2d is a call of its own.
-_FOUND = """\
+_STEP_THAT_MAY_RAISE = """\
     try:
-        found = next(ours)
+        results = next(ours)
     except RuntimeError as error:
         assert "inplace operation" in str(error), error
         break"""
@@ -99,8 +99,8 @@ state = copy.deepcopy(net.state_dict())
 with torch.no_grad():
     want = net(x.clone())
     folded, _ = fusedtrain.fold_conv_bn(net{example})
-    found = folded(x.clone())
-torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+    results = folded(x.clone())
+torch.testing.assert_close(results, want, rtol=1e-9, atol=1e-9)
 torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 """
 
@@ -110,7 +110,8 @@ def _program(network: Network, convert: str, mode: str = "", limit: str = "1e-7"
     may_raise = rounds and any(call in convert for call in ("convert(twin", "tune_mode(twin"))
     return _PROGRAM.format(
         net=network.source(), seed=network.pick(*range(20)), mode=mode, hook=network.hook(),
-        convert=convert, found=_FOUND if may_raise else "    found = next(ours)", limit=limit,
+        convert=convert, limit=limit,
+        results=_STEP_THAT_MAY_RAISE if may_raise else "    results = next(ours)",
         shaken=_SHAKEN if rounds else "",
         conditioned=_CONDITIONED.format(limit=limit) if rounds else "",
     )  # fmt: skip

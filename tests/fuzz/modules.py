@@ -123,7 +123,7 @@ def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     }
     if affine:
         tensors |= {"weight": f"torch.randn({channels})", "bias": f"torch.randn({channels})"}
-    given = ", ".join(f"{n!r}: {n}" for n in tensors if n != "x")
+    state = ", ".join(f"{n!r}: {n}" for n in tensors if n != "x")
     weights = "weight, bias" if affine else "None, None"
     z = f"N.batch_norm(x, running_mean, running_var, {weights}, {training}, 0.1, 1e-5)"
     called = "x"
@@ -133,7 +133,7 @@ def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     made = f"{name}({sizes[1]}, affine={affine}, act_layer={_ACT_LAYERS[act]}).train({training})"
     trained = tuple(n for n in ("x", "weight", "bias", "residual") if n in tensors)
     return Call(
-        f"functional_call(m, {{{given}}}, {called})", form.format(z=z), tensors, trained,
+        f"functional_call(m, {{{state}}}, {called})", form.format(z=z), tensors, trained,
         # The module does not move them again in a recomputation.
         ("running_mean", "running_var") if training and context.mode != "checkpoint" else (),
         setup=_setup(pick, made), forward=5.0, backward=50.0,
@@ -156,12 +156,12 @@ def conv_bn_act(pick: Pick, context: Context) -> Call:
     }
     names = {"conv.weight": "kernel", "bn.weight": "weight", "bn.bias": "bias",
              "bn.running_mean": "mean", "bn.running_var": "var"}  # fmt: skip
-    given = ", ".join(f"{k!r}: {v}" for k, v in names.items())
+    state = ", ".join(f"{k!r}: {v}" for k, v in names.items())
     z = "N.conv2d(x, kernel, padding=1)"
     form = f"{act}()(N.batch_norm({z}, mean, var, weight, bias, {training}, 0.1, 1e-5))"
     moved = ("mean", "var") if training and context.mode != "checkpoint" else ()
     return Call(
-        f"functional_call(m, {{{given}}}, x)", form, tensors, ("x", "kernel", "weight", "bias"),
+        f"functional_call(m, {{{state}}}, x)", form, tensors, ("x", "kernel", "weight", "bias"),
         moved, forward=20.0, backward=400.0,
         setup=_setup(pick, f"ConvBnAct(2, {c}, 3, padding=1, act_layer={act}).train({training})"),
     )  # fmt: skip

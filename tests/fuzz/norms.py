@@ -27,13 +27,13 @@ def batch_norm_act(pick: Pick, context: Context) -> Call:
         tensors["mean"] = f"torch.randn({channels}, dtype=torch.{vector})"
         tensors["var"] = f"0.5 + torch.rand({channels}, dtype=torch.{vector})"
         moved = ("mean", "var") if training else ()
-    given = "mean, var" if "mean" in tensors else "None, None"
+    statistics = "mean, var" if "mean" in tensors else "None, None"
     affine = "None, None"
     if pick(True, False):
         tensors["weight"] = f"torch.randn({channels}, dtype=torch.{vector})"
         tensors["bias"] = f"torch.randn({channels}, dtype=torch.{vector})"
         affine = "weight, bias"
-    z = f"N.batch_norm(x, {given}, {affine}, {training}, 0.25, 1e-3)"
+    z = f"N.batch_norm(x, {statistics}, {affine}, {training}, 0.25, 1e-3)"
     more = f", activation={name!r}"
     if pick(False, True):
         tensors["branch"] = f"torch.rand({sizes[0]}, dtype=torch.{vector})"
@@ -49,7 +49,7 @@ def batch_norm_act(pick: Pick, context: Context) -> Call:
         x, more = "x * 1", more + ", overwrite_input=True"
     trained = tuple(n for n in ("x", "weight", "bias", "residual") if n in tensors)
     return Call(
-        f"F.batch_norm_act({x}, {given}, {affine}, {training}, 0.25, 1e-3{more})",
+        f"F.batch_norm_act({x}, {statistics}, {affine}, {training}, 0.25, 1e-3{more})",
         form.format(z=z), tensors, trained, moved, forward=5.0, backward=50.0,
     )  # fmt: skip
 

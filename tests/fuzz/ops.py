@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
-from _cases import INPLACE, LIMITS, backward_scale
 from hypothesis import strategies as st
 
 from fusedtrain import functional
 from fusedtrain.reference import ACTIVATIONS
+from helpers.activations import INPLACE, LIMITS, backward_scale
 
 from . import chains, compare, norms
 from .calls import CHAINED, EVERY, STRAIGHT, Call, Context, Generator

@@ -6,62 +6,30 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import _models
 from hypothesis import strategies as st
 
 from fusedtrain import optim
+from helpers import models
+from helpers.optimizers import CLASSES, NAMES
 
 from .tensors import Pick
 
-_L2 = {"weight_decay": ("0", "0.1")}
-_BETAS = {"betas": ("(0.9, 0.99)", "(0.6, 0.95)"), "eps": ("1e-2", "1e-8")}
-_SGD = {"momentum": ("0", "0.9"), "dampening": ("0", "0.25"), "nesterov": ("False", "True"), **_L2}
-_CAUTION = {"caution": ("False", "True"), "corrected_weight_decay": ("False", "True")}
-_UP = {"maximize": ("False", "True")}
-_ADAM = {**_BETAS, **_L2, "amsgrad": ("False", "True"), **_UP}
-_SQUARES = {
-    "alpha": ("0.9", "0.5"), "eps": ("1e-2", "1e-8"), **_L2, "momentum": ("0", "0.9"),
-    "centered": ("False", "True"),
-}  # fmt: skip
-# Optimizer -> its counterpart, and the arguments that are drawn.
-_BOOL, _DOUBT = ("False", "True"), ("True", "False")
-COUNTERPARTS: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
-    "SGD": ("torch.optim.SGD", {**_SGD, **_UP}),
-    "Adam": ("torch.optim.Adam", _ADAM),
-    "AdamW": ("torch.optim.AdamW", _ADAM),
-    "RMSprop": ("torch.optim.RMSprop", {**_SQUARES, **_UP}),
-    "Adagrad": (
-        "torch.optim.Adagrad",
+# Arguments that are not options of a group.
+_MORE: dict[str, dict[str, list[float | None]]] = {
+    "Adagrad": {"initial_accumulator_value": [0.0, 0.25]},
+    "LAMB": {"max_grad_norm": [None, 1.0]},
+}
+# Optimizer -> its counterpart, and the arguments that are drawn, as a program has them.
+COUNTERPARTS: dict[str, tuple[str, dict[str, list[str]]]] = {
+    name: (
+        CLASSES[name].theirs,
         {
-            "lr_decay": ("0", "0.5"), "eps": ("1e-2", "1e-8"), **_L2,
-            "initial_accumulator_value": ("0", "0.25"), **_UP,
+            option: list(map(repr, values))
+            for option, values in (CLASSES[name].values | _MORE.get(name, {})).items()
         },
-    ),
-    "SGDW": ("timm.optim.SGDW", {**_SGD, **_CAUTION, **_UP}),
-    "NAdamW": ("timm.optim.NAdamW", {**_BETAS, **_L2, **_CAUTION, **_UP}),
-    "Lion": (
-        "timm.optim.Lion",
-        {"betas": ("(0.9, 0.99)", "(0.5, 0.75)"), **_L2, **_CAUTION, **_UP},
-    ),
-    "RMSpropTF": (
-        "timm.optim.RMSpropTF",
-        {**_SQUARES, **_CAUTION, "decoupled_decay": _BOOL, "lr_in_momentum": _DOUBT},
-    ),
-    "LARS": (
-        "timm.optim.Lars",
-        {**_SGD, "trust_coeff": ("0.02", "0.5"), "trust_clip": _BOOL, "always_adapt": _BOOL},
-    ),
-    "LAMB": (
-        "timm.optim.Lamb",
-        {
-            **_BETAS, **_L2, **_CAUTION, "bias_correction": _DOUBT, "grad_averaging": _DOUBT,
-            "trust_clip": _BOOL, "always_adapt": _BOOL, "max_grad_norm": ("None", "1.0"),
-        },
-    ),
-    "NovoGrad": (
-        "timm.optim.NvNovoGrad", {**_BETAS, **_L2, "grad_averaging": _BOOL, "amsgrad": _BOOL},
-    ),
-}  # fmt: skip
+    )
+    for name in NAMES
+}
 _SHAPES = ("(3, 5)", "(7,)", "()", "(2, 0)", "(4, 3, 2, 2)", "(33,)", "(1,)")
 
 _HEAD = """\
@@ -103,8 +71,8 @@ def theirs(params):
     return {theirs}(params{arguments})
 
 want = run(theirs, theirs, torch.amp.GradScaler)
-found = run(ours, {other}, {scaler})
-for a, b in zip(found, want, strict=True):
+results = run(ours, {other}, {scaler})
+for a, b in zip(results, want, strict=True):
     torch.testing.assert_close(a, b, rtol={limit}, atol={limit})
 """
 
@@ -151,10 +119,10 @@ def programs(draw: Callable[..., Any], name: str) -> str:
     pick = Pick(draw)
     theirs, options = COUNTERPARTS[name]
     if theirs.startswith("timm"):
-        _models.timm()  # it imports where torchvision is half installed, too
+        models.timm()  # it imports where torchvision is half installed, too
     chosen = {option: pick(*values) for option, values in options.items()}
     if chosen.get("nesterov") == "True":
-        chosen |= {"momentum": "0.9", "dampening": "0"}
+        chosen |= {"momentum": "0.9", "dampening": "0.0"}
     lr = pick("0.01", "0.05")
     count = pick(2, 1, 3)
     shapes = [pick(*_SHAPES) for _ in range(count)]
@@ -219,11 +187,11 @@ def make(optimizer):
     return torch.optim.lr_scheduler.{scheduler}
 
 want = run(lambda params: torch.optim.{name}(params, lr=0.125), make)
-found = run(
+results = run(
     lambda params: fusedtrain.optim.{name}(params, lr=0.125),
     lambda optimizer: fusedtrain.optim.AppliedStepScheduler(optimizer, make),
 )
-torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)  # rates are float32 on the device
+torch.testing.assert_close(results, want, rtol=1e-6, atol=1e-6)  # rates are float32 on the device
 """
 
 
@@ -248,7 +216,7 @@ params = [torch.nn.Parameter(torch.randn({shape}).to(torch.{dtype})) for _ in ra
 for p in params[: {count}]:
     p.grad = torch.randn(p.shape).to(p)
 kept = [p.grad for p in params]
-fusedtrain.optim.zero_grad({given}, set_to_none={none})
+fusedtrain.optim.zero_grad({source}, set_to_none={none})
 for p, grad in zip(params, kept, strict=True):
     assert p.grad is (None if {none} else grad)
     assert p.grad is None or not p.grad.any()
@@ -261,7 +229,7 @@ def zeroed(draw: Callable[..., Any]) -> str:
     return _ZEROED.format(
         seed=pick(*range(20)), shape=pick("3, 4", "[]", "0", "33"), count=pick(3, 2, 0),
         dtype=pick("float32", "float64", "float16", "bfloat16"), none=pick(False, True),
-        given=pick(
+        source=pick(
             "params", "iter(params)", "torch.optim.SGD(params)", "fusedtrain.optim.SGD(params)"
         ),
     )  # fmt: skip

@@ -38,13 +38,13 @@ class Pick:
 def shape(
     pick: Pick, dims: tuple[int, ...] = (1, 2, 3, 4, 0, 5), sizes: Any = None
 ) -> tuple[int, ...]:
-    """Of up to some thousand elements; now and then of none."""
+    """A shape of up to some thousand elements; now and then of none."""
     count = pick(*dims)
     sizes = sizes or ((2, 1, 3, 17, 64, 513) if count < 3 else (2, 1, 3, 4, 7))
-    found = [pick(*sizes) for _ in range(count)]
-    if found and pick.chance(20):
-        found[pick(*range(count))] = 0
-    return tuple(found)
+    lengths = [pick(*sizes) for _ in range(count)]
+    if lengths and pick.chance(20):
+        lengths[pick(*range(count))] = 0
+    return tuple(lengths)
 
 
 # How values come about. "kinks" are exactly those where activations bend.

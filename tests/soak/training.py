@@ -165,8 +165,8 @@ class Training:
         if "stream" in forget:
             saved.pop("rounding_stream", None)
         if "averages" in forget:
-            own = saved["state"].items()
-            saved["state"] = {n: {k: v for k, v in s.items() if k != "ema"} for n, s in own}
+            states = saved["state"].items()
+            saved["state"] = {n: {k: v for k, v in s.items() if k != "ema"} for n, s in states}
         if "model" not in forget:
             self.model.load_state_dict(state["model"])
         if "optimizer" not in forget:

@@ -1,5 +1,5 @@
-// Included by csrc/checks.h in the emulated build: every pointer that a binding takes out of a
-// tensor becomes a buffer of the emulator, with the tensor's bounds.
+// Included by csrc/bindings/checks.h in the emulated build: every pointer that a binding takes out
+// of a tensor becomes a buffer of the emulator, with the tensor's bounds.
 #pragma once
 
 // `writes`: the kernel may write. A buffer that is not also read is filled with NaN bits first.

@@ -1,0 +1,31 @@
+"""What cases of all families are made of: the options of a run, layouts, names of dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, from the command line."""
+
+    device: str = "cpu"
+    full: bool = False
+    quick: bool = False
+    float64: bool = False
+    compiled: bool = True
+    ops: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+    def wants(self, op: str, model: str = "") -> bool:
+        """Whether the names of a case are among those asked for; none asked for: all are."""
+        return (not self.ops or op in self.ops) and (not self.models or model in self.models)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,186 @@
+"""One row of a benchmark: its rivals take turns, and what came of it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.harness.cases import dtype_name
+from benchmarks.harness.clock import (
+    REPLAY,
+    Call,
+    Clock,
+    Effort,
+    FlushingCudaClock,
+    cpu_clock,
+    cuda_clock,
+    interleave,
+)
+from benchmarks.harness.rows import make_row
+
+Function = Callable[..., Tensor]
+# Of a function of one tensor, which in all of them requires a gradient.
+PASSES = ("forward", "backward", "forward+backward")
+# A copy goes through as much memory as a step, but not more than this each way: several times the
+# largest caches.
+COPY_BYTES = 1 << 28
+Prepare = Callable[[str], object]
+
+
+@dataclass
+class Race:
+    """How the rivals of one test are timed.
+
+    Args:
+        benchmark: of pytest-benchmark, which shows the samples of fusedtrain.
+        clock: of the device.
+        effort: how long one row may take.
+        device: "cpu" or "cuda".
+    """
+
+    benchmark: Any
+    clock: Clock
+    effort: Effort
+    device: str
+
+    def is_off(self) -> bool:
+        """With --benchmark-disable: the gates are all that runs."""
+        if self.benchmark.disabled:
+            self.benchmark.pedantic(lambda: None)
+        return bool(self.benchmark.disabled)
+
+    def samples(
+        self, calls: Mapping[str, Call], prepare: Prepare | None = None
+    ) -> dict[str, list[float]]:
+        """Nanoseconds per call (see ``interleave``)."""
+        return interleave(calls, self.clock, self.effort, prepare)
+
+    def host(self) -> Race:
+        """The same of what is not memory: brief, and never with a cold cache."""
+        brief = replace(self.effort, seconds=min(self.effort.seconds, 0.1))
+        return replace(self, clock=cpu_clock if self.device == "cpu" else cuda_clock, effort=brief)
+
+    def count(self, call: Call) -> int:
+        """Kernels that a call launches on CUDA, operators that it dispatches on the CPU."""
+        return count_ops(call) if self.device == "cpu" else count_launches(call)
+
+    def finish(
+        self, group: str, family: str, samples: Mapping[str, Sequence[float]], **extra: Any
+    ) -> None:
+        """Makes the row."""
+        self.benchmark.group = group
+        self.benchmark.extra_info["l2_flushed"] = isinstance(self.clock, FlushingCudaClock)
+        self.benchmark.extra_info.update(make_row(family, self.device, samples, **extra))
+        REPLAY.replay(self.benchmark, samples["fusedtrain"])
+
+    def tensors(
+        self,
+        calls: Mapping[str, Call],
+        source: Tensor,
+        *,
+        family: str,
+        op: str,
+        pass_name: str,
+        tensors: float,
+        **extra: Any,
+    ) -> None:
+        """Times the calls beside copies of ``source``, and makes the row.
+
+        ``tensors``: how many of its size the cheapest exact scheme reads and writes.
+        """
+        out = torch.empty_like(source)
+        copies: dict[str, Call] = {"copy": lambda: out.copy_(source), "copy_fresh": source.clone}
+        samples = self.samples({**calls, **copies})
+        dtype, numel = dtype_name(source.dtype), source.numel()
+        self.finish(
+            f"{dtype} {numel} {pass_name}",
+            family,
+            samples,
+            moved=tensors * source.nbytes,
+            copied=2 * source.nbytes,
+            op=op,
+            dtype=dtype,
+            numel=numel,
+            **{"pass": pass_name, **extra},
+        )
+
+
+def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> Call:
+    """What is timed of a pass in training: forward keeps what backward needs, and backward alone
+    repeats itself on what one forward kept."""
+    leaf = x.detach().requires_grad_()
+    if pass_name == "forward":
+        return lambda: function(leaf)
+    if pass_name == "backward":
+        y = function(leaf)
+        return lambda: torch.autograd.grad(y, leaf, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
+
+
+def compiled(function: Function) -> Function:
+    """torch.compile of the function; it compiles at its first call, for the sizes of that."""
+    # Dynamo keeps at most 8 variants of one function; rows must not meet that limit.
+    torch.compiler.reset()
+    result: Function = torch.compile(function, fullgraph=True, dynamic=False)
+    return result
+
+
+def kept_bytes(run: Callable[[], object], without: Iterable[Tensor] = ()) -> int:
+    """What a call keeps for backward: storages, each once, but for those of ``without``."""
+    known = {t.untyped_storage().data_ptr() for t in without}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()  # lives until all is counted: no address has two storages
+    del result
+    return sum(kept.values())
+
+
+@lru_cache(maxsize=1)
+def copy_buffers(moved: int, device: str) -> tuple[Tensor, Tensor]:
+    """Source and target of the copy that a step is compared with, which moves so many bytes."""
+    source = torch.ones(min(moved // 2, COPY_BYTES) // 4, device=device)
+    return source, torch.ones_like(source)
+
+
+class _CountingOps(TorchDispatchMode):
+    """Counts the operators that reach the dispatcher below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(call: Call) -> int:
+    """Operators that a call dispatches."""
+    with _CountingOps() as mode:
+        call()
+    return mode.count
+
+
+def count_launches(call: Call) -> int:
+    """Kernels that a call launches on the GPU, by the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    # The driver's and the runtime's calls: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx.
+    return sum(e.count for e in profiler.key_averages() if "LaunchKernel" in e.key)

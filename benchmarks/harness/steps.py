@@ -1,0 +1,393 @@
+"""Who takes part in the benchmark of the AMP step, and the gate: optimizers of all.
+
+A contestant is a call that does one job to tensors which exist: what stands between ``backward()``
+and the next ``forward()`` in a training loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+import fusedtrain
+from benchmarks.harness.guards import NotTheJob, Tolerance, agrees
+
+# Each job does what those before it do, and one thing more.
+JOBS = {
+    "step": "optimizer.step()",
+    "check": "GradScaler: unscale, look for infs and NaNs, step, new scale",
+    "clip": "and clip the norm of all gradients",
+    "ema": "and average the weights",
+    "zero": "and zero the gradients, which stay where they are",
+}
+MAX_NORM = 1.0
+EMA_DECAY = 0.999
+NEVER = 2**31 - 1  # growth interval: the scale stays, and so does what unscaling does
+
+
+def does(job: str, part: str) -> bool:
+    """Whether `part` belongs to the job."""
+    names = list(JOBS)
+    return names.index(part) <= names.index(job)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The dtypes of a row."""
+
+    dtype: torch.dtype  # of parameters and gradients
+    master: bool = False  # float32 weights and states beside them
+
+    @property
+    def weight(self) -> torch.dtype:
+        """What the update works on: parameters or their masters."""
+        return torch.float32 if self.master else self.dtype
+
+
+KINDS = {
+    "float32": Kind(torch.float32),
+    "bfloat16": Kind(torch.bfloat16),
+    "bfloat16+master": Kind(torch.bfloat16, master=True),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer: ours, whose class it replaces, and what its update needs at least."""
+
+    ours: str  # in fusedtrain.optim
+    theirs: str  # module.Class
+    options: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]]  # rivals: further options of their class
+    states: int  # tensors as large as the parameters
+    gate_lr: float  # moves a weight by about a tenth in one step
+    gradient_norms: bool = False  # known before the first write: gradients are read twice
+    parameter_norms: bool = False  # parameters are read twice
+    trial: bool = False  # the norm of the update is needed: states are read twice
+    clips: bool = False  # by its own option max_grad_norm
+
+
+_TORCH = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+_TIMM: dict[str, dict[str, Any]] = {"timm": {}}
+_TIMM_FOREACH = {"timm": {"foreach": False}, "timm foreach": {"foreach": True}}
+_MOMENTUM = {"momentum": 0.9, "weight_decay": 1e-4}
+_DECAY = {"weight_decay": 1e-2}
+# Rivals of any rule that can also be had beside them; Rule.options must suit.
+DEEPSPEED = "deepspeed cpu"
+
+RULES = {
+    "adamw": Rule("AdamW", "torch.optim.AdamW", _DECAY, _TORCH, 2, 0.1),
+    "sgd": Rule("SGD", "torch.optim.SGD", _MOMENTUM, _TORCH, 1, 0.1),
+    "lars": Rule(
+        "LARS", "timm.optim.Lars", _MOMENTUM, _TIMM, 1, 50.0,
+        gradient_norms=True, parameter_norms=True,
+    ),
+    "lamb": Rule(
+        "LAMB", "timm.optim.Lamb", _DECAY, _TIMM, 2, 0.1,
+        parameter_norms=True, trial=True, clips=True,
+    ),
+    "rmsprop_tf": Rule("RMSpropTF", "timm.optim.RMSpropTF", _MOMENTUM, _TIMM, 2, 0.1),
+    "novograd": Rule(
+        "NovoGrad", "timm.optim.NvNovoGrad", _DECAY, _TIMM, 1, 1.0, gradient_norms=True
+    ),
+    "sgdw": Rule("SGDW", "timm.optim.SGDW", _MOMENTUM, _TIMM_FOREACH, 1, 0.1),
+    "nadamw": Rule("NAdamW", "timm.optim.NAdamW", _DECAY, _TIMM_FOREACH, 2, 0.1),
+    "lion": Rule("Lion", "timm.optim.Lion", _DECAY, _TIMM_FOREACH, 1, 0.1),
+}  # fmt: skip
+
+
+def bytes_per_parameter(name: str, job: str, kind: Kind) -> int:
+    """Bytes that the job has to read and write for each parameter, whoever does it.
+
+    Tensors as large as the parameters are counted, one read or write each where it cannot be
+    avoided without holding the whole gradient on chip:
+
+    - the update reads gradient, weight and states and writes weight and states; with masters, the
+      master is the weight, and the parameter is written besides;
+    - a check for infs, or a norm of gradients, must be known before the first write and reads all
+      gradients once more: one sweep serves both, and the norms of single tensors too;
+    - a rule that needs norms of parameters or of its own update (LARS, LAMB) reads these tensors
+      once more;
+    - an average is read and written in float32; zeroing writes the gradient.
+
+    AdamW in float32: 28 the step, 32 with check and clipping, 40 with the average, 44 zeroing.
+    """
+    rule = RULES[name]
+    gradient = kind.dtype.itemsize
+    weight = state = kind.weight.itemsize
+    total = gradient + 2 * (weight + rule.states * state)
+    total += kind.dtype.itemsize if kind.master else 0
+    total += gradient if rule.gradient_norms or does(job, "check") else 0
+    total += weight if rule.parameter_norms else 0
+    total += rule.states * state if rule.trial else 0
+    total += 2 * torch.float32.itemsize if does(job, "ema") else 0
+    total += gradient if does(job, "zero") else 0
+    return total
+
+
+@dataclass
+class Contestant:
+    """One who does the job: calling it takes one step on ``params``."""
+
+    call: Callable[[], object]
+    optimizer: torch.optim.Optimizer
+    params: list[Tensor]  # of the model
+    stepped: list[Tensor]  # of the optimizer: the same, or their masters
+    _averages: list[Tensor] = field(default_factory=list)
+
+    def averages(self) -> list[Tensor]:
+        """The averaged weights, none for a job without."""
+        if isinstance(self.optimizer, fusedtrain.optim.FusedOptimizer):
+            return [average for _, average in self.optimizer.averaged_parameters()]
+        return self._averages
+
+
+def parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters in the memory of ``values``, with ``grads`` as their gradients."""
+    params: list[Tensor] = [torch.nn.Parameter(value) for value in values]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
+def gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the parameters that have one."""
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _scaler(of: Any, device: str, scale: float) -> Any:
+    scaler = of(device, init_scale=scale, growth_interval=NEVER)
+    scaler.scale(torch.ones((), device=device))  # makes its tensors
+    return scaler
+
+
+def ours(
+    name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float, scale: float = 1.0
+) -> Contestant:
+    """fusedtrain's optimizer and GradScaler."""
+    rule = RULES[name]
+    options: dict[str, Any] = {"max_grad_norm": MAX_NORM if does(job, "clip") else None}
+    if does(job, "ema"):
+        options["ema_decay"] = EMA_DECAY
+    if does(job, "zero"):
+        options["gradient_writeback"] = "zero"
+    if kind.master:
+        options |= {"master_weights": True, "state_dtype": torch.float32}
+    optimizer = getattr(fusedtrain.optim, rule.ours)(params, lr=lr, **rule.options, **options)
+    call = optimizer.step
+    if does(job, "check"):
+        scaler = _scaler(fusedtrain.amp.GradScaler, params[0].device.type, scale)
+
+        def call() -> None:
+            scaler.step(optimizer)
+            scaler.update()
+
+    return Contestant(call, optimizer, params, params)
+
+
+def rivals(name: str, kind: Kind, device: str) -> list[str]:
+    """Names of those who can do the rule's step on such parameters."""
+    names = [v for v in RULES[name].variants if not (kind.master and v == "single")]
+    if name == "adamw" and device == "cpu" and kind is KINDS["float32"]:
+        names += [DEEPSPEED] * (importlib.util.find_spec("deepspeed") is not None)
+    return names
+
+
+def contestant(
+    who: str, name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float,
+    scale: float = 1.0,
+) -> Contestant:  # fmt: skip
+    """ "fusedtrain" or one of ``rivals``."""
+    if who == "fusedtrain":
+        return ours(name, job, kind, params, lr=lr, scale=scale)
+    return rival(who, name, job, kind, params, lr=lr, scale=scale)
+
+
+def rival(
+    variant: str, name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float,
+    scale: float = 1.0,
+) -> Contestant:  # fmt: skip
+    """torch's or timm's optimizer, in the loop that a user writes around it.
+
+    With masters it is the usual recipe: gradients are copied to float32, weights back to bfloat16.
+    The average of 16-bit parameters has their dtype, as a copy of the model has (ours: float32).
+    """
+    rule = RULES[name]
+    stepped, grads = params, gradients(params)
+    if kind.master:
+        stepped = [p.detach().float() for p in params]
+        for master in stepped:
+            master.grad = torch.empty_like(master)
+    optimizer = _their_optimizer(variant, rule, job, stepped, lr)
+    scaler = _scaler(torch.amp.GradScaler, params[0].device.type, scale)
+    clip = partial(torch.nn.utils.clip_grad_norm_, stepped, MAX_NORM, foreach=variant != "single")
+    clips = does(job, "clip") and not rule.clips
+    averages = [p.detach().clone() for p in stepped] if does(job, "ema") else []
+    average = get_ema_multi_avg_fn(EMA_DECAY)
+    checks, averages_too, zeroes = does(job, "check"), does(job, "ema"), does(job, "zero")
+    master_grads = gradients(stepped)
+
+    @torch.no_grad()
+    def call() -> None:
+        if kind.master:
+            torch._foreach_copy_(master_grads, grads)
+        if clips:
+            scaler.unscale_(optimizer)
+            clip()
+        if checks:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        if kind.master:
+            torch._foreach_copy_(params, stepped)
+        if averages_too:
+            average(averages, stepped, None)
+        if zeroes and kind.master:
+            torch._foreach_zero_(grads)
+        elif zeroes:
+            optimizer.zero_grad(set_to_none=False)
+
+    return Contestant(call, optimizer, params, stepped, averages)
+
+
+def _their_optimizer(
+    variant: str, rule: Rule, job: str, params: Sequence[Tensor], lr: float
+) -> torch.optim.Optimizer:
+    if variant == DEEPSPEED:
+        of_deepspeed = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+        return of_deepspeed(params, lr=lr, adamw_mode=True, **rule.options)
+    options = _their_options(rule, job) | dict(rule.variants[variant])
+    return their_class(rule)(params, lr=lr, **options)
+
+
+def _their_options(rule: Rule, job: str) -> dict[str, Any]:
+    """Of all variants."""
+    clips = {"max_grad_norm": MAX_NORM if does(job, "clip") else None} if rule.clips else {}
+    return {**rule.options, **clips}
+
+
+def their_class(rule: Rule) -> Any:
+    """The class that the rule's rivals are of. Raises ImportError where it is not installed."""
+    module, _, name = rule.theirs.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+_declared: list[torch.library.Library] = []
+
+
+@cache
+def import_module(name: str) -> ModuleType:
+    """The module; timm's and torchvision's also where torchvision's C++ part does not fit torch.
+
+    Imported (by timm, too), torchvision registers fake kernels for operators of its C++ part.
+    """
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    _declared.append(library)  # the names vanish with the object
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(name)
+
+
+# --- the gate ---
+
+SHAPES = ((33, 5, 3, 3), (1,), (17,), (130, 31), ())
+STEPS = (1.0, 0.5)  # factors of the gradient
+SCALE = 1024.0  # of the loss
+# bfloat16 holds weights and states: each of two steps rounds both. A step moves a weight by 0.1.
+TOLERANCE = {
+    torch.float32: Tolerance(1e-5, 2e-6),
+    torch.bfloat16: Tolerance(2**-6, 2**-6),
+}
+
+
+def small_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[list[Tensor]]:
+    """Values and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        [torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(2)
+    ]
+
+
+def exact_steps(
+    of: Any,
+    options: Mapping[str, Any],
+    values: Iterable[Tensor],
+    grads: Iterable[Tensor],
+    *,
+    clip: bool,
+) -> tuple[torch.optim.Optimizer, list[Tensor], list[Tensor]]:
+    """The optimizer, its parameters and their averages after ``STEPS``, in float64."""
+    wide = [g.cpu().double() for g in grads]
+    params = parameters([v.cpu().double() for v in values], wide)
+    optimizer = of(params, **options)
+    averages = [p.detach().clone() for p in params]
+    for factor in STEPS:
+        for p, g in zip(params, wide, strict=True):
+            p.grad = g * factor
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        optimizer.step()
+        with torch.no_grad():
+            for average, p in zip(averages, params, strict=True):
+                average.lerp_(p, 1 - EMA_DECAY)
+    return optimizer, params, averages
+
+
+def check(who: str, name: str, job: str, kind: Kind, device: str) -> None:
+    """Raise NotTheJob unless two steps on small ugly tensors match the rival's class in float64.
+
+    Parameters, averages and states are compared; gradients must be zeroed, and a step of
+    fusedtrain with an infinite gradient must change nothing.
+    """
+    rule = RULES[name]
+    values, grads = ([t.to(device) for t in ts] for ts in small_tensors(SHAPES, kind.dtype))
+    exact, expected, averages = exact_steps(
+        their_class(rule),
+        _their_options(rule, job) | {"lr": rule.gate_lr},
+        values,
+        grads,
+        clip=does(job, "clip") and not rule.clips,
+    )
+    scale = SCALE if does(job, "check") else 1.0
+    params = parameters([v.clone() for v in values], [g.clone() for g in grads])
+    entrant = contestant(who, name, job, kind, params, lr=rule.gate_lr, scale=scale)
+    for factor in STEPS:
+        for grad, g in zip(gradients(entrant.params), grads, strict=True):
+            grad.copy_(g * (factor * scale))
+        entrant.call()
+        if does(job, "zero") and any(bool(grad.any()) for grad in gradients(entrant.params)):
+            raise NotTheJob("gradients are not zeroed")
+    tolerance = TOLERANCE[kind.dtype]
+    for p, wanted in zip(entrant.params, expected, strict=True):
+        agrees("parameter", p, wanted, tolerance)
+    if does(job, "ema"):
+        for average, wanted in zip(entrant.averages(), averages, strict=True):
+            agrees("average", average, wanted, tolerance)
+    # States may be small throughout (clipped, or squares): relative to the tensor's.
+    rtol = TOLERANCE[kind.weight].rtol
+    for p, wide in zip(entrant.stepped, expected, strict=True):
+        for key, state in exact.state[wide].items():
+            if isinstance(state, Tensor) and state.ndim and state.shape == p.shape:
+                limit = Tolerance(rtol, rtol * state.abs().max())
+                agrees(f"state {key!r}", entrant.optimizer.state[p][key], state, limit)
+    if who == "fusedtrain" and does(job, "check"):
+        before = [p.detach().clone() for p in entrant.params]
+        gradients(entrant.params)[-2].view(-1)[-1] = torch.inf
+        entrant.call()
+        if not all(map(torch.equal, entrant.params, before)):
+            raise NotTheJob("a step with an infinite gradient was not skipped")

@@ -1,0 +1,115 @@
+// What the bindings of all backends do with a call of an activation: check, lay out, allocate, run.
+//
+// A Backend is made for one call, on the device of a tensor, and has
+//   static Tensor new_output(const Tensor& model);            fresh memory, as empty_like
+//   static bool on_device(const Tensor&);                     whether its kernels can take it
+//   void pointwise(const Call&, int64_t n) const;             ops/pointwise.h, every element
+#pragma once
+
+#include "../formulas.h"
+#include "../ops/pointwise.h"
+#include "checks.h"
+
+namespace fusedtrain {
+namespace {
+
+#define FT_ENUM(name, ...) op_##name,
+enum PointwiseOp { FT_POINTWISE(FT_ENUM) };
+#undef FT_ENUM
+#define FT_NAME(name, ...) #name,
+constexpr const char* kPointwiseNames[] = {FT_POINTWISE(FT_NAME)};
+#undef FT_NAME
+
+// What ops that take an activation by its number check.
+inline void check_activation(const char* op, int64_t activation) {
+  constexpr int64_t kOps = sizeof kPointwiseNames / sizeof *kPointwiseNames;
+  STD_TORCH_CHECK(activation >= -1 && activation < kOps, "fusedtrain::", op,
+                  ": activation must be from -1 to ", kOps - 1);
+}
+
+template <class Backend>
+struct Activations {
+  static Tensor forward(int op, const Tensor& input, double a = 0, double b = 0) {
+    const Dtype dtype = dtype_of(input, kPointwiseNames[op], "input");
+    const Backend backend(input);
+    Tensor output = Backend::new_output(input);
+    // empty_like keeps the strides of a dense input. Another one is copied first, and then the
+    // output is worked on in place.
+    const bool copied = !is_dense(input);
+    if (copied) torch::stable::copy_(output, input);
+    const void* x = read_data(copied ? output : input);
+    backend.pointwise(PointwiseForward{op, dtype, x, write_data(output), {a, b}}, input.numel());
+    return output;
+  }
+
+  static void forward_inplace(int op, Tensor input, double a = 0, double b = 0) {
+    const Dtype dtype = dtype_of(input, kPointwiseNames[op], "input");
+    const Backend backend(input);
+    // Strided: by way of a dense copy. copy_ refuses to write to memory that elements share.
+    Tensor work = dense(input);
+    backend.pointwise(PointwiseForward{op, dtype, read_data(work), write_data(work), {a, b}},
+                      input.numel());
+    if (work.const_data_ptr() != input.const_data_ptr()) torch::stable::copy_(input, work);
+  }
+
+  static Tensor backward(int op, const Tensor& grad, const Tensor& saved, double a = 0,
+                         double b = 0) {
+    const char* name = kPointwiseNames[op];
+    const Dtype dtype = dtype_of(saved, name, "saved");
+    check_same(grad, saved, name, "grad", "saved");
+    const Backend backend(saved);
+    Tensor grad_input = Backend::new_output(saved);
+    const Tensor s = dense_like(saved, grad_input), g = dense_like(grad, grad_input);
+    backend.pointwise(
+        PointwiseBackward{op, dtype, read_data(g), read_data(s), write_data(grad_input), {a, b}},
+        saved.numel());
+    return grad_input;
+  }
+
+  // One set of functions for each number of float parameters.
+  template <int op>
+  static Tensor forward0(Tensor x) {
+    return forward(op, x);
+  }
+  template <int op>
+  static Tensor forward1(Tensor x, double a) {
+    return forward(op, x, a);
+  }
+  template <int op>
+  static Tensor forward2(Tensor x, double a, double b) {
+    return forward(op, x, a, b);
+  }
+  template <int op>
+  static void inplace0(Tensor x) {
+    forward_inplace(op, x);
+  }
+  template <int op>
+  static void inplace1(Tensor x, double a) {
+    forward_inplace(op, x, a);
+  }
+  template <int op>
+  static void inplace2(Tensor x, double a, double b) {
+    forward_inplace(op, x, a, b);
+  }
+  template <int op>
+  static Tensor backward0(Tensor g, Tensor s) {
+    return backward(op, g, s);
+  }
+  template <int op>
+  static Tensor backward1(Tensor g, Tensor s, double a) {
+    return backward(op, g, s, a);
+  }
+  template <int op>
+  static Tensor backward2(Tensor g, Tensor s, double a, double b) {
+    return backward(op, g, s, a, b);
+  }
+};
+
+// Inside STABLE_TORCH_LIBRARY_IMPL(..., m), where Pointwise is Activations<the backend>.
+#define FT_IMPLEMENT_POINTWISE(name, Formula, n, ...)                       \
+  m.impl(#name, TORCH_BOX(&Pointwise::forward##n<op_##name>));              \
+  m.impl(#name "_", TORCH_BOX(&Pointwise::inplace##n<op_##name>));          \
+  m.impl(#name "_backward", TORCH_BOX(&Pointwise::backward##n<op_##name>));
+
+}  // namespace
+}  // namespace fusedtrain

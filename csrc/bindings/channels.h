@@ -1,0 +1,61 @@
+// Tensors with channels as kernels walk them, for scaled sums and for bias + activation + dropout.
+#pragma once
+
+#include "../ops/channels.h"
+#include "checks.h"
+
+#include <algorithm>
+
+namespace fusedtrain {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// Where the channels of a dense tensor are: dimension `dim` (-1: none), for so many samples.
+inline bool find_channels(const Tensor& t, int64_t dim, int64_t samples, Channels& shape) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  const int64_t numel = t.numel();
+  const int64_t channels = dim < 0 ? 1 : sizes[dim];
+  shape = {samples, 1, channels, numel / std::max<int64_t>(samples * channels, 1)};
+  if (numel == 0) return true;
+  if (channels > 1) {
+    shape.inner = strides[dim];
+    shape.rows = numel / (samples * channels * shape.inner);
+  }
+  return samples == 1 || sizes[0] == 1 || strides[0] * sizes[0] == numel;
+}
+
+// The input in a layout whose channels can be walked, and that layout.
+inline Tensor with_channels(const char* op, const Tensor& input, int64_t dim, int64_t samples,
+                            Channels& shape) {
+  STD_TORCH_CHECK(dim >= -1 && dim < std::max<int64_t>(input.dim(), 0), "fusedtrain::", op,
+                  ": dim is not a dimension of input");
+  STD_TORCH_CHECK(samples == 1 || (dim != 0 && input.dim() > 0 && samples == input.sizes()[0]),
+                  "fusedtrain::", op, ": there must be one sample, or as many as in dimension 0");
+  Tensor x = dense(input);
+  if (!find_channels(x, dim, samples, shape)) {
+    x = torch::stable::contiguous(input);
+    find_channels(x, dim, samples, shape);
+  }
+  return x;
+}
+
+// `result`, made in the layout of a copy, with the strides that the op promises.
+inline Tensor as_promised(const Tensor& result, const Tensor& input) {
+  Tensor promised = torch::stable::empty_like(input);
+  if (same_layout(result, promised)) return result;
+  torch::stable::copy_(promised, result);
+  return promised;
+}
+
+// What the dtype of a tensor is computed in.
+inline ScalarType wide_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline Tensor sums_for(const Tensor& model, const Channels& shape) {
+  return torch::stable::new_empty(model, {shape.samples, shape.channels}, wide_type(model));
+}
+
+}  // namespace
+}  // namespace fusedtrain

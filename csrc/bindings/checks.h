@@ -1,0 +1,159 @@
+// What the bindings need to know of a tensor, and the checks they make. The only header with torch.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include "../ops/common.h"
+
+namespace fusedtrain {
+
+using torch::stable::Tensor;
+
+inline Dtype dtype_of(const Tensor& t, const char* op, const char* argument) {
+  switch (t.scalar_type()) {
+    case torch::headeronly::ScalarType::Float:
+      return Dtype::kFloat32;
+    case torch::headeronly::ScalarType::Double:
+      return Dtype::kFloat64;
+    case torch::headeronly::ScalarType::Half:
+      return Dtype::kFloat16;
+    case torch::headeronly::ScalarType::BFloat16:
+      return Dtype::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, "fusedtrain::", op, ": ", argument,
+                      " must be float32, float64, float16 or bfloat16");
+  }
+}
+
+// Every element once, no gaps: the data can be walked as one flat array.
+inline bool is_dense(const Tensor& t) {
+  const auto sizes = t.sizes();
+  const auto strides = t.strides();
+  const size_t dims = sizes.size();
+  int64_t expected = 1;
+  bool contiguous = true;
+  for (size_t i = dims; i-- > 0;) {
+    if (sizes[i] == 0) return true;
+    if (sizes[i] == 1) continue;
+    if (strides[i] != expected) {
+      contiguous = false;
+      break;
+    }
+    expected *= sizes[i];
+  }
+  if (contiguous) return true;
+  // Some permutation of the dimensions is contiguous: find them in order of stride.
+  expected = 1;
+  int64_t total = 1;
+  for (size_t i = 0; i < dims; ++i) total *= sizes[i];
+  while (expected < total) {
+    int64_t next = 0;
+    for (size_t i = 0; i < dims; ++i)
+      if (sizes[i] != 1 && strides[i] == expected) next = sizes[i];
+    if (next == 0) return false;
+    expected *= next;
+  }
+  return total == 0 || expected == total;
+}
+
+inline bool same_sizes(const Tensor& a, const Tensor& b) {
+  const auto sa = a.sizes(), sb = b.sizes();
+  if (sa.size() != sb.size()) return false;
+  for (size_t i = 0; i < sa.size(); ++i)
+    if (sa[i] != sb[i]) return false;
+  return true;
+}
+
+// Of two dense tensors of the same sizes: element i in memory is the same element.
+inline bool same_layout(const Tensor& a, const Tensor& b) {
+  const auto sizes = a.sizes(), sa = a.strides(), sb = b.strides();
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (sizes[i] != 1 && sa[i] != sb[i]) return false;
+  return true;
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) {
+  return a.get_device_index() == b.get_device_index() && a.is_cpu() == b.is_cpu() &&
+         a.is_cuda() == b.is_cuda();
+}
+
+// A tensor of a call on the device of `model`, whose kernels a backend has.
+template <class Backend>
+void check_device(const char* op, const char* name, const Tensor& t, const Tensor& model) {
+  STD_TORCH_CHECK(Backend::on_device(t) && same_device(t, model), "fusedtrain::", op, ": ", name,
+                  " is on another device");
+}
+
+inline void check_same(const Tensor& a, const Tensor& b, const char* op, const char* name_a,
+                       const char* name_b) {
+  STD_TORCH_CHECK(same_sizes(a, b), "fusedtrain::", op, ": ", name_a, " and ", name_b,
+                  " must have the same shape");
+  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "fusedtrain::", op, ": ", name_a, " and ",
+                  name_b, " must have the same dtype");
+  STD_TORCH_CHECK(same_device(a, b), "fusedtrain::", op, ": ", name_a, " and ", name_b,
+                  " must be on the same device");
+}
+
+// The pointers that kernels are given. The CUDA emulator of the tests hears of them, and so knows
+// which memory a kernel may touch.
+#ifdef FT_EMULATED
+#include "emulated_buffers.h"
+#else
+inline const void* read_data(const Tensor& t) { return t.const_data_ptr(); }
+inline void* write_data(const Tensor& t) { return t.mutable_data_ptr(); }
+#endif
+// Of a tensor that is read and written.
+inline void* update_data(const Tensor& t) {
+  read_data(t);
+  return write_data(t);
+}
+
+// The tensor itself where its data are dense, else a dense copy (of torch's choice of strides).
+inline Tensor dense(const Tensor& t) {
+  if (is_dense(t)) return t;
+  Tensor copy = torch::stable::empty_like(t);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// `t` with the layout of `model`, copied only where it differs.
+inline Tensor dense_like(const Tensor& t, const Tensor& model) {
+  if (is_dense(t) && same_layout(t, model)) return t;
+  Tensor copy = torch::stable::empty_like(model);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// On the device of `model`, with its sizes.
+inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
+                            torch::headeronly::ScalarType dtype) {
+  int32_t device_type,
+      kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(model.dim(), model.sizes().data(), strides,
+                                                         kind, device_type,
+                                                         model.get_device_index(), &made));
+  return Tensor(made);
+}
+
+// A dense tensor as rows x channels x inner in memory order, channels being dimension 1.
+struct ChannelView {
+  int64_t rows, channels, inner;
+};
+inline ChannelView channel_view(const Tensor& t, bool one_channel) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t numel = 1;
+  for (size_t i = 0; i < sizes.size(); ++i) numel *= sizes[i];
+  if (one_channel || sizes.size() < 2 || numel == 0) return ChannelView{1, 1, numel};
+  const int64_t channels = sizes[1];
+  if (channels == 1) return ChannelView{1, 1, numel};
+  const int64_t inner = strides[1];
+  // Dense: the dimensions of smaller stride fill `inner` elements, the others are the rows.
+  return ChannelView{numel / (channels * inner), channels, inner};
+}
+
+}  // namespace fusedtrain

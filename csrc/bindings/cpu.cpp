@@ -1,0 +1,100 @@
+// torch::stable tensors -> cpu entry points of ops/*.h. Schemas are defined in fusedtrain/ops.
+#include "families.h"
+
+namespace fusedtrain {
+namespace {
+
+// The threads of torch.
+constexpr Parallel kThreads = {
+    [](int64_t n, int64_t grain, const void* state, Parallel::Part part) {
+      torch::stable::parallel_for(0, n, grain,
+                                  [&](int64_t first, int64_t last) { part(state, first, last); });
+    }};
+
+struct Cpu {
+  explicit Cpu(const Tensor&) {}
+
+  static bool on_device(const Tensor& t) { return t.is_cpu(); }
+  static Tensor new_output(const Tensor& model) {
+    return prepared(torch::stable::empty_like(model));
+  }
+  static Tensor prepared(Tensor output) {
+    cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
+    return output;
+  }
+
+  template <class Call>
+  void pointwise(const Call& call, int64_t n) const {
+    cpu::pointwise(call, n, kThreads);
+  }
+  template <class Call>
+  void few_bit(const Call& call, int64_t n) const {
+    cpu::few_bit(call, n, kThreads);
+  }
+  template <class Call>
+  void channelwise(const Call& call) const {
+    cpu::channelwise(call, kThreads);
+  }
+
+  void statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
+    cpu::statistics(n, s, kThreads);
+  }
+  void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    cpu::statistics(n, s, kThreads);
+    cpu::normalise(n, f, kThreads);
+  }
+  void evaluate(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    cpu::evaluate(n, s, f, kThreads);
+  }
+  void normalise(const BatchNorm& n, const BatchNormForward& f) const {
+    cpu::normalise(n, f, kThreads);
+  }
+  void restore(const BatchNorm& n, const BatchNormRestore& r) const {
+    cpu::restore(n, r, kThreads);
+  }
+  void reduce(const BatchNorm& n, const BatchNormBackward& b) const { cpu::reduce(n, b, kThreads); }
+  void grad_input(const BatchNorm& n, const BatchNormBackward& b) const {
+    cpu::grad_input(n, b, kThreads);
+  }
+  void backward(const BatchNorm& n, const BatchNormBackward& b) const {
+    cpu::backward(n, b, kThreads);
+  }
+
+  template <class Call>
+  void fold(const Call& call) const {
+    cpu::fold(call, kThreads);
+  }
+  template <class Call>
+  void gated(const Call& call) const {
+    cpu::gated(call, kThreads);
+  }
+  template <class Call>
+  void scale_add(const Call& call) const {
+    cpu::scale_add(call, kThreads);
+  }
+  template <class Call>
+  void bias_act(const Call& call) const {
+    cpu::bias_act(call, kThreads);
+  }
+  void images(const NormalizeImages& call) const { cpu::normalize_images(call, kThreads); }
+  template <class Call>
+  void max_pool2d(const Call& call) const {
+    cpu::max_pool2d(call, kThreads);
+  }
+
+  void measure(const OptimizerCall& call) const { cpu::measure(call, kThreads); }
+  void try_update(const OptimizerCall& call) const { cpu::try_update(call, kThreads); }
+  void step(const OptimizerCall& call, bool measures, bool tries) const {
+    cpu::optimizer_step(call, measures, tries, kThreads);
+  }
+  void update_scale(const ScaleUpdate& update) const { cpu::update_scale(update); }
+  void zero(const ZeroRange* ranges, int64_t count) const { cpu::zero(ranges, count, kThreads); }
+};
+
+}  // namespace
+}  // namespace fusedtrain
+
+STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
+  using namespace fusedtrain;
+  FT_IMPLEMENT_FAMILIES(Cpu)
+}

@@ -1,0 +1,126 @@
+// Gated products, the same for every backend: check, lay out, allocate, run.
+//
+// A backend supplies new_output(), on_device() and gated() of both calls of ops/gated.h.
+#pragma once
+
+#include "../ops/gated.h"
+#include "activations.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace fusedtrain {
+namespace {
+
+template <class Backend>
+struct GatedProducts {
+  // A tensor as runs of n elements that are `stride` apart, in the order of the dimensions in a
+  // dense tensor; n is the longest that there is.
+  struct Runs {
+    int64_t n = 1, stride = 0;
+    bool fits = true;
+    Runs(const Tensor& t, const Tensor& model) {
+      const auto sizes = t.sizes(), strides = t.strides(), order = model.strides();
+      std::vector<size_t> dims;
+      for (size_t d = 0; d < sizes.size(); ++d)
+        if (sizes[d] != 1) dims.push_back(d);
+      std::stable_sort(dims.begin(), dims.end(),
+                       [&](size_t a, size_t b) { return order[a] < order[b]; });
+      size_t i = 0;
+      for (; i < dims.size() && strides[dims[i]] == n; ++i) n *= sizes[dims[i]];
+      int64_t expected = stride = i < dims.size() ? strides[dims[i]] : n;
+      for (; i < dims.size(); ++i) {
+        fits = fits && strides[dims[i]] == expected && expected >= n;
+        expected *= sizes[dims[i]];
+      }
+    }
+    // The same as runs of m elements.
+    bool cut(int64_t m) {
+      if (m == n) return fits;
+      if (!fits || stride != n || n % m != 0) return false;
+      n = stride = m;
+      return true;
+    }
+  };
+
+  // Lays out a call; copies inputs that cannot be walked as they are.
+  static void lay_out(Gated& call, Tensor& gate, Tensor& value, const Tensor& dense_one,
+                      int64_t longest) {
+    Runs g(gate, dense_one), v(value, dense_one);
+    if (!g.fits) g = Runs(gate = dense_like(gate, dense_one), dense_one);
+    if (!v.fits) v = Runs(value = dense_like(value, dense_one), dense_one);
+    int64_t n = std::min({g.n, v.n, longest});
+    if (!g.cut(n)) (g = Runs(gate = dense_like(gate, dense_one), dense_one)).cut(n);
+    if (!v.cut(n)) (v = Runs(value = dense_like(value, dense_one), dense_one)).cut(n);
+    call.n = n;
+    call.rows = dense_one.numel() / n;
+    call.gate = read_data(gate);
+    call.value = read_data(value);
+    call.gate_stride = g.stride;
+    call.value_stride = v.stride;
+  }
+
+  static Tensor gated(Tensor gate, Tensor value, int64_t activation, double a, double b) {
+    const char* op = "gated";
+    check_activation(op, activation);
+    check_device<Backend>(op, "gate", gate, value);
+    check_same(gate, value, op, "gate", "value");
+    GatedForward call = {};
+    call.op = int(activation);
+    call.dtype = dtype_of(value, op, "value");
+    call.parameters[0] = a;
+    call.parameters[1] = b;
+    const Backend backend(value);
+    Tensor y = Backend::new_output(value);
+    if (y.numel() == 0) return y;
+    lay_out(call, gate, value, y, y.numel());
+    call.y = write_data(y);
+    backend.gated(call);
+    return y;
+  }
+
+  static void gated_backward(Tensor grad, Tensor gate, Tensor value, Tensor grad_gate,
+                             Tensor grad_value, int64_t activation, double a, double b) {
+    const char* op = "gated_backward";
+    check_activation(op, activation);
+    for (const Tensor* t : {&grad, &gate, &grad_gate, &grad_value}) {
+      check_device<Backend>(op, "a tensor", *t, value);
+      check_same(*t, value, op, "all tensors", "value");
+    }
+    GatedBackward call = {};
+    call.op = int(activation);
+    call.dtype = dtype_of(value, op, "value");
+    call.parameters[0] = a;
+    call.parameters[1] = b;
+    if (value.numel() == 0) return;
+    const Backend backend(value);
+    const Tensor model = torch::stable::empty_like(value);
+    const Tensor g = dense_like(grad, model);
+    // Where the gradients cannot be walked together, by way of dense ones.
+    Tensor to_gate = grad_gate, to_value = grad_value;
+    Runs out_gate(to_gate, model), out_value(to_value, model);
+    lay_out(call, gate, value, model, std::min(out_gate.n, out_value.n));
+    if (!out_gate.cut(call.n)) (out_gate = Runs(to_gate = model, model)).cut(call.n);
+    if (!out_value.cut(call.n)) {
+      to_value = torch::stable::empty_like(model);
+      (out_value = Runs(to_value, model)).cut(call.n);
+    }
+    call.grad = read_data(g);
+    call.grad_gate = write_data(to_gate);
+    call.grad_value = write_data(to_value);
+    call.grad_gate_stride = out_gate.stride;
+    call.grad_value_stride = out_value.stride;
+    backend.gated(call);
+    if (to_gate.const_data_ptr() != grad_gate.const_data_ptr())
+      torch::stable::copy_(grad_gate, to_gate);
+    if (to_value.const_data_ptr() != grad_value.const_data_ptr())
+      torch::stable::copy_(grad_value, to_value);
+  }
+};
+
+#define FT_IMPLEMENT_GATED(Backend)                                             \
+  m.impl("gated", TORCH_BOX(&GatedProducts<Backend>::gated));                   \
+  m.impl("gated_backward", TORCH_BOX(&GatedProducts<Backend>::gated_backward));
+
+}  // namespace
+}  // namespace fusedtrain

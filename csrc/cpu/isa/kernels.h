@@ -1,0 +1,223 @@
+// The function table that each instruction-set unit fills and dispatch.cpp chooses from.
+//
+// Where there is no kernel of 16-bit data, these are converted block by block, in buffers that stay
+// in the first-level cache.
+#pragma once
+
+#include <stdint.h>
+
+#include "../../few_bit.h"
+#include "../../formulas.h"
+#include "../../ops/pool.h"
+#include "../../optimizer_rules.h"
+
+namespace fusedtrain {
+namespace cpu {
+
+#define FT_COUNT(...) +1
+constexpr int kPointwiseOps = 0 FT_POINTWISE(FT_COUNT);
+constexpr int kChannelwiseOps = 0 FT_CHANNELWISE(FT_COUNT);
+#undef FT_COUNT
+
+// A table for each dtype: numbers T are stored as S.
+template <template <class S, class T> class Table>
+struct ByDtype {
+  Table<float, float> f32;
+  Table<double, double> f64;
+  Table<uint16_t, float> f16, bf16;
+};
+// A table for each type of numbers; loops of 16-bit data convert these to floats first.
+template <template <class T> class Table>
+struct ByNumber {
+  Table<float> f32;
+  Table<double> f64;
+};
+
+// A 16-bit format as a pair of converters.
+struct Format {
+  void (*load)(const uint16_t* in, float* out, int64_t n);
+  void (*store)(const float* in, uint16_t* out, int64_t n);
+};
+
+template <class S, class T>
+struct PointwiseKernels {
+  void (*forward[kPointwiseOps])(const S* x, S* y, int64_t n, const double* parameters);
+  void (*backward[kPointwiseOps])(const S* g, const S* saved, S* gx, int64_t n,
+                                  const double* parameters);
+};
+
+template <class T>
+struct ChannelwiseKernels {
+  // parameter_step 0: one channel; 1: element i is of channel i.
+  using ChannelForward = void (*)(const T* x, T* y, int64_t n, const T* a, const T* b,
+                                  int64_t parameter_step);
+  // sums[k * sums_stride + channel] += gradients of parameter k.
+  using ChannelBackward = void (*)(const T* g, const T* x, T* gx, int64_t n, const T* a, const T* b,
+                                   int64_t parameter_step, double* sums, int64_t sums_stride);
+
+  ChannelForward forward[kChannelwiseOps];
+  ChannelBackward backward[kChannelwiseOps];
+};
+
+template <class S, class T>
+struct OptimizerKernels {
+  // Elements of one tensor; s[k] for the states that the instance has.
+  using Update = void (*)(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n);
+  // sums[] += those of kTrialSums; nothing is written.
+  using Trial = void (*)(const Coefficients& k, const T* p, const T* g, const T* const* s,
+                         int64_t n, double* sums);
+
+  Update update[kRules][kMaxStates + 1];  // by the number of states; null where there is no such
+  Trial trial[kRules][kMaxStates + 1];
+  // Of x times factor: sums[0] += number of non-finite values, sums[1] += sum of squares.
+  void (*measure)(const T* x, T factor, int64_t n, double* sums);
+  void (*multiply)(T* x, T factor, int64_t n);
+  void (*average)(T* a, const T* x, T weight, int64_t n);  // a += weight (x - a)
+};
+
+// Parameters, gradients and states of one 16-bit format.
+template <>
+struct OptimizerKernels<uint16_t, float> {
+  using Update = void (*)(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
+                          int64_t n);
+  Update update[kRules][kMaxStates + 1];
+};
+
+// Runs of a tile (batch_norm.h): numbers T, stored as S.
+template <class S>
+struct Run {
+  S* data;
+  int64_t stride;
+};
+
+// Elements of a run that a loop takes at once. It reads and adds to whole steps of the columns,
+// also where a run ends within one: their arrays have room for a step more.
+constexpr int kNormStep = 32;
+
+template <class S, class T>
+struct NormTile {
+  int64_t rows, n;
+  Run<const S> x, grad;
+  Run<const S> saved;  // the residual; in backward, the output where the formula takes it
+  Run<S> out;
+  const T *mean, *scale, *bias;
+  T factor;
+  const T* out_scale;  // backward: what grad f'(s) is multiplied by where it is stored
+  const double* parameters;
+  T *sums, *slopes;
+};
+
+template <class S, class T>
+struct BatchNormKernels {
+  using Kernel = void (*)(const NormTile<S, T>& tile);
+
+  Kernel collect, normalise;
+  Kernel forward[kPointwiseOps];  // null where norm and formula take turns
+  Kernel restore;
+  Kernel reduce;
+  Kernel backward[kPointwiseOps];
+  void (*grad_input)(const NormTile<S, T>& tile, const T* average, const T* slope);
+  void (*move_sums)(T* from, double* to, int64_t n);
+};
+
+template <class S, class T>
+struct BatchNormLayouts {
+  BatchNormKernels<S, T> by_column, by_row;
+};
+
+// What bias_act does once the formula is through.
+template <class T>
+struct ChainFinish {
+  T gain, clamp, keep;  // a negative clamp is none
+  uint32_t threshold;
+};
+
+template <class T>
+struct ChainKernels {
+  void (*multiply)(const T* a, const T* b, T* out, int64_t n);
+  // step 0: one bias; 1: one for each element.
+  void (*bias_add)(const T* x, const T* bias, int64_t step, T* z, int64_t n);
+  void (*bias_sum)(const T* gx, int64_t step, T* sums, int64_t n);
+  void (*finish)(const T* x, T* y, int64_t n, const ChainFinish<T>& f, const uint32_t* words);
+  void (*finish_backward)(const T* g, const T* edge, T limit, T* out, int64_t n,
+                          const ChainFinish<T>& f, const uint32_t* words);
+};
+
+// Null where the formula and the product take turns.
+template <class S, class T>
+struct GatedKernels {
+  void (*forward[kPointwiseOps])(const S* gate, const S* value, S* y, int64_t n);
+  void (*backward[kPointwiseOps])(const S* grad, const S* gate, const S* value, S* grad_gate,
+                                  S* grad_value, int64_t n);
+};
+
+// x scale + residual, of numbers T stored as S; see scale_add.h.
+template <class S, class T>
+struct ScaleKernels {
+  void (*forward)(const S* x, const T* scale, int64_t step, const S* residual, S* y, int64_t n);
+  void (*backward)(const S* g, const S* x, const T* scale, int64_t step, S* gx, T* sums, int64_t n);
+};
+
+// n elements from the first of a block of codes on. Null where there are no levels.
+template <class S, class T>
+struct FewBitKernels {
+  using Forward = void (*)(const S* x, S* y, uint8_t* codes, int64_t n, int bits,
+                           const Slopes<T>& slopes);
+  Forward forward[kPointwiseOps];
+  void (*backward)(const S* g, const uint8_t* codes, S* gx, int64_t n, int bits,
+                   const Slopes<T>& slopes);
+};
+
+template <class S, class T>
+struct ImageKernels {
+  // Bytes x upper + (x lower + shift). step 0: one channel; 1: one value for each element, and room
+  // for a step more. Null for float64.
+  using Run = void (*)(const uint8_t* x, S* y, int64_t n, const float* upper, const float* lower,
+                       const float* shift, int64_t step);
+  Run run;
+};
+
+// How the backward of max pooling works through a row of inputs (pool.h).
+struct MaxPoolRows {
+  int64_t stride, steps, sums;  // sums[stride][steps] of a contiguous row
+  int64_t kept;                 // rows of outputs whose windows reach a row of inputs
+  int64_t scratch;              // numbers in all
+};
+template <class S, class T>
+struct MaxPoolKernels {
+  void (*forward)(const MaxPoolForward& call, int64_t first_block, int64_t last_block);
+  void (*backward)(const MaxPoolBackward& call, const MaxPoolRows& rows, int64_t first_row,
+                   int64_t last_row, void* scratch);
+};
+
+struct Kernels {
+  const char* name;
+  Format half, bfloat16;
+  ByDtype<PointwiseKernels> pointwise;
+  ByNumber<ChannelwiseKernels> channelwise;
+  ByDtype<FewBitKernels> few_bit;
+  ByDtype<BatchNormLayouts> norm;
+  ByDtype<OptimizerKernels> optimizer;
+  // Rounded up or down at random; `first` is the index of in[0] in its tensor.
+  void (*to_bfloat16_stochastic)(const float* in, uint16_t* out, int64_t n, int64_t first,
+                                 uint32_t key);
+  ByDtype<GatedKernels> gated;
+  ByDtype<ScaleKernels> scale;
+  ByNumber<ChainKernels> chain;
+  // Words [4 first, 4 (first + blocks)) of the stream of a seed.
+  void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
+  ByDtype<MaxPoolKernels> max_pool;
+  ByDtype<ImageKernels> image;
+  // n pixels of so many bytes from planes that are `stride` apart to one another, and back.
+  void (*join_channels)(const uint8_t* planes, int64_t stride, int64_t channels, uint8_t* pixels,
+                        int64_t n);
+  void (*split_channels)(const uint8_t* pixels, int64_t channels, uint8_t* planes, int64_t stride,
+                         int64_t n);
+};
+
+const Kernels& kernels_default();
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+
+}  // namespace cpu
+}  // namespace fusedtrain

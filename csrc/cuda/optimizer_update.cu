@@ -1,0 +1,291 @@
+// The sweep that updates all parameters, and the trial of it that some steps begin with.
+#include "optimizers.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+// A rule that is known when the kernel is compiled.
+template <template <class> class Rule>
+struct OneRule : formulas::Stepper<Rule, float> {
+  using T = float;
+  __device__ __forceinline__ OneRule(const Coefficients& k, int)
+      : formulas::Stepper<Rule, float>(k) {}
+};
+
+// Any rule: one kernel is enough for float64 parameters, which few train.
+struct AnyRule {
+  using T = double;
+  Coefficients k;
+  int rule;
+  __device__ __forceinline__ AnyRule(const Coefficients& k, int rule) : k(k), rule(rule) {}
+
+#define FT_STEP(name, Rule, least, most)                          \
+  case rule_##name:                                               \
+    return formulas::Stepper<formulas::Rule, T>(k).step(p, g, s);
+  __device__ __forceinline__ T step(T p, T g, T* s) const {
+    switch (rule) { FT_RULES(FT_STEP) }
+    return p;
+  }
+#undef FT_STEP
+#define FT_DIRECTION(name, Rule, least, most)                                  \
+  case rule_##name:                                                            \
+    return formulas::Stepper<formulas::Rule, T>(k).direction(p, g, s, agrees);
+  __device__ __forceinline__ T direction(T p, T g, T* s, bool& agrees) const {
+    switch (rule) { FT_RULES(FT_DIRECTION) }
+    return T(0);
+  }
+#undef FT_DIRECTION
+};
+
+// Gradients of neighbouring elements, the first being element i of its tensor, become clipped ones.
+template <class T, int kLanes>
+__device__ __forceinline__ void clip_units(const double* factors, const SweptTensor& t, int64_t i,
+                                           T (&g)[kLanes]) {
+  const int64_t run = i / t.inner;
+  int64_t in_unit = i - run * t.inner;
+  uint32_t unit = static_cast<uint32_t>(run % t.units);
+#pragma unroll
+  for (int k = 0; k < kLanes; ++k) {
+    g[k] *= T(factors[t.first_unit + unit]);
+    if (++in_unit < t.inner) continue;
+    in_unit = 0;
+    if (++unit == t.units) unit = 0;
+  }
+}
+
+// Adds 16 random bits below the last that bfloat16 keeps, and cuts. Infinities and NaN stay.
+__device__ __forceinline__ float round_stochastically(float x, uint32_t index, uint32_t key) {
+  const uint32_t bits = same_bits<uint32_t>(x);
+  if ((bits & 0x7f800000u) == 0x7f800000u) return x;
+  return same_bits<float>((bits + (formulas::random_bits(index, key) >> 16)) & 0xffff0000u);
+}
+
+// What a block does with the elements of its chunk.
+template <class Stepper, int kStates>
+struct Work {
+  using T = typename Stepper::T;
+  const Sweep& sweep;
+  const SweptTensor& t;
+  const int64_t begin;
+  const Coefficients& coefficients;
+  const Stepper stepper;
+  const Stream weights, grad;
+
+  __device__ __forceinline__ Work(const Sweep& sweep, const SweptTensor& t,
+                                  const Coefficients& coefficients, int64_t begin)
+      : sweep(sweep),
+        t(t),
+        begin(begin),
+        coefficients(coefficients),
+        stepper(coefficients, sweep.rule),
+        weights(weights_of(t, begin)),
+        grad(grad_of(t, begin)) {}
+
+  __device__ __forceinline__ Stream state(int s) const {
+    return stream_of(t.state[s], dtype_of(t, kState + s), begin);
+  }
+
+  // Calls f<lanes>(i) for elements [i, i + lanes) of the chunk, until all are done.
+  template <class F>
+  __device__ __forceinline__ void for_each(int end, F f) const {
+    int rest = 0;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (t.wide) {
+        rest = end & ~3;
+#pragma unroll 1
+        for (int i = 4 * threadIdx.x; i < rest; i += 4 * kSweepThreads)
+          f(i, std::integral_constant<int, 4>());
+      }
+    }
+#pragma unroll 1
+    for (int i = rest + threadIdx.x; i < end; i += kSweepThreads)
+      f(i, std::integral_constant<int, 1>());
+  }
+
+  // Weights, clipped gradients and states. One that a tensor does not have reads as 0.
+  template <int kLanes>
+  __device__ __forceinline__ void read(int i, T (&p)[kLanes], T (&g)[kLanes],
+                                       T (&v)[kMaxStates][kLanes]) const {
+    Loaded<T, kLanes> loaded, loaded_grad, loaded_state[kMaxStates];
+    loaded.load(weights, i);
+    loaded_grad.load(grad, i);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) {
+      if (t.state[s] != nullptr)
+        loaded_state[s].load(state(s), i);
+      else
+        loaded_state[s].clear();
+    }
+    loaded.get(weights, p);
+    loaded_grad.get(grad, g);
+#pragma unroll
+    for (int s = 0; s < kStates; ++s) loaded_state[s].get(state(s), v[s]);
+    if (sweep.factors != nullptr) clip_units(sweep.factors, t, begin + i, g);
+  }
+
+  template <int kLanes>
+  __device__ __forceinline__ void update(int i) const {
+    const bool averages = t.average != nullptr && sweep.average_weight != 0;
+    const Stream average = stream_of(t.average, dtype_of(t, kAverage), begin);
+    Loaded<T, kLanes> loaded_average;
+    if (averages) loaded_average.load(average, i);
+    T p[kLanes], g[kLanes], v[kMaxStates][kLanes] = {};
+    read(i, p, g, v);
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) {
+      T states[kMaxStates] = {v[0][k], v[1][k], v[2][k]};
+      p[k] = stepper.step(p[k], g[k], states);
+#pragma unroll
+      for (int s = 0; s < kStates; ++s) v[s][k] = states[s];
+    }
+#pragma unroll
+    for (int s = 0; s < kStates; ++s)
+      if (t.state[s] != nullptr) store(state(s), i, v[s]);
+    if (averages) {
+      T a[kLanes];
+      loaded_average.get(average, a);
+#pragma unroll
+      for (int k = 0; k < kLanes; ++k) a[k] += T(sweep.average_weight) * (p[k] - a[k]);
+      store(average, i, a);
+    }
+    if (sweep.stochastic && coefficients.key >= 0) {
+      const uint32_t key = formulas::random_key(sweep.seed, int64_t(coefficients.key),
+                                                int64_t(sweep.verdict->applied));
+#pragma unroll
+      for (int k = 0; k < kLanes; ++k)
+        p[k] = T(round_stochastically(float(p[k]), uint32_t(begin + i + k), key));
+    }
+    store(weights, i, p);
+    if (t.master != nullptr) store(stream_of(t.param, dtype_of(t, kParam), begin), i, p);
+    if (sweep.write_back != 0) {
+      const T factor = T(fabs(coefficients.gradient));
+#pragma unroll
+      for (int k = 0; k < kLanes; ++k) g[k] = sweep.write_back == 1 ? g[k] * factor : T(0);
+      store(grad, i, g);
+    }
+  }
+};
+
+// Blocks that a multiprocessor must hold: three of 80 registers. With the 16 bytes that a thread
+// reads of each buffer they have 36 KB (SGD) to 48 KB (Adam) on their way; an H100 needs 20 and a
+// B200 43 to keep its memory busy (0.8 us of bandwidth).
+template <class Stepper>
+constexpr int kResident = sizeof(typename Stepper::T) == sizeof(float) ? 3 : 2;
+
+template <class Stepper, int kStates, class Table>
+__global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
+    update_kernel(const Table __grid_constant__ sweep) {
+  using T = typename Stepper::T;
+  // Backwards: what the sweep over gradients read last is still in the second-level cache.
+  const Chunk chunk = chunk_of(sweep, gridDim.x - 1 - blockIdx.x);
+  const SweptTensor& t = sweep.tensors[chunk.tensor];
+  if (in_double(t) != (sizeof(T) == sizeof(double))) return;
+  const int64_t begin = chunk.number * kChunk;
+  const int end = chunk_length(t, begin);
+  if (sweep.verdict->skip != 0) {
+    const bool unscales = sweep.write_back == 1 && sweep.scale != nullptr;
+    if (!unscales && sweep.write_back != 2) return;
+    const Stream grad = grad_of(t, begin);
+    const T factor = T(unscale(sweep.scale));
+    for (int i = threadIdx.x; i < end; i += kSweepThreads) {
+      Loaded<T, 1> loaded;
+      T g[1] = {};
+      if (unscales) {
+        loaded.load(grad, i);
+        loaded.get(grad, g);
+        g[0] *= factor;
+      }
+      store(grad, i, g);
+    }
+    return;
+  }
+  const Work<Stepper, kStates> work(sweep, t, sweep.coefficients[chunk.tensor], begin);
+  work.for_each(end, [&](int i, auto lanes) { work.template update<decltype(lanes)::value>(i); });
+}
+
+template <class Stepper, int kStates, class Table>
+__global__ void __launch_bounds__(kSweepThreads, kResident<Stepper>)
+    trial_kernel(const Table __grid_constant__ sweep) {
+  using T = typename Stepper::T;
+  const Chunk chunk = chunk_of(sweep, blockIdx.x);
+  const SweptTensor& t = sweep.tensors[chunk.tensor];
+  if (in_double(t) != (sizeof(T) == sizeof(double)) || sweep.verdict->skip != 0) return;
+  const int64_t begin = chunk.number * kChunk;
+  const Work<Stepper, kStates> work(sweep, t, sweep.coefficients[chunk.tensor], begin);
+  int agreeing = 0;
+  double squares = 0, products = 0;
+  work.for_each(chunk_length(t, begin), [&](int i, auto lanes) {
+    constexpr int kLanes = decltype(lanes)::value;
+    T p[kLanes], g[kLanes], v[kMaxStates][kLanes] = {};
+    work.read(i, p, g, v);
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k) {
+      T states[kMaxStates] = {v[0][k], v[1][k], v[2][k]};
+      bool agrees;
+      const T u = work.stepper.direction(p[k], g[k], states, agrees);
+      agreeing += agrees;
+      squares += double(u) * double(u);
+      products += double(u) * double(p[k]);
+    }
+  });
+  __shared__ double scratch[kTrialSums][kSweepWarps];
+  const double sums[kTrialSums] = {double(agreeing), squares, products};
+#pragma unroll
+  for (int i = 0; i < kTrialSums; ++i) {
+    const double sum = block_sum<kSweepWarps>(sums[i], scratch[i]);
+    if (threadIdx.x == 0) sweep.partials[int64_t(blockIdx.x) * kPartials + i] = sum;
+  }
+}
+
+template <class Table>
+struct Kernels {
+  void (*update)(const Table __grid_constant__);
+  void (*trial)(const Table __grid_constant__);
+};
+
+// Null where a rule has no such number of states.
+template <class Table, template <class> class Rule, int kStates, int kLeast, int kMost>
+constexpr Kernels<Table> instance() {
+  if constexpr (kStates >= kLeast && kStates <= kMost)
+    return {&update_kernel<OneRule<Rule>, kStates, Table>,
+            &trial_kernel<OneRule<Rule>, kStates, Table>};
+  else
+    return {nullptr, nullptr};
+}
+
+template <class Table>
+Kernels<Table> kernels_of(int rule, int states, bool in_double) {
+#define FT_KERNELS(name, Rule, least, most)            \
+  {instance<Table, formulas::Rule, 0, least, most>(),  \
+   instance<Table, formulas::Rule, 1, least, most>(),  \
+   instance<Table, formulas::Rule, 2, least, most>(),  \
+   instance<Table, formulas::Rule, 3, least, most>()},
+  static constexpr Kernels<Table> kKernels[][kMaxStates + 1] = {FT_RULES(FT_KERNELS)};
+#undef FT_KERNELS
+  if (in_double)
+    return {&update_kernel<AnyRule, kMaxStates, Table>, &trial_kernel<AnyRule, kMaxStates, Table>};
+  return kKernels[rule][states];
+}
+
+}  // namespace
+
+template <class Table>
+void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream) {
+  launch(kernels_of<Table>(sweep.rule, states, in_double).update, blocks, kSweepThreads, stream, 0,
+         sweep);
+}
+template <class Table>
+void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream) {
+  launch(kernels_of<Table>(sweep.rule, states, in_double).trial, blocks, kSweepThreads, stream, 0,
+         sweep);
+}
+template void launch_update(const FewSwept&, int, bool, int64_t, void*);
+template void launch_trial(const FewSwept&, int, bool, int64_t, void*);
+#if CUDART_VERSION >= 12010
+template void launch_update(const ManySwept&, int, bool, int64_t, void*);
+template void launch_trial(const ManySwept&, int, bool, int64_t, void*);
+#endif
+
+}  // namespace cuda
+}  // namespace fusedtrain

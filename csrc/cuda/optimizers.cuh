@@ -1,0 +1,236 @@
+// What the kernels of the optimizer step share: the tensors of a launch as a kernel argument, and
+// four neighbouring elements of any dtype.
+#pragma once
+
+#include "../optimizer_step.h"
+#include "launch.cuh"
+#include "reduce.cuh"
+#include "vec.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+
+// Elements of a tensor that a block takes; it does one chunk. With 4096, ResNet-50 makes 6300
+// blocks of the update, 16 for each of the 396 that an H100 holds at a time, and MobileNet's 3.5
+// million parameters still fill all of them. What a block does besides (it searches its tensor, up
+// to nine dependent reads of constant memory, and reads coefficients) takes some 1500 cycles, while
+// the 114 KB of a chunk (float32, Adam) take 23,000 at a block's share of the bandwidth. Blocks
+// that stay and take several chunks would save a part of these 7 percent, and end less evenly.
+constexpr int kChunk = 4096;
+constexpr int kSweepWarps = 8;
+constexpr int kSweepThreads = kSweepWarps * 32;
+
+// A tensor in the argument of a sweep.
+struct SweptTensor {
+  void* param;
+  void* grad;
+  void* state[kMaxStates];
+  void* master;
+  void* average;
+  int64_t numel, inner;
+  uint32_t units, first_unit;  // first_unit: where their factors begin
+  uint32_t first_chunk;        // of this launch
+  uint16_t dtypes;             // two bits each, in the order of Buffer
+  bool wide;                   // four elements of each buffer can be accessed at once
+};
+static_assert(sizeof(SweptTensor) == 88, "");
+enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates };
+
+// What was decided of the step, on the device. All of the workspace is doubles.
+struct Verdict {
+  double skip, bad, norm, clip;
+  double applied;  // steps before this one
+};
+
+struct Sweep {
+  const Verdict* verdict;
+  const Coefficients* coefficients;  // of the launch's first tensor
+  double* partials;                  // of its first chunk
+  double* factors;                   // of units, or null
+  const float* scale;
+  double unit_factor, unit_eps, average_weight;
+  int64_t seed;
+  int count, rule, measures, write_back;
+  bool stochastic;
+};
+// 16 KB hold the tensors of many a network (ResNet-50 has 161, ViT-B 152), 4 KB those of toys: 44.
+template <int kBytes>
+struct SweepTable : Sweep {
+  static constexpr int kTensors = (kBytes - sizeof(Sweep)) / sizeof(SweptTensor);
+  SweptTensor tensors[kTensors];
+};
+using FewSwept = SweepTable<(kArgumentBytes < 16384 ? kArgumentBytes : 16384)>;  // 185 tensors
+using ManySwept = SweepTable<kArgumentBytes>;                                    // 371
+static_assert(sizeof(FewSwept) <= 16384 && sizeof(ManySwept) <= kArgumentBytes, "");
+
+// What a chunk leaves: the sums of kTensorSums, and of squares of clipped gradients; or those of
+// kTrialSums.
+constexpr int kPartials = 4;
+
+// Of the tensors that are computed in double, or of the others. Table: FewSwept or ManySwept.
+template <class Table>
+void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
+template <class Table>
+void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
+
+namespace {
+
+__host__ __device__ __forceinline__ Dtype dtype_of(const SweptTensor& t, int buffer) {
+  return static_cast<Dtype>(t.dtypes >> (2 * buffer) & 3);
+}
+__host__ __device__ __forceinline__ bool in_double(const SweptTensor& t) {
+  return dtype_of(t, kParam) == Dtype::kFloat64;
+}
+__host__ __device__ __forceinline__ int bytes_of(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? 8 : (dtype == Dtype::kFloat32 ? 4 : 2);
+}
+
+// A buffer from the place on where a block works.
+struct Stream {
+  char* data;
+  Dtype dtype;
+};
+__device__ __forceinline__ Stream stream_of(void* data, Dtype dtype, int64_t begin) {
+  return {static_cast<char*>(data) + begin * bytes_of(dtype), dtype};
+}
+__device__ __forceinline__ Stream grad_of(const SweptTensor& t, int64_t begin) {
+  return stream_of(t.grad, dtype_of(t, kGrad), begin);
+}
+// The weights that rules compute with.
+__device__ __forceinline__ Stream weights_of(const SweptTensor& t, int64_t begin) {
+  return t.master != nullptr ? stream_of(t.master, Dtype::kFloat32, begin)
+                             : stream_of(t.param, dtype_of(t, kParam), begin);
+}
+
+// The tensor that a block works on, and the number of the block's chunk in it.
+struct Chunk {
+  int tensor;
+  int64_t number;
+};
+template <class Table>
+__device__ __forceinline__ Chunk chunk_of(const Table& sweep, uint32_t block) {
+  int low = 0, high = sweep.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (sweep.tensors[middle].first_chunk <= block)
+      low = middle;
+    else
+      high = middle;
+  }
+  return {low, int64_t(block - sweep.tensors[low].first_chunk)};
+}
+// Elements of the chunk that begins there.
+__device__ __forceinline__ int chunk_length(const SweptTensor& t, int64_t begin) {
+  return t.numel - begin < kChunk ? int(t.numel - begin) : kChunk;
+}
+
+template <class To, class From>
+__device__ __forceinline__ To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Calls f with the data as a pointer of their type.
+template <class F>
+__device__ __forceinline__ void with_type(const Stream& s, F f) {
+  switch (s.dtype) {
+    case Dtype::kFloat32:
+      return f(reinterpret_cast<float*>(s.data));
+    case Dtype::kFloat64:
+      return f(reinterpret_cast<double*>(s.data));
+    case Dtype::kFloat16:
+      return f(reinterpret_cast<__half*>(s.data));
+    case Dtype::kBFloat16:
+      return f(reinterpret_cast<__nv_bfloat16*>(s.data));
+  }
+}
+
+// Elements of a stream to compute with: four of 32 or 16 bits, aligned together, or one of any
+// type. load() of four only starts the load, so that several are under way; get() converts.
+template <class T, int kLanes>
+struct Loaded;
+
+template <>
+struct Loaded<float, 4> {
+  uint32_t bits[4];  // of 16-bit elements two in each of the first two
+
+  __device__ __forceinline__ void load(const Stream& s, int i) {
+    if (bytes_of(s.dtype) == 2) {
+      const uint2 pairs = *reinterpret_cast<const uint2*>(s.data + 2 * i);
+      bits[0] = pairs.x;
+      bits[1] = pairs.y;
+    } else {
+      const uint4 four = *reinterpret_cast<const uint4*>(s.data + 4 * i);
+      bits[0] = four.x;
+      bits[1] = four.y;
+      bits[2] = four.z;
+      bits[3] = four.w;
+    }
+  }
+  __device__ __forceinline__ void clear() { bits[0] = bits[1] = bits[2] = bits[3] = 0; }
+  __device__ __forceinline__ void get(const Stream& s, float* v) const {
+    if (s.dtype == Dtype::kFloat16) return unpack<__half>(v);
+    if (s.dtype == Dtype::kBFloat16) return unpack<__nv_bfloat16>(v);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v[k] = same_bits<float>(bits[k]);
+  }
+
+ private:
+  template <class H>
+  __device__ __forceinline__ void unpack(float* v) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      v[k] = load_one(same_bits<H>(static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2)))));
+  }
+};
+
+template <class T>
+struct Loaded<T, 1> {
+  T value;
+
+  __device__ __forceinline__ void load(const Stream& s, int i) {
+    with_type(s, [&](auto* data) { value = static_cast<T>(load_one(data[i])); });
+  }
+  __device__ __forceinline__ void clear() { value = T(0); }
+  __device__ __forceinline__ void get(const Stream&, T* v) const { v[0] = value; }
+};
+
+// Two 16-bit numbers, the first one below.
+template <class H>
+__device__ __forceinline__ uint32_t pair(float a, float b) {
+  return same_bits<uint16_t>(store_one<H>(a)) |
+         static_cast<uint32_t>(same_bits<uint16_t>(store_one<H>(b))) << 16;
+}
+
+__device__ __forceinline__ void store(const Stream& s, int i, const float (&v)[4]) {
+  if (s.dtype == Dtype::kFloat32) {
+    __stwb(reinterpret_cast<uint4*>(s.data + 4 * i),
+           make_uint4(same_bits<uint32_t>(v[0]), same_bits<uint32_t>(v[1]),
+                      same_bits<uint32_t>(v[2]), same_bits<uint32_t>(v[3])));
+    return;
+  }
+  uint2 pairs;
+  if (s.dtype == Dtype::kFloat16)
+    pairs = make_uint2(pair<__half>(v[0], v[1]), pair<__half>(v[2], v[3]));
+  else
+    pairs = make_uint2(pair<__nv_bfloat16>(v[0], v[1]), pair<__nv_bfloat16>(v[2], v[3]));
+  __stwb(reinterpret_cast<uint2*>(s.data + 2 * i), pairs);
+}
+template <class T>
+__device__ __forceinline__ void store(const Stream& s, int i, const T (&v)[1]) {
+  with_type(s, [&](auto* data) {
+    using S = std::remove_pointer_t<decltype(data)>;
+    data[i] = store_one<S>(static_cast<typename Compute<S>::T>(v[0]));
+  });
+}
+
+// 1 / scale, rounded to float as torch's GradScaler has it.
+__device__ __forceinline__ float unscale(const float* scale) {
+  return scale == nullptr ? 1.0f : __frcp_rn(*scale);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fusedtrain

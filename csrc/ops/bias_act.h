@@ -1,0 +1,44 @@
+// Bias, activation and dropout.
+#pragma once
+
+#include "channels.h"
+
+namespace fusedtrain {
+
+// z = x + bias, y = drop(clamp(gain f(z))). Samples are 1; the bias is one value of the tensor's
+// dtype a channel, or null. Element i in memory is dropped where word i of the Philox stream of
+// `seed` (philox.h) is below `threshold`, and else multiplied by `keep`.
+struct BiasAct {
+  int op;
+  Dtype dtype;
+  Channels shape;
+  double parameters[kMaxParameters];
+  const void* bias;
+  double gain, clamp;   // negative: none
+  const int64_t* seed;  // two numbers, or null: nothing is dropped
+  uint32_t threshold;
+  double keep;
+};
+struct BiasActForward : BiasAct {
+  const void* x;
+  void* y;
+};
+struct BiasActBackward : BiasAct {
+  const void* grad;
+  const void* saved;  // y where the formula takes the output, else x
+  void* grad_input;
+  void* grad_bias;  // of the type computed in, or null
+  double* shares;   // workspace of cuda::, chain_shares() of them
+};
+
+namespace cpu {
+void bias_act(const BiasActForward& call, Parallel parallel);
+void bias_act(const BiasActBackward& call, Parallel parallel);
+}  // namespace cpu
+
+namespace cuda {
+void bias_act(const BiasActForward& call, void* stream);
+void bias_act(const BiasActBackward& call, void* stream);
+}  // namespace cuda
+
+}  // namespace fusedtrain

@@ -1,0 +1,37 @@
+// Activations of one formula without a tensor of parameters.
+#pragma once
+
+#include "common.h"
+
+namespace fusedtrain {
+
+// y[i] = f(x[i]). op counts the lines of FT_POINTWISE.
+struct PointwiseForward {
+  int op;
+  Dtype dtype;
+  const void* x;
+  void* y;
+  double parameters[kMaxParameters];
+};
+
+// grad_input[i] = grad[i] f'(saved[i]).
+struct PointwiseBackward {
+  int op;
+  Dtype dtype;
+  const void* grad;
+  const void* saved;
+  void* grad_input;
+  double parameters[kMaxParameters];
+};
+
+namespace cpu {
+void pointwise(const PointwiseForward& call, int64_t n, Parallel parallel);
+void pointwise(const PointwiseBackward& call, int64_t n, Parallel parallel);
+}  // namespace cpu
+
+namespace cuda {
+void pointwise(const PointwiseForward& call, int64_t n, void* stream);
+void pointwise(const PointwiseBackward& call, int64_t n, void* stream);
+}  // namespace cuda
+
+}  // namespace fusedtrain

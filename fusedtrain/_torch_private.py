@@ -1,0 +1,102 @@
+"""The private names of torch that fusedtrain uses: look here when a new torch breaks the package.
+
+Each name is in torch 2.10, the oldest supported release, and in 2.13. No other module uses private
+names (tools/laws.py). Private attributes of objects are not listed: hooks of modules
+(`_forward_hooks` and the like, `_graph/modules.py`), `Tensor._version`, optimizers' hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._compile
+import torch._jit_internal
+import torch._utils
+import torch.utils._foreach_utils
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+
+# Flattens and rebuilds nested arguments.
+pytree = torch.utils._pytree
+
+# A compiled function calls a decorated one in Python. torch.compiler.disable does the same, but
+# imports torch._dynamo at once.
+disable_dynamo = torch._compile._disable_dynamo
+
+# TorchScript's type of an argument that is one number or two.
+BroadcastingList2 = torch._jit_internal.BroadcastingList2  # type: ignore[attr-defined]
+
+# Base classes, for `isinstance`; and the check that training has more than one value a channel.
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+NormBase = nn.modules.batchnorm._NormBase
+DropoutBase = nn.modules.dropout._DropoutNd
+verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_size  # type: ignore[attr-defined]
+
+# Sees the operators that a call runs.
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+# Many tensors as one, for one all-reduce; and one launch for many tensors.
+flatten_dense_tensors = torch._utils._flatten_dense_tensors
+unflatten_dense_tensors = torch._utils._unflatten_dense_tensors
+group_tensors_by_device_and_dtype = torch.utils._foreach_utils._group_tensors_by_device_and_dtype
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+# Unscales many tensors and looks for infinities, as torch.amp.GradScaler does.
+unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
+# The number of this thread's running backward pass; -1 outside of backward. Under
+# torch.utils.checkpoint, and in reversible networks, a forward runs inside of backward.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+# The parts of torch.autograd.graph.saved_tensors_hooks, to enter and leave at different places.
+_hooks = torch._C._autograd
+top_saved_tensors_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks
+push_saved_tensors_hooks = _hooks._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks = _hooks._pop_saved_tensors_default_hooks
+saved_tensors_hooks_allowed: Callable[[], bool] = getattr(_hooks, "_saved_tensors_hooks_is_enabled")  # noqa: B009
+
+# Gradients of torch.autograd.grad(is_grads_batched=True) hide a batch dimension from kernels.
+is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# Operators by name: their schemas list the tensors that they read, write and share.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+is_fx_tracing: Callable[[], bool] = _symbolic_trace.is_fx_symbolic_tracing
+# Functions that only check; torch.fx writes the second for `x is None`.
+CHECKS = (torch._assert, _symbolic_trace._assert_is_none)
+
+
+def transformed() -> bool:
+    """Whether a functorch transform, forward-mode AD or torch.jit.trace follows the call."""
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def has_global_forward_hooks() -> bool:
+    """Whether torch.nn.modules.module.register_module_forward_hook has registered a hook."""
+    return bool(nn.modules.module._global_forward_hooks)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls back at the end of the running backward pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def visible_devices() -> list[int] | list[str]:
+    """The devices of CUDA_VISIBLE_DEVICES, without starting CUDA."""
+    devices: list[int] | list[str] = torch.cuda._parse_visible_devices()
+    return devices

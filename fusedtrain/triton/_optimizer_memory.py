@@ -1,0 +1,51 @@
+"""Addresses, reads and writes of a tensor in kernels of many tensors."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import _optimizer_tables as _tables
+from .vecmath import widen
+
+ENTRY: tl.constexpr = tl.constexpr(_tables.ENTRY)
+NUMEL: tl.constexpr = tl.constexpr(_tables.NUMEL)
+FIRST_CHUNK: tl.constexpr = tl.constexpr(_tables.FIRST_CHUNK)
+TENSOR: tl.constexpr = tl.constexpr(_tables.TENSOR)
+SCALAR: tl.constexpr = tl.constexpr(_tables.SCALAR)
+UNITS: tl.constexpr = tl.constexpr(_tables.UNITS)
+INNER: tl.constexpr = tl.constexpr(_tables.INNER)
+FIRST_UNIT: tl.constexpr = tl.constexpr(_tables.FIRST_UNIT)
+FIRST_PIECE: tl.constexpr = tl.constexpr(_tables.FIRST_PIECE)
+GROUP: tl.constexpr = tl.constexpr(_tables.GROUP)
+NUMBERS: tl.constexpr = tl.constexpr(_tables.NUMBERS)
+
+
+@triton.jit
+def memory(entry_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """One of a tensor's buffers, from its address."""
+    pointer = tl.load(entry_ptr + COLUMN).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def read(pointer, at, inside, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    if MASKED:
+        return widen(tl.load(pointer + at, mask=inside, other=0.0)).to(WIDE)
+    else:
+        return widen(tl.load(pointer + at)).to(WIDE)
+
+
+@triton.jit
+def write(pointer, at, inside, values, MASKED: tl.constexpr):
+    if pointer.dtype.element_ty.primitive_bitwidth == 16 and values.dtype == tl.float64:
+        values = values.to(tl.float32)  # there is no direct conversion
+    values = values.to(pointer.dtype.element_ty)
+    if MASKED:
+        tl.store(pointer + at, values, mask=inside)
+    else:
+        tl.store(pointer + at, values)

@@ -1,0 +1,219 @@
+"""Tables for kernels of many tensors: the tensors' addresses, and each program's part.
+
+One buffer in host memory holds all tables, and `_optimizer_calls.py` keeps a copy on the device.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference.optimizer_rules import RULES
+from ..reference.optimizers import SCALARS, OptimizerCall
+from ._layout import cdiv, is_dense
+from .launch import STORED
+
+CHUNK = 8192  # elements of a program
+# Columns of the table of tensors: addresses of parameter, gradient, states, master, average; then
+NUMEL, FIRST_CHUNK, TENSOR, SCALAR, GROUP, UNITS, INNER, FIRST_UNIT, FIRST_PIECE = range(7, 16)
+ENTRY = 16
+# prepare_kernel writes rows of so many float64: one for the step, then one for each tensor.
+NUMBERS = 16
+
+# Buffers that captured CUDA graphs copy from at each replay. The end of a graph is not reported, so
+# buffers stay: 128 bytes a tensor and 8 a chunk for each captured step.
+_OF_GRAPHS: list[Tensor] = []
+
+_SENT = {"q": torch.int64, "d": torch.float64, "f": torch.float32}
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """An asynchronous copy; torch keeps the pinned buffer until the copy has been made."""
+    if device == numbers.device:  # interpreted
+        return numbers
+    pinned = numbers.pin_memory()
+    with torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            _OF_GRAPHS.append(pinned)
+        return pinned.to(device, non_blocking=True)
+
+
+def send(parts: Sequence[array[Any]], device: torch.device) -> list[Tensor]:
+    """Vectors of int64 ("q"), float64 ("d") or float32 ("f") to the device, on 16 bytes each."""
+    buffer, starts = bytearray(), []
+    for part in parts:
+        starts.append(len(buffer))
+        buffer += part.tobytes()
+        buffer += bytes(-len(buffer) % 16)
+    sent = to_device(torch.frombuffer(buffer, dtype=torch.uint8), device)
+    return [
+        sent[start : start + len(part) * part.itemsize].view(_SENT[part.typecode])
+        for start, part in zip(starts, parts, strict=True)
+    ]
+
+
+class Kind(NamedTuple):
+    """The properties of tensors that a kernel is compiled for."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    states: tuple[torch.dtype | None, ...]
+    master: bool
+    average: torch.dtype | None
+    aligned: bool  # all addresses are multiples of 16
+    large: bool  # element numbers need 64 bits; set only if units are clipped
+
+
+class Launch(NamedTuple):
+    """The programs for all tensors of a kind."""
+
+    kind: Kind
+    first_chunk: int
+    chunks: int
+    first_piece: int
+    pieces: int
+
+
+def _same_strides(t: Tensor, model: Tensor) -> bool:
+    strides, wanted = t.stride(), model.stride()
+    return strides == wanted or all(
+        s == w or n == 1 for s, w, n in zip(strides, wanted, t.size(), strict=True)
+    )
+
+
+class Tables(OptimizerCall):
+    """Tables of a call's tensors, which kernels can walk. Of a step's options they depend only on
+    whether units are clipped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.device = self.scalars.device
+        self.shadows: list[tuple[Tensor, Tensor]] = []  # tensors with gaps, and their copies
+        self.launches: list[Launch] = []
+        self.clips_units = self.option.unit_factor != 0
+        self.columns = self.scalars.numel() // SCALARS
+        self._cut([self._entry(i) for i in range(len(self.params))])
+
+    # --- checks, as in csrc/bindings/optimizers.h
+
+    def _check(self, t: Tensor, what: str) -> None:
+        if t.device != self.device:
+            raise RuntimeError(f"fusedtrain: every {what} of a call must be on one device")
+        if t.dtype not in STORED:
+            raise RuntimeError(
+                f"fusedtrain: {what} must be float32, float64, float16 or bfloat16, not {t.dtype}"
+            )
+
+    def _walkable(self, t: Tensor, model: Tensor) -> Tensor:
+        """`t`, or a copy that is dense and laid out like `model`."""
+        if is_dense(t) and _same_strides(t, model):
+            return t
+        copy = torch.empty_like(torch.empty_like(model), dtype=t.dtype).copy_(t)
+        self.shadows.append((t, copy))
+        return copy
+
+    def _companion(self, t: Tensor | None, param: Tensor, what: str) -> Tensor | None:
+        if t is not None:
+            self._check(t, what)
+            if not is_dense(t) or not _same_strides(t, param):
+                raise RuntimeError(
+                    f"fusedtrain: {what} and parameter must have the same shape and strides"
+                )
+        return t
+
+    def _entry(self, i: int) -> tuple[Kind, list[int]]:
+        """The kind of a tensor, and its line of the table, without numbers from other tensors."""
+        self._check(self.params[i], "param")
+        self._check(self.grads[i], "grad")
+        param = self._walkable(self.params[i], self.params[i])
+        grad = self._walkable(self.grads[i], param)
+        states = [self._companion(s, param, "state") for s in self.state[i]]
+        if any(s is not None for s in states[RULES[self.rule].most :]):
+            raise RuntimeError("fusedtrain: too many states")
+        master = self._companion(self.master[i], param, "master")
+        if master is not None and (master.dtype, param.dtype == torch.float64) != (
+            torch.float32, False,
+        ):  # fmt: skip
+            raise RuntimeError("fusedtrain: master weights are float32")
+        average = self._companion(self.average[i], param, "average")
+        if not 0 <= self.column[i] < self.columns or not 0 <= self.group[i] < len(self.groups):
+            raise RuntimeError("fusedtrain: index of scalars or group")
+        numel = param.numel()
+        units, inner = 1, numel
+        if self.clips_units and param.dim() > 1 and param.size(0) > 1 and numel:
+            units, inner = param.size(0), param.stride(0)
+        tensors = (param, grad, *states, master, average)
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        together = 0
+        for address in addresses:
+            together |= address
+        kind = Kind(
+            param.dtype,
+            grad.dtype,
+            tuple(None if s is None else s.dtype for s in states),
+            master is not None,
+            None if average is None else average.dtype,
+            together % 16 == 0,
+            self.clips_units and numel >= 2**30,
+        )
+        line = [*addresses, numel, 0, i, self.column[i], self.group[i], units, inner, 0, 0]
+        return kind, line
+
+    # --- the tables
+
+    def _cut(self, entries: list[tuple[Kind, list[int]]]) -> None:
+        kinds: dict[Kind, list[list[int]]] = {}
+        for kind, line in entries:
+            kinds.setdefault(kind, []).append(line)
+        table = array("q")
+        chunks, units, pieces = array("q", [0]), array("q", [0]), array("q", [0])
+        line_of_chunk, line_of_piece, first_pieces = array("q"), array("q"), array("q")
+        for kind, members in kinds.items():
+            first_chunk, first_piece = chunks[-1], pieces[-1]
+            for line in members:
+                numel, number = line[NUMEL], array("q", [len(table) // ENTRY])
+                line[FIRST_CHUNK], line[FIRST_UNIT] = chunks[-1], units[-1]
+                line[FIRST_PIECE] = pieces[-1]
+                table.extend(line)
+                line_of_chunk += number * cdiv(numel, CHUNK)
+                chunks.append(len(line_of_chunk))
+                if self.clips_units:
+                    of_unit = cdiv(numel // line[UNITS], CHUNK)
+                    count = line[UNITS] if numel else 0
+                    first_pieces.extend(
+                        range(pieces[-1], pieces[-1] + count * of_unit, of_unit or 1)
+                    )
+                    line_of_piece += number * (count * of_unit)
+                    units.append(units[-1] + count)
+                    pieces.append(len(line_of_piece))
+            self.launches.append(
+                Launch(
+                    kind, first_chunk, chunks[-1] - first_chunk,
+                    first_piece, pieces[-1] - first_piece,
+                )
+            )  # fmt: skip
+        first_pieces.append(pieces[-1])
+        self.chunk_count, self.unit_count, self.piece_count = chunks[-1], units[-1], pieces[-1]
+        self.lines, parts = table, [line_of_chunk, chunks]
+        if self.clips_units:
+            parts += [line_of_piece, first_pieces, units]
+        self.entries, self.chunks, self.first_chunks, *rest = send([table, *parts], self.device)
+        if self.clips_units:
+            self.pieces, self.first_pieces, self.first_units = rest
+
+    def forget(self) -> None:
+        """Drops the arguments, whose memory must not be kept."""
+        for field in fields(OptimizerCall):
+            delattr(self, field.name)
+        del self.state, self.master, self.average
+
+    def with_gradients(self, addresses: Sequence[int]) -> Tensor:
+        """The table's lines on the device, for gradients at other addresses in the same layout."""
+        table = self.lines[:]
+        table[1::ENTRY] = array("q", [addresses[i] for i in table[TENSOR::ENTRY]])
+        return send([table], self.device)[0]

@@ -1,0 +1,245 @@
+"""The sweeps over parameters: a trial of the update, and the update."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._optimizer_memory import (
+    ENTRY,
+    FIRST_CHUNK,
+    FIRST_UNIT,
+    INNER,
+    NUMBERS,
+    NUMEL,
+    SCALAR,
+    TENSOR,
+    UNITS,
+    memory,
+    read,
+    write,
+)
+from .stochastic_rounding import random_key, stochastic_bfloat16
+
+
+@triton.jit
+def four_numbers(k_ptr, WIDE: tl.constexpr):
+    return (
+        tl.load(k_ptr).to(WIDE), tl.load(k_ptr + 1).to(WIDE), tl.load(k_ptr + 2).to(WIDE),
+        tl.load(k_ptr + 3).to(WIDE),
+    )  # fmt: skip
+
+
+@triton.jit
+def numbers(k_ptr, entry_ptr, WIDE: tl.constexpr):
+    """The numbers of all rules, and of this rule, as prepare_kernel wrote them for a tensor."""
+    k_ptr += (1 + tl.load(entry_ptr + TENSOR)) * NUMBERS
+    gradient, keep, size, late_decay = four_numbers(k_ptr, WIDE)
+    caution, cautious, _, _ = four_numbers(k_ptr + 4, WIDE)
+    c0, c1, c2, c3 = four_numbers(k_ptr + 8, WIDE)
+    c4, c5, c6, c7 = four_numbers(k_ptr + 12, WIDE)
+    k = (gradient, keep, size, late_decay, caution, cautious)
+    return k, (c0, c1, c2, c3, c4, c5, c6, c7)
+
+
+@triton.jit
+def direction(
+    p, stored, state0, state1, state2, at, inside, k, c,
+    RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The direction (0 where it disagrees with g), the mask of agreement, and the new states."""
+    s0, s1, s2 = tl.zeros_like(p), tl.zeros_like(p), tl.zeros_like(p)
+    if S0 is not None:
+        s0 = read(state0, at, inside, MASKED, WIDE)
+    if S1 is not None:
+        s1 = read(state1, at, inside, MASKED, WIDE)
+    if S2 is not None:
+        s2 = read(state2, at, inside, MASKED, WIDE)
+    u, g, s0, s1, s2 = RULE(p, stored * k[0], s0, s1, s2, c)
+    agrees = u * g > 0.0
+    dropped = tl.where(k[5] != 0.0, u * 0.0, u)
+    return tl.where(agrees, u, dropped), agrees, s0, s1, s2
+
+
+@triton.jit
+def read_gradient(
+    grad, at, inside, begin, entry_ptr, factors_ptr,
+    WIDE: tl.constexpr, INDEX: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The stored gradient; clipped unit by unit if INDEX is a dtype (of element numbers)."""
+    g = read(grad, at, inside, MASKED, WIDE)
+    if INDEX is not None:
+        inner = tl.load(entry_ptr + INNER).to(INDEX)
+        units = tl.load(entry_ptr + UNITS).to(INDEX)
+        unit = (begin.to(INDEX) + at) // inner % units
+        g *= tl.load(factors_ptr + tl.load(entry_ptr + FIRST_UNIT) + unit).to(WIDE)
+    return g
+
+
+@triton.jit
+def tried(
+    grad, param, state0, state1, state2, at, inside, begin, entry_ptr, factors_ptr, k, c,
+    RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    INDEX: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """By element: 1 if direction and gradient agree, u^2, u p."""
+    p = read(param, at, inside, MASKED, WIDE)
+    g = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
+    u, agrees, _, _, _ = direction(
+        p, g, state0, state1, state2, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
+    )
+    if MASKED:  # a rule may be nonzero outside
+        u = tl.where(inside, u, 0.0)
+        agrees = agrees & inside
+    wide = u.to(tl.float64)
+    return tl.where(agrees, 1, 0), wide * wide, wide * p.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["first"])
+def try_kernel(
+    table_ptr, part_ptr, k_ptr, factors_ptr, shares_ptr, first: tl.int64,
+    RULE: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr, INDEX: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    part = first + tl.program_id(0)
+    entry_ptr = table_ptr + tl.load(part_ptr + part) * ENTRY
+    begin = (part - tl.load(entry_ptr + FIRST_CHUNK)) * CHUNK
+    n = tl.minimum(tl.load(entry_ptr + NUMEL) - begin, CHUNK).to(tl.int32)
+    k, c = numbers(k_ptr, entry_ptr, WIDE)
+    n = tl.where(tl.load(k_ptr).to(WIDE) == 0.0, n, 0)  # sums of a step that is skipped are 0
+    grad = memory(entry_ptr, 1, G, ALIGNED) + begin
+    param = memory(entry_ptr, 5 if MASTER else 0, P, ALIGNED) + begin
+    state0, state1, state2 = param, param, param
+    if S0 is not None:
+        state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
+    if S1 is not None:
+        state1 = memory(entry_ptr, 3, S1, ALIGNED) + begin
+    if S2 is not None:
+        state2 = memory(entry_ptr, 4, S2, ALIGNED) + begin
+    agreeing = tl.zeros((BLOCK,), tl.int32)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    products = tl.zeros((BLOCK,), tl.float64)
+    for i in range(n // BLOCK):
+        a, u2, up = tried(
+            grad, param, state0, state1, state2, i * BLOCK + tl.arange(0, BLOCK), None, begin,
+            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, False,
+        )  # fmt: skip
+        agreeing += a
+        squares += u2
+        products += up
+    if n % BLOCK != 0:
+        at = n // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        a, u2, up = tried(
+            grad, param, state0, state1, state2, at, at < n, begin,
+            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, True,
+        )  # fmt: skip
+        agreeing += a
+        squares += u2
+        products += up
+    tl.store(shares_ptr + part * 3, tl.sum(agreeing).to(tl.float64))
+    tl.store(shares_ptr + part * 3 + 1, tl.sum(squares))
+    tl.store(shares_ptr + part * 3 + 2, tl.sum(products))
+
+
+@triton.jit
+def update_block(
+    grad, param, state0, state1, state2, master, average, at, inside, begin,
+    entry_ptr, factors_ptr, k, c, weight, key,
+    RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    MASTER: tl.constexpr, A: tl.constexpr, INDEX: tl.constexpr, WRITE_BACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if MASTER:
+        p = read(master, at, inside, MASKED, WIDE)
+    else:
+        p = read(param, at, inside, MASKED, WIDE)
+    stored = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
+    if A is not None:
+        old = read(average, at, inside, MASKED, WIDE)
+    u, _, s0, s1, s2 = direction(
+        p, stored, state0, state1, state2, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
+    )
+    u *= k[4]
+    u = tl.where(k[3] != 0.0, u + k[3] * p, u)
+    p = k[1] * p - k[2] * u
+    if S0 is not None:
+        write(state0, at, inside, s0, MASKED)
+    if S1 is not None:
+        write(state1, at, inside, s1, MASKED)
+    if S2 is not None:
+        write(state2, at, inside, s2, MASKED)
+    if A is not None:
+        write(average, at, inside, old + tl.full((), weight, WIDE) * (p - old), MASKED)
+    if MASTER:
+        write(master, at, inside, p, MASKED)
+    if STOCHASTIC:
+        write(param, at, inside, stochastic_bfloat16(p, begin + at, key), MASKED)
+    else:
+        write(param, at, inside, p, MASKED)
+    if WRITE_BACK == 1:
+        write(grad, at, inside, stored * tl.abs(k[0]), MASKED)
+    elif WRITE_BACK == 2:
+        write(grad, at, inside, tl.zeros_like(p), MASKED)
+
+
+@triton.jit(do_not_specialize=["last", "weight", "seed"])
+def update_kernel(
+    table_ptr, part_ptr, k_ptr, factors_ptr,
+    last: tl.int64, weight: tl.float64, seed: tl.int64,
+    RULE: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, MASTER: tl.constexpr, A: tl.constexpr,
+    ALIGNED: tl.constexpr, INDEX: tl.constexpr, WRITE_BACK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Backwards: the last reads of the sweep over gradients are still in the cache.
+    part = last - tl.program_id(0)
+    entry_ptr = table_ptr + tl.load(part_ptr + part) * ENTRY
+    begin = (part - tl.load(entry_ptr + FIRST_CHUNK)) * CHUNK
+    n = tl.minimum(tl.load(entry_ptr + NUMEL) - begin, CHUNK).to(tl.int32)
+    grad = memory(entry_ptr, 1, G, ALIGNED) + begin
+    if tl.load(k_ptr) == 0.0:
+        k, c = numbers(k_ptr, entry_ptr, WIDE)
+        param = memory(entry_ptr, 0, P, ALIGNED) + begin
+        state0, state1, state2, master, average = param, param, param, param, param
+        if S0 is not None:
+            state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
+        if S1 is not None:
+            state1 = memory(entry_ptr, 3, S1, ALIGNED) + begin
+        if S2 is not None:
+            state2 = memory(entry_ptr, 4, S2, ALIGNED) + begin
+        if MASTER:
+            master = memory(entry_ptr, 5, tl.float32, ALIGNED) + begin
+        if A is not None:
+            average = memory(entry_ptr, 6, A, ALIGNED) + begin
+        key = tl.full((), 0, tl.uint32)
+        if STOCHASTIC:
+            key = random_key(seed, tl.load(entry_ptr + SCALAR), tl.load(k_ptr + 1))
+        for i in range(n // BLOCK):
+            update_block(
+                grad, param, state0, state1, state2, master, average,
+                i * BLOCK + tl.arange(0, BLOCK), None, begin, entry_ptr, factors_ptr, k, c,
+                weight, key,
+                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, False,
+            )  # fmt: skip
+        if n % BLOCK != 0:
+            at = n // BLOCK * BLOCK + tl.arange(0, BLOCK)
+            update_block(
+                grad, param, state0, state1, state2, master, average,
+                at, at < n, begin, entry_ptr, factors_ptr, k, c, weight, key,
+                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, True,
+            )  # fmt: skip
+    else:  # the step is skipped
+        if WRITE_BACK == 1:
+            factor = tl.load(k_ptr + 2).to(WIDE)
+            for i in range(tl.cdiv(n, BLOCK)):
+                at = i * BLOCK + tl.arange(0, BLOCK)
+                stored = read(grad, at, at < n, True, WIDE)
+                write(grad, at, at < n, stored * factor, True)
+        elif WRITE_BACK == 2:
+            for i in range(tl.cdiv(n, BLOCK)):
+                at = i * BLOCK + tl.arange(0, BLOCK)
+                tl.store(grad + at, tl.zeros((BLOCK,), G), mask=at < n)

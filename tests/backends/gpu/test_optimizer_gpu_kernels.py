@@ -1,0 +1,138 @@
+"""The optimizer step of every GPU backend beside the CPU's: with data that lie on a GPU, where
+there is one, as they lie here. test_cuda_optimizers.py has the long table, emulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.backends import BACKENDS, Kernels, placed
+from helpers.optimizer_calls import AMP, BF16, DTYPES, F16, F32, F64, SHAPES, UNITS, Call, Case, cpu
+
+OPS = ("measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors")
+SIZES = ((0,), (1,), (15,), (17,), (1023,), (4099,))
+STEP = {**AMP, "average_weight": 0.25, "write_back": 1}
+
+
+@pytest.fixture(params=["emulated", "triton", "cuda"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    kernels = BACKENDS[request.param]()
+    if not all(map(kernels.has, OPS)):
+        pytest.skip(f"{request.param} has no optimizer step")
+    return kernels
+
+
+def place(call: Call, device: str) -> Call:
+    """Moves it to the device, misaligned where it is."""
+    for name in ("params", "grads", "states", "masters", "averages", "lrs"):
+        setattr(call, name, [placed(t, device) for t in getattr(call, name)])
+    for name in ("scalars", "control", "scale", "found_inf"):
+        value = getattr(call, name)
+        setattr(call, name, None if value is None else placed(value, device))
+    return call
+
+
+# Relative to the largest of what a number is, was, and 1e-3. A GPU divides to 2 units in the last
+# place; 16-bit numbers are then sometimes rounded to a neighbour.
+TOLERANCE = {F32: 2e-5, F64: 1e-6, F16: 2.0**-10, BF16: 2.0**-7}
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, before: Tensor) -> None:
+    got = got.cpu()
+    assert torch.equal(got.isnan(), want.isnan()), name
+    size = torch.maximum(want.double().abs(), before.double().abs()).clamp(min=1e-3)
+    off = ((got.double() - want.double()).abs() / size).nan_to_num()
+    assert not off.numel() or off.max() <= TOLERANCE[got.dtype], f"{name}: {off.max()}"
+    if got.dtype in (F16, BF16) and got.numel() > 100:
+        assert (got != want).double().mean() < 0.05, name
+    assert torch.equal(got, before) == torch.equal(want, before), f"{name}: written on one side"
+
+
+def check(ops: Kernels, case: Case) -> None:
+    before, want = Call(case).results(), Call(case)
+    sums = cpu("optimizer_step", *want.arguments(), None, None)
+    got = place(Call(case), ops.device)
+    if case.layout == "offset":
+        assert any(t.data_ptr() % 16 for t in got.params)
+        assert any(t.data_ptr() % 16 for t in got.grads)
+    gpu_sums = ops("optimizer_step", *got.arguments(), None, None)
+    torch.testing.assert_close(gpu_sums.cpu(), sums, rtol=5e-6, atol=1e-9)
+    for (name, ours), theirs in zip(got.results().items(), want.results().values(), strict=True):
+        assert_close(name, ours, theirs, before[name])
+    moved = [a for a, b in zip(want.params, Call(case).params, strict=True) if not a.equal(b)]
+    assert moved
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "contiguous") for name in DTYPES),
+        *zip(DTYPES, cycle(("offset", "transposed")), strict=False),
+    ],
+)
+def test_dtypes(ops: Kernels, name: str, layout: str) -> None:
+    shapes = ((15,), (33, 31), (8, 3, 3, 3))
+    check(ops, replace(DTYPES[name], layout=layout, scale=8.0, step=STEP, shapes=shapes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "layout"),
+    [  # every two of the three
+        ("sgd", F32, "offset"), ("sgd", BF16, "contiguous"), ("adam", F32, "contiguous"),
+        ("adam", BF16, "offset"), ("lamb", F32, "offset"), ("lamb", BF16, "contiguous"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes(ops: Kernels, rule: str, dtype: torch.dtype, layout: str) -> None:
+    case = Case(rule, shapes=SIZES, param=dtype, grad=dtype, state=dtype, layout=layout, step=AMP)
+    check(ops, case)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset", "channels_last"])
+def test_units(ops: Kernels, layout: str) -> None:
+    step: dict[str, Any] = {**UNITS, "max_norm": 5.0, "write_back": 1}
+    interpreted = ops.counter == "triton" and ops.slow
+    shapes = ((1, 5), (7,), (20, 9), (12, 3, 4, 4)) if interpreted else SHAPES
+    check(ops, Case("lars", shapes=shapes, layout=layout, step=step))
+
+
+def test_parts_of_a_step(ops: Kernels) -> None:
+    """Gradients are measured and the update is tried before the step."""
+    case = Case("lamb", shapes=SIZES, layout="offset", step={**AMP, "trial": 1}, scale=2.0)
+    want, got = Call(case), place(Call(case), ops.device)
+    sums = cpu("measure_gradients", *want.arguments())
+    gpu_sums = ops("measure_gradients", *got.arguments())
+    torch.testing.assert_close(gpu_sums.cpu(), sums, rtol=5e-6, atol=1e-9)
+    trials = cpu("try_update", *want.arguments(), sums)
+    tried = ops("try_update", *got.arguments(), gpu_sums)
+    torch.testing.assert_close(tried.cpu(), trials, rtol=2e-4, atol=1e-6)
+    cpu("optimizer_step", *want.arguments(), sums, trials)
+    ops("optimizer_step", *got.arguments(), gpu_sums, tried)
+    before = Call(case).results()
+    for (name, ours), theirs in zip(got.results().items(), want.results().values(), strict=True):
+        assert_close(name, ours, theirs, before[name])
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_update_scale(ops: Kernels, found_inf: float) -> None:
+    results = []
+    for op, device in ((cpu, "cpu"), (ops, ops.device)):
+        one = torch.tensor([1], dtype=torch.int32)
+        numbers = [t.to(device) for t in (torch.tensor([8.0]), one.clone(), one.clone())]
+        overflow = torch.tensor([found_inf]).to(device)
+        op("update_scale", *numbers, overflow, 2.0, 0.5, 2, 1, 1.0, 12.0)
+        results.append(torch.cat([t.cpu().float() for t in numbers]))
+    assert torch.equal(*results)
+
+
+def test_zero_tensors(ops: Kernels) -> None:
+    """To the byte, at every alignment; nothing around them."""
+    around = [torch.ones(n + 3, dtype=torch.uint8).to(ops.device) for n in (*range(1, 40), 40_003)]
+    ops("zero_tensors", [t[i % 3 : i % 3 + t.numel() - 3] for i, t in enumerate(around)])
+    assert all(t.cpu().sum() == 3 for t in around)

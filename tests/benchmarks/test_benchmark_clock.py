@@ -1,0 +1,175 @@
+"""How benchmarks measure, and who is let in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.harness import clock, guards, race
+from benchmarks.harness.guards import NotTheJob, Tolerance, agrees, first_call
+from helpers.benchmarks import mistakes
+
+
+def test_interleave_takes_turns() -> None:
+    log: list[str] = []
+    calls = {name: (lambda name=name: log.append(name)) for name in ("a", "b", "c")}
+
+    def fake(call: Callable[[], object], repeats: int) -> float:
+        call()
+        return {"a": 100.0, "b": 50.0, "c": 400.0}[log[-1]]
+
+    effort = clock.Effort(min_rounds=5, max_rounds=5, seconds=0.0, sample_ns=100.0)
+    samples = clock.interleave(calls, fake, effort)
+    assert samples == {"a": [100.0] * 5, "b": [50.0] * 5, "c": [400.0] * 5}
+    rounds = [log[-15:][start : start + 3] for start in range(0, 15, 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+
+
+def test_preparation_is_not_timed() -> None:
+    log: list[str] = []
+
+    def fake(call: Callable[[], object], calls: int) -> float:
+        call()
+        log.append("timed")
+        return 1.0
+
+    effort = clock.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
+    clock.interleave(
+        {"a": lambda: log.append("a")}, fake, effort, lambda who: log.append(f"{who} is next")
+    )
+    assert log == ["a is next", "a", "timed"] * 5
+
+
+def test_median_interval() -> None:
+    assert clock.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    # P(fewer than 4 of 20 coins are heads) is 0.13 %, fewer than 5 is 0.59 %.
+    assert clock.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
+
+
+def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert clock.allocator() == "default"
+    for name, settings in clock.ALLOCATORS.items():
+        with monkeypatch.context() as patch:
+            for variable, value in settings.items():
+                patch.setenv(variable, value)
+            assert clock.allocator() == name
+            assert clock.setting("cpu")["allocator"] == name
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert clock.allocator() == "with MALLOC_ARENA_MAX"
+
+
+def test_ops_are_counted() -> None:
+    x, y = torch.ones(3), torch.ones(3)
+    assert race.count_ops(lambda: (x.add_(y), y.mul_(2))) == 2
+
+
+# --- who is let in ---
+
+
+def test_kernels_are_told_from_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "has_kernel", lambda op, device: False)
+    monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "cpu")
+    with pytest.raises(pytest.skip.Exception, match="no cpu kernel of optimizer_step"):
+        guards.refuse_the_reference("optimizer_step", "cpu")
+    monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "")
+    guards.refuse_the_reference("optimizer_step", "cpu")
+
+
+def test_admit() -> None:
+    def check(who: str, contestant: type[Exception] | None) -> None:
+        if contestant is not None:
+            raise contestant(f"{who} is wrong")
+
+    wrong, broken = guards.NotTheJob, RuntimeError
+    with pytest.warns(UserWarning, match="here: ") as seen:
+        admitted = guards.admit(
+            {"fusedtrain": None, "eager": wrong, "compile": broken, "exact": None}, check, "here"
+        )
+    assert list(admitted) == ["fusedtrain", "exact"]
+    assert [str(warning.message) for warning in seen] == [
+        "here: eager left out: eager is wrong",
+        "here: no torch.compile rival: compile is wrong",
+    ]
+    with pytest.raises(pytest.fail.Exception, match=r"here: fusedtrain is wrong\. Not timed"):
+        guards.admit({"fusedtrain": wrong}, check, "here")
+    with pytest.raises(RuntimeError, match="eager is wrong"):
+        guards.admit({"eager": broken}, check, "here")
+
+
+def test_both_of_ours_must_pass() -> None:
+    def check(who: str, right: bool) -> None:
+        if not right:
+            raise NotTheJob("wrong output")
+
+    contestants = {"fusedtrain": True, "own": False}
+    with pytest.raises(pytest.fail.Exception, match=r"here: own: wrong output\. Not timed"):
+        guards.admit(contestants, check, "here", ours=("fusedtrain", "own"))
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "off", "right"),
+    [
+        (Tolerance(), 0.0, True),
+        (Tolerance(), 1e-7, False),
+        (Tolerance(atol=1e-3), 1e-3, True),
+        (Tolerance(atol=1e-3), 1.1e-3, False),
+        (Tolerance(rtol=1e-3), 1.9e-3, True),
+        (Tolerance(rtol=1e-3), 2.1e-3, False),
+        (Tolerance(guards.ANY, norm=1e-2), 0.19, True),
+        (Tolerance(guards.ANY, norm=1e-2), 0.21, False),
+        (Tolerance(1.0, norm=1e-2), 0.21, False),
+        (Tolerance(atol=1e3, norm=1e3), torch.nan, False),
+    ],
+    ids=str,
+)
+def test_agreement(tolerance: Tolerance, off: float, right: bool) -> None:
+    """One of a hundred elements of 2 is off; the norm is 20."""
+    expected = torch.full((100,), 2.0, dtype=torch.float64)
+    actual = expected.clone()
+    actual[17] += off
+    if right:
+        agrees("output", actual, expected, tolerance)
+    else:
+        with pytest.raises(NotTheJob, match="wrong output: off by"):
+            agrees("output", actual, expected, tolerance)
+
+
+def test_what_is_missing_or_of_another_shape_does_not_agree() -> None:
+    with pytest.raises(NotTheJob, match="no gradient"):
+        agrees("gradient", None, torch.ones(3), Tolerance())
+    with pytest.raises(NotTheJob, match=r"wrong gradient: shape \(2,\)"):
+        agrees("gradient", torch.ones(2), torch.ones(3), Tolerance())
+
+
+def test_a_first_call_has_the_gradients_of_what_is_trained() -> None:
+    x, weight, keep = torch.randn(4, 3), torch.randn(3), torch.ones(4, 1)
+    results = first_call(
+        lambda x, w, k: x * w * k, [x, weight, keep], torch.ones(4, 3), constants=1
+    )
+    expected = [x * weight, weight.expand(4, 3), x.sum(0)]
+    assert len(results) == 3
+    for actual, wanted in zip(results, expected):
+        torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (mistakes(F.mish)["dtype"], "returned torch.float64"),
+        (mistakes(F.mish)["no graph"], "does not require a gradient"),
+        (lambda x: F.mish(x)[:-1], r"returned torch.float32 \(3, 4\)"),
+        (lambda x: F.mish(x.t().contiguous().t()), r"\(1, 4\)"),
+    ],
+)
+def test_a_first_call_of_another_kind_is_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    with pytest.raises(NotTheJob, match=message):
+        first_call(change, [torch.randn(4, 4)], torch.ones(4, 4))

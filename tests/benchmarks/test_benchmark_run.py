@@ -1,0 +1,200 @@
+"""Runs of the benchmarks: what is stored, what is dropped, what a wrong op leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import conftest
+from benchmarks.harness import store
+from benchmarks.harness.clock import ALLOCATORS, REPLAY
+from benchmarks.run import BOUNDED
+from helpers import ROOT, environment
+
+# --- files of results ---
+
+
+def test_families_are_those_of_the_files() -> None:
+    assert len(store.FAMILIES) == 10
+    assert set(BOUNDED) < set(store.FAMILIES)
+    assert {"bounded", "kept"} == set(ALLOCATORS)
+
+
+def test_rows_replace_those_of_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+
+    def put(name: str, ns: int) -> None:
+        entry = {"fullname": f"benchmarks/bench_{name}", "ns": ns}
+        store.put(path, {"benchmarks": [entry], "datetime": str(ns)})
+
+    def rows() -> dict[str, int]:
+        entries = store.read(path)["benchmarks"]
+        return {e["fullname"].removeprefix("benchmarks/bench_"): e["ns"] for e in entries}
+
+    put("batch_norm.py::test[1]", 1)
+    put("activations.py::test[1]", 2)
+    put("batch_norm.py::test[2]", 3)
+    put("batch_norm.py::test[1]", 4)
+    assert rows() == {"batch_norm.py::test[1]": 4, "activations.py::test[1]": 2,
+                      "batch_norm.py::test[2]": 3}  # fmt: skip
+    assert store.read(path)["datetime"] == "4"
+    store.drop(path, "batch_norm", {"benchmarks/bench_batch_norm.py::test[2]"})
+    assert rows() == {"activations.py::test[1]": 2, "batch_norm.py::test[2]": 3}
+    store.drop(path, "activations", set())  # all of its ops are wrong
+    assert rows() == {"batch_norm.py::test[2]": 3}
+    assert [p.name for p in tmp_path.iterdir()] == ["device.json"]
+
+
+def test_a_write_that_fails_leaves_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "device.json"
+    store.write(path, {"benchmarks": []})
+    with pytest.raises(TypeError):
+        store.write(path, {"benchmarks": [object()]})
+    assert store.read(path) == {"benchmarks": []}
+
+
+# --- what is run ---
+
+
+class Item:
+    """A test of a family's case."""
+
+    def __init__(self, family: str, **case: Any) -> None:
+        self.path = Path(f"bench_{family}.py")
+        self.callspec = SimpleNamespace(params={"case": SimpleNamespace(**case)})
+        self.timer: Any = None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.timer = mark.kwargs["timer"]
+
+
+def collected(items: list[Any], **options: Any) -> list[Any]:
+    """The tests that are left, with these options."""
+    settings = {"op": [], "model": [], "family": [], "only-compile": False, **options}
+    config: Any = SimpleNamespace(
+        getoption=lambda name: settings[name.removeprefix("--")],
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+    )
+    left = [*items]
+    conftest.pytest_collection_modifyitems(config, left)
+    assert all(item.timer is REPLAY for item in left)
+    return left
+
+
+def test_selections() -> None:
+    pool, plain = (Item("pool", op="max_pool2d", compiled=yes) for yes in (True, False))
+    step = Item("amp_step", op="sgd", model="resnet50")
+    items = [pool, plain, step]
+    assert collected(items) == items
+    assert collected(items, **{"only-compile": True}) == [pool]
+    assert collected(items, family=["amp_step"]) == [step]
+    assert collected(items, family=["amp_step"], **{"only-compile": True}) == []
+    assert collected(items, op=["sgd"], model=["resnet50"]) == items
+    for option, name in (("op", "mush"), ("model", "resnet51")):
+        with pytest.raises(pytest.UsageError, match=f"--{option}: no benchmark of {name}"):
+            collected(items, **{option: [name]})
+
+
+# --- runs ---
+
+
+def run(folder: Path, *command: str) -> tuple[int, str]:
+    """The exit code and the output."""
+    # Here the machinery is tested, which the plain-torch reference serves as well as a binary.
+    settings = environment(FUSEDTRAIN_REQUIRE="", OMP_NUM_THREADS="1", RESULTS_DIR=str(folder))
+    settings["PYTHONPATH"] = os.pathsep.join([str(folder), settings["PYTHONPATH"]])
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+        settings.pop(name, None)
+    options = ("-o", "addopts=", "--threads=1", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--quick", *options],
+        cwd=ROOT, env=settings, text=True, capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(autouse=True)
+def _plugin() -> None:
+    pytest.importorskip("pytest_benchmark")
+
+
+def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
+    also = tmp_path / "also"
+    names = ("--family=batch_norm", "--op=bn_add_relu", f"--also={also}")
+    code, output = run(tmp_path, "benchmarks.run", *names)
+    assert code == 0, output
+    (path,) = tmp_path.glob("*.json")
+    entries = store.read(path)["benchmarks"]
+    assert store.read(also / path.name)["benchmarks"] == entries
+    name = "benchmarks/bench_batch_norm.py::test_batch_norm"
+    assert [entry["fullname"].partition("[")[0] for entry in entries] == [name] * 2
+    for entry in entries:
+        row = entry["extra_info"]
+        assert row["allocator"] == "kept"
+        assert row["ns"].keys() == {"fusedtrain", "eager", "copy", "copy_fresh"}
+        low, high = row["ratio_interval"]["eager"]
+        assert low <= row["ratio"]["eager"] <= high
+        assert entry["stats"]["median"] == pytest.approx(row["ns"]["fusedtrain"] * 1e-9)
+        assert "data" not in entry["stats"]
+    assert "node" not in store.read(path)["machine_info"]
+    assert "batch norm, " in output
+    assert [chart.name for chart in tmp_path.glob("*.png")] == [f"{path.stem}-batch-norm.png"]
+
+
+WRONG_MISH = """
+import fusedtrain.functional
+
+fusedtrain.functional.mish = fusedtrain.functional.silu
+"""
+
+
+def test_a_wrong_op_is_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "wrong_mish.py").write_text(WRONG_MISH)
+    path = tmp_path / "device.json"
+    code, output = run(
+        tmp_path, "pytest", "benchmarks/bench_activations.py", f"--store={path}", "-p", "wrong_mish"
+    )  # fmt: skip
+    assert code == 1, output
+    assert "mish, float32 on cpu: wrong forward" in output
+    assert "Not timed" in output
+    assert [entry["extra_info"]["op"] for entry in store.read(path)["benchmarks"]] == ["relu"] * 2
+
+
+KILLED = """
+import os, signal
+
+begun = []
+
+
+def pytest_runtest_setup(item):
+    begun.append(item)
+    if len(begun) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    path, also = tmp_path / "device.json", tmp_path / "also.json"
+    stores = (f"--store={path}", f"--store={also}")
+    command = ("pytest", "benchmarks/bench_batch_norm.py", "--family=batch_norm", *stores)
+    code, output = run(tmp_path, *command, "-p", "killed")
+    assert code != 0, output
+    before = store.read(path)["benchmarks"]
+    assert [entry["extra_info"]["layout"] for entry in before] == ["contiguous"]
+    assert store.read(also)["benchmarks"] == before
+    code, output = run(tmp_path, *command, "-k", "channels_last", "--keep-rows")
+    assert code == 0, output
+    entries = store.read(path)["benchmarks"]
+    layouts = [entry["extra_info"]["layout"] for entry in entries]
+    assert layouts[0] == "contiguous"
+    assert set(layouts[1:]) == {"channels_last"}
+    assert len({entry["fullname"] for entry in entries}) == len(entries)

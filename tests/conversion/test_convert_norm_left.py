@@ -1,0 +1,300 @@
+"""Batch norms that convert leaves as they are, and the reasons in the report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import fusedtrain
+from helpers.conversion import Block, OwnNorm, image, kinds, small, snapshot
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Loop(nn.Module):
+    """torch.fx cannot follow it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.shape[0])):
+            x = torch.relu(self.bn(x))
+        return x
+
+
+class Moody(nn.Module):
+    """Looks at its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training)
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = self.bn(x)
+        return F.relu(x if other is None else x + other)
+
+
+class Lonely(nn.Module):
+    """Returns what the activation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn, self.act = nn.BatchNorm2d(3), nn.SiLU()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.bn(x)
+        return y, self.act(y)
+
+
+def _hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def _patched(module: nn.Module) -> nn.Module:
+    module.forward = type(module).forward.__get__(module)  # type: ignore[method-assign]
+    return module
+
+
+def _parametrized(module: nn.Module) -> nn.Module:
+    parametrizations.weight_norm(module, dim=None)
+    return module
+
+
+def _shared_norm() -> nn.Module:
+    norm = nn.BatchNorm2d(3)
+    return nn.Sequential(norm, nn.ReLU(), norm, nn.ReLU())
+
+
+def _left() -> dict[str, tuple[nn.Module, str]]:
+    norm, act = nn.BatchNorm2d, nn.ReLU
+    excluded = "excluded"
+    return {
+        "subclass": (nn.Sequential(OwnNorm(3), act()), "subclass of torch.nn.BatchNorm2d"),
+        "parametrized": (nn.Sequential(_parametrized(norm(3)), act()), "parametrized"),
+        "hooked": (nn.Sequential(_hooked(norm(3)), act()), "it has hooks"),
+        "patched": (nn.Sequential(_patched(norm(3)), act()), "its forward is patched"),
+        "hooked activation": (nn.Sequential(norm(3), _hooked(act())), "1 has hooks"),
+        "patched activation": (
+            nn.Sequential(norm(3), _patched(act())), "the forward of 1 is patched",
+        ),
+        "shared": (_shared_norm(), "registered 2 times"),
+        "PReLU": (nn.Sequential(norm(3), nn.PReLU()), "PReLU has no kernel inside of batch norm"),
+        "no kernel": (
+            nn.Sequential(norm(3), nn.RReLU()), "RReLU has no kernel inside of batch norm",
+        ),
+        "inexact": (
+            nn.Sequential(norm(3), nn.LeakyReLU(-1.0)),
+            "LeakyReLU has no kernel inside of batch norm",
+        ),
+        "used twice": (Lonely(), "its output is used elsewhere, too"),
+        "loop": (Loop(), "torch.fx cannot trace the model ("),
+        "mode": (
+            Moody(), "its forward depends on the mode of training",
+        ),
+        "optional": (Optional(), "its forward has optional arguments"),
+        excluded: (nn.Sequential(norm(3), act()), excluded),
+        "excluded activation": (nn.Sequential(norm(3), act()), "1 is excluded"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _left())
+def test_left_with_a_reason(name: str) -> None:
+    model, reason = _left()[name]
+    before, stock = snapshot(model), copy.deepcopy(model)
+    exclude = {"excluded": [nn.BatchNorm2d], "excluded activation": ["1"]}.get(name, [])
+    report = fusedtrain.convert(model, exclude=exclude)
+    assert not report.norms
+    reasons = {entry.reason for entry in report.left if "Norm" in entry.type}
+    assert len(reasons) == 1
+    assert reasons.pop().startswith(reason)
+    model.eval()
+    stock.eval()
+    x = image()
+    torch.testing.assert_close(model(x), stock(x))
+    model.train()
+    fusedtrain.revert(model)
+    assert snapshot(model) == before
+
+
+def test_weight_norm_by_hooks_is_left() -> None:
+    norm = nn.utils.weight_norm(nn.BatchNorm2d(3), dim=None)
+    report = fusedtrain.convert(nn.Sequential(norm, nn.ReLU()))
+    assert report.left[0].reason == "it has hooks"
+
+
+def test_no_word_about_a_norm_that_nothing_follows() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3))
+    report = fusedtrain.convert(model)
+    assert (report.norms, report.left) == ([], [])
+    assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_scripted_modules_stay() -> None:
+    model = nn.Sequential(torch.jit.script(small(nn.ReLU())), nn.BatchNorm2d(4), nn.ReLU())
+    report = fusedtrain.convert(model)
+    assert [norm.name for norm in report.norms] == ["1"]
+    assert {entry.reason for entry in report.left} == {"scripted; convert before scripting"}
+
+
+def test_a_forward_that_takes_several_ways_keeps_it() -> None:
+    """Modules are swapped where all ways agree; nothing is rewritten."""
+
+    class Ways(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn, self.act = nn.BatchNorm2d(3), nn.SiLU()
+            self.bn2, self.act2 = nn.BatchNorm2d(3), nn.SiLU()
+
+        def forward(self, x: Any) -> Tensor:
+            if isinstance(x, (list, tuple)):
+                x = torch.cat(x)
+            y: Tensor = self.act(self.bn(x))
+            if y.sum() > 0:
+                y = self.act2(self.bn2(y))
+            else:
+                y = self.bn2(y)
+            return y
+
+    model = Ways()
+    stock = copy.deepcopy(model)
+    report = fusedtrain.convert(model)
+    assert [norm.name for norm in report.norms] == ["bn"]
+    assert [entry.name for entry in report.left] == ["bn2"]
+    assert "forward" not in vars(model)
+    for x in (image(), [image(), image()], -image()):
+        torch.testing.assert_close(model(x), stock(x))
+
+
+class _Under(nn.Module):
+    def __init__(self, around: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.bn, self.around = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), around
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.around(self.inner, x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x)))
+
+
+def _without_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return function(x)
+
+
+def _in_half(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return function(x)
+
+
+AROUND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "no_grad": _without_gradient,
+    "autocast": _in_half,
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "reentrant checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_a_graph_does_not_tell_is_not_rewritten(name: str) -> None:
+    model = _Under(AROUND[name])
+    report = fusedtrain.convert(model)
+    assert not report.norms
+    assert len(report.left) == 1
+    assert "forward" not in vars(model)
+
+
+def test_a_forward_that_stores_something_is_not_rewritten() -> None:
+    class Counting(Block):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return super().forward(x)
+
+    class Keeping(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.outputs.append(super().forward(x))
+            return self.outputs[-1]
+
+    for model in (Counting(), Keeping()):
+        report = fusedtrain.convert(model)
+        assert kinds(report) == {"ReLU": 1} or not report.norms
+        assert "forward" not in vars(model)
+        assert any("stores something" in entry.reason for entry in report.left)
+
+
+def test_tracing_leaves_no_trace() -> None:
+    class Storing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+            self.count = 0
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            self.steps += 1
+            y = super().forward(x)
+            self.outputs.append(y)
+            self.last = y
+            return y
+
+    model = Storing()
+    before, names = snapshot(model), set(vars(model))
+    fusedtrain.convert(model)
+    assert (model.count, model.outputs, float(model.steps)) == (0, [], 0.0)
+    fusedtrain.revert(model)
+    assert set(vars(model)) == names
+    assert [entry[:2] for entry in snapshot(model)] == [entry[:2] for entry in before]
+
+
+def test_a_norm_that_two_forwards_call() -> None:
+    """As in timm's hrnet, which calls the forward of a part."""
+
+    class Inner(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.act = norm, nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.norm(x))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.relu = nn.BatchNorm2d(3), nn.ReLU()
+            self.inner = Inner(self.norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.relu(self.norm(self.inner(x)))
+
+    model, x = Outer(), torch.randn(2, 3, 4, 4)
+    want = copy.deepcopy(model)(x)
+    report = fusedtrain.convert(model)
+    assert [left.reason for left in report.left] == ["registered 2 times"]
+    torch.testing.assert_close(model(x), want)

@@ -1,0 +1,172 @@
+"""convert with an example: a wrong kernel is found and undone; the report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain.conversion import _conversion
+from fusedtrain.ops import batch_norm as _batch_norm
+from helpers.conversion import Block, image, small, snapshot
+from helpers.norm_models import make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, only: Callable[..., bool] = lambda *_: True) -> None:
+    """A kernel of the backward that has a wrong sign."""
+    right = _batch_norm._backward
+
+    def wrong(grad: Tensor, *rest: Any) -> Any:
+        gradients = right(grad, *rest)
+        return (-gradients[0], *gradients[1:]) if only(grad) else gradients
+
+    monkeypatch.setattr(_batch_norm, "_backward", wrong)
+
+
+def test_wrong_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(Block(), small(), nn.Conv2d(4, 2, 1)), image(channels=4)
+    model[1][0] = nn.Conv2d(4, 4, 3)
+    original = snapshot(model)
+    _plant(monkeypatch)
+    report = fusedtrain.convert(model, x)
+    assert not report.norms
+    undone = [entry for entry in report.left if entry.reason.startswith("undone: the gradient of ")]
+    assert [entry.name for entry in undone] == ["0.bn1", "0.bn2", "1.1"]
+    assert len(report.left) == 4
+    assert [entry.name for entry in report.converted] == ["0.act", "1.2"]
+    assert fusedtrain.revert(model) == 2
+    assert snapshot(model) == original
+
+
+def test_only_the_wrong_one_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3),
+                          nn.BatchNorm2d(5), nn.ReLU())  # fmt: skip
+    _plant(monkeypatch, lambda grad: grad.shape[1] == 4)
+    report = fusedtrain.convert(model, image(12))
+    assert [norm.name for norm in report.norms] == ["4"]
+    assert [entry.name for entry in report.left] == ["1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_wrong_forward_is_caught(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    right = _batch_norm._forward
+
+    def wrong(input: Tensor, residual: Tensor | None, *rest: Any) -> Any:
+        return right(input, None if residual is None else -residual, *rest)
+
+    monkeypatch.setattr(_batch_norm, "_forward", wrong)
+    report = fusedtrain.convert(nn.Sequential(Block()).to(dtype), image(channels=4, dtype=dtype))
+    assert [norm.name for norm in report.norms] == ["0.bn1"]
+    left = {entry.name: entry.reason for entry in report.left}
+    assert left["0.bn2"].startswith("undone: ")
+    assert left["0.shortcut.1"] == "the sum is written over its other operand"
+
+
+def test_wrong_statistics_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = _batch_norm._forward
+
+    def wrong(*arguments: Any) -> Any:
+        output = right(*arguments)
+        arguments[5].mul_(1.01)
+        return output
+
+    monkeypatch.setattr(_batch_norm, "_forward", wrong)
+    report = fusedtrain.convert(small(), image())
+    assert not report.norms
+    assert report.left[0].reason.startswith("undone: the buffer 1.running_mean")
+
+
+def test_wrong_together_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each norm is right where it is the only one that is fused."""
+    model = nn.Sequential(Block(), nn.Conv2d(4, 4, 1))
+    original, calls = snapshot(model), list[int]()
+    right, run = _batch_norm._forward, _conversion.run
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(1)
+        return right(*arguments)
+
+    def fresh(*arguments: Any, **options: Any) -> Any:
+        calls.clear()
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(_batch_norm, "_forward", counting)
+    monkeypatch.setattr(_conversion, "run", fresh)
+    _plant(monkeypatch, lambda grad: len(calls) > 1)
+    with pytest.raises(RuntimeError, match=r"differs from the original one .*; nothing is conv"):
+        fusedtrain.convert(model, image(channels=4))
+    assert snapshot(model) == original
+
+
+def test_a_model_that_amplifies_rounding_is_proven_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two values a channel: the gradient through the norm is nothing but rounding."""
+    torch.manual_seed(0)
+    model = make("torchvision ResNet, bottleneck")
+    x = image(16)
+    report = fusedtrain.convert(copy.deepcopy(model), x)
+    assert len(report.norms) == 13
+    assert report.proof is not None
+    assert report.proof.gradient_noise > 3e-3
+    _plant(monkeypatch)
+    assert not fusedtrain.convert(model, x).norms
+
+
+def test_example_of_every_form() -> None:
+    class Named(Block):
+        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            return {"y": super().forward(x) * scale, "n": 3}
+
+    x = image(channels=4)
+    for example in ({"x": x, "scale": torch.ones(1)},):
+        assert fusedtrain.convert(Named(), example).proof is not None
+    for example in (x, (x,), [x]):  # type: ignore[assignment]
+        assert fusedtrain.convert(Block(), example).proof is not None
+    with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, a tuple .* got int"):
+        fusedtrain.convert(Block(), 3)
+
+
+def test_an_example_that_the_model_refuses_changes_nothing() -> None:
+    model = nn.Sequential(Block(), small())
+    original = snapshot(model)
+    with pytest.raises(RuntimeError, match="channels"):
+        fusedtrain.convert(model, image(channels=5))
+    assert snapshot(model) == original
+
+
+def test_proof_of_a_model_in_eval_mode_and_of_a_frozen_one() -> None:
+    model, x = nn.Sequential(Block(), Block()).eval(), image(channels=4)
+    assert len(fusedtrain.convert(model, x).norms) == 4
+    assert not model.training
+    model = nn.Sequential(Block()).requires_grad_(False)
+    assert fusedtrain.convert(model, x).proof is not None
+
+
+def test_report_text() -> None:
+    model = nn.Sequential(Block(), Block(), nn.BatchNorm2d(4), nn.PReLU())
+    text = str(fusedtrain.convert(model)).splitlines()
+    assert text == [
+        "converted 3 modules",
+        "  2 x torch.nn.ReLU  -> fusedtrain.nn.ReLU",
+        "  1 x torch.nn.PReLU -> fusedtrain.nn.PReLU",
+        "fused 4 batch norms with what follows",
+        "  2 x torch.nn.BatchNorm2d + ReLU",
+        "  2 x torch.nn.BatchNorm2d + add + ReLU",
+        "  not run on an example (example_inputs=None)",
+        "left 1 module",
+        "  1 x torch.nn.BatchNorm2d: PReLU has no kernel inside of batch norm (2)",
+    ]
+    report = fusedtrain.convert(nn.Sequential(Block()), image(channels=4))
+    assert repr(report) == "ConversionReport(converted=1, norms=2, left=0, already=0)"
+    line = str(report).splitlines()[3]
+    assert line.startswith("  1 x torch.nn.BatchNorm2d + ReLU        saved 0.00")
+    assert "MB, error " in line
+    assert str(report).splitlines()[5].startswith("on the example: saved for backward 0.0")

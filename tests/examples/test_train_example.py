@@ -1,0 +1,216 @@
+"""examples/train.py: it runs in every mode, and repeats itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import ROOT
+from helpers.train_runs import MODELS, QUICK, build_model, failed, losses, run, train, train_modes
+
+
+def test_three_modes_are_compared_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, results = run(tmp_path)
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert results["passed"]
+    assert not failed(results)
+    names = ["fp32 eager", "AMP bf16 eager", "AMP bf16 fusedtrain"]
+    assert [mode["name"] for mode in results["modes"]] == names
+    assert [mode["compared_with"] for mode in results["modes"]] == [None, *names[:2]]
+    assert all(name in printed for name in names)
+    assert "images/s" in printed
+    assert "9 x torch.nn.ReLU" in printed
+    for mode in results["modes"]:
+        assert len(mode["losses"]) == 4
+        assert mode["images_per_second"] > 0
+        assert mode["ms_per_step"] > 0
+        assert 0 <= mode["test_accuracy"] <= 1
+    fp32, amp, _ = (mode["saved_for_backward_mb"] for mode in results["modes"])
+    assert 0.3 * fp32 < amp < 0.7 * fp32
+    assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fine_tuning_with_frozen_batch_norms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, results = run(tmp_path, "--tune-mode", "--amp", "off")
+    assert status == 0
+    assert "tuned 20 norms" in capsys.readouterr().out
+    trained, _, eager, tuned = results["modes"]
+    assert (eager["name"], tuned["compared_with"]) == ("frozen eager", "frozen eager")
+    assert eager["losses"][0] < trained["losses"][0]  # it starts from what was trained
+    assert tuned["losses"] == pytest.approx(eager["losses"], rel=1e-3)
+    assert tuned["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
+
+
+def test_memory_against_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, results = run(tmp_path, "--memory", "store", "recompute", "--amp", "off")
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "outputs are computed again in backward" in printed
+    names = [f"memory: {kind}" for kind in ("eager", "store", "recompute", "checkpoint")]
+    modes = results["modes"][2:]
+    assert [mode["name"] for mode in modes] == names
+    assert [mode["compared_with"] for mode in modes] == [None, *[names[0]] * 2, None]
+    eager, stored, again, checkpointed = modes
+    assert again["losses"] == stored["losses"]
+    assert checkpointed["losses"][0] == eager["losses"][0]
+    kept = [mode["saved_for_backward_mb"] for mode in modes]
+    assert kept[2] < 0.75 * kept[1] <= 0.76 * kept[0]
+    assert kept[3] < 0.75 * kept[0]
+    bits = [c for c in results["checks"] if c["name"].startswith("losses of recompute")]
+    assert [c["passed"] for c in bits] == [True]
+    assert (tmp_path / "train.png").stat().st_size > 10_000
+
+
+def test_norms_in_the_place_of_their_input(tmp_path: Path) -> None:
+    status, results = run(tmp_path, "--memory", "inplace", "--amp", "off", "--model", "darknet19")
+    assert status == 0
+    eager, overwriting, checkpointed = results["modes"][2:]
+    assert overwriting["compared_with"] == eager["name"]
+    assert overwriting["saved_for_backward_mb"] < 0.6 * eager["saved_for_backward_mb"]
+    assert checkpointed["saved_for_backward_mb"] < 0.6 * eager["saved_for_backward_mb"]
+
+
+def test_derivatives_in_few_bits(tmp_path: Path) -> None:
+    status, results = run(
+        tmp_path, "--memory", "q8", "--amp", "off", "--model", "convnext", "--optimizer", "adamw"
+    )
+    assert status == 0
+    eager, q8, _ = results["modes"][2:]
+    assert q8["compared_with"] is None
+    assert q8["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
+    assert q8["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-5)
+    assert q8["losses"] != eager["losses"]
+
+
+def test_frozen_batch_norms_stay_frozen() -> None:
+    net = build_model("resnet18", 10, 8)
+    modes = train_modes.build_tuning_modes(
+        net, train_modes.World(torch.device("cpu")), compiled=False
+    )
+    before = [b.clone() for b in net.buffers()]
+    batch = torch.randn(4, 3, 32, 32), torch.tensor([1, 2, 3, 4])
+    for mode in modes:
+        train_modes.step(mode, [batch], 0.1)
+        assert all(torch.equal(a, b) for a, b in zip(mode.net.buffers(), before, strict=True))
+        assert any(not torch.equal(a, b) for a, b in zip(mode.net.parameters(), net.parameters()))
+
+
+def test_a_run_repeats_itself_also_with_workers(tmp_path: Path) -> None:
+    _, first = run(tmp_path / "first")
+    _, again = run(tmp_path / "again", "--workers", "1")
+    _, other = run(tmp_path / "other", "--seed", "1")
+    assert losses(first) == losses(again)
+    assert losses(first) != losses(other)
+
+
+def test_options_of_the_training_loop(tmp_path: Path) -> None:
+    options = ("--amp", "off", "--channels-last", "--accumulate", "2", "--cudnn-benchmark")
+    status, results = run(tmp_path, *options)
+    assert status == 0
+    assert [mode["name"] for mode in results["modes"]] == ["fp32 eager", "fp32 fusedtrain"]
+    assert len(losses(results)[0]) == 4
+
+
+def test_fp16_scales_its_loss(tmp_path: Path) -> None:
+    status, results = run(tmp_path, "--amp", "fp16", "--steps", "2")
+    assert status == 0, failed(results)
+    assert results["modes"][2]["name"] == "AMP fp16 fusedtrain"
+
+
+@pytest.mark.parametrize("size", [28, 32])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_take_small_images(name: str, size: int) -> None:
+    model = build_model(name, classes=7, width=8)
+    assert model(torch.randn(2, 3, size, size)).shape == (2, 7)
+    strides = [m.stride for m in model.modules() if isinstance(m, nn.Conv2d)]
+    assert strides[0] == ((2, 2) if name == "convnext" else (1, 1))
+
+
+def test_accumulated_gradients_equal_those_of_a_bigger_batch() -> None:
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    images, labels = torch.randn(12, 3, 8, 8), torch.randint(0, 5, (12,))
+    world = train_modes.World(torch.device("cpu"))
+    results = []
+    for parts in (1, 3):
+        mode = train_modes.build_modes(base, None, world, compiled=False, channels_last=False)[1]
+        batches = list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        loss = train_modes.backward(mode, batches)
+        results.append([loss, *(p.grad for p in mode.net.parameters())])
+    for whole, accumulated in zip(*results, strict=True):
+        torch.testing.assert_close(accumulated, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_probes_leave_the_model_as_it_was() -> None:
+    base = build_model("resnet18", 10, width=8)
+    world = train_modes.World(torch.device("cpu"))
+    mode = train_modes.build_modes(base, None, world, compiled=False, channels_last=False)[1]
+    before = {name: value.clone() for name, value in mode.net.state_dict().items()}
+    batch = (torch.randn(4, 3, 32, 32), torch.arange(4))
+    assert train_modes.measure_saved_bytes(mode, batch) > 0
+    assert train_modes.gradients(mode, batch, torch.bfloat16)
+    for name, value in mode.net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in mode.net.parameters())
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / "train.py"), *QUICK]
+    command += ["--steps", "3", "--accumulate", "2", "--output", str(tmp_path)]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("images/s") == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["processes"] == 2
+    assert results["passed"]
+    assert [len(curve) for curve in losses(results)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size: must be a positive whole number, not '0'"),
+        (["--epochs", "two"], "--epochs: must be a positive whole number, not 'two'"),
+        (["--lr", "-1"], "--lr: must be a positive number"),
+        (["--lr", "nan"], "--lr: must be a positive number"),
+        (["--clip", "0"], "--clip: must be a positive number"),
+        (["--ema", "1"], "--ema: must be between 0 and 1"),
+        (["--optimizer", "sgdd"], "--optimizer: invalid choice: 'sgdd'"),
+        (["--width", "12"], "--width: must be a multiple of 8"),
+        (["--data", "mnist"], "--data: must be digits, fashion-mnist, cifar10 or folder:PATH"),
+        (["--data", "folder:"], "--data: must be"),
+        (["--amp", "fp8"], "--amp: invalid choice: 'fp8'"),
+        (["--model", "vgg"], "--model: invalid choice: 'vgg'"),
+    ],
+)
+def test_wrong_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train.main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--device", "cuda"])
+    assert "--device cpu" in capsys.readouterr().err

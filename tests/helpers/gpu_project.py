@@ -1,0 +1,91 @@
+"""A small project whose tests `make gpu` runs, and its clock."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from helpers import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from _gpu_journal import Journal
+from _gpu_steps import Context, Step, pytest_command
+
+SPEED = 4
+# The clock stands still until a slow test has begun. Then it is JUMP, 20 s before DEADLINE.
+JUMP, DEADLINE = 100.0, 120.0
+
+# What a test does is in a file, so that a second call finds the machine mended.
+TESTS = """
+import os, pathlib, pytest, signal, time
+HERE = pathlib.Path(__file__).parent
+NAMES = {names!r}
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it(name):
+    with (HERE / "ran").open("a") as log:
+        print(name, file=log)
+    what = (HERE / name).read_text() if (HERE / name).exists() else ""
+    if what == "slow":
+        time.sleep(100)
+    elif what == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(100)
+    elif what == "fail":
+        raise AssertionError("wrong numbers \\x1b[31m in red")
+    elif what:
+        os.kill(os.getpid(), getattr(signal, what))
+"""
+
+
+class Project:
+    """Tests by name, and what each does: "" passes; "slow", "deaf", "fail", or a signal's name."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder = folder / "project"
+        self.folder.mkdir()
+        self.results = folder / "results"
+        self.names = names
+        (self.folder / "test_small.py").write_text(TESTS.format(names=list(names)))
+        (self.folder / "pytest.ini").write_text("[pytest]\n")
+        self.lines: list[str] = []
+        self.slow: set[str] = set()
+        self._begun: float | None = None
+
+    def clock(self) -> float:
+        """Seconds."""
+        if self._begun is None and self.slow & {*self.ran()}:
+            self._begun = time.monotonic()
+        return 0.0 if self._begun is None else JUMP + SPEED * (time.monotonic() - self._begun)
+
+    def does(self, name: str, what: str) -> None:
+        (self.slow.add if what in ("slow", "deaf") else self.slow.discard)(name)
+        self._begun = None
+        (self.folder / name).write_text(what)
+
+    def ran(self) -> list[str]:
+        """The names of all tests that were begun, by all processes."""
+        path = self.folder / "ran"
+        return path.read_text().split() if path.exists() else []
+
+    def context(self) -> Context:
+        """As a new call makes it."""
+        state = self.folder / "build"
+        journal = Journal(state / "a-gpu.jsonl", self.results / "a-gpu.jsonl")
+        journal.begin("tree", keep=False)
+        return Context(
+            journal, state, self.lines.append, self.lines.append, self.clock, root=self.folder
+        )
+
+    def step(self, name: str = "cuda", workers: int = 0, patience: float = 180.0) -> Step:
+        command = pytest_command(workers)
+        return Step(name, command if workers else [*command, "-p", "no:xdist"], patience=patience)
+
+    def outcomes(self, step: str = "cuda") -> dict[str, str]:
+        """From the copy of the journal that lies with the results."""
+        results = Journal(self.results / "a-gpu.jsonl").results(step)
+        return {
+            name.partition("[")[2].rstrip("]") or name: r.outcome for name, r in results.items()
+        }

@@ -1,0 +1,387 @@
+"""Activations: numbers against float64, layouts, special values, in-place use, saved tensors."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+import fusedtrain.functional as F
+import fusedtrain.nn as fnn
+from fusedtrain.reference import ACTIVATIONS
+from helpers.activations import (
+    DTYPES,
+    INPLACE,
+    NAMES,
+    POINTWISE,
+    assert_close,
+    backward_scale,
+    check_every_layout,
+    error,
+    layouts,
+    public,
+    special_values,
+    truth,
+)
+
+ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_in_every_layout(name: str, dtype: torch.dtype) -> None:
+    check_every_layout(name, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_with_other_strides(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(4, 6, 5, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    base = torch.randn(4, 6, 5, 3)
+    for grad in (base, base[:, :1].expand(4, 6, 5, 3), base.flip(0).permute(0, 1, 2, 3)):
+        (g,) = torch.autograd.grad(public(row)(x), x, grad)
+        assert_close(g, truth(ACTIVATIONS[name], x, grad)[1], backward_scale(row))
+        assert g.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_16_bit_number(name: str, dtype: torch.dtype) -> None:
+    """All 65536 bit patterns, forward and backward: the kinks are where torch has them."""
+    row = ACTIVATIONS[name]
+    x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
+    x = x[torch.isfinite(x)].clone().requires_grad_()
+    y = public(row)(x)
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    want_y, want_g = truth(ACTIVATIONS[name], x, torch.ones_like(y))
+    limit = torch.finfo(dtype).max  # squares overflow
+    finite = (want_y.abs() <= limit) & (want_g.abs() <= limit)
+    assert_close(y.detach()[finite], want_y[finite])
+    assert_close(g[finite], want_g[finite], backward_scale(row))
+    if name in ("relu", "relu6", "hardtanh", "hardshrink", "softshrink", "threshold"):
+        assert torch.equal(g.double(), want_g)
+    if name == "hardsigmoid":
+        assert torch.equal(g == 0, want_g == 0)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_bounds_that_the_dtype_cannot_hold(dtype: torch.dtype, value: float) -> None:
+    """A clipped output equals the bound as stored: it must count as clipped in backward."""
+    x = torch.linspace(-3, 3, 4001).to(dtype).requires_grad_()
+    for function, torch_function in (
+        (
+            lambda t: F.hardtanh(t, -value, value),
+            lambda t: nn.functional.hardtanh(t, -value, value),
+        ),
+        (lambda t: F.hardshrink(t, value), lambda t: nn.functional.hardshrink(t, value)),
+    ):
+        y, z = function(x), torch_function(x.cpu()).to(x.device)
+        assert torch.equal(y, z)
+        ours, theirs = (torch.autograd.grad(o, x, torch.ones_like(o))[0] for o in (y, z))
+        assert torch.equal(ours, theirs)
+    # On the CPU torch rounds the bound in backward and not in forward; ours agree with each other.
+    y = F.threshold(x, value, 9.0)
+    assert torch.equal(y, nn.functional.threshold(x.cpu(), value, 9.0).to(x.device))
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(g == 1, y == x)
+    y = F.softshrink(x, value)
+    assert torch.equal(y, nn.functional.softshrink(x.cpu(), value).to(x.device))
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(g == 1, x.float().abs() > value)
+
+
+@pytest.mark.parametrize("name", ["hardsigmoid", "relu6", "hardtanh", "hardshrink", "softshrink"])
+def test_float32_next_to_the_kinks(name: str) -> None:
+    points = torch.tensor([-3.0, 3.0, 0.0, 6.0, 1.0, -1.0, 0.5, -0.5])
+    steps = points.view(torch.int32)[:, None] + torch.arange(-64, 65)
+    x = steps.flatten().to(torch.int32).view(torch.float32).clone()
+    x = x[torch.isfinite(x)].requires_grad_()
+    row = ACTIVATIONS[name]
+    (g,) = torch.autograd.grad(public(row)(x), x, torch.ones_like(x))
+    (want,) = torch.autograd.grad(row.eager(x), x, torch.ones_like(x))
+    assert torch.equal(g == 0, want == 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    tiny = torch.finfo(dtype).smallest_normal
+    x, want = special_values(name, dtype)
+    x.requires_grad_()
+    y = public(row)(x)
+    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    y = y.detach()
+    assert torch.equal(torch.isnan(y), torch.isnan(want))
+    kept = ~torch.isnan(want)
+    torch.testing.assert_close(
+        y[kept],
+        want[kept],
+        rtol=4e-2 if dtype.itemsize == 2 else 1e-5,
+        atol=tiny if dtype == torch.bfloat16 else tiny / 256,  # torch's bfloat16 gelu flushes
+    )
+    if name != "softshrink":  # torch's vector body and its tail disagree on the sign of zero
+        zeros = (y == 0) & (want == 0) & (x.detach() == 0)
+        assert torch.equal(torch.signbit(y[zeros]), torch.signbit(want[zeros]))
+    at_infinity = g[:2]
+    assert not torch.isnan(at_infinity).any()
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_result_does_not_depend_on_position(name: str) -> None:
+    """Vector body, tail, thread boundaries and offsets give the same bits."""
+    row = ACTIVATIONS[name]
+    x = torch.randn(100_003)
+    whole = public(row)(x)
+    for start, stop in ((1, 64), (3, 20), (65_530, 65_570), (7, 100_003), (99_999, 100_003)):
+        assert torch.equal(public(row)(x[start:stop]), whole[start:stop])
+        assert torch.equal(public(row)(x[start:stop].clone()), whole[start:stop])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    function = getattr(F, name)
+    for kind, base in layouts(dtype).items():
+        if kind == "expanded":
+            continue
+        want = public(row)(base)
+        x = base.clone() if kind != "sliced" else base
+        version = x._version
+        y = function(x, *row.arguments, inplace=True)
+        assert y is x, kind
+        assert x._version > version, kind
+        assert torch.equal(x, want), kind
+        # The same under autograd, on the output of another op.
+        leaf = layouts(dtype)[kind].clone().requires_grad_()
+        inner = leaf * 1
+        out = function(inner, *row.arguments, inplace=True)
+        assert out is inner
+        out.sum().backward()
+        outside = leaf.detach().clone().requires_grad_()
+        public(row)(outside).sum().backward()
+        if row.backward_in_place is None:
+            assert torch.equal(leaf.grad, outside.grad), kind
+        else:  # from the output
+            assert_close(leaf.grad, outside.grad.double(), 2.0)
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_inplace_on_a_view_reaches_the_base(name: str) -> None:
+    row = ACTIVATIONS[name]
+    results = []
+    for function in (getattr(F, name), None):
+        leaf = torch.linspace(-4, 4, 24).reshape(4, 6).requires_grad_()
+        base = leaf * 1
+        view = base[1:3]
+        if function is not None:
+            function(view, *row.arguments, inplace=True)
+        else:
+            view.copy_(row.eager(view.clone()))
+        base.square().sum().backward()
+        results.append((base.detach(), leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_inplace_invalidates_what_others_saved() -> None:
+    x = torch.randn(8, requires_grad=True)
+    a = x * 1
+    b = a.exp() + a.square()  # square saves its input
+    F.mish(a, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        b.sum().backward()
+    with torch.no_grad():
+        a = torch.randn(8)
+    b = (x * a).sum()
+    with torch.no_grad():
+        F.mish(a, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        b.backward()
+
+
+def saved_bytes(function: object, x: Tensor) -> int:
+    """Bytes of the distinct storages that a call keeps for backward, the small ones left out."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = function(x)  # type: ignore[operator]
+    del y
+    return sum(n for n in storages.values() if 2 * n >= x.untyped_storage().nbytes())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saves_one_tensor(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(64, 64, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = public(row)(x)
+    big = [t for t in seen if t.numel() > 1]
+    assert len(big) == 1
+    kept = y if row.saves == "output" else x
+    assert big[0].data_ptr() == kept.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LeakyReLU(), nn.ELU(), nn.CELU(), nn.SELU(), nn.ReLU6(), nn.Hardtanh(), nn.Hardsigmoid(),
+     nn.Softplus(), nn.LogSigmoid(), nn.Softsign(), nn.Hardshrink(), nn.Softshrink()],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
+def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), layer,
+        nn.Conv2d(8, 8, 3, padding=1, bias=False),
+    )  # fmt: skip
+    x = torch.randn(4, 8, 32, 32, requires_grad=True)
+    unit = x.untyped_storage().nbytes()
+    eager = saved_bytes(model, x)
+    fusedtrain.convert(model)
+    fused = saved_bytes(model, x)
+    fusedtrain.revert(model)
+    assert eager / unit > 3.9  # LogSigmoid and Softsign keep a fifth
+    assert fused / unit < 3.1
+
+
+@pytest.mark.cpu_only  # test_kernels.py has the GPU's
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("name", ["prelu", "star_relu"])
+def test_parameter_gradients(name: str, threads: int) -> None:
+    """Against float64, and the same bits for any number of threads."""
+    row = ACTIVATIONS[name]
+    before = torch.get_num_threads()
+    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1), (100, 20_000), (2, 300, 7),
+              (0, 3, 2), (2, 2, 40_000)]  # fmt: skip
+    for shape in shapes:
+        channels = shape[1] if len(shape) > 1 and name == "prelu" else 1
+        for contiguous in (True, False):
+            x = torch.randn(shape)
+            if not contiguous and x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+            tensors = [torch.randn(channels) for _ in row.parameters]
+            grad = torch.randn(shape)
+            runs = []
+            for n in (1, threads):
+                torch.set_num_threads(n)
+                leaves = [t.clone().requires_grad_() for t in (x, *tensors)]
+                y = getattr(F, name)(*leaves)
+                runs.append(torch.autograd.grad(y, leaves, grad))
+            torch.set_num_threads(before)
+            wide = [t.double().requires_grad_() for t in (x, *tensors)]
+            want = torch.autograd.grad(row.forward(*wide), wide, grad.double())
+            for one, many, w in zip(*runs, want, strict=True):
+                assert torch.equal(one, many)
+                torch.testing.assert_close(one.double(), w, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.cpu_only
+def test_prelu_backward_needs_little_memory() -> None:
+    """One slot a (row, channel), not one for each channel of each."""
+    import resource
+
+    x = torch.randn(2, 8192, 2, requires_grad=True)
+    weight = torch.rand(8192, requires_grad=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    F.prelu(x, weight).sum().backward()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # was 2 GB
+
+
+@pytest.mark.parametrize(
+    ("function", "native"),
+    [
+        (lambda x: F.celu(x, 1e-8), lambda x: nn.functional.celu(x, 1e-8)),
+        (lambda x: F.softplus(x, 1e-5), lambda x: nn.functional.softplus(x, 1e-5)),
+        (lambda x: F.elu(x, 1e5), lambda x: nn.functional.elu(x, 1e5)),
+        (lambda x: F.celu(x, 1e-3), lambda x: nn.functional.celu(x, 1e-3)),
+        (lambda x: F.elu(x, 1e3), lambda x: nn.functional.elu(x, 1e3)),
+        (lambda x: F.softplus(x, 1e-3), lambda x: nn.functional.softplus(x, 1e-3)),
+        (lambda x: F.softplus(x, 1e3), lambda x: nn.functional.softplus(x, 1e3)),
+    ],
+)  # fmt: skip
+def test_extreme_parameters_in_float16(function, native) -> None:  # type: ignore[no-untyped-def]
+    x = torch.tensor([-2.0, -1.0, -1e-3, 0.0, 1e-3, 1.0], dtype=torch.float16, requires_grad=True)
+    ours, theirs = (torch.autograd.grad(f(x), x, torch.ones_like(x))[0] for f in (function, native))
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+
+
+def test_modules_have_the_arguments_of_torch() -> None:
+    for name in fnn.__all__:
+        fused = getattr(fnn, name)
+        native = getattr(nn, name, None)
+        if native is None or name == "Dropout":  # Dropout draws its own numbers
+            continue
+        assert issubclass(fused, native)
+        ours = list(inspect.signature(fused).parameters.values())
+        if ours[-1].name == "save":
+            assert ours.pop().default is None
+        torchs = inspect.signature(native).parameters.values()
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in torchs]
+        arguments = {"Threshold": (0.5, 2.0), "MaxPool2d": (2,)}.get(name, ())
+        assert repr(fused(*arguments)) == repr(native(*arguments))
+        x = torch.randn(3, 4, 4)
+        assert error(fused(*arguments)(x).detach(), native(*arguments)(x).detach()) < 8
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda x: F.leaky_relu(x, -0.5), lambda x: nn.functional.leaky_relu(x, -0.5)),
+        (lambda x: F.elu(x, -1.0), lambda x: nn.functional.elu(x, -1.0)),
+        (lambda x: F.celu(x, -2.0), lambda x: nn.functional.celu(x, -2.0)),
+        (lambda x: F.softplus(x, 1.0, 0.5), lambda x: nn.functional.softplus(x, 1.0, 0.5)),
+        (lambda x: F.softplus(x, -2.0), lambda x: nn.functional.softplus(x, -2.0)),
+        (lambda x: F.hardshrink(x, -0.5), lambda x: nn.functional.hardshrink(x, -0.5)),
+        (lambda x: F.hardtanh(x, 0.5, 0.5), lambda x: nn.functional.hardtanh(x, 0.5, 0.5)),
+        (lambda x: F.leaky_relu(x, 0.0), lambda x: nn.functional.leaky_relu(x, 0.0)),
+        (lambda x: F.elu(x, 0.0), lambda x: nn.functional.elu(x, 0.0)),
+        (lambda x: F.softshrink(x, 0.0), lambda x: nn.functional.softshrink(x, 0.0)),
+    ],
+)  # fmt: skip
+def test_parameters_for_which_the_output_does_not_tell_the_input(ours, theirs) -> None:  # type: ignore[no-untyped-def]
+    x = torch.cat([torch.randn(1000) * 3, torch.zeros(3)]).requires_grad_()
+    y, z = ours(x), theirs(x)
+    torch.testing.assert_close(y, z)
+    grads = [torch.autograd.grad(o, x, torch.linspace(-1, 1, 1003))[0] for o in (y, z)]
+    torch.testing.assert_close(*grads)
+
+
+def available_gib() -> float:
+    import os
+
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "backward", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forward", "backward"]
+)
+def test_more_than_2_to_31_elements(backward: bool) -> None:
+    if available_gib() < 15:
+        pytest.skip("needs 15 GiB of free memory for 2^31 + 7 float16 numbers")
+    n = 2**31 + 7
+    x = torch.zeros(n, dtype=torch.float16)
+    at = torch.tensor([0, 2**20, 2**31 - 1, 2**31, n - 1])
+    x[at] = torch.tensor([-1.0, 7.0, -2.0, 3.0, -3.0], dtype=torch.float16)
+    if not backward:
+        F.leaky_relu(x, 0.5, inplace=True)
+        assert x[at].tolist() == [-0.5, 7.0, -1.0, 3.0, -1.5]
+        assert x[1].item() == 0
+        return
+    gradients = torch.ops.fusedtrain.leaky_relu_backward(x, x, 0.5)
+    assert gradients[at].tolist() == [-0.5, 7.0, -1.0, 3.0, -1.5]
+    assert gradients[1].item() == 0

@@ -1,0 +1,435 @@
+"""Derivatives of every order, transforms, autocast, compilers, TorchScript, pickling, bad input."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain.functional as F
+import fusedtrain.nn as fnn
+from fusedtrain.reference import ACTIVATIONS
+from helpers.activations import INPLACE, NAMES, POINTWISE, public
+
+ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
+
+MODULES = {
+    "Threshold": lambda: fnn.Threshold(0.5, -1.0),
+    "GELU tanh": lambda: fnn.GELU("tanh"),
+    **{
+        name: cls
+        for name, cls in vars(fnn.activation).items()
+        if name in fnn.__all__ and name != "Threshold"
+    },
+}
+
+
+def away_from_kinks(*shape: int) -> Tensor:
+    """float64 values at least 0.02 from every point where an activation is not smooth."""
+    x = torch.linspace(-7.03, 7.01, 97, dtype=torch.float64)
+    kinks = torch.tensor([-3, -2, -1, -0.5, 0, 0.5, 1, 3, 6], dtype=torch.float64)
+    x = x[((x[:, None] - kinks).abs() > 0.02).all(1)]
+    return x[torch.randperm(len(x))[: torch.Size(shape).numel()]].reshape(shape).requires_grad_()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradcheck_and_gradgradcheck(name: str) -> None:
+    function = public(ACTIVATIONS[name])
+    x = away_from_kinks(5, 7)
+    # Forward-mode AD needs the reference; fast_mode off: every element by finite differences.
+    assert torch.autograd.gradcheck(function, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_gradgradcheck_in_place(name: str) -> None:
+    """Second derivatives reach the input through what an in-place call saved."""
+    row = ACTIVATIONS[name]
+    x = away_from_kinks(4, 5)
+
+    def function(t: Tensor) -> Tensor:
+        result: Tensor = getattr(F, name)(t * 1, *row.arguments, inplace=True)
+        return result
+
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
+@pytest.mark.parametrize("name", ["prelu", "star_relu"])
+def test_gradcheck_of_parameters(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = away_from_kinks(3, 4, 5)
+    count = 4 if name == "prelu" else 1
+    tensors = [torch.rand(count, dtype=torch.float64, requires_grad=True) for _ in row.parameters]
+    assert torch.autograd.gradcheck(getattr(F, name), (x, *tensors))
+    assert torch.autograd.gradgradcheck(getattr(F, name), (x, *tensors))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_gradients(name: str) -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    y = public(ACTIVATIONS[name])(x)
+    grads = torch.randn(3, 4, 6)
+    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    single = torch.stack([torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in grads])
+    torch.testing.assert_close(batched, single, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functorch_and_forward_mode(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(4, 6)
+    eager, ours = row.eager, public(row)
+    checks: list[Callable[[Callable[[Tensor], Tensor]], Tensor]] = [
+        lambda f: torch.vmap(f)(x),
+        lambda f: torch.func.grad(lambda t: f(t).sum())(x),
+        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum()))(x),
+        lambda f: torch.func.jacrev(f)(x[0]),
+        lambda f: torch.func.jacfwd(f)(x[0]),
+        lambda f: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        lambda f: torch.func.hessian(lambda t: f(t).sum())(x[0]),
+    ]
+    for check in checks:
+        try:
+            want = check(eager)
+        except NotImplementedError:  # torch's hardsigmoid has no forward-over-reverse
+            assert name == "hardsigmoid"
+            with pytest.raises(NotImplementedError):
+                check(ours)
+            continue
+        torch.testing.assert_close(check(ours), want)
+
+
+def test_retain_graph_twice_and_module_twice() -> None:
+    for name in POINTWISE:
+        function = public(ACTIVATIONS[name])
+        x = torch.randn(32, requires_grad=True)
+        y = function(x)
+        z = function(y)
+        first = torch.autograd.grad(z.sum(), x, retain_graph=True)[0]
+        second = torch.autograd.grad(z.sum(), x)[0]
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_gives_the_dtype_of_torch(name: str, dtype: torch.dtype) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(6, 5, dtype=dtype, requires_grad=True)
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+        y, want = public(row)(x), row.eager(x)
+    assert y.dtype == want.dtype
+    torch.testing.assert_close(y, want, rtol=2e-2, atol=2e-2)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+
+
+def test_prelu_under_autocast_takes_a_float32_weight() -> None:
+    layer = fnn.PReLU(5)
+    conv = nn.Conv2d(3, 5, 1)
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+        layer(conv(torch.randn(2, 3, 4, 4))).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    row = ACTIVATIONS[name]
+    ops = torch.ops.fusedtrain
+    image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    for x in (torch.randn(3, 5, 2), image.bfloat16(), torch.randn(8, 6)[::2, 1:4]):
+        arguments = row.arguments_for(x)
+        torch.library.opcheck(getattr(ops, name).default, (x, *arguments))
+        grad = torch.randn_like(x)
+        backward = getattr(ops, f"{name}_backward").default
+        saved = x.abs() if row.saves == "output" else x  # outputs of relu_squared
+        torch.library.opcheck(backward, (grad, saved, *arguments))
+        if not row.tensors:
+            torch.library.opcheck(getattr(ops, f"{name}_").default, (x.clone(), *arguments))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compile_and_export_see_plain_aten(name: str) -> None:
+    row = ACTIVATIONS[name]
+    x = torch.randn(4, 6, requires_grad=True)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(public(row), fullgraph=True, backend=backend)
+    y = compiled(x)
+    torch.testing.assert_close(y, public(row)(x))
+    y.sum().backward()
+    assert not any("fusedtrain" in target for target in seen), seen
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return public(row)(x)
+
+    program = torch.export.export(Model(), (x.detach(),), strict=False)
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert not any("fusedtrain" in target for target in targets), targets
+    torch.testing.assert_close(program.module()(x.detach()), public(row)(x.detach()))
+
+
+@pytest.mark.long  # test_batch_norm_compilers.py compiles with Inductor, too
+def test_inductor_fuses_through_the_call() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), fnn.Mish(), fnn.QuickGELU(), fnn.LeakyReLU())
+    x = torch.randn(4, 8)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    compiled(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_compile_inplace(name: str) -> None:
+    arguments = ACTIVATIONS[name].arguments  # a cached property, which Dynamo cannot trace
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        getattr(F, name)(y, *arguments, inplace=True)
+        return y
+
+    x = torch.randn(4, 6, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    a, b = compiled(x), function(x)
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(
+        torch.autograd.grad(a.sum(), x)[0], torch.autograd.grad(b.sum(), x)[0]
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_torchscript_needs_no_fusedtrain(name: str, tmp_path: object) -> None:
+    module = MODULES[name]()
+    x = torch.randn(3, 1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(module)
+        buffer = io.BytesIO()
+        torch.jit.save(scripted, buffer)
+    torch.testing.assert_close(scripted(x), module(x))
+    text = str(scripted.inlined_graph)
+    assert "fusedtrain::" not in text
+    if hasattr(module, "inplace"):
+        module.inplace = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inplace = torch.jit.script(module)
+        y = x.clone()
+        result = inplace(y)
+        torch.testing.assert_close(y, result)
+        torch.testing.assert_close(result, scripted(x))
+        inner = x.clone().requires_grad_()
+        inplace(inner * 1).sum().backward()
+
+
+def test_saved_script_runs_where_fusedtrain_is_missing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = nn.Sequential(*[make() for make in MODULES.values()])
+    x = torch.randn(2, 1, 3)
+    path = tmp_path / "model.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(model), str(path))
+    torch.save(x, tmp_path / "x.pt")
+    torch.save(model(x), tmp_path / "y.pt")
+    code = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "fusedtrain":
+            raise ImportError("fusedtrain is not installed")
+sys.meta_path.insert(0, Block())
+import torch
+model = torch.jit.load({str(path)!r})
+x, y = torch.load({str(tmp_path / "x.pt")!r}), torch.load({str(tmp_path / "y.pt")!r})
+torch.testing.assert_close(model(x), y)
+assert "fusedtrain" not in sys.modules
+"""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_trace_records_plain_aten() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(fnn.Mish(), torch.randn(3))
+    assert "fusedtrain::" not in str(traced.inlined_graph)
+
+
+def test_fx_keeps_the_fused_module_and_function() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), fnn.SiLU(), fnn.PReLU(), fnn.StarReLU())
+    pickle.loads(pickle.dumps(torch.fx.symbolic_trace(fnn.SiLU())))
+    traced = torch.fx.symbolic_trace(model)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2", "3"]
+    function = torch.fx.symbolic_trace(lambda t: F.silu(t))
+    assert any(node.target is F.silu for node in function.graph.nodes)
+    x = torch.randn(2, 3)
+    assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_deepcopy_and_pickle(name: str) -> None:
+    module = MODULES[name]()
+    x = torch.randn(2, 3)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is type(module)
+        assert torch.equal(other(x), module(x))
+
+
+# --- bad input: what torch raises for the same mistake ---
+
+
+@pytest.mark.parametrize("kind", ["int", "bool", "complex", "list", "none"])
+@pytest.mark.parametrize("name", POINTWISE)
+def test_wrong_input(name: str, kind: str) -> None:
+    row = ACTIVATIONS[name]
+    x: object = {
+        "int": torch.tensor([1, -2, 3]),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 1j]),
+        "list": [1.0],
+        "none": None,
+    }[kind]
+
+    def outcome(f: Callable[[object], Tensor]) -> object:
+        try:
+            return f(x).dtype
+        except Exception as error:  # the type is what is compared
+            return type(error)
+
+    function = public(row) if isinstance(x, Tensor) else lambda t: named(t)
+
+    def named(t: object) -> Tensor:
+        if name == "gelu_tanh":
+            return F.gelu(t, approximate="tanh")  # type: ignore[arg-type]
+        return getattr(F, name)(t, *row.arguments)
+
+    eager = row.eager if isinstance(x, Tensor) else lambda t: row.forward(t, *row.arguments)
+    assert outcome(function) == outcome(eager)
+
+
+@pytest.mark.parametrize(
+    ("call", "exception", "words"),
+    [
+        (lambda x: F.hardtanh(x, 1.0, -1.0), ValueError, "min_val"),
+        (lambda x: F.softshrink(x, -1.0), RuntimeError, "lambda"),
+        (lambda x: F.squareplus(x, -1.0), ValueError, "b must be at least 0"),
+        (lambda x: torch.jit.script(F.squareplus)(x, -1.0), torch.jit.Error, "b must be at least"),
+        (lambda x: F.celu(x, 0.0), RuntimeError, "alpha"),
+        (lambda x: F.gelu(x, "sigmoid"), RuntimeError, "approximate"),
+        (lambda x: F.leaky_relu(x, "a"), TypeError, ""),
+        (lambda x: F.prelu(x, torch.ones(7)), RuntimeError, "channel size"),
+        (lambda x: F.prelu(x, torch.ones(3, 1)), RuntimeError, "weight"),
+        (lambda x: F.prelu(x, torch.ones(3, dtype=torch.float64)), RuntimeError, ""),
+        (lambda x: fnn.SquarePlus(-1.0), ValueError, "b must be"),
+        (lambda x: F.leaky_relu(x, torch.tensor(0.1, requires_grad=True)), TypeError, "Number"),
+        (lambda x: F.hardshrink(x, "a"), TypeError, ""),
+        (lambda x: F.mish([1.0], inplace=True), TypeError, "must be Tensor"),
+        (lambda x: F.hardtanh(x.half(), -1e6, 1e6), RuntimeError, "overflow"),
+        (lambda x: F.quick_gelu(torch.tensor([1, 2]), inplace=True), RuntimeError, "cast"),
+        (lambda x: torch.ops.fusedtrain.mish_backward(x.to("meta"), x), RuntimeError, ""),
+        (lambda x: torch.ops.fusedtrain.prelu(x, torch.ones(3, device="meta")), RuntimeError, ""),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(call: Callable[[Tensor], Tensor], exception: type, words: str) -> None:
+    x = torch.randn(2, 3)
+    if words == "overflow" and x.device.type != "cpu":
+        pytest.skip("torch's clamp on CUDA takes float bounds")
+    before = x.clone()
+    with pytest.raises(exception, match=words or None):
+        call(x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", INPLACE)
+def test_wrong_inplace_use_raises_and_modifies_nothing(name: str) -> None:
+    row = ACTIVATIONS[name]
+
+    def run(x: Tensor) -> None:
+        getattr(F, name)(x, *row.arguments, inplace=True)
+
+    leaf = torch.linspace(-4, 4, 9).requires_grad_()
+    view_of_leaf = leaf[2:5]
+    expanded = torch.randn(3, 1).expand(3, 4)
+    split = (torch.linspace(-4, 4, 8).requires_grad_() * 1).split(4)[0]
+    with torch.inference_mode():
+        inference = torch.linspace(-4, 4, 9)
+    integers = torch.tensor([-3, 5])
+    for x, words in (
+        (leaf, "leaf"),
+        (view_of_leaf, "leaf"),
+        (expanded, "memory location|single memory"),
+        (split, "multiple views|inplace"),
+        (inference, "[Ii]nference"),
+    ):
+        if name == "threshold" and x is expanded:
+            continue  # as torch's: test_torch_parity.py
+        before = x.detach().clone()
+        with pytest.raises(RuntimeError, match=words):
+            run(x)
+        assert torch.equal(x.detach(), before)
+    if name in ("silu", "mish", "elu", "hardswish"):
+        with pytest.raises(RuntimeError):
+            run(integers)
+        assert integers.tolist() == [-3, 5]
+
+
+def test_inference_mode_and_no_grad() -> None:
+    with torch.inference_mode():
+        x = torch.randn(9)
+        want = nn.functional.mish(x)
+        torch.testing.assert_close(F.mish(x), want)
+        F.mish(x, inplace=True)
+        torch.testing.assert_close(x, want)
+    with torch.no_grad():
+        y = F.mish(torch.randn(3, requires_grad=True))
+    assert not y.requires_grad
+
+
+def test_inference_mode_with_gradients_switched_on() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with torch.inference_mode(), torch.enable_grad():
+        for function, native in ((F.relu, torch.relu), (F.silu, nn.functional.silu)):
+            assert function(x).requires_grad == native(x).requires_grad
+    negative = torch.randn(4, dtype=torch.complex64).conj().imag
+    want = nn.functional.silu(negative)
+    with torch.no_grad():
+        F.silu(negative, inplace=True)
+    torch.testing.assert_close(negative, want)
+
+
+def test_tensor_subclasses_and_odd_layouts_run_in_torch() -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = torch.randn(3, 4)
+    tagged = x.as_subclass(Tagged)
+    assert type(F.mish(tagged)) is Tagged
+    torch.testing.assert_close(F.mish(tagged).as_subclass(Tensor), F.mish(x))
+    sparse = torch.eye(3).to_sparse()
+    assert F.relu(sparse).is_sparse
+    negative = torch.randn(4, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    torch.testing.assert_close(F.mish(negative), nn.functional.mish(negative))
+    meta = torch.empty(3, 4, device="meta")
+    assert F.mish(meta).shape == (3, 4)
+    assert F.mish(meta).device.type == "meta"
+    nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.strided)
+    torch.testing.assert_close(F.relu(nested).unbind()[1], nested.unbind()[1].relu())

@@ -1,0 +1,310 @@
+"""Bias + activation + dropout, and StyleGAN's bias_act, as functions and modules: numbers, errors,
+masks, what is kept for backward.
+
+test_chain_kernels.py has the kernels, test_chains.py the other chains.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+import fusedtrain
+import fusedtrain.functional as F
+from fusedtrain.ops.bias_act import new_seed
+from fusedtrain.reference import ACTIVATIONS
+from helpers.activations import DTYPES
+from helpers.chains import TOLERANCE, gradients, same
+from helpers.recompute import assert_same_bits, counted, kept_by, recomputed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["relu", "gelu", "silu", "leaky_relu", "relu6", "hardtanh", "identity"]
+)
+def test_bias_and_activation(name: str, dtype: torch.dtype) -> None:
+    act = (lambda t: t) if name == "identity" else ACTIVATIONS[name].eager
+    x, grad = (torch.randn(4, 6, 10).to(dtype) for _ in range(2))
+    for dim in (-1, 1):
+        bias = torch.randn(x.shape[dim]).to(dtype)
+        shape = [-1 if d == dim % 3 else 1 for d in range(3)]
+        arguments = {} if name in ("identity", "relu", "gelu", "silu", "relu6") else dict(
+            zip(ACTIVATIONS[name].parameters, ACTIVATIONS[name].example, strict=True)
+        )  # fmt: skip
+        results = gradients(
+            lambda x, b, d=dim, a=arguments: F.bias_act_dropout(x, b, name, dim=d, **a), x, bias,
+            grad=grad,
+        )  # fmt: skip
+        want = gradients(
+            lambda x, b, s=shape: act(x + b.view(s)), x.double(), bias.double(), grad=grad.double()
+        )
+        jumps = name in ("relu6", "hardtanh") and dtype.itemsize == 2
+        for a, b in list(zip(results, want, strict=True))[: 1 if jumps else 3]:
+            torch.testing.assert_close(
+                a.double(), b, rtol=2 * TOLERANCE[dtype], atol=12 * TOLERANCE[dtype]
+            )
+
+
+def test_dropout_of_bounded_activations() -> None:
+    """Backward compares their output with the bound. Dropout's factor would move the output."""
+    x = torch.linspace(-8, 8, 4001, requires_grad=True)
+    for name in ("relu6", "hardtanh", "hardsigmoid"):
+        torch.manual_seed(3)
+        y = F.bias_act_dropout(x, None, name, p=0.4)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        kept = y.detach() != 0
+        (slope,) = torch.autograd.grad(ACTIVATIONS[name].eager(x).sum(), x)
+        want = slope / 0.6
+        inside = kept & (want != 0)
+        torch.testing.assert_close(gradient[inside], want[inside])
+        assert (gradient[want == 0] == 0).all()
+
+
+def test_dropout_has_the_right_rate_and_size() -> None:
+    x = torch.ones(1 << 20)
+    for p in (0.1, 0.5, 0.9):
+        y = F.dropout(x, p)
+        assert abs((y == 0).float().mean() - p) < 2e-3
+        assert abs(y.mean() - 1) < 1e-2
+        assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / (1 - p)).item()}
+    assert F.dropout(x, 0.5, training=False) is x
+    assert F.dropout(x, 0.0) is x
+    assert (F.dropout(x, 1.0) == 0).all()
+    for p in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
+            F.dropout(x, p)
+
+
+def test_masks_of_tiles_and_calls_are_independent() -> None:
+    """xformers' kernel gave every tile of 32 rows the same mask."""
+    x = torch.ones(256, 512)
+    kept = (F.dropout(x, 0.5) != 0).float()
+    for rows in (1, 2, 16, 32, 64, 128):
+        agreement = (kept[:-rows] == kept[rows:]).float().mean()
+        assert abs(agreement - 0.5) < 0.01, rows
+        agreement = (kept[:, :-rows] == kept[:, rows:]).float().mean()
+        assert abs(agreement - 0.5) < 0.01, rows
+    again = (F.dropout(x, 0.5) != 0).float()
+    assert abs((kept == again).float().mean() - 0.5) < 0.01
+    # Seeds of 126 random bits.
+    seeds = {tuple(new_seed(x).tolist()) for _ in range(100)}
+    assert len(seeds) == 100
+    assert max(abs(s[0]) for s in seeds) > 2**60
+
+
+def test_dropout_follows_the_seed_and_keeps_sixteen_bytes() -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    torch.manual_seed(5)
+    first = F.dropout(x, 0.3)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(F.dropout(x, 0.3), first)
+    assert torch.equal(torch.get_rng_state(), state)
+    with counted() as kept:
+        y = F.dropout(x, 0.3)
+    assert sum(kept.values()) == 16
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g != 0, y != 0)
+    bias = torch.zeros(64, requires_grad=True)
+    assert kept_by(lambda: F.bias_act_dropout(x, bias, "relu", p=0.3), x.nbytes) == 1  # the output
+    assert kept_by(lambda: F.bias_act_dropout(x, bias, "gelu", p=0.3), x.nbytes) == 1  # the input
+    eager = lambda: T.dropout(T.gelu(x + bias), 0.3)  # noqa: E731
+    assert kept_by(eager, x.nbytes) == 2  # on the CPU, the mask in float32
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu], ids=["", "save_on_cpu"])
+@pytest.mark.parametrize("name", ["identity", "relu6", "hardsigmoid", "gelu", "relu", "dropout"])
+def test_the_mask_is_of_elements_not_of_the_order_of_the_gradient(name: str, hooks: Any) -> None:
+    """The gradient of a channels_last output comes contiguous, as does what save_on_cpu had."""
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    bias = torch.zeros(3, requires_grad=True)
+    with hooks():
+        if name == "dropout":
+            y = F.dropout(x, 0.5)
+        else:
+            y = F.bias_act_dropout(x, bias, name, 0.5, dim=1)
+    weight = torch.randn(x.shape)
+    kept = (y != 0) if name != "gelu" else (y != 0) | (x == 0)
+    (y * weight).sum().backward()
+    plain = x.detach().requires_grad_()
+    f = getattr(F, name) if name not in ("dropout", "identity") else torch.clone
+    (f(plain) * 2 * weight * kept).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+    if name != "dropout":
+        torch.testing.assert_close(bias.grad, plain.grad.sum((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    # Differentiable gradients, too.
+    torch.manual_seed(0)
+    y = F.dropout(x, 0.5).transpose(1, 2)
+    (g,) = torch.autograd.grad((y * weight.transpose(1, 2)).sum(), x, create_graph=True)
+    assert torch.equal(g, torch.where(y.transpose(1, 2) != 0, 2 * weight, 0.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_and_checkpoint(reentrant: bool) -> None:
+    linear = nn.Linear(32, 32)
+    block = lambda x: F.bias_act_dropout(linear(x), None, "gelu", p=0.5)  # noqa: E731
+    x = torch.randn(16, 32, requires_grad=True)
+    runs = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=reentrant)):
+        torch.manual_seed(0)
+        y = run(x)
+        runs.append(
+            [y.detach(), *torch.autograd.grad(y.square().sum(), [x, linear.weight])]
+            if not reentrant
+            else [y.detach()]
+        )
+        if reentrant:
+            x.grad = linear.weight.grad = None
+            y.square().sum().backward()
+            runs[-1] += [x.grad.clone(), linear.weight.grad.clone()]
+    assert_same_bits(runs)
+
+
+def test_dropout_is_computed_again() -> None:
+    model = nn.Sequential(
+        nn.Linear(32, 32), fusedtrain.nn.BiasActDropout(32, "gelu", 0.5), nn.Linear(32, 32),
+        fusedtrain.nn.Dropout(0.5), nn.Linear(32, 32),
+    )  # fmt: skip
+    x = torch.randn(16, 32)
+    runs = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        twin = copy.deepcopy(model)
+        y = recomputed(twin, x) if recompute else twin(x)
+        y.square().sum().backward()
+        runs.append([y.detach(), *(p.grad for p in twin.parameters() if p.grad is not None)])
+    assert_same_bits(runs)
+
+
+def test_modules_have_parameters_and_states() -> None:
+    """xformers' bias was a tensor that no optimizer and no checkpoint knew."""
+    layer = fusedtrain.nn.BiasActDropout(8, "leaky_relu", 0.1, negative_slope=0.2)
+    assert [n for n, _ in layer.named_parameters()] == ["bias"]
+    assert list(layer.state_dict()) == ["bias"]
+    x = torch.randn(4, 8)
+    layer.eval()
+    same(layer(x), T.leaky_relu(x, 0.2), torch.float32)
+    twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))
+    with pytest.raises(ValueError, match="none of"):
+        fusedtrain.nn.BiasActDropout(8, "glu")
+    with pytest.raises(ValueError, match="dropout probability"):
+        fusedtrain.nn.BiasActDropout(8, "relu", 2.0)
+    dropout = fusedtrain.nn.Dropout(0.5)
+    assert isinstance(dropout, nn.Dropout)
+    assert dropout.eval()(x) is x
+
+
+# --- StyleGAN's op ---
+
+
+def stylegan(
+    x: Tensor, b: Tensor | None, dim: int, act: str, alpha: Any, gain: Any, clamp: Any
+) -> Tensor:
+    """What its paper's reference path computes (arXiv:2106.12423, appendix)."""
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+        "linear": (lambda x: x, 1),
+        "relu": (torch.relu, 2**0.5),
+        "lrelu": (lambda x: T.leaky_relu(x, 0.2 if alpha is None else alpha), 2**0.5),
+        "tanh": (torch.tanh, 1),
+        "sigmoid": (torch.sigmoid, 1),
+        "elu": (T.elu, 1),
+        "selu": (T.selu, 1),
+        "softplus": (T.softplus, 1),
+        "swish": (lambda x: torch.sigmoid(x) * x, 2**0.5),
+    }
+    function, standard = functions[act]
+    if b is not None:
+        x = x + b.reshape([-1 if d == dim else 1 for d in range(x.dim())])
+    y = function(x) * (standard if gain is None else gain)
+    return y if clamp is None else y.clamp(-clamp, clamp)
+
+
+ACTS = ["linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ACTS)
+def test_bias_act_is_stylegans(act: str, dtype: torch.dtype) -> None:
+    x, grad = (torch.randn(4, 6, 5, 7).to(dtype) for _ in range(2))
+    for options in ({}, {"gain": 0.5}, {"clamp": 0.7}, {"gain": 2.0, "clamp": 1.1, "alpha": 0.1}):
+        for dim in (1, 3):
+            b = torch.randn(x.shape[dim]).to(dtype)
+            full = {"alpha": None, "gain": None, "clamp": None} | options
+            results = gradients(
+                lambda x, b, d=dim, o=options: F.bias_act(x, b, d, act, **o), x, b, grad=grad
+            )
+            want = gradients(
+                lambda x, b, d=dim, o=full: stylegan(x, b, d, act, *o.values()),
+                x.double(), b.double(), grad=grad.double(),
+            )  # fmt: skip
+            jumps = "clamp" in options and dtype.itemsize == 2
+            for a, w in list(zip(results, want, strict=True))[: 1 if jumps else 3]:
+                torch.testing.assert_close(
+                    a.double(), w, rtol=2 * TOLERANCE[dtype], atol=20 * TOLERANCE[dtype]
+                )
+    same(F.bias_act(x, act=act), stylegan(x, None, 1, act, None, None, None), dtype)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_bias_act_keeps_one_tensor(act: str) -> None:
+    """StyleGAN's keeps input and output for tanh, sigmoid, elu, selu and softplus."""
+    x, b = torch.randn(4, 8, 6, 6, requires_grad=True), torch.randn(8, requires_grad=True)
+    assert kept_by(lambda: F.bias_act(x, b, act=act), x.nbytes) == (0 if act == "linear" else 1)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_bias_act_is_differentiable_twice(act: str) -> None:
+    x = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    for options in ({}, {"clamp": 0.6}):
+        run = lambda x, b, o=options: F.bias_act(x, b, 1, act, **o)  # noqa: E731
+        assert torch.autograd.gradcheck(run, (x, b))
+        assert torch.autograd.gradgradcheck(run, (x, b))
+
+
+@pytest.mark.skipif(
+    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") < 12 << 30,
+    reason="needs 12 GiB of free memory",
+)
+def test_bias_act_of_many_elements() -> None:
+    """StyleGAN's refuses more than 2^31 - 1."""
+    x = torch.zeros(2**31 + 24, dtype=torch.bfloat16)
+    x[-3:] = torch.tensor([-2.0, 1.0, 3.0])
+    y = F.bias_act(x, act="lrelu", gain=2.0, clamp=4.0)
+    assert y[-4:].tolist() == [0.0, -0.80078125, 2.0, 4.0]
+
+
+def test_mistakes_of_bias_act() -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="act: 'gelu' is none of linear, relu"):
+        F.bias_act(x, act="gelu")
+    with pytest.raises(ValueError, match="clamp: must be at least 0, not -1"):
+        F.bias_act(x, clamp=-1)
+    with pytest.raises(ValueError, match=r"bias: expected one value for each of 4 channels"):
+        F.bias_act(x, torch.ones(3))
+    with pytest.raises(IndexError, match="dim: 2 is not a dimension"):
+        F.bias_act(x, torch.ones(4), 2)
+    same(F.bias_act(x, act="relu", gain=0), 0 * x, torch.float32)
+
+
+@pytest.mark.parametrize("act", ["relu", "lrelu", "sigmoid", "tanh"])
+def test_small_gains_in_float16(act: str) -> None:
+    """Backward takes the slope from the output, which would have lost its digits."""
+    leaf, want = (
+        torch.tensor([0.01, 0.02, 1, 3, -1], dtype=torch.float16, requires_grad=True)
+        for _ in range(2)
+    )
+    F.bias_act(leaf, act=act, gain=1e-6).backward(torch.full((5,), 1e4, dtype=torch.float16))
+    F.bias_act(want.float(), act=act, gain=1e-6).backward(torch.full((5,), 1e4))
+    torch.testing.assert_close(leaf.grad, want.grad, rtol=5e-3, atol=1e-4)

@@ -1,0 +1,334 @@
+"""max_pool2d and MaxPool2d: torch's numbers, errors and layouts, gradients of any order, what is
+kept for backward, everything around them.
+
+test_pool_kernels.py has the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedtrain
+import fusedtrain.functional as F
+from helpers.activations import DTYPES
+from helpers.recompute import assert_same_bits, kept_by, recomputed, run_both
+
+CALLS: dict[str, dict[str, Any]] = {
+    "2 x 2": {"kernel_size": 2},
+    "of ResNet": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "pairs": {"kernel_size": (2, 3), "stride": [1, 2], "padding": (1, 0)},
+    "ceil": {"kernel_size": 3, "stride": 2, "ceil_mode": True},
+}
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "dilation": {"kernel_size": 2, "dilation": 2},
+    "large": {"kernel_size": 17, "stride": 1, "padding": 8},
+    "list of one": {"kernel_size": [2]},
+}
+
+
+def saved_by(run: Any) -> list[Tensor]:
+    saved = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return saved
+
+
+def image(*shape: int, last: bool = False) -> Tensor:
+    x = torch.randint(-4, 5, shape).float()
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_is_torchs(call: str, dtype: torch.dtype, last: bool) -> None:
+    for shape in ((2, 3, 8, 9), (3, 7, 6)):
+        x = image(*shape, last=last and len(shape) == 4).to(dtype)
+        ours, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
+        y, want = F.max_pool2d(ours, **CALLS[call]), T.max_pool2d(theirs, **CALLS[call])
+        assert "MaxPool2dBackward" in str(y.grad_fn)
+        assert y.equal(want)
+        assert y.stride() == want.stride()
+        grad = torch.randint(-8, 9, y.shape).to(dtype)  # whose sums are exact in 16 bits
+        y.backward(grad)
+        want.backward(grad)
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.equal(theirs.grad)
+        assert ours.grad.stride() == theirs.grad.stride()
+        with torch.no_grad():
+            assert F.max_pool2d(x, **CALLS[call]).equal(want)
+
+
+def test_gradients_of_16_bits_are_rounded_once() -> None:
+    """Torch's kernels for the CPU round after every addition, those for the GPU once, too."""
+    for dtype in (torch.float16, torch.bfloat16):
+        x, y = torch.randn(2, 3, 9, 9).to(dtype).requires_grad_(), torch.randn(2, 3, 9, 9).to(dtype)
+        F.max_pool2d(x, 3, 1, 1).backward(y)
+        wide = x.detach().float().requires_grad_()
+        T.max_pool2d(wide, 3, 1, 1).backward(y.float())
+        assert x.grad is not None
+        assert wide.grad is not None
+        assert x.grad.equal(wide.grad.to(dtype))
+
+
+@pytest.mark.parametrize("call", ELSEWHERE)
+def test_runs_in_torch(call: str) -> None:
+    x = torch.randn(2, 3, 20, 20, requires_grad=True)
+    y = F.max_pool2d(x, **ELSEWHERE[call])
+    assert "WithIndices" in str(y.grad_fn)
+    assert y.equal(T.max_pool2d(x, **ELSEWHERE[call]))
+
+
+def test_indices() -> None:
+    x = torch.randn(2, 3, 8, 8)
+    ours, want = (f(x, 2, return_indices=True) for f in (F.max_pool2d, T.max_pool2d))
+    assert isinstance(ours, tuple)
+    assert all(map(torch.equal, ours, want))
+    _, index = fusedtrain.nn.MaxPool2d(2, return_indices=True)(x)
+    assert index.equal(want[1])
+
+
+def test_other_dtypes_run_in_torch() -> None:
+    x = torch.randint(0, 9, (1, 2, 6, 6))
+    assert F.max_pool2d(x, 2).equal(T.max_pool2d(x, 2))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (2, 0), (2, None, 2), (9,), ((2, 2, 2),), (0,), (2, -1), (2, None, -1), ("2",), (2.5,),
+        (2, None, 0, 0), (True,), (2, None, 0, 1, None),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(1, 2, 6, 6), (6, 6), (2, 0, 6, 6), (2, 3, 0, 6)], ids=str)
+def test_mistakes_are_torchs(shape: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    x = torch.randn(shape)
+    outcomes: list[Any] = []
+    for function in (F.max_pool2d, T.max_pool2d):
+        try:
+            outcomes.append(function(x, *arguments))
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+    ours, theirs = outcomes
+    assert ours.equal(theirs) if isinstance(theirs, Tensor) else ours == theirs
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_empty_batch(last: bool) -> None:
+    x = image(0, 3, 6, 6, last=last).requires_grad_()
+    y = F.max_pool2d(x, 2)
+    assert y.shape == (0, 3, 3, 3)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("window", "bits"), [((1, 2), 1), (2, 2), (3, 4), (4, 4), (5, 8), (16, 8)], ids=str
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_keeps_a_few_bits(window: Any, bits: int, last: bool) -> None:
+    x = image(4, 16, 32, 32, last=last).requires_grad_()
+    y: list[Tensor] = []
+    (codes,) = saved_by(lambda: y.append(F.max_pool2d(x, window)))
+    count = y[0].numel()
+    assert codes.dtype is torch.uint8
+    assert codes.numel() == -(-count // 256) * 256 * bits // 8
+    assert codes.untyped_storage().nbytes() == codes.numel()
+    assert not saved_by(lambda: F.max_pool2d(x.detach(), window))
+    eager = saved_by(lambda: T.max_pool2d(x, window))
+    assert sum(t.nbytes for t in eager) == x.nbytes + 8 * count
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradcheck(call: str, last: bool) -> None:
+    x = torch.randperm(2 * 3 * 5 * 6).view(2, 3, 5, 6).double()
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    function = lambda t: F.max_pool2d(t, **CALLS[call])  # noqa: E731
+    assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradgradcheck(function, x)
+
+
+def test_higher_derivatives() -> None:
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    derivatives = []
+    for function in (F.max_pool2d, T.max_pool2d):
+        y = function(x**3, 3, 2, 1)
+        (first,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((first**2).sum(), x, create_graph=True)
+        (third,) = torch.autograd.grad(second.sum(), x)
+        derivatives.append((first, second, third))
+    for a, b in zip(*derivatives, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_several_backwards_and_batched_gradients() -> None:
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    y = F.max_pool2d(x, 3, 1, 1)
+    grads = torch.randn(4, *y.shape)
+    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    for grad, gradient in zip(grads, batched, strict=True):
+        assert torch.autograd.grad(y, x, grad, retain_graph=True)[0].equal(gradient)
+    (expanded,) = torch.autograd.grad(y.sum(), x)
+    assert expanded.equal(torch.autograd.grad(T.max_pool2d(x, 3, 1, 1).sum(), x)[0])
+
+
+def test_input_and_output_may_be_modified() -> None:
+    """Neither is kept: `x = pool(x); x += 1` needs no exception."""
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    inner = x * 1
+    y = F.max_pool2d(inner, 2)
+    (want,) = torch.autograd.grad(T.max_pool2d(x, 2).sum(), x)
+    with torch.no_grad():
+        inner.zero_()
+    y.add_(1)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.equal(want)
+
+
+def test_what_others_keep_may_not_be_modified() -> None:
+    x, conv = torch.randn(1, 2, 6, 6, requires_grad=True), nn.Conv2d(2, 2, 1)
+    for context in (nullcontext(), fusedtrain.recompute()):
+        with context:
+            y = F.max_pool2d(F.silu(x), 2)
+            z = conv(y)
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+def test_recompute() -> None:
+    """The consumer of a pooled output keeps nothing, where the pool's input is kept or noted."""
+    x = torch.randn(2, 8, 16, 16, requires_grad=True)
+    conv = nn.Conv2d(8, 8, 1)
+
+    def model(pool: Any) -> Tensor:
+        return conv(pool(F.silu(x), 2))
+
+    quarter = x.nbytes // 4
+    assert kept_by(lambda: model(T.max_pool2d), quarter) == 4 + 4 + 2 + 1
+    assert kept_by(lambda: model(F.max_pool2d), quarter) == 4 + 1
+    assert kept_by(lambda: recomputed(lambda: model(F.max_pool2d)), quarter) == 4
+    # What the pool reads is kept by nobody.
+    assert kept_by(lambda: recomputed(lambda: conv(F.max_pool2d(x * 2, 2))), quarter) == 1
+    stem = nn.Sequential(
+        nn.Conv2d(3, 8, 3), fusedtrain.nn.BatchNormAct2d(8), fusedtrain.nn.MaxPool2d(3, 2, 1), conv
+    )
+    assert_same_bits(run_both(stem, torch.randn(2, 3, 14, 14)))
+
+
+def test_checkpoint() -> None:
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    run = lambda t: F.max_pool2d(t.sin(), 2)  # noqa: E731
+    (want,) = torch.autograd.grad(run(x).sum(), x)
+    (gradient,) = torch.autograd.grad(checkpoint(run, x, use_reentrant=False).sum(), x)
+    assert gradient.equal(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    with torch.autocast("cpu", dtype):
+        for t in (x, x.to(dtype)):
+            assert F.max_pool2d(t, 2).dtype == T.max_pool2d(t, 2).dtype
+
+
+def test_traced_as_plain_operators() -> None:
+    pool, x = fusedtrain.nn.MaxPool2d(3, 2, 1), torch.randn(2, 3, 9, 9)
+    want = T.max_pool2d(x, 3, 2, 1)
+    seen: list[str] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    assert torch.compile(pool, backend=look, fullgraph=True)(x).equal(want)
+    exported = torch.export.export(pool, (x,))
+    assert exported.module()(x).equal(want)
+    seen += [str(node.target) for node in exported.graph.nodes]
+    assert seen
+    assert not any("fusedtrain" in target for target in seen)
+    traced = torch.jit.trace(pool, x)
+    assert "aten::max_pool2d" in str(traced.graph)
+    assert traced(x).equal(want)
+    mapped = torch.func.vmap(lambda t: F.max_pool2d(t, 3, 2, 1))(x)
+    assert mapped.equal(want)
+    with forward_ad.dual_level():
+        dual = F.max_pool2d(forward_ad.make_dual(x, torch.ones_like(x)), 2)
+        assert forward_ad.unpack_dual(dual).tangent is not None
+
+
+def in_a_function(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 3, 2, padding=1)
+
+
+def test_script() -> None:
+    x = torch.randn(2, 3, 9, 9)
+    assert torch.jit.script(in_a_function)(x).equal(in_a_function(x))
+    assert torch.jit.script(fusedtrain.nn.MaxPool2d(2))(x).equal(T.max_pool2d(x, 2))
+    _, index = torch.jit.script(fusedtrain.nn.MaxPool2d(2, return_indices=True))(x)
+    assert index.equal(T.max_pool2d(x, 2, return_indices=True)[1])
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_tensors_of_other_kinds() -> None:
+    x = torch.randn(1, 2, 4, 4)
+    assert type(F.max_pool2d(x.as_subclass(Subclass), 2)) is Subclass
+    parameter = nn.Parameter(x)
+    F.max_pool2d(parameter, 2).sum().backward()
+    assert parameter.grad is not None
+    with torch.inference_mode():
+        inference = torch.randn(1, 2, 4, 4)
+        assert F.max_pool2d(inference, 2).equal(T.max_pool2d(inference, 2))
+    assert F.max_pool2d(inference, 2).equal(T.max_pool2d(inference, 2))
+    assert F.max_pool2d(x.to("meta"), 2).shape == (1, 2, 2, 2)
+
+
+def test_module() -> None:
+    stock = nn.MaxPool2d((3, 2), (2, 1), 1, 1, ceil_mode=True)
+    ours = fusedtrain.nn.MaxPool2d((3, 2), (2, 1), 1, 1, ceil_mode=True)
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    assert repr(ours) == repr(stock)
+    assert ours.state_dict() == stock.state_dict()
+    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        y = module(x)
+        assert y.equal(stock(x))
+        assert "MaxPool2dBackward" in str(y.grad_fn)
+        assert "Indices" not in str(y.grad_fn)
+
+
+def test_convert() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.MaxPool2d(3, 1, dilation=2))
+    x = torch.randn(2, 3, 12, 12)
+    want = model(x)
+    report = fusedtrain.convert(model, x)
+    assert [one.name for one in report.converted] == ["1", "2"]
+    assert report.proof is not None
+    # The input of 2 x 2 windows, 4 channels: kept by the convolution's output, now by nobody.
+    assert report.proof.saved_before - report.proof.saved_after > 2 * 4 * 144 * 4
+    assert model(x).equal(want)
+    assert fusedtrain.revert(model) == 2
+    assert type(model[1]) is nn.MaxPool2d

@@ -1,0 +1,307 @@
+"""The kernels of max pooling, of every backend, against torch's own, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor
+
+import fusedtrain  # noqa: F401  (its ops)
+from fusedtrain.ops.pool import _bits_of
+from fusedtrain.reference import FAMILIES
+from fusedtrain.reference.bits import pack, packed_bytes, unpack
+from fusedtrain.reference.pool import max_pool2d_indices
+from helpers import ROOT
+from helpers.activations import DTYPES
+from helpers.backends import BACKENDS, Kernels
+from helpers.launches import parameters
+
+# kernel_size, stride, padding, ceil_mode
+WINDOWS: dict[str, tuple[Any, Any, Any, bool]] = {
+    "2 x 2": ((2, 2), (2, 2), (0, 0), False),
+    "of ResNet": ((3, 3), (2, 2), (1, 1), False),
+    "stride 1": ((3, 3), (1, 1), (1, 1), False),
+    "stride 3, ceil": ((3, 2), (3, 3), (1, 0), True),
+    "two elements": ((1, 2), (3, 1), (0, 0), False),
+    "one element": ((1, 1), (2, 1), (0, 0), False),
+    "ceil": ((5, 3), (2, 2), (2, 1), True),
+    "gaps": ((2, 3), (5, 7), (1, 1), False),
+    "256 elements": ((16, 16), (7, 3), (8, 8), False),
+    "64-bit indices": ((2, 3), (2**29, 1), (1, 1), False),
+    "one column": ((3, 2), (1, 2**30), (1, 1), True),
+    "a row of 256": ((1, 256), (1, 9), (0, 128), False),
+}
+SHAPES = {
+    "small": (2, 3, 8, 8),
+    "odd": (2, 5, 7, 9),
+    "many channels": (2, 70, 6, 5),
+    "long rows": (1, 2, 3, 300),
+    "wide": (2, 3, 9, 70),
+    "high": (1, 1, 300, 3),
+    "one pixel": (2, 8, 1, 1),
+    "no batch": (4, 9, 9),
+    "empty": (0, 3, 4, 4),
+    "large": (2, 40, 40, 33),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    kernels = BACKENDS[request.param]()
+    if request.param == "triton" and kernels.slow:
+        from fusedtrain.triton import pool
+
+        # The interpreter takes as long for one lane.
+        monkeypatch.setattr(pool, "_BLOCK", 1024)
+    if not all(map(kernels.has, FAMILIES["pool"])):
+        pytest.skip(f"{request.param} has no pooling")
+    return kernels
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_full_of_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, last: bool = False) -> Tensor:
+    """With ties, and everything that compares in its own way."""
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
+    drawn = special[torch.randint(0, 4, shape)]
+    x = torch.where(torch.rand(shape) < 0.15, drawn, torch.randint(-2, 3, shape).float())
+    x = x.to(dtype)
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+def same(result: Tensor, want: Tensor) -> None:
+    """The same numbers, signs of zeros included; one NaN is as good as another."""
+    result = result.cpu()
+    assert result.dtype == want.dtype
+    assert result.isnan().equal(want.isnan())
+    a, b = result.nan_to_num(7.0), want.nan_to_num(7.0)
+    assert a.equal(b)
+    assert a.signbit().equal(b.signbit())
+
+
+def check(ops: Kernels, x: Tensor, window: tuple[Any, Any, Any, bool], last: bool) -> None:
+    *sizes, ceil = window
+    bits = _bits_of(sizes[0])
+    leaf = x.detach().double().requires_grad_()
+    want, index = T.max_pool2d(leaf, *sizes, 1, ceil, True)
+    grad = torch.randn(want.shape).to(x.dtype)
+    y, codes = ops("max_pool2d", x.to(ops.device), *sizes, ceil, bits, last)
+    same(y, want.detach().to(x.dtype))
+    form = torch.channels_last if last else torch.contiguous_format
+    assert y.is_contiguous(memory_format=form)
+    assert codes.dtype is torch.uint8
+    assert codes.shape == (packed_bytes(y.numel(), bits),)
+    arguments = (list(y.shape), x.size(-1), *sizes, bits, last)
+    assert max_pool2d_indices(codes.cpu(), *arguments).equal(index)
+    # Zeros fill up the last block.
+    places = unpack(codes.cpu(), bits, y.numel())
+    assert pack(places, bits).equal(codes.cpu())
+    none = ops("max_pool2d", x.to(ops.device), *sizes, ceil, 0, last)
+    same(none[0], y.cpu())
+    assert none[1].numel() == 0
+    # Sums of float32 and float64 stay in their dtype, in torch's order.
+    leaf = x.detach().to(torch.promote_types(x.dtype, torch.float32)).requires_grad_()
+    T.max_pool2d(leaf, *sizes, 1, ceil).backward(grad.to(leaf.dtype))
+    for g in (grad, grad.mT.contiguous().mT):
+        gradient = ops(
+            "max_pool2d_backward", g.to(ops.device), codes, *x.shape[-2:], *sizes, bits, last
+        )
+        assert gradient.shape == x.shape
+        assert gradient.is_contiguous(memory_format=form)
+        assert leaf.grad is not None
+        same(gradient, leaf.grad.to(x.dtype))
+
+
+def fits(shape: tuple[int, ...], window: tuple[Any, Any, Any, bool]) -> bool:
+    try:
+        T.max_pool2d(torch.zeros(shape), *window[:3], 1, window[3])
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("kind", parameters(SHAPES, "empty"))
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_window(ops: Kernels, window: str, kind: str, last: bool) -> None:
+    shape = SHAPES[kind]
+    if (last and len(shape) == 3) or not fits(shape, WINDOWS[window]):
+        pytest.skip("no such case")
+    few = ("odd", "long rows") if "256" in window else SHAPES.keys() - {"large"}
+    if ops.slow and kind not in few:
+        pytest.skip("slow")
+    for i, dtype in enumerate(DTYPES):
+        if (ops.slow or kind == "large") and i != (len(kind) + len(window)) % 4:
+            continue
+        check(ops, numbers(shape, dtype, last), WINDOWS[window], last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), float("inf"), -0.0, 1.0])
+def test_all_equal(ops: Kernels, value: float, dtype: torch.dtype) -> None:
+    """The first element that is not padding; of NaN the last."""
+    for window in ("2 x 2", "of ResNet", "ceil"):
+        for last in (False, True):
+            x = torch.full((1, 3, 6, 5), value, dtype=dtype)
+            check(
+                ops, x.to(memory_format=torch.channels_last) if last else x, WINDOWS[window], last
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(ops: Kernels, dtype: torch.dtype) -> None:
+    wide = numbers((2, 6, 9, 14), dtype)
+    for x in (
+        wide[:, ::2, 1:, 2:11],
+        numbers((3, 7, 6, 8), dtype).permute(1, 0, 3, 2),
+        numbers((1, 3, 1, 8), dtype).expand(2, 3, 7, 8),
+        numbers((1030,), dtype)[3 : 3 + 2 * 3 * 7 * 8].view(2, 3, 7, 8),
+    ):
+        for last in (False, True):
+            check(ops, x, WINDOWS["of ResNet"], last)
+    x = numbers((2, 6, 8, 9), dtype, True)[:, 1:5]
+    check(ops, x, WINDOWS["2 x 2"], True)
+
+
+def test_mistakes(ops: Kernels) -> None:
+    if not ops.kernel:
+        pytest.skip("plain torch raises what it raises")
+    x = torch.zeros(1, 2, 6, 6, device=ops.device)
+    two, none = [2, 2], [0, 0]
+    for arguments, message in (
+        ((x[0, 0], two, two, none, False, 2, False), r"expected \[N, C, H, W\]"),
+        ((x[0], two, two, none, False, 2, True), r"expected \[N, C, H, W\]"),
+        ((x.int(), two, two, none, False, 2, False), "input must be float32"),
+        ((x, [2], two, none, False, 2, False), "must be two numbers"),
+        ((x, [0, 2], two, none, False, 2, False), "kernel_size must be from 1 to 256"),
+        ((x, two, [1, 0], none, False, 2, False), "stride at least 1"),
+        ((x, two, two, [2, 0], False, 2, False), "at most|half of kernel_size"),
+        ((x, two, two, none, False, 3, False), "bits must be 0, 1, 2, 4 or 8"),
+        ((x, [3, 3], two, none, False, 2, False), "2 bits are too few"),
+        ((x, [7, 7], two, none, False, 8, False), "smaller than a window"),
+        ((x[:, :, :0], two, two, none, False, 2, False), "no pixels"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops("max_pool2d", *arguments)
+    y, codes = ops("max_pool2d", x, two, two, none, False, 2, False)
+    for wrong in (codes[1:], codes.int(), codes.view(1, -1)):
+        with pytest.raises(RuntimeError, match="codes must be the 2-bit codes"):
+            ops("max_pool2d_backward", y, wrong, 6, 6, two, two, none, 2, False)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_opcheck(last: bool) -> None:
+    x = torch.randn(2, 3, 7, 6)
+    rest = ([3, 3], [2, 2], [1, 1])
+    form = torch.channels_last if last else torch.contiguous_format
+    arguments = (x.contiguous(memory_format=form), *rest, True, 4, last)
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.fusedtrain.max_pool2d.default, arguments, test_utils=utils)
+    y, codes = torch.ops.fusedtrain.max_pool2d(*arguments)
+    torch.library.opcheck(
+        torch.ops.fusedtrain.max_pool2d_backward.default,
+        (y, codes, 7, 6, *rest, 4, last), test_utils=utils,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_instruction_set(capability: str) -> None:
+    environment = {**os.environ, "FUSEDTRAIN_CPU_CAPABILITY": capability}
+    file = Path(__file__)
+    code = "import fusedtrain"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    if "this processor" in run.stderr:
+        pytest.skip(f"{capability} is not of this processor")
+    tests = ["-k", "cpu and (every_window or all_equal)", "-q", "-p", "no:cacheprovider"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", str(file), *tests],
+        env=environment, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_number_of_threads_does_not_matter() -> None:
+    before = torch.get_num_threads()
+    x = torch.randn(3, 20, 65, 67)
+    runs = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        y, codes = torch.ops.fusedtrain.max_pool2d(x, [3, 3], [2, 2], [1, 1], False, 4, False)
+        rest = (65, 67, [3, 3], [2, 2], [1, 1], 4, False)
+        runs.append((y, codes, torch.ops.fusedtrain.max_pool2d_backward(y, codes, *rest)))
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet", "stride 1", "ceil", "stride 3, ceil"])
+def test_channel_vectors(ops: Kernels, window: str, dtype: torch.dtype) -> None:
+    """Channels that are whole vectors of 16 bytes, and not; blocks of codes end anywhere."""
+    for shape in ((2, 16, 7, 9), (1, 8, 6, 5), (3, 24, 5, 6), (1, 12, 7, 7)):
+        check(ops, numbers(shape, dtype, True), WINDOWS[window], True)
+
+
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet", "stride 1", "gaps"])
+def test_many_blocks(ops: Kernels, window: str) -> None:
+    """More inputs and outputs than a block of threads has, in either layout."""
+    for i, shape in enumerate(((1, 2, 63, 65), (2, 16, 17, 19))):
+        for last in (False, True):
+            check(ops, numbers(shape, DTYPES[(i + last) % 4], last), WINDOWS[window], last)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("window", "bits"), [("2 x 2", 4), ("2 x 2", 8), ("of ResNet", 8)])
+def test_more_bits_than_the_window_needs(ops: Kernels, window: str, bits: int, last: bool) -> None:
+    x = numbers((2, 16, 6, 7), torch.float16, last).to(ops.device)
+    *sizes, ceil = WINDOWS[window]
+    y, codes = ops("max_pool2d", x, *sizes, ceil, _bits_of(sizes[0]), last)
+    wide_y, wide_codes = ops("max_pool2d", x, *sizes, ceil, bits, last)
+    same(wide_y, y.cpu())
+    few = unpack(codes.cpu(), _bits_of(sizes[0]), y.numel())
+    assert unpack(wide_codes.cpu(), bits, y.numel()).equal(few)
+    grad = torch.randn(y.shape, dtype=torch.float16).to(ops.device)
+    gradients = [
+        ops("max_pool2d_backward", grad, c, 6, 7, *sizes, b, last)
+        for c, b in ((codes, _bits_of(sizes[0])), (wide_codes, bits))
+    ]
+    same(gradients[1], gradients[0].cpu())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("window", ["2 x 2", "of ResNet"])
+def test_slices_of_memory(ops: Kernels, window: str, last: bool) -> None:
+    """Inputs, gradients and codes that begin anywhere in a buffer."""
+    *sizes, ceil = WINDOWS[window]
+    bits = _bits_of(sizes[0])
+    form = torch.channels_last if last else torch.contiguous_format
+
+    def moved(t: Tensor, by: int) -> Tensor:
+        buffer = torch.empty(t.numel() + by, dtype=t.dtype, device=t.device)
+        return buffer[by:].as_strided(t.shape, t.stride()).copy_(t)
+
+    for dtype in DTYPES[::2]:
+        x = numbers((2, 16, 6, 7), dtype, last).to(ops.device)
+        y, codes = ops("max_pool2d", x, *sizes, ceil, bits, last)
+        grad = torch.randn(y.shape).to(ops.device, dtype).contiguous(memory_format=form)
+        want = ops("max_pool2d_backward", grad, codes, 6, 7, *sizes, bits, last)
+        assert want.any()
+        z, again = ops("max_pool2d", moved(x, 1), *sizes, ceil, bits, last)
+        same(z, y.cpu())
+        assert again.equal(codes)
+        for g, c in ((moved(grad, 1), codes), (grad, moved(codes, 1)), (grad, moved(codes, 4))):
+            same(ops("max_pool2d_backward", g, c, 6, 7, *sizes, bits, last), want.cpu())

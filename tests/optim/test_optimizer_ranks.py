@@ -1,0 +1,122 @@
+"""Sharded parameters on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+from helpers.optimizer_steps import alike, assert_close, give_gradients, parameters, started, step
+from helpers.optimizers import NAMES, make
+from helpers.rank_processes import on_two_ranks
+
+MODEL = [(7, 5), (3, 7), (3,), (1,)]  # the last one is empty on one of two ranks
+
+
+def _on_a_rank(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    results: dict[str, Any] = {}
+    for name in NAMES:
+        for kind in (ShardedGradScaler, fusedtrain.amp.GradScaler):
+            values = [p.detach() for p in parameters(torch.float64, MODEL)]
+            p = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+            optimizer = make(name, p, max_grad_norm=1.0, ema_decay=0.9)
+            scaler = started(kind("cpu", init_scale=8.0, growth_interval=1000))
+            scales = []
+            for seed in range(4):
+                whole = parameters(torch.float64, MODEL)
+                give_gradients(whole, seed, scaler.get_scale())
+                for x, y in zip(p, whole, strict=True):
+                    assert y.grad is not None
+                    x.grad = distribute_tensor(y.grad, mesh, [Shard(0)])
+                if seed == 1 and rank == 1:
+                    p[0].grad.to_local()[0, 0] = float("inf")
+                scaler.step(optimizer)
+                skipped = bool(optimizer.last_step_skipped)
+                scaler.update()
+                assert optimizer.grad_norm is not None
+                scales.append((skipped, scaler.get_scale(), float(optimizer.grad_norm)))
+            saved = optimizer.state_dict()["state"]
+            results[f"{name} {kind.__module__}"] = {
+                "params": [x.full_tensor().detach() for x in p],
+                "averages": [saved[i]["ema"].full_tensor() for i in range(len(p))],
+                "scales": scales,
+            }
+    results["FSDP2"] = _fully_sharded()
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def _train(model: nn.Module) -> list[float]:
+    optimizer = make("AdamW", model.parameters(), max_grad_norm=0.1)
+    scaler = started(fusedtrain.amp.GradScaler("cpu", init_scale=8.0))
+    generator = torch.Generator().manual_seed(3)
+    norms = []
+    for number in range(4):
+        x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+        loss = model(x).square().mean()
+        if number == 1:
+            loss = loss * float("inf")
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.grad_norm is not None
+        norms.append(float(optimizer.grad_norm))
+    assert optimizer.skipped_steps == 1
+    return norms
+
+
+def _fully_sharded() -> dict[str, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _small_model()
+    fully_shard(model[0])
+    fully_shard(model)
+    norms = _train(model)
+    return {"params": [x.full_tensor().detach() for x in model.parameters()], "norms": norms}
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
+    on_two_ranks(_on_a_rank, str(tmp_path))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for case in ranks[0]:
+        assert alike(ranks[0][case]["params"], ranks[1][case]["params"]), case
+    for name in NAMES:
+        p = parameters(torch.float64, MODEL)
+        optimizer = make(name, p, max_grad_norm=1.0, ema_decay=0.9)
+        for seed in (0, 2, 3):
+            step(optimizer, p, seed)
+        for kind in (
+            "torch.distributed.fsdp.sharded_grad_scaler",
+            "fusedtrain.amp.grad_scaler",
+        ):
+            results = ranks[0][f"{name} {kind}"]
+            assert [skipped for skipped, _, _ in results["scales"]] == [False, True, False, False]
+            assert [scale for _, scale, _ in results["scales"]] == [8.0, 4.0, 4.0, 4.0]
+            assert_close(results["params"], p, 64)
+            assert_close(results["averages"], [optimizer.state[x]["ema"] for x in p], 64)
+            others = ranks[1][f"{name} {kind}"]["scales"]
+            assert str(results["scales"]) == str(others)  # nan and all
+    model = _small_model()
+    norms = _train(model)
+    assert_close(ranks[0]["FSDP2"]["params"], list(model.parameters()), 64)
+    for ours, want in zip(ranks[0]["FSDP2"]["norms"], norms, strict=True):
+        assert ours == pytest.approx(want, rel=1e-6, nan_ok=True)

@@ -1,0 +1,328 @@
+"""The binaries and the package: symbols, registrations, instruction sets, pure Python, settings."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedtrain
+from fusedtrain.reference import FAMILIES
+from helpers import ROOT, environment
+from helpers.processes import python
+
+PACKAGE = Path(fusedtrain.__file__).parent
+BINARIES = [p for p in (PACKAGE / "_C.so", PACKAGE / "_C_cuda.so") if p.exists()]
+
+
+def without_binaries(code: str) -> str:
+    """The code for a process that finds no binary of the package."""
+    return (
+        "import pathlib\n"
+        "_exists = pathlib.Path.exists\n"
+        "pathlib.Path.exists = lambda p, **k: p.suffix != '.so' and _exists(p, **k)\n" + code
+    )
+
+
+def needs(tool: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        pytest.skip(f"needs {tool} (binutils)")
+    return path
+
+
+def test_the_cpu_binary_is_there() -> None:
+    assert PACKAGE / "_C.so" in BINARIES, fusedtrain.backend_info()
+
+
+def test_an_installation_has_every_module(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
+        cwd=ROOT, check=True, capture_output=True,
+    )  # fmt: skip
+    installed = {path.relative_to(tmp_path / "fusedtrain") for path in tmp_path.rglob("*.py")}
+    assert installed == {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")}
+    assert (tmp_path / "fusedtrain/py.typed").exists()
+
+
+@pytest.mark.parametrize("path", BINARIES, ids=lambda p: p.name)
+def test_no_unstable_symbol_is_needed(path: Path) -> None:
+    run = subprocess.run(
+        [needs("nm"), "-D", "--undefined-only", "-C", str(path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    unstable = [line for line in run.stdout.splitlines() if re.search(r"\b(at|c10)::", line)]
+    assert not unstable
+    assert "Py" not in re.findall(r" U (Py\w*)", run.stdout)
+
+
+@pytest.mark.parametrize("path", BINARIES, ids=lambda p: p.name)
+def test_only_what_is_meant_is_exported(path: Path) -> None:
+    run = subprocess.run(
+        [needs("nm"), "-D", "--defined-only", "-C", str(path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    strong = [line.split()[-1] for line in run.stdout.splitlines() if line.split()[1] in "TDB"]
+    linker = {"__bss_start", "_edata", "_end"}
+    assert [s for s in strong if "fusedtrain" not in s and s not in linker] == []
+
+
+def test_every_schema_has_its_kernel() -> None:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for op in itertools.chain(*FAMILIES.values()):
+        qualified = f"fusedtrain::{op}"
+        assert has(qualified, "CPU"), qualified
+        assert has(qualified, "Meta"), qualified
+        assert has(qualified, "CompositeExplicitAutograd"), qualified
+
+
+def test_every_op_has_its_family() -> None:
+    names = torch._C._dispatch_get_all_op_names()
+    ops = {name.removeprefix("fusedtrain::") for name in names if name.startswith("fusedtrain::")}
+    made_of_others = {"batch_norm_act_functional"}
+    assert ops - made_of_others == set(itertools.chain(*FAMILIES.values()))
+
+
+def test_wide_registers_stay_in_their_units() -> None:
+    """zmm only in avx512 functions, ymm only there and in avx2 ones: no SIGILL elsewhere."""
+    run = subprocess.run(
+        [needs("objdump"), "-d", "-C", "--no-show-raw-insn", str(PACKAGE / "_C.so")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    if "x86-64" not in run.stdout[:400]:
+        pytest.skip("not an x86-64 binary")
+    function, seen = "", set()
+    for line in run.stdout.splitlines():
+        if line.endswith(">:"):
+            function = line
+        elif "%zmm" in line:
+            seen.add("zmm")
+            assert "avx512" in function, function
+        elif "%ymm" in line:
+            seen.add("ymm")
+            assert "avx512" in function or "avx2" in function, function
+    assert seen == {"zmm", "ymm"}
+
+
+NUMBERS = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fusedtrain, fusedtrain.functional as F
+    assert not caught, [str(w.message) for w in caught]
+    from helpers.activations import public
+    from fusedtrain.reference import ACTIVATIONS
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for row in ACTIVATIONS.values():
+            x = (torch.randn(5, 7) * 3).to(dtype).requires_grad_()
+            y = public(row)(x)
+            g = torch.randn_like(y)
+            (gx,) = torch.autograd.grad(y, x, g)
+            wide = x.detach().double().requires_grad_()
+            z = row.eager(wide)
+            (gz,) = torch.autograd.grad(z, wide, g.double())
+            limit = 8 * torch.finfo(dtype).eps if dtype != torch.float64 else 1e-7
+            for a, b in ((y, z), (gx, gz)):
+                assert ((a.double() - b).abs() <= limit * b.abs().clamp_min(1)).all(), row.name
+    a = torch.randn(4)
+    b = F.mish(a)
+    assert F.mish(a, inplace=True) is a and torch.equal(a, b)
+print([str(w.message) for w in caught])
+"""
+
+
+def test_pure_python_gives_right_numbers_and_one_warning() -> None:
+    run = python(without_binaries(NUMBERS))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("plain-torch reference used on cpu") == 1
+    assert "_C.so was not built" in run.stdout
+
+
+STEP = """
+import warnings, torch, fusedtrain
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.full((3,), 2.0)
+        fusedtrain.optim.SGD([p], lr=0.5, max_grad_norm=1e9, ema_decay=0.5).step()
+        assert torch.equal(p, torch.zeros(3)), p
+print([str(w.message) for w in caught])
+"""
+
+
+def test_pure_python_steps_and_says_so_once() -> None:
+    run = python(without_binaries(STEP))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("plain-torch reference used on cpu") == 1
+
+
+def test_reference_backend_is_plain_torch_everywhere_and_silent() -> None:
+    run = python(
+        NUMBERS + "\nprint(fusedtrain.backend_info())",
+        FUSEDTRAIN_BACKEND="reference", FUSEDTRAIN_REQUIRE="",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "plain-torch reference used" not in run.stdout
+    assert run.stdout.count("not loaded: FUSEDTRAIN_BACKEND=reference") == 3
+
+
+def test_a_file_that_does_not_load_is_named() -> None:
+    code = """
+import torch
+def fail(path):
+    raise OSError("undefined symbol: something")
+torch.ops.load_library = fail
+import fusedtrain
+print(fusedtrain.backend_info())
+"""
+    run = python(code)
+    assert "undefined symbol: something" in run.stdout, run.stderr
+    assert torch.__version__ in run.stdout
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_forced_capability(capability: str) -> None:
+    code = NUMBERS + "\nprint(fusedtrain.backend_info().backends['cpu'].architectures)"
+    run = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
+    if run.returncode != 0 and "this processor" in run.stderr:
+        pytest.skip(f"this processor has no {capability}")
+    assert run.returncode == 0, run.stderr
+    assert f"('{capability}',)" in run.stdout
+
+
+def test_capabilities_agree(tmp_path: Path) -> None:
+    """The three units differ by roundings (FMA) only."""
+    results = {}
+    for capability in ("default", "avx2", "avx512"):
+        path = tmp_path / f"{capability}.pt"
+        code = f"""
+import torch, fusedtrain
+from helpers.activations import public
+from fusedtrain.reference import ACTIVATIONS
+x = torch.linspace(-9, 9, 4001)
+torch.save({{n: public(r)(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
+"""
+        run = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
+        if run.returncode == 0:
+            results[capability] = torch.load(path)
+        else:
+            assert "this processor" in run.stderr, run.stderr
+    for other in results.values():
+        for name, y in other.items():
+            torch.testing.assert_close(y, results["default"][name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"FUSEDTRAIN_CPU_CAPABILITY": "sse9"}, "FUSEDTRAIN_CPU_CAPABILITY='sse9'"),
+        ({"FUSEDTRAIN_REQUIRE": "cuda"}, "FUSEDTRAIN_REQUIRE=cuda"),
+        ({"FUSEDTRAIN_REQUIRE": "tpu"}, "FUSEDTRAIN_REQUIRE='tpu'"),
+        ({"FUSEDTRAIN_BACKEND": "cuda"}, "FUSEDTRAIN_BACKEND=cuda"),
+        ({"FUSEDTRAIN_BACKEND": "triton"}, "FUSEDTRAIN_BACKEND=triton"),
+        ({"FUSEDTRAIN_BACKEND": "metal"}, "FUSEDTRAIN_BACKEND='metal': must be one of cuda"),
+        (
+            {"FUSEDTRAIN_CPU_CAPABILITY": "avx512", "ATEN_CPU_CAPABILITY": "default"},
+            "allows default only",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_met_are_errors(setting: dict[str, str], words: str) -> None:
+    if {"cuda", "triton"} & set(setting.values()) and torch.version.cuda is not None:
+        pytest.skip("CUDA can be met here")
+    if "ATEN_CPU_CAPABILITY" in setting:  # torch reads it once
+        run = subprocess.run(
+            [sys.executable, "-c", "import fusedtrain"], env=environment(**setting),
+            capture_output=True, text=True,
+        )  # fmt: skip
+    else:
+        run = python("import fusedtrain", **setting)
+    assert run.returncode != 0
+    assert words in run.stderr
+
+
+def test_required_backend_missing_is_an_error() -> None:
+    run = python(without_binaries("import fusedtrain"), FUSEDTRAIN_REQUIRE="cpu")
+    assert run.returncode != 0
+    assert "FUSEDTRAIN_REQUIRE=cpu: _C.so was not built" in run.stderr
+
+
+def test_import_is_quick_and_silent(tmp_path: Path) -> None:
+    """With bytecode, as pip leaves it; without, the modules are compiled for 0.1 s more."""
+    code = f"""
+import sys, time, warnings
+import torch
+sys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    start = time.process_time()
+    import fusedtrain
+    print(time.process_time() - start)
+"""
+    seconds = []
+    while not seconds or (min(seconds) >= 0.15 and len(seconds) < 5):
+        run = python(code)
+        assert run.returncode == 0, run.stderr
+        seconds.append(float(run.stdout))
+    # The target is 0.05 s of an idle core.
+    assert min(seconds) < 0.15, seconds
+
+
+def test_info_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "fusedtrain", "info"], capture_output=True, text=True, check=True
+    )
+    for word in ("cpu", "cuda", "triton", "reference", torch.__version__):
+        assert word in run.stdout
+    assert str(fusedtrain.backend_info()) == run.stdout.strip()
+    run = python(
+        "import runpy, sys\n"
+        "sys.argv = ['fusedtrain', 'nonsense']\n"
+        "runpy.run_module('fusedtrain', run_name='__main__')"
+    )
+    assert run.returncode == 2
+    assert "invalid choice" in run.stderr
+
+
+def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py build_ext on a copy of the sources."""
+    for name in ("csrc", "fusedtrain"):
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        capture_output=True, text=True, cwd=tmp_path, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_without_a_compiler_the_build_is_pure_python_and_says_so(tmp_path: Path) -> None:
+    run = build(tmp_path, CXX="no-such-compiler", FUSEDTRAIN_CUDA="0", FUSEDTRAIN_REQUIRE="")
+    assert run.returncode == 0, run.stderr
+    assert "no C++ compiler found" in run.stderr
+    assert "pure Python" in run.stderr
+    assert not (tmp_path / "fusedtrain" / "_C.so").exists()
+    assert "no C++ compiler found" in (tmp_path / "fusedtrain" / "_build_info.json").read_text()
+
+
+def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:
+    run = build(tmp_path, CXX="false", FUSEDTRAIN_CUDA="0", FUSEDTRAIN_REQUIRE="")
+    assert run.returncode == 0, run.stderr
+    assert "the compiler failed" in run.stderr
+
+
+def test_required_file_that_cannot_be_built_fails(tmp_path: Path) -> None:
+    run = build(tmp_path, CXX="no-such-compiler", FUSEDTRAIN_CUDA="0", FUSEDTRAIN_REQUIRE="cpu")
+    assert run.returncode != 0
+    assert "_C.so is required: no C++ compiler found" in run.stderr

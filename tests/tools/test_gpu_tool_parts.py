@@ -1,0 +1,374 @@
+"""The parts of `make gpu`: every one cut in its middle, killed, and gone on with; what they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.gpu_project import DEADLINE, JUMP, ROOT, Project
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import _gpu_machine
+import _gpu_numbers
+import _gpu_parts
+import gpu
+from _gpu_plugin import kind_of
+from _gpu_steps import Context
+
+# Names of backends are names of parts here.
+pytestmark = pytest.mark.launches_nothing("kernels run in other processes, if at all")
+
+H200 = _gpu_machine.Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
+NAMES = ("cuda-1", "cuda-2", "triton-1", "triton-2", "cpu-1", "cpu-2")
+# The last one of a step's tests, by their kind.
+LAST = {"cuda": "cuda-2", "triton": "triton-2", "rest": "cpu-2", "": "cpu-2"}
+
+
+class Rehearsal:
+    """A machine with a GPU, and the parts with tests of a small project in the place of ours."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.project = Project(folder, *NAMES)
+        (self.project.folder / "benchmarks").mkdir()
+        self.built = ["done"]
+        real = _gpu_parts.parts(H200, False)
+
+        def parts(m: object, whole: bool) -> dict[str, _gpu_parts.Part]:
+            command = self.project.step().command
+            for part in real.values():
+                part.steps = [dataclasses.replace(s, command=command) for s in part.steps]
+            return real
+
+        for name in ("bench", "compile"):  # two families are enough
+            if not real[name].skip:
+                real[name].steps = real[name].steps[:2]
+        if not real["sanitize"].steps:  # no compute-sanitizer here
+            step = self.project.step("memcheck")
+            real["sanitize"] = _gpu_parts.Part("sanitize", "", [step])
+        monkeypatch.setattr(gpu, "parts", parts)
+        monkeypatch.setattr(gpu, "sanitizer_refuses", lambda c, deadline: False)
+        monkeypatch.setattr(_gpu_machine, "build", lambda c, m, end: self.built[0])
+        monkeypatch.setattr(_gpu_machine, "kernels", lambda gpu: "GPU run without _C_cuda.so: why")
+        monkeypatch.setattr(_gpu_machine, "tree_key", lambda m: "tree")
+        monkeypatch.setenv("RESULTS_DIR", str(self.project.results))
+        self.parts = real
+
+    def call(self, *names: str, seconds: float = 0.0) -> int:
+        """A call of the tool that may take so many seconds of the clock."""
+        self.project.lines.clear()
+        c, minutes = self.project.context(), seconds / 60
+        return gpu.Call(c, H200, self.project.results, minutes).run([*names], False, False)
+
+    def log(self) -> str:
+        return "\n".join(self.project.lines)
+
+
+@pytest.fixture
+def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
+    return Rehearsal(tmp_path, monkeypatch)
+
+
+# Of the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small ones.
+LONG = {name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "compile")}
+
+
+@pytest.mark.parametrize("name", [LONG.get(name, name) for name in gpu.NAMES])
+def test_every_part_is_cut_in_its_middle_and_killed_and_goes_on(
+    rehearsal: Rehearsal, name: str
+) -> None:
+    if rehearsal.parts[name].skip:
+        pytest.skip(rehearsal.parts[name].skip)
+    project, steps = rehearsal.project, rehearsal.parts[name].steps
+    first, last = steps[0].name, LAST[steps[0].kind]
+    project.does(last, "slow")
+    assert rehearsal.call(name, seconds=DEADLINE) == 2
+    log = rehearsal.log()
+    assert f"== gpu-{name}: NVIDIA H200, sm_90, torch 2.11.0+cu130" in log
+    assert "GPU run without _C_cuda.so: why" in log
+    assert f"NOT RUN: {first}: test_small.py::test_it[{last}]" in log
+    assert "the same command goes on" in log
+    xml = (project.results / "nvidia-h200-gpu.xml").read_text()
+    assert xml.count("not run: the part was cut") >= 1
+    begun = project.ran()
+    assert begun.count(last) == 1
+
+    project.does(last, "SIGKILL")
+    assert rehearsal.call(name) == 1
+    for step in steps:
+        name_of_last = LAST[step.kind]
+        expected = "crashed" if name_of_last == last else "passed"
+        assert project.outcomes(step.name)[name_of_last] == expected, step.name
+    assert set(project.outcomes(first).values()) == {"passed", "crashed"}
+    # Nothing ran twice but what was cut; the steps behind the first had not begun.
+    of_first = [n for n in project.ran() if n in project.outcomes(first)]
+    if len(steps) == 1:
+        assert sorted(of_first) == sorted([*project.outcomes(first), last])
+    done = len(project.ran())
+    assert rehearsal.call(name) == 1  # of what failed, too, nothing runs again
+    assert len(project.ran()) == done
+    assert f"FAILED: {first}: test_small.py::test_it[{last}]: crashed" in rehearsal.log()
+
+
+def test_a_call_that_is_over_begins_no_part(rehearsal: Rehearsal) -> None:
+    assert rehearsal.call("cuda", "rest", seconds=40) == 2
+    assert rehearsal.log().count("not begun: the time of this call is up") == 2
+    assert rehearsal.project.ran() == []
+
+
+def test_all_parts_in_one_call(rehearsal: Rehearsal) -> None:
+    assert rehearsal.call("cuda", "rest") == 0
+    assert sorted(rehearsal.project.ran()) == ["cpu-1", "cpu-2", "cuda-1", "cuda-2"]
+    assert rehearsal.project.lines[-1].startswith("make gpu: done")
+
+
+@pytest.mark.parametrize(("built", "code"), [("cut", 2), ("broken", 1)])
+def test_nothing_is_tested_that_is_not_built(rehearsal: Rehearsal, built: str, code: int) -> None:
+    rehearsal.built[0] = built
+    assert rehearsal.call("cuda") == code
+    assert rehearsal.project.ran() == []
+
+
+# --- the build ---
+
+SETUP = """
+import os, pathlib, sys, time
+root = pathlib.Path(__file__).parent
+with (root / "builds").open("a") as log:
+    print(os.environ.get("FUSEDTRAIN_CUDA_ARCHS"), os.environ["FUSEDTRAIN_REQUIRE"], file=log)
+if (root / "slow").exists():
+    time.sleep(100)
+if (root / "killed").exists():
+    os.kill(os.getpid(), 9)
+for name in ("_C.so", "_build_info.json", "_C_cuda.so"):
+    (root / "fusedtrain" / name).touch()
+"""
+
+
+@pytest.mark.long  # 100 s; on a busy machine the build may end before the clock is looked at
+def test_a_build_is_cut_killed_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, "a")
+    folder = project.folder
+    for name in ("csrc", "fusedtrain"):
+        (folder / name).mkdir()
+    (folder / "csrc/a.cu").write_text("kernel")
+    (folder / "setup.py").write_text(SETUP)
+    monkeypatch.setattr(_gpu_machine, "ROOT", folder)
+    monkeypatch.setattr(_gpu_machine, "find_nvcc", lambda: "/somewhere/nvcc")
+    c = project.context()
+    builds = folder / "builds"
+    (folder / "slow").touch()
+    c.clock = lambda: JUMP if builds.exists() else 0.0
+    assert _gpu_machine.build(c, H200, DEADLINE) == "cut"
+    (folder / "slow").rename(folder / "killed")
+    assert _gpu_machine.build(c, H200, float("inf")) == "broken"
+    (folder / "killed").unlink()
+    for _ in range(2):
+        assert _gpu_machine.build(c, H200, float("inf")) == "done"
+    assert builds.read_text().splitlines() == ["90 cpu,cuda"] * 3
+    os.utime(folder / "csrc/a.cu", (0, time.time() + 60))  # a copy of the checkout has new times
+    assert _gpu_machine.build(c, H200, float("inf")) == "done"
+    assert len(builds.read_text().splitlines()) == 3
+    for change in ("source", "file", "gpu"):
+        if change == "source":
+            (folder / "csrc/a.cu").write_text("another kernel")
+        elif change == "file":
+            (folder / "fusedtrain/_C_cuda.so").unlink()
+        m = dataclasses.replace(H200, arch="100") if change == "gpu" else H200
+        before = len(builds.read_text().splitlines())
+        assert _gpu_machine.build(c, m, float("inf")) == "done"
+        assert len(builds.read_text().splitlines()) == before + 1, change
+
+
+def test_a_machine_without_nvcc_builds_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = Project(tmp_path, "a")
+    (project.folder / "fusedtrain").mkdir()
+    (project.folder / "setup.py").write_text(SETUP)
+    monkeypatch.setattr(_gpu_machine, "ROOT", project.folder)
+    monkeypatch.setattr(_gpu_machine, "find_nvcc", lambda: "")
+    assert _gpu_machine.build(project.context(), H200, float("inf")) == "done"
+    assert (project.folder / "builds").read_text() == "90 cpu\n"
+
+
+def test_the_first_line_says_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {
+        (True, "loaded (sm_90, PTX 90)"): "_C_cuda.so loaded (sm_90, PTX 90)",
+        (False, "not loaded: no nvcc"): "GPU run without _C_cuda.so: not loaded: no nvcc",
+    }
+    for answer, line in words.items():
+        monkeypatch.setattr(_gpu_machine, "_ask", lambda code, answer=answer: list(answer))
+        assert _gpu_machine.kernels("H200") == line
+    monkeypatch.setattr(_gpu_machine, "_ask", lambda code: "Traceback\nImportError: no torch")
+    assert "ImportError: no torch" in _gpu_machine.kernels("H200")
+
+
+def test_the_tool_finds_nvcc_as_the_build_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("nvcc", "compute-sanitizer"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FUSEDTRAIN_CUDA", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert _gpu_machine.find_nvcc() == str(tmp_path / "bin/nvcc")
+    assert _gpu_machine.find_sanitizer() == str(tmp_path / "bin/compute-sanitizer")
+
+
+def test_workers_fit_the_gpu() -> None:
+    memory = {80: 8, 24: 3, 6: 1}
+    for size, most in memory.items():
+        m = dataclasses.replace(H200, memory=size << 30)
+        assert 1 <= m.workers == min(most, os.cpu_count() or 2)
+
+
+# --- which tests there are ---
+
+# As on a machine with a GPU, as far as names go.
+PRETEND = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda *a: (9, 0)
+"""
+
+
+def collected(tmp_path: Path, *tests: str) -> set[str]:
+    """The names of tests, as if there were a GPU."""
+    (tmp_path / "pretend_gpu.py").write_text(PRETEND)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    env["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(ROOT)))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "pretend_gpu",
+         "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return {line for line in run.stdout.splitlines() if "::" in line}
+
+
+def test_sanitized_tests_exist(tmp_path: Path) -> None:
+    names = [name for names in _gpu_parts.SANITIZED.values() for name in names]
+    assert collected(tmp_path, *names) == set(names)
+    assert len(set(names)) == len(names)
+    assert {kind_of(name) for name in names} == {"cuda"}
+
+
+def test_every_kernel_file_is_sanitized() -> None:
+    files = {p.stem for p in (ROOT / "csrc/cuda").glob("*.cu")}
+    assert _gpu_parts.SANITIZED.keys() == files
+
+
+@pytest.mark.long  # collects half of the suite
+def test_the_files_of_a_part_have_all_of_its_tests(tmp_path: Path) -> None:
+    # Of files without these words no test can be named after a backend.
+    paths = [
+        str(p.relative_to(ROOT))
+        for p in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search("cuda|triton|BACKENDS|_kernels", p.read_text())
+    ]
+    names = collected(tmp_path, *paths)
+    for kind in ("cuda", "triton"):
+        files = {name.partition("::")[0] for name in names if kind_of(name) == kind}
+        assert files
+        assert files <= set(_gpu_parts.files_of(kind))
+
+
+def test_benchmarks_come_in_their_order() -> None:
+    pytest.importorskip("pytest_benchmark")
+    from benchmarks.harness.store import FAMILIES
+
+    assert sorted(_gpu_parts.FAMILIES) == list(FAMILIES)
+    bench, compiled = (_gpu_parts.parts(H200, False)[n].steps for n in ("bench", "compile"))
+    assert [s.name for s in bench[:2]] == ["bench amp_step", "bench batch_norm"]
+    assert all("--no-compile" in s.command for s in bench)
+    assert all("--only-compile" in s.command for s in compiled)
+    assert bench[-1].environment == {"FUSEDTRAIN_BACKEND": "triton"}
+    whole = _gpu_parts.parts(H200, True)["triton"].steps
+    assert [(s.name, s.sample) for s in whole] == [
+        ("triton whole", False), ("triton backend whole", False),
+    ]  # fmt: skip
+
+
+# --- numbers ---
+
+
+def rows(path: Path) -> Path:
+    def entry(op: str, numel: int, speed: float) -> dict[str, object]:
+        info = {"op": op, "pass": "forward", "dtype": "float16", "numel": numel,
+                "gb_per_s": {"fusedtrain": speed}, "percent_of_copy": 80.0}  # fmt: skip
+        return {"fullname": f"benchmarks/bench_pool.py::t[{op}{numel}]", "extra_info": info}
+
+    network = {"fullname": "benchmarks/bench_memory.py::t", "extra_info": {"op": "memory"}}
+    entries = [entry("a", 10, 900.0), entry("a", 1000, 300.0), entry("b", 7, 50.0), network]
+    path.write_text(json.dumps({"benchmarks": entries}))
+    return path
+
+
+def test_the_measured_column_stands_beside_the_prediction(tmp_path: Path) -> None:
+    table = {("pool", "", "", ""): 600.0, ("pool", "b", "forward", ""): 100.0}
+    lines = _gpu_numbers.table(rows(tmp_path / "r.json"), table)
+    assert "computed, not measured" in lines[0]
+    assert [line.split() for line in lines[2:]] == [
+        ["pool", "a", "forward", "float16", "1000", "300.0", "80", "600", "50%"],
+        ["pool", "b", "forward", "float16", "7", "50.0", "80", "100", "50%"],
+    ]
+    (line,) = [ln for ln in _gpu_numbers.table(tmp_path / "r.json", {}) if " b " in ln]
+    assert line.split()[-2:] == ["-", "-"]
+    assert "no row" in _gpu_numbers.table(tmp_path / "none.json", table)[0]
+
+
+def test_predictions_are_those_of_the_file_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "occupancy", raising=False)
+    (tmp_path / "occupancy.py").write_text(
+        "def predictions(gpu, arch): return {('pool', gpu, arch, ''): 1.0}"
+    )
+    assert _gpu_numbers.predictions("H200", "90") == {("pool", "H200", "90", ""): 1.0}
+    monkeypatch.delitem(sys.modules, "occupancy", raising=False)
+
+
+def test_rows_are_in_both_folders(tmp_path: Path) -> None:
+    """The folder of the results is a new one at this call, or the machine is."""
+    results, kept = tmp_path / "results", tmp_path / "build/gpu/results"
+    results.mkdir()
+    rows(results / "h200.json")
+    gpu.share("h200*.json", results, kept)
+    (results / "h200.json").unlink()
+    (kept / "h200-triton-some.json").write_text("{}")
+    gpu.share("h200*.json", results, kept)
+    for folder in (results, kept):
+        assert sorted(p.name for p in folder.iterdir()) == ["h200-triton-some.json", "h200.json"]
+
+
+def test_rows_of_an_older_run_go_when_a_family_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a row of an op that is wrong now would stay."""
+    project = Project(tmp_path, "a")
+    c: Context = project.context()
+    c.state = tmp_path / "nvidia-h200"
+    project.results.mkdir(exist_ok=True)
+    monkeypatch.setenv("RESULTS_DIR", str(project.results))
+    path = rows(project.results / "nvidia-h200.json")
+    names = [e["fullname"] for e in json.loads(path.read_text())["benchmarks"]]
+    for name, outcome in zip(names, ("passed", "failed"), strict=False):
+        c.journal.append("test", "bench pool", id=name, outcome=outcome, seconds=1, message="")
+    gpu.drop_old_rows(c, "bench pool")
+    kept = [e["fullname"] for e in json.loads(path.read_text())["benchmarks"]]
+    assert kept == [names[0], "benchmarks/bench_memory.py::t"]
