@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,21 @@ def write(path: Path, state: dict[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def death(folder: Path) -> Path:
+    """Where the worker of this folder reads at which share of its next checkpoint it dies."""
+    return folder / "death"
+
+
+def die_while_writing(path: Path, state: dict[str, Any], share: float) -> None:
+    """Writes the first `share` of what `write` would write, and kills this process."""
+    whole = io.BytesIO()
+    torch.save(state, whole)
+    with open(temporary(path), "wb") as file:
+        file.write(whole.getbuffer()[: int(share * whole.tell())])
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -38,10 +38,12 @@ class Process:
         self.ended: int | None = None
         self._read = 0
         self._left: int | None = None  # when an unfinished checkpoint was last written to
+        self.dying = False  # has been asked to die while it writes its next checkpoint
         self._arguments = [str(folder), *arguments]
         self.start()
 
     def start(self) -> None:
+        self.dying = False
         self._process = multiprocessing.get_context("fork").Process(
             target=_work, args=(self._arguments, self.folder / "errors.txt"), daemon=True
         )
@@ -54,15 +56,16 @@ class Process:
     def writing(self) -> int | None:
         """How many bytes of a checkpoint are written so far; None while none is being written."""
         try:
-            found = checkpoint.temporary(self.folder / "checkpoint.pt").stat()
+            status = checkpoint.temporary(self.folder / "checkpoint.pt").stat()
         except FileNotFoundError:
             return None
-        # A process that was killed may have left its own, which the next one finds.
-        return None if found.st_mtime_ns == self._left else found.st_size
+        # A killed process may have left its temporary file, which the next process finds.
+        return None if status.st_mtime_ns == self._left else status.st_size
 
     def look(self) -> None:
         """Reads what the log has got; raises where the process has failed."""
-        alive = self._process.is_alive()
+        killed = self.dying and self._process.exitcode == -signal.SIGKILL
+        alive = killed or self._process.is_alive()
         log = self.folder / "log.jsonl"
         if log.exists():
             with open(log, "rb") as file:
@@ -80,6 +83,19 @@ class Process:
         if not alive and self.ended is None:
             errors = (self.folder / "errors.txt").read_text()
             raise SoakError(f"a worker ended with status {self._process.exitcode}:\n{errors}")
+
+    def die_while_writing(self, share: float) -> None:
+        """The process shall get its SIGKILL where this share of its next checkpoint is written.
+
+        A look from outside would come too late on a busy machine: a checkpoint takes a millisecond.
+        """
+        request = checkpoint.death(self.folder)
+        request.with_suffix(".new").write_text(str(share))
+        request.with_suffix(".new").replace(request)
+        self.dying = True
+
+    def dead(self) -> bool:
+        return not self._process.is_alive()
 
     def kill(self) -> str:
         """SIGKILL; where it hit, in words."""
@@ -127,10 +143,10 @@ class Outcome:
 
     def failures(self) -> list[str]:
         """What a user must know, in words."""
-        found = list(self.differences)
+        messages = list(self.differences)
         if self.growth is not None and self.growth.too_much:
-            found.append(f"memory grows: {self.growth}")
-        return found
+            messages.append(f"memory grows: {self.growth}")
+        return messages
 
 
 def differences(reference: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -162,6 +178,10 @@ class Killer:
 
     def visit(self, process: Process, share: float) -> None:
         """Kills the process and starts it again, where it is time."""
+        if process.dying:
+            if process.dead():
+                self._restart(process)
+            return
         if (
             len(self.done) == len(self._shares)
             or share < self._shares[len(self.done)]
@@ -170,12 +190,12 @@ class Killer:
         ):
             return
         if len(self.done) % 2 == 1:
-            until = time.monotonic() + 0.05
-            while process.writing() is None:
-                if time.monotonic() > until:
-                    return  # look at the other process, then come back
+            process.die_while_writing(self._random.random())
         else:
             time.sleep(self._random.uniform(0, 0.03))
+            self._restart(process)
+
+    def _restart(self, process: Process) -> None:
         hit = process.kill()
         if not hit:
             return

@@ -55,6 +55,7 @@ def main(argv: Sequence[str]) -> None:
     images = torch.load(args.images, weights_only=True)
     run = Training(RECIPES[args.recipe], (images["pixels"], images["labels"]), args.seed)
     path, end = args.folder / "checkpoint.pt", args.folder.parent / "end"
+    death = checkpoint.death(args.folder)
     log = Log(args.folder / "log.jsonl")
     saved = checkpoint.read(path)
     if saved is not None:
@@ -74,5 +75,9 @@ def main(argv: Sequence[str]) -> None:
         if run.done % args.look_every == 0:
             log.write(memory=memory.sample(run.done))
         if run.done % args.save_every == 0:
+            if death.exists():
+                share = float(death.read_text())
+                death.unlink()
+                checkpoint.die_while_writing(path, run.state_dict(), share)
             checkpoint.write(path, run.state_dict())
     log.write(end=run.done)
