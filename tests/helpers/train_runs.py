@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
+QUICK += ["--model", "resnet18", "--optimizer", "sgd", "--clip", "off", "--ema", "off"]
 QUICK += ["--device", "cpu", "--no-progress", "--threads", "1"]
 
 
