@@ -12,8 +12,7 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _recompute
 from .._calls import apply_of, autocasts, takes
 from .._graph.fx import handle as _handle
-from ..reference import ACTIVATIONS, Activation
-from ..reference import activations as _reference
+from ..reference import ACTIVATIONS, Activation, activations as _reference
 from ._library import define, op
 from .activations import check_all_meta
 

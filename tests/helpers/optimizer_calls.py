@@ -17,8 +17,7 @@ from fusedtrain.reference import RULES
 from fusedtrain.reference.optimizers import GroupOptions, StepOptions
 from helpers.backends import same_bits
 from helpers.optimizer_cases import RULE_NAMES
-from helpers.optimizers import NAMES, class_of
-from helpers.optimizers import RULES as OF_RULES
+from helpers.optimizers import NAMES, RULES as OF_RULES, class_of
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 FINITE, GRADIENTS, PARAMETERS = 1, 2, 4  # what a step measures

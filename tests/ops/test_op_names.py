@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtrain.reference import ACTIVATIONS, FAMILIES
-from fusedtrain.reference import optimizers as reference_of_optimizers
+from fusedtrain.reference import ACTIVATIONS, FAMILIES, optimizers as reference_of_optimizers
 
 OPS = [(family, op) for family, ops in FAMILIES.items() for op in ops]
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -97,8 +97,7 @@ def check_code(compiled: Any, loads: int, stores: int) -> None:
 def check_launches() -> None:
     """With a driver that does nothing: one compilation for all tensors, sizes and options."""
     driver = fake_driver()
-    from fusedtrain.triton import OPS, scaling
-    from fusedtrain.triton import optimizers as m
+    from fusedtrain.triton import OPS, optimizers as m, scaling
 
     options: dict[str, Any] = {"measures": 7, "trial": 1, "average_weight": 0.1, "stochastic": 1}
     for i, shapes in enumerate([[(1,)], [(5, 7), (4,)], [(100000,), (3, 0), (16,)]]):
@@ -135,8 +134,7 @@ def registers(ptx: str) -> int:
 
 
 def check_target(target: str, rules: str) -> None:
-    from fusedtrain.triton import optimizers as m
-    from fusedtrain.triton import scaling as s
+    from fusedtrain.triton import optimizers as m, scaling as s
     from fusedtrain.triton._optimizer_tables import Kind
 
     if TARGETS[target][0] == "hip":
