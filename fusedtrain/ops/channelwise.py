@@ -20,9 +20,6 @@ __all__ = ["prelu", "star_relu"]
 
 
 def _define(row: Activation) -> None:
-    parameters = "".join(f", Tensor {p}" for p in row.parameters)
-    gradients = ", ".join(["Tensor"] * (1 + len(row.parameters)))
-
     def fake(input: Tensor, *parameters: Tensor) -> Tensor:
         check_all_meta(row.name, input, *parameters)
         return torch.empty_like(input)
@@ -31,9 +28,8 @@ def _define(row: Activation) -> None:
         check_all_meta(row.name, grad, saved, *parameters)
         return tuple(map(torch.empty_like, (saved, *parameters)))
 
-    backward = f"(Tensor grad, Tensor {row.saves}{parameters}) -> ({gradients})"
-    define(row.name, f"(Tensor input{parameters}) -> Tensor", row.forward, fake)
-    define(f"{row.name}_backward", backward, row.backward, fake_backward)
+    define(row.name, row.forward, fake)
+    define(f"{row.name}_backward", row.backward, fake_backward)
 
 
 class ChannelKernel:
