@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from helpers import ROOT
 from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels
 from helpers.launches import parameters
+
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 # kernel_size, stride, padding, ceil_mode
 WINDOWS: dict[str, tuple[Any, Any, Any, bool]] = {
@@ -64,13 +65,6 @@ def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kern
     if not all(map(kernels.has, FAMILIES["pool"])):
         pytest.skip(f"{request.param} has no pooling")
     return kernels
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, last: bool = False) -> Tensor:
