@@ -52,8 +52,8 @@ class NormalizeImages(nn.Module):
         memory_format: MemoryFormat = torch.preserve_format,
     ) -> None:
         super().__init__()
-        self.mean = _images.numbers_of(_reference.mean_or_imagenet(mean))
-        self.std = _images.numbers_of(_reference.std_or_imagenet(std))
+        self.mean = _images.numbers_of(_reference.IMAGENET_MEAN if mean is None else mean)
+        self.std = _images.numbers_of(_reference.IMAGENET_STD if std is None else std)
         self.dtype, self.memory_format = dtype, memory_format
         _reference.check_formats(dtype, memory_format)
         made = self._made(torch.get_default_device())

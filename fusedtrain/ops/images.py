@@ -17,6 +17,8 @@ from .. import _calls
 from .._graph.fx import handle as _handle
 from ..reference import images as _reference
 from ..reference.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     MemoryFormat,
     Numbers,
     check_coefficients,
@@ -87,13 +89,13 @@ def _refuse(input: Any) -> None:
     raise TypeError(f"input: expected a torch.Tensor of uint8, got {name}{remedy}")
 
 
-def _coefficients(
-    input: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
-) -> Tensor:
+def _coefficients(input: Tensor, mean: Numbers, std: Numbers, dtype: torch.dtype) -> Tensor:
+    means = mean if type(mean) is tuple else numbers_of(mean)
+    stds = std if type(std) is tuple else numbers_of(std)
     try:
-        return coefficients_of(mean, std, input.size(-3), input.device, dtype)
+        return coefficients_of(means, stds, input.size(-3), input.device, dtype)
     except ValueError as error:
-        hint = layout_hint(input, max(len(mean), len(std)))
+        hint = layout_hint(input, max(len(means), len(stds)))
         raise ValueError(f"{error}{hint}") from None
 
 
@@ -196,9 +198,11 @@ def normalize_images(
         _refuse(input)
     check_input(input)
     check_formats(dtype, memory_format)
-    channels, mean, std = input.size(-3), mean_or_imagenet(mean), std_or_imagenet(std)
+    channels = input.size(-3)
+    mean = IMAGENET_MEAN if mean is None else mean
+    std = IMAGENET_STD if std is None else std
     if _kernel_takes(input):
-        numbers = _coefficients(input, numbers_of(mean), numbers_of(std), dtype)
+        numbers = _coefficients(input, mean, std, dtype)
     else:
         wide_mean = vector_of("mean", _traceable(mean), channels, input.device)
         wide_std = vector_of("std", _traceable(std), channels, input.device)

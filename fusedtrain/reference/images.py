@@ -22,6 +22,9 @@ else:  # types that TorchScript knows
     MemoryFormat = int
 
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
 def _sixteen_bits(x: Tensor) -> Tensor:
     """float64 rounded to 16 bits of fraction, by Veltkamp's splitting."""
     shifted = x * 137438953473.0  # 2^37 + 1
@@ -72,6 +75,7 @@ def vector_of(name: str, values: Numbers, channels: int, device: torch.device) -
 
 
 def mean_or_imagenet(mean: Numbers | None) -> Numbers:
+    """For TorchScript, which takes neither these defaults nor the tuples above."""
     if mean is None:
         return [0.485, 0.456, 0.406]
     return mean
