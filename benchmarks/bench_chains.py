@@ -116,7 +116,7 @@ CHAINS = {
         constants=1,
     ),
     "stylegan_lrelu": Chain(
-        lambda x, b: F.bias_act(x, b, act="lrelu", clamp=256.0),
+        lambda x, b: F.bias_act(x, b, dim=1, act="lrelu", clamp=256.0),
         lambda x, b: (T.leaky_relu(x + b.view(1, -1, 1, 1), 0.2) * 2**0.5).clamp(-256, 256),
         lambda n: (_images(n), (96,)),
         (2, 3),

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,10 @@ from ._version import __version__
 _HERE = Path(__file__).parent
 _CAPABILITIES = ("default", "avx2", "avx512")
 _CHOICES = ("cuda", "triton", "reference")
+_SETTINGS = (  # variables of the environment that change the choice of kernels
+    "ATEN_CPU_CAPABILITY", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "FUSEDTRAIN_BACKEND",
+    "FUSEDTRAIN_CPU_CAPABILITY", "FUSEDTRAIN_REQUIRE", "OMP_NUM_THREADS",
+)  # fmt: skip
 _OLDEST_OF_TRITON = (7, 0)  # torch.compile has the same limit
 
 
@@ -231,3 +236,42 @@ def backend_info() -> BackendInfo:
         True
     """
     return BackendInfo(__version__, torch.__version__, dict(_state), _build_record())
+
+
+def machine_info() -> dict[str, str]:
+    """What a bug report needs besides `backend_info`: system, Python, torch, devices, settings.
+
+    Starts no CUDA context.
+    """
+    built_for = "CPU only"
+    if torch.version.cuda is not None:
+        built_for = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is not None:
+        built_for = f"ROCm {torch.version.hip}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    rows = {
+        "system": platform.platform(),
+        "Python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "torch": f"{torch.__version__}, built for {built_for}",
+        "processor": f"{_processor()}, {capability}, {torch.get_num_threads()} threads",
+        "GPUs": _gpus_in_words(),
+        "installed": str(_HERE),
+    }
+    settings = [f"{key}={os.environ[key]}" for key in sorted(os.environ) if key in _SETTINGS]
+    return rows | {"settings": ", ".join(settings) or "none"}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _gpus_in_words() -> str:
+    gpus = _gpus.visible(os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID")
+    if gpus is None:
+        return "unknown (no NVIDIA driver answers)"
+    return ", ".join(map(str, gpus)) or "none visible"

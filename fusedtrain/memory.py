@@ -25,6 +25,7 @@ __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
 _MODES = ("eager", *MEMORY)
 _ROWS = 12  # of the table, and of the chart
+_SMALL = 10_000_000  # bytes: models that keep less are shown in kB
 # Colours of the chart differ in lightness, too.
 _COLOURS = {
     "eager": "#9aa5b1", "store": "#3b6fb6", "recompute": "#e08a1e", "inplace": "#8c3b63",
@@ -80,7 +81,12 @@ class MemoryReport:
         )
 
     def _row(self, label: str, sizes: Any) -> tuple[str, ...]:
-        return (label, *(f"{sizes[mode] / 1e6:.1f} MB" for mode in self.totals))
+        scale, unit = self._unit()
+        return (label, *(f"{sizes[mode] / scale:.1f} {unit}" for mode in self.totals))
+
+    def _unit(self) -> tuple[float, str]:
+        """One unit for the whole report, so that its numbers compare."""
+        return (1e3, "kB") if max(self.totals.values(), default=0) < _SMALL else (1e6, "MB")
 
     def _largest(self) -> list[LayerMemory]:
         first = next(iter(self.totals))
@@ -100,11 +106,13 @@ class MemoryReport:
                 "MemoryReport.plot needs matplotlib: pip install matplotlib"
             ) from error
         largest = self._largest()
+        scale, unit = self._unit()
         figure = Figure(figsize=(10, 3 + 0.32 * len(largest)), layout="constrained")
         top, bottom = figure.subplots(2, 1, height_ratios=[1, max(len(largest) / 3.5, 1)])
         for i, (mode, size) in enumerate(self.totals.items()):
-            top.barh(i, size / 1e6, color=_COLOURS[mode], label=mode)
-            top.text(size / 1e6, i, f" {mode} {size / 1e6:.1f} MB", va="center", fontsize=9)
+            top.barh(i, size / scale, color=_COLOURS[mode], label=mode)
+            text = f" {mode} {size / scale:.1f} {unit}"
+            top.text(size / scale, i, text, va="center", fontsize=9)
         top.set_yticks([])
         top.invert_yaxis()
         top.margins(x=0.2)
@@ -112,11 +120,11 @@ class MemoryReport:
         height = 0.8 / len(self.totals)
         for k, mode in enumerate(self.totals):
             places = [i + (k - (len(self.totals) - 1) / 2) * height for i in range(len(largest))]
-            sizes = [layer.bytes[mode] / 1e6 for layer in largest]
+            sizes = [layer.bytes[mode] / scale for layer in largest]
             bottom.barh(places, sizes, height, color=_COLOURS[mode], label=mode)
         bottom.set_yticks(range(len(largest)), [shown(layer.name) for layer in largest], fontsize=8)
         bottom.invert_yaxis()
-        bottom.set_xlabel("MB")
+        bottom.set_xlabel(unit)
         bottom.set_title("the layers whose tensors are largest", loc="left")
         bottom.legend(frameon=False)
         for axes in (top, bottom):

@@ -10,8 +10,6 @@ from ..ops import images as _images
 from ..reference import images as _reference
 from ..reference.images import MemoryFormat, Numbers
 
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 
 class NormalizeImages(nn.Module):
     """``(input / 255 - mean) / std`` of bytes in one pass; see
@@ -48,13 +46,14 @@ class NormalizeImages(nn.Module):
 
     def __init__(
         self,
-        mean: Numbers = _IMAGENET_MEAN,
-        std: Numbers = _IMAGENET_STD,
+        mean: Numbers | None = None,
+        std: Numbers | None = None,
         dtype: torch.dtype = torch.float32,
         memory_format: MemoryFormat = torch.preserve_format,
     ) -> None:
         super().__init__()
-        self.mean, self.std = _images.numbers_of(mean), _images.numbers_of(std)
+        self.mean = _images.numbers_of(_reference.IMAGENET_MEAN if mean is None else mean)
+        self.std = _images.numbers_of(_reference.IMAGENET_STD if std is None else std)
         self.dtype, self.memory_format = dtype, memory_format
         _reference.check_formats(dtype, memory_format)
         made = self._made(torch.get_default_device())

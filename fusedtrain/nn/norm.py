@@ -23,6 +23,7 @@ from ..ops.activations import pointwise
 from ..reference.batch_norm import Norm
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
+from .act_layer import create_activation
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
 
 _NOTHING = Pointwise()
@@ -106,32 +107,6 @@ def _plus(z: Tensor, residual: Any) -> Tensor:
     return z if residual is None else z + residual
 
 
-def _create_activation(
-    act_layer: Any, act_kwargs: Mapping[str, Any] | None, inplace: bool
-) -> nn.Module:
-    """The activation module of a class, a name, or None, as in timm."""
-    kwargs = dict(act_kwargs or {})
-    if act_layer is None:
-        return nn.Identity()
-    if isinstance(act_layer, str):
-        key = act_layer.lower().replace("_", "")
-        key = {"swish": "silu", "hardswish": "hardswish", "gelutanh": "gelu"}.get(key, key)
-        if act_layer == "gelu_tanh":
-            kwargs.setdefault("approximate", "tanh")
-        classes = {name.lower(): cls for name, cls in vars(_activations).items()}
-        if key not in classes or not isinstance(classes[key], type):
-            raise ValueError(f"act_layer: no activation {act_layer!r}")
-        act_layer = classes[key]
-    if inplace:
-        try:
-            module: nn.Module = act_layer(**({"inplace": True} | kwargs))
-            return module
-        except TypeError:  # this class has no argument `inplace`
-            pass
-    module = act_layer(**kwargs)
-    return module
-
-
 def _fits_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether torch adds a tensor to another one in place."""
     if tensor.shape == other.shape:
@@ -191,9 +166,7 @@ class BatchNormActBase(BatchNormBase):
             self.register_parameter("bias", None)
         self.overwrite_input = overwrite_input
         self.drop = nn.Identity() if drop_layer is None else drop_layer()
-        self.act = (
-            _create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
-        )
+        self.act = create_activation(act_layer, act_kwargs, inplace) if apply_act else nn.Identity()
 
     def reset_parameters(self) -> None:
         """As in torch 2.13, the first that knows norms without a bias."""
@@ -380,8 +353,9 @@ class BatchNormAct2d(BatchNormActBase, nn.BatchNorm2d):
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
             :class:`torch.nn.BatchNorm2d`, where torch has `bias` only from 2.13 on.
         apply_act: False is no activation.
-        act_layer: class or name of an activation module. Activations of torch.nn and fusedtrain.nn
-            without trained parameters are part of the op; any other module is called after it.
+        act_layer: class or name of an activation module, not a module. Activations of torch.nn and
+            fusedtrain.nn without trained parameters are part of the op; any other module is called
+            after it.
         act_kwargs: arguments of `act_layer`.
         inplace: argument of `act_layer`; without effect if the activation is part of the op.
         drop_layer: makes a module that is called between norm and activation. Stochastic depth
@@ -390,6 +364,7 @@ class BatchNormAct2d(BatchNormActBase, nn.BatchNorm2d):
 
     Raises:
         ValueError: an input of another rank, one value a channel in training, or an unknown name.
+        TypeError: `act_layer` is a module and not its class, or makes none.
         RuntimeError: torch's errors for the same mistakes. Nothing is modified then.
 
     Example:

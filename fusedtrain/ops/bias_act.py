@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -146,9 +147,11 @@ def _check_bias(bias: Tensor, input: Tensor, dim: int) -> None:
     if not -input.dim() <= dim < input.dim():
         raise IndexError(f"dim: {dim} is not a dimension of an input of {input.dim()}")
     if bias.dim() != 1 or bias.numel() != input.size(dim):
+        fitting = [d for d, size in enumerate(input.shape) if tuple(bias.shape) == (size,)]
+        hint = f"; dim={fitting[0]} would fit" if fitting else ""
         raise ValueError(
-            f"bias: expected one value for each of {input.size(dim)} channels, got shape "
-            f"{tuple(bias.shape)}"
+            f"bias: expected one value for each of {input.size(dim)} channels (dim={dim}), got "
+            f"shape {tuple(bias.shape)}{hint}"
         )
 
 
@@ -241,10 +244,28 @@ _STYLEGAN = {
 }
 
 
+def _by_position(positional: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of `bias_act` that has them by position, as StyleGAN's calls do."""
+    first = positional[0]
+    if isinstance(first, str):
+        raise TypeError(f"dim: expected an integer, got {first!r}; pass act={first!r} by keyword")
+    if len(positional) > len(named):
+        raise TypeError(
+            f"bias_act() takes at most {2 + len(named)} arguments, got {2 + len(positional)}"
+        )
+    warnings.warn(
+        f"bias_act: pass {', '.join(list(named)[: len(positional)])} by keyword",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return named | dict(zip(named, positional))
+
+
 def bias_act(
     input: Tensor,
     bias: Tensor | None = None,
-    dim: int = 1,
+    *positional: Any,
+    dim: int = -1,
     act: str = "linear",
     alpha: float | None = None,
     gain: float | None = None,
@@ -252,12 +273,16 @@ def bias_act(
 ) -> Tensor:
     """``clamp(gain * act(input + bias))``: StyleGAN's op (arXiv:2106.12423), with its arguments.
 
+    All but the first two are keywords (by position they are deprecated), and `dim` is -1 by
+    default, as in :func:`bias_act_dropout`; for images [N, C, H, W], StyleGAN's, pass ``dim=1``.
+
     Differentiable to any order. Saves one tensor: the output where the derivative of `act` is a
     function of it, else the input.
 
     Args:
         input: any shape and number of elements.
         bias: one value for each index of dimension `dim`.
+        dim: of the bias.
         act: linear, relu, lrelu, tanh, sigmoid, elu, selu, softplus or swish.
         alpha: slope of lrelu, 0.2 if None.
         gain: sqrt(2) for relu, lrelu and swish if None, else 1.
@@ -266,11 +291,15 @@ def bias_act(
 
     Raises:
         ValueError: an unknown `act`, a bias of another size, or a negative clamp.
+        TypeError: a `dim` that is no integer, as where `act` comes third.
 
     Example:
         >>> bias_act(torch.tensor([[1.0, -5.0]]), torch.tensor([1.0, 0.0]), act="lrelu", gain=1)
         tensor([[ 2., -1.]])
     """
+    if positional:
+        named = {"dim": dim, "act": act, "alpha": alpha, "gain": gain, "clamp": clamp}
+        return bias_act(input, bias, **_by_position(positional, named))
     if _has_any((input, bias)):
         return _handle(
             bias_act, (input, bias), input, bias, dim=dim, act=act, alpha=alpha, gain=gain,

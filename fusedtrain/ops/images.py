@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,17 @@ from .. import _calls
 from .._graph.fx import handle as _handle
 from ..reference import images as _reference
 from ..reference.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     MemoryFormat,
     Numbers,
     check_coefficients,
     check_formats,
     check_input,
     image_coefficients,
+    layout_hint,
+    mean_or_imagenet,
+    std_or_imagenet,
     vector_of,
 )
 from ._library import define, op
@@ -62,16 +68,45 @@ def _run(
     return _batch(input.unsqueeze(0), coefficients, dtype, memory_format).squeeze(0)
 
 
+@torch.jit.unused
+def _refuse(input: Any) -> None:
+    """Raises TypeError for an image that is not a tensor; names the way to make one."""
+    kind = f"{type(input).__module__}.{type(input).__qualname__}"
+    remedies = {
+        "numpy.ndarray": ". torch.from_numpy(input) makes a tensor; for an array [H, W, C] add "
+        ".permute(2, 0, 1)",
+        "PIL": ". torchvision.transforms.v2.functional.pil_to_tensor(input) makes a tensor",
+    }
+    remedy = remedies.get(kind, remedies.get(kind.partition(".")[0], ""))
+    name = kind.removeprefix("builtins.")
+    raise TypeError(f"input: expected a torch.Tensor of uint8, got {name}{remedy}")
+
+
+def _coefficients(input: Tensor, mean: Numbers, std: Numbers, dtype: torch.dtype) -> Tensor:
+    means = mean if type(mean) is tuple else numbers_of(mean)
+    stds = std if type(std) is tuple else numbers_of(std)
+    try:
+        return coefficients_of(means, stds, input.size(-3), input.device, dtype)
+    except ValueError as error:
+        hint = layout_hint(input, max(len(means), len(stds)))
+        raise ValueError(f"{error}{hint}") from None
+
+
 def normalize_with(
     input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: MemoryFormat
 ) -> Tensor:
     """:func:`normalize_images` with its numbers made ready, [3, C] or [3, 1]."""
     if not _scripting() and _has_any((input,)):
         return _handle(normalize_with, (input,), input, coefficients, dtype, memory_format)
+    if not isinstance(input, Tensor):
+        _refuse(input)
     check_input(input)
     channels, expected = input.size(-3), coefficients.size(1)
     if expected != channels and expected != 1:
-        raise ValueError(f"input: expected {expected} channels, got shape {list(input.shape)}")
+        raise ValueError(
+            f"input: expected {expected} channels, got shape {list(input.shape)}"
+            f"{layout_hint(input, expected)}"
+        )
     return _run(input, coefficients.expand(3, channels), dtype, memory_format)
 
 
@@ -104,8 +139,8 @@ def coefficients_of(
 
 def normalize_images(
     input: Tensor,
-    mean: Numbers,
-    std: Numbers,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
     dtype: torch.dtype = torch.float32,
     memory_format: MemoryFormat = torch.preserve_format,
 ) -> Tensor:
@@ -122,14 +157,14 @@ def normalize_images(
 
     Args:
         input: uint8 [N, C, H, W] or [C, H, W].
-        mean: one number, or one for each channel, of images from 0 to 1.
+        mean: one number, or one for each channel, of images from 0 to 1; by default ImageNet's.
         std: as mean.
         dtype: of the result: float32, float16, bfloat16 or float64.
         memory_format: ``torch.preserve_format``, ``contiguous_format`` or ``channels_last``. A
             single image is laid out as one of a batch.
 
     Raises:
-        TypeError: an input that is not uint8, or a dtype that is not one of these.
+        TypeError: an input that is not a tensor of uint8, or a dtype that is not one of these.
         ValueError: an input of other dimensions, numbers of other channels, a `std` that is not
             positive and finite (not under torch.compile), another memory format.
 
@@ -142,8 +177,8 @@ def normalize_images(
         check_input(input)
         check_formats(dtype, memory_format)
         channels = input.size(-3)
-        wide_std = vector_of("std", std, channels, input.device)
-        wide_mean = vector_of("mean", mean, channels, input.device)
+        wide_std = vector_of("std", std_or_imagenet(std), channels, input.device)
+        wide_mean = vector_of("mean", mean_or_imagenet(mean), channels, input.device)
         coefficients = image_coefficients(wide_mean, wide_std, dtype)
         check_coefficients(wide_std, coefficients)
         return _run(input, coefficients, dtype, memory_format)
@@ -152,13 +187,15 @@ def normalize_images(
             normalize_images, (input, mean, std), input, mean, std, dtype=dtype,
             memory_format=memory_format,
         )  # fmt: skip
+    if not isinstance(input, Tensor):
+        _refuse(input)
     check_input(input)
     check_formats(dtype, memory_format)
     channels = input.size(-3)
+    mean = IMAGENET_MEAN if mean is None else mean
+    std = IMAGENET_STD if std is None else std
     if _kernel_takes(input):
-        numbers = coefficients_of(
-            numbers_of(mean), numbers_of(std), channels, input.device, dtype
-        )  # fmt: skip
+        numbers = _coefficients(input, mean, std, dtype)
     else:
         wide_mean = vector_of("mean", _traceable(mean), channels, input.device)
         wide_std = vector_of("std", _traceable(std), channels, input.device)

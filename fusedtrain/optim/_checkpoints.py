@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.stochastic_rounding import seed_after
-from ._plan import Needs, Store
+from ._plan import Needs, Numbers, Store
 
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
@@ -28,6 +28,12 @@ class Checkpoints(torch.optim.Optimizer):
     _rounding_seed: int
 
     def _state_needs(self) -> Needs:
+        raise NotImplementedError
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        raise NotImplementedError
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         raise NotImplementedError
 
     def _forget(self) -> None:
@@ -101,10 +107,18 @@ class Checkpoints(torch.optim.Optimizer):
         """As torch's, but states keep this optimizer's dtype for them.
 
         torch casts states to the parameter's dtype, which cuts float32 states of 16-bit parameters.
+
+        Raises:
+            ValueError: the dict is of another optimizer, or of no optimizer. Nothing is changed.
         """
         dicts: list[dict[str, Any]] = []
+
+        def note(_: Any, saved: dict[str, Any]) -> None:
+            self._check_saved(saved)
+            dicts.append(saved)
+
         hooks = [
-            self.register_load_state_dict_pre_hook(lambda _, saved: dicts.append(saved)),
+            self.register_load_state_dict_pre_hook(note),
             self.register_load_state_dict_post_hook(lambda _: self._load(dicts[0]), prepend=True),
         ]
         try:
@@ -112,6 +126,38 @@ class Checkpoints(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Tries what is to be loaded on a copy: torch would fail halfway, or at the next step."""
+        if not {"state", "param_groups"} <= saved.keys():
+            keys = ", ".join(map(repr, list(saved)[:6]))
+            raise ValueError(
+                "state_dict: expected what optimizer.state_dict() returns, with 'state' and "
+                f"'param_groups', got the keys {keys}; of a whole checkpoint pass that part"
+            )
+        groups, state = [], {}
+        if len(saved["param_groups"]) != len(self.param_groups):
+            return  # torch says so
+        for old, new in zip(saved["param_groups"], self.param_groups, strict=True):
+            groups.append({**old, "params": new["params"]})
+            for number, p in zip(old["params"], new["params"]):
+                if number in saved["state"]:
+                    state[p] = dict(saved["state"][number])
+        trial = object.__new__(type(self))
+        vars(trial).update(vars(self))
+        try:
+            trial.__setstate__({"state": state, "param_groups": groups})
+            for group in trial.param_groups:
+                trial._numbers(group)
+                trial._slots(group)
+        except KeyError as error:
+            states = [s for s in saved["state"].values() if isinstance(s, dict)]
+            named = sorted({name for p_state in states for name in p_state})
+            raise ValueError(
+                f"state_dict: not of {type(self).__name__}, since there is no {error} in it. It "
+                f"has groups with {', '.join(sorted(saved['param_groups'][0]))}, and states "
+                f"{', '.join(named) or 'of no parameter'}"
+            ) from None
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""

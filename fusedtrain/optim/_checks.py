@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ._distributed import local
 
 _WORDS = {"lr": "learning rate", "eps": "epsilon value"}
+_TWO = "expected two numbers, such as (0.9, 0.999)"
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
@@ -22,15 +28,22 @@ def check_not_negative(**values: float | Tensor) -> None:
 
 
 def check_betas(betas: tuple[float, float]) -> None:
-    """Raises ValueError unless both are in [0, 1)."""
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
+    """Raises TypeError or ValueError unless these are two numbers in [0, 1)."""
+    for index, beta in enumerate(two(betas)):
+        try:
+            valid = 0.0 <= beta < 1.0
+        except TypeError:
+            raise TypeError(f"betas: {_TWO}, got {betas!r}") from None
+        if not valid:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
 def two(betas: tuple[float, float]) -> tuple[float, float]:
-    """Both betas; ValueError for more or fewer than two."""
-    beta1, beta2 = betas
+    """Both betas; TypeError or ValueError for anything else than two."""
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"betas: {_TWO}, got {betas!r}") from None
     return beta1, beta2
 
 
@@ -44,6 +57,28 @@ def refuse_differentiable(differentiable: bool) -> None:
     """Raises the error of torch's fused optimizers."""
     if differentiable:
         raise RuntimeError("`fused` does not support `differentiable`")
+
+
+def warn_of_rounding(options: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Warns if stochastic rounding, which is asked for, has nothing to round."""
+    if not options["stochastic_rounding"]:
+        return
+    dtypes = {p.dtype for group in groups for p in group["params"]}
+    if torch.bfloat16 not in dtypes:
+        kinds = ", ".join(sorted(map(str, dtypes)))
+        warnings.warn(
+            f"stochastic_rounding=True has no effect: it rounds bfloat16 parameters, and these are "
+            f"{kinds}",
+            stacklevel=_level_outside(),
+        )
+
+
+def _level_outside() -> int:
+    """The stacklevel, for the caller's warning, of the first frame outside of the package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fusedtrain."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_parameter(p: Tensor, kind: str) -> None:

@@ -29,7 +29,7 @@ from ..reference.optimizers import (
 )
 from . import _distributed
 from ._checkpoints import Checkpoints
-from ._checks import check_parameter, check_written
+from ._checks import check_parameter, check_written, warn_of_rounding
 from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store
 from ._reports import Reports
@@ -113,6 +113,7 @@ class FusedOptimizer(Reports, Checkpoints):
         check_options(merged)
         for group in self.param_groups:
             self._check_group(group)
+        warn_of_rounding(merged, self.param_groups)
         self._fused_options: dict[str, Any] = merged
         self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
         self._controls: dict[torch.device, Tensor] = {}  # they outlive the plans
@@ -131,6 +132,8 @@ class FusedOptimizer(Reports, Checkpoints):
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
         check_options(options)
+        if name == "stochastic_rounding":
+            warn_of_rounding(options, self.param_groups)
         self._fused_options = options
 
     # Options that may be set between steps.

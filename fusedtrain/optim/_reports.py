@@ -13,6 +13,13 @@ from ..reference.optimizers import CONTROLS, Control
 from ._plan import Plan
 
 
+def _refuse_step() -> None:
+    raise RuntimeError(
+        "step within swap_averages(): the parameters hold their averages there, and get their "
+        "values back at the end of the context. Leave the context first"
+    )
+
+
 class Reports(torch.optim.Optimizer):
     """The part of `FusedOptimizer` that a user reads between steps."""
 
@@ -20,7 +27,13 @@ class Reports(torch.optim.Optimizer):
     _measured: bool  # whether the last step measured the gradients
     _controls: dict[torch.device, Tensor]
     _low_precision: Mapping[int, Tensor]
+    _fused_options: dict[str, Any]
     ema_decay: Any
+
+    def __repr__(self) -> str:
+        options = sorted(getattr(self, "_fused_options", {}).items())
+        lines = "".join(f"    {name}: {value}\n" for name, value in options)
+        return f"{super().__repr__().removesuffix(')')}All groups\n{lines})"
 
     def _last_control(self) -> Control:
         """Views of the last step's control values, which the next step changes."""
@@ -60,11 +73,18 @@ class Reports(torch.optim.Optimizer):
     def nonfinite_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter of the last step, and the number of its gradient's non-finite values.
 
-        The counts are 0-dim float64 tensors on the device. The list is empty if the last step did
-        not measure the gradients (see `grad_norm`).
+        The counts are 0-dim float64 tensors on the device.
+
+        Raises:
+            RuntimeError: the last step did not look at the gradients (see `grad_norm`), or there
+                was none.
         """
         if not self._measured:
-            return []
+            raise RuntimeError(
+                "nonfinite_gradients: the last step did not look at the gradients, or there was no "
+                "step. Steps look with max_grad_norm (float('inf') clips nothing), agc or "
+                "fusedtrain.amp.GradScaler"
+            )
         return [
             (p, count)
             for plan in self._last
@@ -92,7 +112,10 @@ class Reports(torch.optim.Optimizer):
 
     @contextmanager
     def swap_averages(self) -> Iterator[None]:
-        """Context in which the parameters hold their averages: evaluate, or save the model."""
+        """Context in which the parameters hold their averages: evaluate, or save the model.
+
+        A step within raises RuntimeError: it would update the averages, and be undone at the end.
+        """
         if self.ema_decay is None:
             raise RuntimeError("swap_averages needs an optimizer with ema_decay")
         pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
@@ -100,9 +123,13 @@ class Reports(torch.optim.Optimizer):
             kept = [p.detach().clone() for p, _ in pairs]
             for p, average in pairs:
                 self._write(p, average)
+        outer = vars(self).get("_step")
+        vars(self)["_step"] = _refuse_step  # so that a step outside has nothing to check
         try:
             yield
         finally:
+            if outer is None:
+                del vars(self)["_step"]
             with torch.no_grad():
                 for (p, _), value in zip(pairs, kept, strict=True):
                     self._write(p, value)

@@ -64,6 +64,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         **options: Unpack[FusedOptions],
     ) -> None:
         refuse_differentiable(differentiable)
+        check_betas(betas)
         torch.optim.Adam.__init__(
             self, params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach,
             maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,

@@ -22,6 +22,9 @@ else:  # types that TorchScript knows
     MemoryFormat = int
 
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
 def _sixteen_bits(x: Tensor) -> Tensor:
     """float64 rounded to 16 bits of fraction, by Veltkamp's splitting."""
     shifted = x * 137438953473.0  # 2^37 + 1
@@ -71,6 +74,19 @@ def vector_of(name: str, values: Numbers, channels: int, device: torch.device) -
     return t.expand(channels)
 
 
+def mean_or_imagenet(mean: Numbers | None) -> Numbers:
+    """For TorchScript, which takes neither these defaults nor the tuples above."""
+    if mean is None:
+        return [0.485, 0.456, 0.406]
+    return mean
+
+
+def std_or_imagenet(std: Numbers | None) -> Numbers:
+    if std is None:
+        return [0.229, 0.224, 0.225]
+    return std
+
+
 def check_input(input: Tensor) -> None:
     if input.dtype != torch.uint8:
         raise TypeError(
@@ -79,6 +95,14 @@ def check_input(input: Tensor) -> None:
         )
     if input.dim() != 3 and input.dim() != 4:
         raise ValueError(f"input: expected [C, H, W] or [N, C, H, W], got {list(input.shape)}")
+
+
+def layout_hint(input: Tensor, channels: int) -> str:
+    """The end of a message about a wrong number of channels."""
+    if channels == 1 or input.size(-1) != channels:
+        return ""
+    order = "(2, 0, 1)" if input.dim() == 3 else "(0, 3, 1, 2)"
+    return f". The last dimension may be the channels: input.permute{order} puts them first"
 
 
 def check_formats(dtype: torch.dtype, memory_format: MemoryFormat) -> None:

@@ -117,7 +117,7 @@ def biased(name: str, pick: Pick, context: Context) -> Call:
         form, standard = table[act]
         gain, clamp = pick(None, 0.5), pick(None, *([1.25] if exact else []))
         factor = standard if gain is None else gain
-        ours = f"F.bias_act(x, {bias}, {dim}, {act!r}, gain={gain}, clamp={clamp})"
+        ours = f"F.bias_act(x, {bias}, dim={dim}, act={act!r}, gain={gain}, clamp={clamp})"
         plain = f"{factor!r} * {form.format(z=z)}"
         if clamp:
             plain = f"({plain}).clamp(-{clamp}, {clamp})"

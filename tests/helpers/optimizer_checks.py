@@ -130,7 +130,7 @@ class Checked:
         assert int(optimizer.skipped_steps) == self.skipped
         if optimizer.grad_norm is not None and not skip and self.norm != 0:
             assert abs(optimizer.grad_norm.item() / self.norm.item() - 1) < 1e-6
-        if optimizer.nonfinite_gradients() and scaler and not self.unscaled:
+        if scaler and not self.unscaled and optimizer.grad_norm is not None:
             for p, number in optimizer.nonfinite_gradients():
                 assert number == (~grads[id(p)].float().isfinite()).sum()
         for p in self.params:

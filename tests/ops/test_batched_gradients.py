@@ -94,7 +94,7 @@ def cases() -> dict[str, Case]:
             )  # fmt: skip
     for act in ("linear", "relu", "lrelu", "tanh", "sigmoid", "elu", "selu", "softplus", "swish"):
         named[f"bias_act, {act}"] = (
-            lambda x, b, act=act: F.bias_act(x, b, act=act, clamp=1.5), (IMAGE, (4,)),
+            lambda x, b, act=act: F.bias_act(x, b, dim=1, act=act, clamp=1.5), (IMAGE, (4,)),
         )  # fmt: skip
     for act in ("identity", "relu", "silu", "elu"):
         for training in (True, False):

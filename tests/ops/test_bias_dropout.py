@@ -242,8 +242,9 @@ def test_bias_act_is_stylegans(act: str, dtype: torch.dtype) -> None:
             b = torch.randn(x.shape[dim]).to(dtype)
             full = {"alpha": None, "gain": None, "clamp": None} | options
             results = gradients(
-                lambda x, b, d=dim, o=options: F.bias_act(x, b, d, act, **o), x, b, grad=grad
-            )
+                lambda x, b, d=dim, o=options: F.bias_act(x, b, dim=d, act=act, **o),
+                x, b, grad=grad,
+            )  # fmt: skip
             want = gradients(
                 lambda x, b, d=dim, o=full: stylegan(x, b, d, act, *o.values()),
                 x.double(), b.double(), grad=grad.double(),
@@ -260,7 +261,9 @@ def test_bias_act_is_stylegans(act: str, dtype: torch.dtype) -> None:
 def test_bias_act_keeps_one_tensor(act: str) -> None:
     """StyleGAN's keeps input and output for tanh, sigmoid, elu, selu and softplus."""
     x, b = torch.randn(4, 8, 6, 6, requires_grad=True), torch.randn(8, requires_grad=True)
-    assert kept_by(lambda: F.bias_act(x, b, act=act), x.nbytes) == (0 if act == "linear" else 1)
+    assert kept_by(lambda: F.bias_act(x, b, dim=1, act=act), x.nbytes) == (
+        0 if act == "linear" else 1
+    )
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -268,7 +271,7 @@ def test_bias_act_is_differentiable_twice(act: str) -> None:
     x = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     b = torch.randn(3, dtype=torch.float64, requires_grad=True)
     for options in ({}, {"clamp": 0.6}):
-        run = lambda x, b, o=options: F.bias_act(x, b, 1, act, **o)  # noqa: E731
+        run = lambda x, b, o=options: F.bias_act(x, b, dim=1, act=act, **o)  # noqa: E731
         assert torch.autograd.gradcheck(run, (x, b))
         assert torch.autograd.gradgradcheck(run, (x, b))
 
@@ -294,8 +297,35 @@ def test_mistakes_of_bias_act() -> None:
     with pytest.raises(ValueError, match=r"bias: expected one value for each of 4 channels"):
         F.bias_act(x, torch.ones(3))
     with pytest.raises(IndexError, match="dim: 2 is not a dimension"):
-        F.bias_act(x, torch.ones(4), 2)
+        F.bias_act(x, torch.ones(4), dim=2)
+    with pytest.raises(
+        ValueError, match=r"4 channels \(dim=-1\), got shape \(3,\); dim=0 would fit"
+    ):
+        F.bias_act_dropout(x, torch.ones(3))
     same(F.bias_act(x, act="relu", gain=0), 0 * x, torch.float32)
+
+
+def test_bias_act_has_the_default_dim_of_bias_act_dropout() -> None:
+    x, bias = torch.randn(2, 3, 5), torch.randn(5)
+    same(F.bias_act(x, bias, act="relu", gain=1), F.bias_act_dropout(x, bias, "relu"), x.dtype)
+    assert F.bias_act(x, bias, act="relu", gain=1).equal((x + bias).relu())
+
+
+def test_bias_act_by_position_warns_and_works() -> None:
+    """StyleGAN's calls; "relu" in the third place gave "'<=' not supported"."""
+    x, bias = torch.randn(2, 3, 5), torch.randn(3)
+    want = F.bias_act(x, bias, dim=1, act="lrelu", alpha=0.1, gain=2.0, clamp=1.0)
+    with pytest.warns(
+        DeprecationWarning, match="pass dim, act, alpha, gain, clamp by keyword"
+    ) as w:
+        assert F.bias_act(x, bias, 1, "lrelu", 0.1, 2.0, 1.0).equal(want)
+    assert w[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="pass dim by keyword"):
+        assert F.bias_act(x, bias, 1, act="lrelu", alpha=0.1, gain=2.0, clamp=1.0).equal(want)
+    with pytest.raises(TypeError, match="dim: expected an integer, got 'relu'; pass act='relu'"):
+        F.bias_act(x, bias, "relu")
+    with pytest.raises(TypeError, match="at most 7 arguments, got 8"):
+        F.bias_act(x, bias, 1, "relu", None, None, None, None)
 
 
 @pytest.mark.parametrize("act", ["relu", "lrelu", "sigmoid", "tanh"])

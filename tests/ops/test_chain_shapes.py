@@ -77,7 +77,7 @@ def test_bias_and_activation(shape: tuple[int, ...], dim: int, act: str) -> None
     )  # fmt: skip
     name = {"identity": "linear", "silu": "swish"}.get(act, act)
     check(
-        lambda x, b: F.bias_act(x, b, dim, name, gain=1.0, clamp=0.5),
+        lambda x, b: F.bias_act(x, b, dim=dim, act=name, gain=1.0, clamp=0.5),
         lambda x, b: theirs(x, b).clamp(-0.5, 0.5), shape, (shape[dim],),
     )  # fmt: skip
 

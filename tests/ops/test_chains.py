@@ -241,7 +241,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
     "gate": lambda x, s: F.gated(x, s.view(*s.shape, 1)),
     "residual": lambda x, s: F.residual_add(x.flip(0), x, s[0], x.new_full((len(x),), 1.5), 1),
     "bias act": lambda x, s: F.bias_act_dropout(x, s[0], "gelu", dim=1),
-    "stylegan": lambda x, s: F.bias_act(x, s[0], act="lrelu", clamp=1.0),
+    "stylegan": lambda x, s: F.bias_act(x, s[0], dim=1, act="lrelu", clamp=1.0),
 }
 
 

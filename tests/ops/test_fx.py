@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "residual_add": lambda x: F.residual_add(x * 2, x, VECTOR, VECTOR[:2], dim=1),
     "dropout": lambda x: F.dropout(x, 0.5),
     "bias_act_dropout": lambda x: F.bias_act_dropout(x, VECTOR, "silu", 0.5, dim=1),
-    "bias_act": lambda x: F.bias_act(x, VECTOR, act="lrelu", clamp=1.0),
+    "bias_act": lambda x: F.bias_act(x, VECTOR, dim=1, act="lrelu", clamp=1.0),
     "batch_norm_act": lambda x: F.batch_norm_act(
         x, None, None, VECTOR, training=True, activation="silu", residual=x * 2
     ),

@@ -116,6 +116,52 @@ def test_mistakes() -> None:
         F.normalize_images(x, MEAN, STD, memory_format=torch.channels_last_3d)
 
 
+def test_imagenet_by_default() -> None:
+    x = random_bytes(2, 3, 4, 5)
+    want = F.normalize_images(x, MEAN, STD)
+    assert torch.equal(F.normalize_images(x), want)
+    assert torch.equal(
+        F.normalize_images(x[:, :, ::2]), F.normalize_images(x[:, :, ::2], MEAN, STD)
+    )
+    assert torch.equal(F.normalize_images(x, std=STD), want)
+    assert torch.equal(torch.jit.script(F.normalize_images)(x), want)
+    torch.compiler.reset()
+    compiled = torch.compile(F.normalize_images, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), want)
+
+
+class _Picture:
+    """Stands for PIL.Image.Image, which need not be installed."""
+
+    __module__, __qualname__ = "PIL.Image", "Image"
+
+
+@pytest.mark.parametrize("function", [F.normalize_images, fusedtrain.nn.NormalizeImages()])
+def test_what_is_no_tensor_is_named_with_the_remedy(function: Any) -> None:
+    """numpy's bytes were refused by "expected uint8, got uint8"."""
+    with pytest.raises(
+        TypeError, match=r"got numpy\.ndarray\. torch\.from_numpy.*permute\(2, 0, 1"
+    ):
+        function(np.zeros((4, 5, 3), np.uint8))
+    with pytest.raises(TypeError, match=r"got PIL\.Image\.Image\. .*pil_to_tensor\(input\)"):
+        function(_Picture())
+    with pytest.raises(TypeError, match=r"expected a torch\.Tensor of uint8, got list$"):
+        function([1, 2, 3])
+
+
+@pytest.mark.parametrize("function", [F.normalize_images, fusedtrain.nn.NormalizeImages()])
+def test_channels_in_the_last_dimension_are_pointed_out(function: Any) -> None:
+    hwc = random_bytes(4, 5, 3)
+    with pytest.raises(ValueError, match=r"4 channels|3 channels") as error:
+        function(hwc)
+    assert "input.permute(2, 0, 1) puts them first" in str(error.value)
+    with pytest.raises(ValueError, match=r"input\.permute\(0, 3, 1, 2\) puts them first"):
+        function(hwc[None])
+    with pytest.raises(ValueError, match="channels") as error:
+        function(random_bytes(4, 5, 6))
+    assert "permute" not in str(error.value)
+
+
 def test_numbers_made_in_inference_mode_serve_outside() -> None:
     _images.coefficients_of.cache_clear()
     x = random_bytes(2, 3, 4, 4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +35,7 @@ def parameter() -> Tensor:
         (lambda p: optim.SGD([p], unknown=1), TypeError, "unknown"),
         (lambda p: optim.SGD([p], max_grad_norm=1.0, agc=0.1), ValueError, "together"),
         (lambda p: optim.SGD([{"params": [p], "agc": 0.1}]), ValueError, "whole optimizer"),
-        (lambda p: optim.Adam([p], betas=(0.9, 0.99, 0.5)).step(), ValueError, "unpack"),
+        (lambda p: optim.Adam([p], betas=(0.9, 0.99, 0.5)).step(), ValueError, "two numbers"),
         (lambda p: fusedtrain.amp.GradScaler("cpu", min_scale=-1.0), ValueError, "min_scale=-1"),
         (lambda p: fusedtrain.amp.GradScaler("cpu", hysteresis=0), ValueError, "hysteresis"),
         (
@@ -67,6 +69,124 @@ def test_options_set_later_are_checked_and_used() -> None:
     torch.testing.assert_close((1 - p).norm().item(), 1e-3, rtol=1e-3, atol=0)
     with pytest.raises(ValueError, match="whole optimizer"):
         optimizer.add_param_group({"params": [parameter()], "ema_decay": 0.9})
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "LAMB", "Lion", "NAdamW", "NovoGrad"])
+def test_betas_that_are_not_two_numbers(name: str) -> None:
+    """torch: "'float' object is not subscriptable", or at the step."""
+    for betas, exception in ((0.9, TypeError), (("a", 0.9), TypeError), ((0.9,), ValueError)):
+        with pytest.raises(exception, match=r"betas: expected two numbers, such as \(0\.9, 0\.999"):
+            getattr(optim, name)([parameter()], betas=betas)
+
+
+def test_gradients_that_no_step_looked_at_are_not_reported() -> None:
+    """An empty list meant that all was well, also where nothing had been looked at."""
+    p = parameter()
+    p.grad[1] = float("nan")
+    optimizer = optim.SGD([p], lr=1.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"did not look at the gradients.*max_grad_norm"):
+            optimizer.nonfinite_gradients()
+        optimizer.step()
+    optimizer.max_grad_norm = float("inf")
+    optimizer.step()
+    ((which, count),) = optimizer.nonfinite_gradients()
+    assert which is p
+    assert count == 1
+    p.grad = torch.tensor([1.0, -2.0, 1e4])
+    p.data = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(p, 1 - p.grad)
+
+
+def test_a_step_within_averages_is_refused() -> None:
+    """The step moved the averages, and the end of the context took it back."""
+    p = parameter()
+    optimizer = optim.AdamW([p], ema_decay=0.5)
+    optimizer.step()
+    value, average = p.detach().clone(), optimizer.averaged_parameters()[0][1].clone()
+    with optimizer.swap_averages():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"step within swap_averages\(\)"):
+                optimizer.step()
+            with optimizer.swap_averages():
+                pass
+        assert torch.equal(p, average)
+        duplicate = copy.deepcopy(optimizer)
+    assert torch.equal(p, value)
+    assert torch.equal(optimizer.averaged_parameters()[0][1], average)
+    optimizer.step()
+    assert not torch.equal(p, value)
+    duplicate.step()
+    with pytest.raises(KeyError), optimizer.swap_averages():
+        raise KeyError
+    optimizer.step()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_rounding_without_bfloat16_warns(later: bool) -> None:
+    p = parameter()
+
+    def make() -> None:
+        if later:
+            optim.AdamW([p]).stochastic_rounding = True
+        else:
+            optim.AdamW([p], stochastic_rounding=True)
+
+    with pytest.warns(UserWarning, match=r"stochastic_rounding=True has no effect.*float32") as w:
+        make()
+    assert w[0].filename == __file__
+    mixed = [p, nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = optim.AdamW(mixed, stochastic_rounding=True)
+        optimizer.stochastic_rounding = False
+
+
+def test_repr_shows_the_options_of_all_groups() -> None:
+    optimizer = optim.LAMB([parameter()], max_grad_norm=0.5, ema_decay=0.25, agc_eps=0.125)
+    group, options = repr(optimizer).split("All groups\n")
+    assert "lr: 0.001" in group
+    shown = dict(line.strip().split(": ") for line in options.splitlines()[:-1])
+    assert shown == {
+        "agc": "None", "agc_eps": "0.125", "ema_decay": "0.25", "gradient_writeback": "none",
+        "master_weights": "False", "max_grad_norm": "0.5", "state_dtype": "None",
+        "stochastic_rounding": "False",
+    }  # fmt: skip
+    assert options.endswith("\n)")
+    optimizer.ema_decay = None
+    assert "ema_decay: None" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "into", "word"),
+    [
+        ("SGD", "AdamW", "betas"), ("AdamW", "SGD", "momentum"), ("Lion", "AdamW", "step"),
+        ("RMSprop", "Adam", "betas"), ("AdamW", "LAMB", "bias_correction"),
+        ("SGD", "Lion", "betas"), ("Adagrad", "NAdamW", "betas"), ("Lion", "RMSprop", "alpha"),
+        ("Lion", "LARS", "momentum"),
+    ],
+)  # fmt: skip
+def test_state_dicts_of_other_optimizers(saved: str, into: str, word: str) -> None:
+    """torch raises KeyError, here or at the next step."""
+    other = getattr(optim, saved)([parameter()], lr=0.5)
+    other.step()
+    p = parameter()
+    optimizer = getattr(optim, into)([p], lr=0.25)
+    optimizer.step()
+    before, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+    with pytest.raises(ValueError, match=f"state_dict: not of {into}, since there is no '{word}'"):
+        optimizer.load_state_dict(other.state_dict())
+    assert torch.equal(p, weights)
+    assert str(optimizer.state_dict()) == str(before)
+    optimizer.step()
+
+
+def test_dicts_that_are_no_state_dict() -> None:
+    optimizer = optim.AdamW([parameter()])
+    for wrong in ({"model": 1, "optimizer": optimizer.state_dict()}, nn.Linear(1, 1).state_dict()):
+        with pytest.raises(ValueError, match=r"expected what optimizer\.state_dict\(\) returns"):
+            optimizer.load_state_dict(wrong)
 
 
 def test_any_default_dtype() -> None:

@@ -83,6 +83,17 @@ def test_table_and_chart(tmp_path: Path) -> None:
     assert path.stat().st_size > 10_000
 
 
+def test_small_models_are_shown_in_kb() -> None:
+    """A table of 0.0 MB says nothing; one unit serves the whole table."""
+    report = fusedtrain.memory_report(small(), torch.randn(2, 3, 10, 10))
+    kept = str(report).splitlines()[1].split()
+    assert kept[3:5] == [f"{report.totals['eager'] / 1e3:.1f}", "kB"]
+    assert "MB" not in str(report)
+    report.totals = {mode: 1000 * size for mode, size in report.totals.items()}
+    assert str(report).splitlines()[1].split()[3:5] == [f"{report.totals['eager'] / 1e6:.1f}", "MB"]
+    assert "kB" not in str(report)
+
+
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     report = fusedtrain.memory_report(small(), torch.randn(1, 3, 4, 4))
     plain = builtins.__import__
@@ -103,7 +114,7 @@ def test_models_without_gradients_or_layers() -> None:
     frozen = small().requires_grad_(False)
     report = fusedtrain.memory_report(frozen, torch.randn(2, 3, 4, 4))
     assert set(report.totals.values()) == {0}
-    assert "0.0 MB" in str(report)
+    assert "0.0 kB" in str(report)
 
 
 def test_mistakes() -> None:

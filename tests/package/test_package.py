@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -289,7 +291,15 @@ def test_info_command() -> None:
     )
     for word in ("cpu", "cuda", "triton", "reference", torch.__version__):
         assert word in run.stdout
-    assert str(fusedtrain.backend_info()) == run.stdout.strip()
+    lines = run.stdout.strip().splitlines()
+    table = str(fusedtrain.backend_info()).splitlines()
+    assert lines[: len(table)] == table
+    rows = dict(line.strip().split(maxsplit=1) for line in lines[len(table) :])
+    assert list(rows) == ["system", "Python", "torch", "processor", "GPUs", "installed", "settings"]
+    assert rows["system"] == platform.platform()
+    assert rows["Python"].startswith(platform.python_version())
+    assert torch.backends.cpu.get_cpu_capability() in rows["processor"]
+    assert rows["installed"] == str(PACKAGE)
     run = python(
         "import runpy, sys\n"
         "sys.argv = ['fusedtrain', 'nonsense']\n"
@@ -297,6 +307,31 @@ def test_info_command() -> None:
     )
     assert run.returncode == 2
     assert "invalid choice" in run.stderr
+
+
+def test_info_is_the_command_without_a_name() -> None:
+    command = [sys.executable, "-m", "fusedtrain"]
+    settings = environment(FUSEDTRAIN_CPU_CAPABILITY="default")
+    alone, named = (
+        subprocess.run([*command, *words], env=settings, capture_output=True, text=True)
+        for words in ([], ["info"])
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout == named.stdout
+    assert "FUSEDTRAIN_CPU_CAPABILITY=default" in alone.stdout
+
+
+@pytest.mark.parametrize("name", ["fusedtrain", "fusedtrain.amp", "fusedtrain.compat"])
+def test_dir_shows_public_names_only(name: str) -> None:
+    """In a new process: what other tests have imported is not in the module yet."""
+    run = python(f"import {name} as m; print(*dir(m))")
+    names = run.stdout.split()
+    assert not {"Any", "TYPE_CHECKING", "annotations", "importlib"} & set(names)
+    assert not [n for n in names if n.startswith("_") and not n.startswith("__")]
+    module = importlib.import_module(name)
+    assert set(module.__all__) <= set(names)
+    for shown in names:
+        getattr(module, shown)
 
 
 def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:

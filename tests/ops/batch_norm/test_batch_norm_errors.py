@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as torch_functional
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
@@ -201,8 +201,24 @@ def test_a_module_whose_call_fails_is_as_before() -> None:
             module(*inputs)
         assert module.num_batches_tracked == 0
         assert torch.equal(module.running_mean, torch.zeros(4))
-    with pytest.raises(ValueError, match="act_layer"):
-        fnn.BatchNormAct2d(4, act_layer="relux")
+
+
+@pytest.mark.parametrize("make", [fnn.BatchNormAct2d, lambda n, **o: fnn.ConvBnAct(n, n, **o)])
+def test_wrong_activations_are_named_with_the_remedy(make: Any) -> None:
+    """A module was called without an input; "tensor" made the activation a Tensor."""
+    for name in ("relux", "tensor", "any", "savingactivation"):
+        with pytest.raises(ValueError, match=f"no activation '{name}'; the names are celu, .*silu"):
+            make(4, act_layer=name)
+    with pytest.raises(TypeError, match=r"got the module SiLU\(\): pass the class SiLU"):
+        make(4, act_layer=nn.SiLU())
+    with pytest.raises(TypeError, match="expected a class of modules or a name, got 3"):
+        make(4, act_layer=3)
+    with pytest.raises(TypeError, match=r"expected a class of modules .* which says: relu\(\)"):
+        make(4, act_layer=torch.relu)
+    with pytest.raises(TypeError, match="which makes no module"):
+        make(4, act_layer=lambda **_: 0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slope'"):
+        make(4, act_layer=nn.LeakyReLU, act_kwargs={"slope": 0.1})
 
 
 OPS = torch.ops.fusedtrain
