@@ -16,8 +16,8 @@ from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
 from .._torch_private import BatchNormBase, pytree
-from ..nn.activation import SavingActivation
 from ..nn.norm import BatchNormActBase
+from ..nn.saving import SavingActivation
 from ._branches import find_branches, may_have_branches
 from ._gates import find_products
 from ._in_place import can_overwrite

@@ -144,7 +144,7 @@ def test_plain_torch_is_finite_where_the_kernel_is(name: str, dtype: torch.dtype
     ops = torch.ops.fusedtrain
     kernel = getattr(ops, name)(x, *arguments)
     plain, slope = torch.func.jvp(lambda t: row.forward(t, *arguments), (x,), (torch.ones_like(x),))
-    assert_finite_where(kernel, plain, x, f"forward of reference/activations.py: {name}")
+    assert_finite_where(kernel, plain, x, f"the reference's forward of {name}")
     if name == "squareplus":
         torch.testing.assert_close(plain, kernel, rtol=torch.finfo(dtype).eps, atol=0)
     saved = kernel if row.saves == "output" else x
@@ -152,6 +152,6 @@ def test_plain_torch_is_finite_where_the_kernel_is(name: str, dtype: torch.dtype
     formula = row.backward(torch.ones_like(x), saved, *arguments)
     if row.tensors:
         gradient, formula = gradient[0], formula[0]
-    assert_finite_where(gradient, formula, x, f"reference/activations.py: {name}_backward")
+    assert_finite_where(gradient, formula, x, f"the reference's backward of {name}")
     if name not in ("gelu_tanh", "star_relu"):  # torch's derivative has a cube, ours a square
-        assert_finite_where(gradient, slope, x, f"derivative of the forward of {name}")
+        assert_finite_where(gradient, slope, x, f"the derivative of {name}'s reference")
