@@ -1,8 +1,8 @@
 // Bias + activation + dropout.
-#include "../formulas.h"
 #include "../ops/bias_act.h"
 #include "../philox.h"
-#include "chains.cuh"
+#include "channels.cuh"
+#include "formula.cuh"
 
 namespace fusedtrain {
 namespace cuda {
@@ -120,7 +120,7 @@ struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
 };
 
 // Every dtype has the kernels of any formula; the common ones of a bias in training their own.
-#define FT_CHAIN_FORMULAS(X)                     \
+#define FT_BIAS_ACT_FORMULAS(X)                  \
   X(op_identity, Identity, kInput)               \
   X(op_relu, formulas::Relu, kOutput)            \
   X(op_leaky_relu, formulas::LeakyRelu, kOutput) \
@@ -131,7 +131,7 @@ struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
 template <template <class, class, bool> class Job, class S, class Call>
 void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   using T = typename Compute<S>::T;
-  const Chosen<T> formula = formula_of<S>(call);
+  const Chosen<T> formula = chosen<S>(call.op, call.parameters);
   const void *a, *b, *c = nullptr;
   if constexpr (std::is_same_v<Call, BiasActForward>) {
     a = call.x, b = call.y;
@@ -152,7 +152,7 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   if constexpr (sizeof(S) < 8) {
 #define FT_WITH(number, Formula, saved)                                                     \
   if (call.op == number) return with(static_cast<OneFormula<Formula, saved, T>*>(nullptr));
-    FT_CHAIN_FORMULAS(FT_WITH)
+    FT_BIAS_ACT_FORMULAS(FT_WITH)
 #undef FT_WITH
   }
   with(static_cast<AnyFormula<T>*>(nullptr));

@@ -1,5 +1,5 @@
 // The walks over a tensor with channels that scaled sums and bias + activation + dropout share, and
-// what they make of sums.
+// the sums of their blocks.
 //
 // Where `inner` is long (channels first) a block takes a part of one sample and channel; where it
 // is short (channels last, or few elements a plane) a lane keeps its columns, and the warps of a
@@ -8,7 +8,6 @@
 #pragma once
 
 #include "../ops/channels.h"
-#include "batch_norm_formula.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -20,14 +19,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kBlocksPerMultiprocessor = 16;
-
-template <class S, class T = typename Compute<S>::T, class Call>
-Chosen<T> formula_of(const Call& call) {
-  BatchNorm n = {};
-  n.op = call.op;
-  for (int k = 0; k < kMaxParameters; ++k) n.parameters[k] = call.parameters[k];
-  return chosen<S>(n);
-}
 
 // How a call is cut into blocks: block b works on part b % parts (samples x channels, or x groups
 // of columns), and on group b / parts of what is summed over.
