@@ -10,7 +10,7 @@ template <class S_, bool kAdds>
 struct ScaleForwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = false, kWide = sizeof(S) < 8;
+  static constexpr bool kSums = false;
   static constexpr int kInputs = kAdds ? 2 : 1;
   const S *x, *scale, *residual;
   S* y;
@@ -40,7 +40,7 @@ template <class S_, bool kSums_>
 struct ScaleBackwardJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kSums = kSums_, kWide = sizeof(S) < 8;
+  static constexpr bool kSums = kSums_;
   static constexpr int kInputs = kSums ? 2 : 1;
   const S *grad, *x, *scale;
   S* grad_input;
@@ -65,6 +65,16 @@ struct ScaleBackwardJob {
     g.store(grad_input + at);
   }
 };
+
+template <class Job, class... P>
+void run_job(const Job& job, const Channels& c, double* shares, void* sums, void* stream,
+             const P*... pointers) {
+  using S = typename Job::S;
+  const Plan plan = plan_for<S>(c, aligned(pointers...), kTogether<Job>);
+  if constexpr (sizeof(S) < 8)
+    if (plan.wide) return run_walk<Job, true>(job, plan, c, shares, sums, stream);
+  run_walk<Job, false>(job, plan, c, shares, sums, stream);
+}
 
 }  // namespace
 
