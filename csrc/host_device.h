@@ -1,6 +1,6 @@
 // Where the formulas live: on the device under nvcc, else in a namespace of the instruction set.
 //
-// FT_ISA is set by the unit that includes the formulas (isa_avx2.cpp and its siblings), so that no
+// FT_ISA is set by the unit that includes the formulas (by the build, for cpu/isa/), so that no
 // function compiled with AVX-512 can be the copy that another unit links to.
 #pragma once
 

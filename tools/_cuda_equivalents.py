@@ -31,11 +31,11 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "bool columns = n.channels > 1 && n.inner / (w.wide ? lanes : 1) <= kWarp;",
             "bool columns = n.channels >= 1 && n.inner / (w.wide ? lanes : 1) < kWarp;",
         ),
-        ("chains.cu", "by_dtype"): (
+        ("gated.cu", "by_dtype"): (
             "const bool wide = strides_fit(call, Vec<S>::kLanes) && sizeof(S) <= 8;",
             "const int64_t vectors = call.rows * 2 * (call.n / (wide ? Vec<S>::kLanes : 1));",
         ),
-        ("chains.cuh", "plan_for"): (
+        ("channels.cuh", "plan_for"): (
             "plan.columns = c.inner / (plan.wide ? kLanes : 1) < kWarp && c.channels >= 1;",
         ),
         ("channelwise.cu", "plan_for"): (
@@ -85,7 +85,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _NOTHING: {
         ("images.cu", "to_last_kernel"): ("for (int64_t i = first; i <= total; i += stride) {",),
         ("batch_norm.cuh", "for_vectors"): ("for (; p.left >= 0; p.left -= kBatch) {",),
-        ("chains.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
+        ("channels.cuh", "planes_kernel"): ("for (; k <= last; k += kThreads * kTogether<Job>) {",),
         ("pointwise.cu", "forward_kernel"): (
             "for (int64_t start = int64_t(blockIdx.x) * kTile; start <= n;",
         ),
@@ -106,10 +106,10 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + (threadIdx.x + 1) %"
             " kMergeChannels;",
         ),
-        ("chains.cuh", "planes_kernel"): (
+        ("channels.cuh", "planes_kernel"): (
             "const int64_t part = (blockIdx.x + 1) % parts, group = blockIdx.x / parts;",
         ),
-        ("chains.cuh", "columns_kernel"): (
+        ("channels.cuh", "columns_kernel"): (
             "const int64_t part = (blockIdx.x + 1) % parts, group = blockIdx.x / parts;",
             "const int lane = (threadIdx.x + 1) % kWarp, warp = threadIdx.x / kWarp;",
         ),
@@ -125,7 +125,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _ANY: {
-        ("chains.cuh", "columns_kernel"): ("if (warp == 1 + 0 && exists) {",),
+        ("channels.cuh", "columns_kernel"): ("if (warp == 1 + 0 && exists) {",),
         ("few_bit.cu", "forward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
         ("few_bit.cu", "backward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
     },
@@ -151,9 +151,6 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _OWN: {
-        ("chains.cuh", "formula_of"): (
-            "for (int k = 0; k <= kMaxParameters; ++k) n.parameters[k] = call.parameters[k];",
-        ),
         ("few_bit.cu", "forward_kernel"): (
             "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
         ),
@@ -225,7 +222,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _DOUBLES: {
-        ("chains.cuh", "plan_for"): (
+        ("channels.cuh", "plan_for"): (
             "plan.wide = aligned && c.inner % kLanes == 0 && sizeof(S) <= 8;",
         ),
     },

@@ -46,7 +46,7 @@ _CHAINS = [
 # trial.
 _TESTS: dict[str, list[str]] = {
     "batch_norm": _NORMS,
-    "chains": _CHAINS,
+    **dict.fromkeys(("gated", "scale_add", "bias_act", "channels"), _CHAINS),
     "channelwise": ["test_activation_kernels", f"{_PASSES}channelwise"],
     "few_bit": ["test_few_bit", f"{_PASSES}few_bit"],
     "fold": ["test_fold_kernels", f"{_PASSES}fold"],

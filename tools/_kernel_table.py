@@ -35,12 +35,12 @@ STREAMS = {
     ("batch_norm_reduce", "reduce_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
     ("batch_norm_grad_input", "grad_input_kernel"): Stream(_WIDE, 2, 3, "most: with a residual"),
     ("batch_norm_restore", "restore_kernel"): Stream(_WIDE, 1, 1),
-    ("chains", "gated_kernel"): Stream(_WIDE, 2, 2),
-    ("chains", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
-    ("chains", "planes_kernel"): Stream(_WIDE, 1, 1),
-    ("chains", "columns_kernel"): Stream(_WIDE, 1, 1),
-    ("chains_bias", "planes_kernel"): Stream(_WIDE, 1, 1),
-    ("chains_bias", "columns_kernel"): Stream(_WIDE, 1, 1),
+    ("gated", "gated_kernel"): Stream(_WIDE, 2, 2),
+    ("gated", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
+    ("scale_add", "planes_kernel"): Stream(_WIDE, 1, 1),
+    ("scale_add", "columns_kernel"): Stream(_WIDE, 1, 1),
+    ("bias_act", "planes_kernel"): Stream(_WIDE, 1, 1),
+    ("bias_act", "columns_kernel"): Stream(_WIDE, 1, 1),
     ("few_bit", "forward_kernel"): Stream("", 1, 1),
     ("few_bit", "backward_kernel"): Stream("", 1, 1),
     ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
@@ -60,8 +60,8 @@ SMALL = {
     ("batch_norm", "merge_statistics_kernel"): _SHARES,
     ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
     ("channelwise", "add_shares_kernel"): _SHARES,
-    ("chains", "finish_kernel"): _SHARES,
-    ("chains_bias", "finish_kernel"): _SHARES,
+    ("scale_add", "finish_kernel"): _SHARES,
+    ("bias_act", "finish_kernel"): _SHARES,
     ("optimizers", "add_kernel"): _SHARES,
     ("optimizers", "prepare_kernel"): "one row a tensor",
     ("optimizers", "finish_kernel"): "one row a tensor",
@@ -77,7 +77,7 @@ _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("pointwise", "forward_kernel", "LogSigmoid"): (16, _TWO_LOGARITHMS),
     ("pointwise", "forward_kernel", "Softplus"): (16, _TWO_LOGARITHMS),
-    ("chains", "gated_kernel", "LogSigmoid"): (24, _TWO_LOGARITHMS),
+    ("gated", "gated_kernel", "LogSigmoid"): (24, _TWO_LOGARITHMS),
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool", "max_pool2d_backward_kernel", ", false>"): (8, _ELEMENTS),
@@ -88,8 +88,8 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
 _WALKS = ("planes_kernel", "columns_kernel")
-_CHAINS = [("chains", "gated_kernel")]
-_CHAINS += [(source, name) for source in ("chains", "chains_bias") for name in _WALKS]
+_CHAINS = [("gated", "gated_kernel")]
+_CHAINS += [(source, name) for source in ("scale_add", "bias_act") for name in _WALKS]
 _NORM = [("batch_norm", "statistics_kernel"), ("batch_norm_normalise", "normalise_kernel")]
 TIMED = {
     ("activations", _FORWARD): [("pointwise", "forward_kernel")],
@@ -100,7 +100,7 @@ TIMED = {
         ("batch_norm_grad_input", "grad_input_kernel"),
     ],
     ("chains", _FORWARD): _CHAINS,
-    ("chains", _BOTH): [*_CHAINS, ("chains", "gated_backward_kernel")],
+    ("chains", _BOTH): [*_CHAINS, ("gated", "gated_backward_kernel")],
     ("few_bit", _FORWARD): [("few_bit", "forward_kernel")],
     ("few_bit", "backward"): [("few_bit", "backward_kernel")],
     ("images", _FORWARD): [("images", "to_planes_kernel"), ("images", "to_last_kernel")],

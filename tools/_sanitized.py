@@ -128,25 +128,23 @@ def build_cpu(isas: list[str]) -> Path:
     """_C.so with these instruction sets. The last one stands in for those that are left out, which
     `import fusedtrain` refuses with its own message when one of them is forced."""
     setup = setup_module()
-    units: dict[Path, str] = setup.cpu_units()
     absent = [isa for isa in setup.ISA_FLAGS if isa not in isas]
-    units = {path: flags for path, flags in units.items()
-             if path.stem.removeprefix("isa_") not in absent}  # fmt: skip
+    units = [unit for unit in setup.cpu_units() if unit.isa not in absent]
     folder = BUILD / "-".join(isas)
     if absent:
         stub = folder / "absent.cpp"
-        functions = "".join(
-            f"const Kernels& kernels_{isa}() {{ return kernels_{isas[-1]}(); }}\n" for isa in absent
+        text = "".join(
+            f"const Kernels& isa_{isa}::all() {{ return isa_{isas[-1]}::all(); }}\n"
+            for isa in absent
         )
         text = (
-            "namespace fusedtrain {\nnamespace cpu {\nstruct Kernels;\n"
-            f"const Kernels& kernels_{isas[-1]}();\n{functions}}}  // namespace cpu\n"
-            "}  // namespace fusedtrain\n"
+            f'#include "{ROOT}/csrc/cpu/isa/kernels.h"\n'
+            f"namespace fusedtrain::cpu::tables {{\n{text}}}\n"
         )
         folder.mkdir(parents=True, exist_ok=True)
         if not stub.exists() or stub.read_text() != text:
             stub.write_text(text)
-        units[stub] = ""
+        units.append(setup.Unit(stub))
     built = folder / "_C.so"
     setup.build_cpu(built, BUILD, units, FLAGS)
     target = TREE / "fusedtrain" / "_C.so"

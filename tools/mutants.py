@@ -351,13 +351,16 @@ def copy(folder: Path) -> None:
     shutil.copytree(ROOT, folder, ignore=ignored, symlinks=True)
     # The kernels of one instruction set are mutated; the others need not be built again.
     shutil.copytree(ROOT / "csrc", folder / "csrc/frozen")
-    for other in ("avx2", "avx512"):
-        unit = folder / f"csrc/cpu/isa/isa_{other}.cpp"
-        unit.write_text(unit.read_text().replace('"isa.inl.h"', '"../../frozen/cpu/isa/isa.inl.h"'))
     setup = folder / "setup.py"
     text = setup.read_text()
-    assert "-O3 -std=c++17 -fPIC" in text
-    setup.write_text(text.replace("-O3 -std=c++17 -fPIC", "-O0 -std=c++17 -fPIC"))
+    for before, after in (
+        ("-O3 -std=c++17 -fPIC", "-O0 -std=c++17 -fPIC"),
+        ('"default": "-O1 -ftree-vectorize"', '"default": ""'),
+        ('CSRC / "cpu/isa"', 'CSRC / ("cpu/isa" if isa == "default" else "frozen/cpu/isa")'),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    setup.write_text(text)
 
 
 def main() -> int:

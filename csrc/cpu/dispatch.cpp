@@ -30,10 +30,10 @@ const Kernels& choose() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (limit >= 2 && has_avx512) return kernels_avx512();
-  if (limit >= 1 && has_avx2) return kernels_avx2();
+  if (limit >= 2 && has_avx512) return tables::isa_avx512::all();
+  if (limit >= 1 && has_avx2) return tables::isa_avx2::all();
 #endif
-  return kernels_default();
+  return tables::isa_default::all();
 }
 
 }  // namespace

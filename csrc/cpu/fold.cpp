@@ -108,26 +108,33 @@ void each_output(const Call& call, Parallel parallel, const Run& run) {
   in_parts(parallel, call.outputs(), (kGrain + each - 1) / each, run);
 }
 
+template <class, class>
+struct FoldKernels {
+  void (*forward)(const FoldForward& call, int64_t first, int64_t last);
+  void (*backward)(const FoldBackward& call, int64_t first, int64_t last);
+};
+constexpr ByDtype<FoldKernels> kKernels = {
+    {forward<float, float>, backward<float, float>},
+    {forward<double, double>, backward<double, double>},
+    {forward<Float16, float>, backward<Float16, float>},
+    {forward<Brain16, float>, backward<Brain16, float>},
+};
+
 }  // namespace
 
-#define FT_FOLD(Call, function)                                    \
-  void fold(const Call& call, Parallel parallel) {                 \
-    each_output(call, parallel, [&](int64_t first, int64_t last) { \
-      switch (call.dtype) {                                        \
-        case Dtype::kFloat32:                                      \
-          return function<float, float>(call, first, last);        \
-        case Dtype::kFloat64:                                      \
-          return function<double, double>(call, first, last);      \
-        case Dtype::kFloat16:                                      \
-          return function<Float16, float>(call, first, last);      \
-        case Dtype::kBFloat16:                                     \
-          return function<Brain16, float>(call, first, last);      \
-      }                                                            \
-    });                                                            \
-  }
-FT_FOLD(FoldForward, forward)
-FT_FOLD(FoldBackward, backward)
-#undef FT_FOLD
+void fold(const FoldForward& call, Parallel parallel) {
+  by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
+    each_output(call, parallel,
+                [&](int64_t first, int64_t last) { kernels.forward(call, first, last); });
+  });
+}
+
+void fold(const FoldBackward& call, Parallel parallel) {
+  by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
+    each_output(call, parallel,
+                [&](int64_t first, int64_t last) { kernels.backward(call, first, last); });
+  });
+}
 
 }  // namespace cpu
 }  // namespace fusedtrain

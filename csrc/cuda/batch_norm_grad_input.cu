@@ -70,7 +70,7 @@ void grad_input(const BatchNorm& call, const BatchNormBackward& b, void* stream)
     Walk w = t.walk(n);
     w.adjacent &= aligned(b.averages);
     launch(kernel_of<GradInput, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
-           chosen<S>(n), w, t, b.averages, 1.0 / b.count);
+           chosen<S>(n.op, n.parameters), w, t, b.averages, 1.0 / b.count);
   });
 }
 

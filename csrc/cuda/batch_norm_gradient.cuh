@@ -2,7 +2,7 @@
 #pragma once
 
 #include "batch_norm.cuh"
-#include "batch_norm_formula.cuh"
+#include "formula.cuh"
 
 namespace fusedtrain {
 namespace cuda {

@@ -1,7 +1,7 @@
 // y = f((x - mean) invstd weight + bias, times branch_scale, plus the residual). In eval mode mean
 // and invstd are made of running statistics at the beginning of the same kernel.
 #include "batch_norm.cuh"
-#include "batch_norm_formula.cuh"
+#include "formula.cuh"
 
 namespace fusedtrain {
 namespace cuda {
@@ -106,7 +106,7 @@ void normalise(const BatchNorm& n, const BatchNormStatistics* s, const BatchNorm
     }
     const Walk w = t.walk(n);
     launch(kernel_of<Normalise, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
-           chosen<S>(n), w, t, running);
+           chosen<S>(n.op, n.parameters), w, t, running);
   });
 }
 

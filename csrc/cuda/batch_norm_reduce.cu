@@ -79,7 +79,7 @@ void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, v
     if (b.averages == nullptr) t.out = static_cast<S*>(b.grad_input);
     const Walk w = t.walk(n);
     launch(kernel_of<Reduce, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
-           chosen<S>(n), w, t, workspace);
+           chosen<S>(n.op, n.parameters), w, t, workspace);
     launch(&merge_sums_kernel<T>, ceil_div(n.channels, kMergeChannels), kMergeThreads, stream, 0, w,
            static_cast<const double*>(workspace), t.invstd, b.sums, static_cast<T*>(b.grad_weight),
            static_cast<T*>(b.grad_bias));

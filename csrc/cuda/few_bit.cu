@@ -106,45 +106,67 @@ __device__ __forceinline__ void unpack(const uint8_t* from, Word* codes) {
   }
 }
 
+// Values of a step in place of the numbers, and its codes, a byte for each lane.
+template <bool kByOutput, class S, class Formula, class T>
+__device__ __forceinline__ Bytes<S> forward_step(const Formula& formula, const Slopes<T>& slopes,
+                                                 const uint8_t* thresholds, int bits, Vec<S>& v) {
+  using Word = Bytes<S>;
+  const int count = bits == 8 ? 0 : (1 << bits) - 1;
+  int code[kColumn<S>], units[kColumn<S>];
+#pragma unroll
+  for (int k = 0; k < kColumn<S>; ++k) {
+    const T in = v.lane[k];
+    T slope;
+    formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
+    units[k] = int(formulas::units_of(slope, slopes));
+    code[k] = bits == 8 ? units[k] : 0;
+  }
+  for (int j = 0; j < count; ++j) {
+    const int threshold = thresholds[j];
+#pragma unroll
+    for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
+  }
+  Word word = 0;
+#pragma unroll
+  for (int k = 0; k < kColumn<S>; ++k) word |= Word(Word(code[k]) << 8 * k);
+  return word;
+}
+
+// The loop over steps is not unrolled as a whole: kernels of 200 KB did not fit into the cache of
+// instructions, and took 91 s to compile for three architectures.
 template <bool kWhole, bool kByOutput, class S, class Formula, class T>
 __device__ __forceinline__ void forward_column(const Formula& formula, const Slopes<T>& slopes,
                                                const uint8_t* thresholds, int bits, const S* x,
                                                S* y, uint8_t* codes, int64_t first, int64_t n) {
   using Word = Bytes<S>;
-  const int count = bits == 8 ? 0 : (1 << bits) - 1;
-  Word step_codes[kBitSteps];
+  constexpr int kTurn = kWhole ? kAhead : 1;
+  Word step_codes[kBitSteps] = {};
   Packed<S> ahead[kAhead];
   if constexpr (kWhole) load_ahead(ahead, x + first);
+#pragma unroll 1
+  for (int step = 0; step < kBitSteps; step += kTurn) {
+    // Arrays are shifted, since none in registers can be indexed by a variable.
 #pragma unroll
-  for (int step = 0; step < kBitSteps; ++step) {
-    const int64_t at = first + step * kBitStep;
-    Vec<S> v;
-    if constexpr (kWhole) {
-      ahead[step % kAhead].get(v.lane);
-      if (step + kAhead < kBitSteps) ahead[step % kAhead].load(x + at + kAhead * kBitStep);
-    } else {
-      load_step(x, at, n, v);
+    for (int k = 0; k + kTurn < kBitSteps; ++k) step_codes[k] = step_codes[k + kTurn];
+#pragma unroll
+    for (int j = 0; j < kTurn; ++j) {
+      const int64_t at = first + (step + j) * kBitStep;
+      Vec<S> v;
+      if constexpr (kWhole) {
+        ahead[j].get(v.lane);
+        if (step + kAhead < kBitSteps) ahead[j].load(x + at + kAhead * kBitStep);
+      } else {
+        load_step(x, at, n, v);
+      }
+      Word word = forward_step<kByOutput>(formula, slopes, thresholds, bits, v);
+      if constexpr (!kWhole) {
+        // Codes past the end are 0.
+        const int64_t left = n - at;
+        if (left < kColumn<S>) word &= left > 0 ? (Word(1) << 8 * left) - 1 : Word(0);
+      }
+      step_codes[kBitSteps - kTurn + j] = word;
+      store_step<S, kWhole>(v, y, at, n);
     }
-    int code[kColumn<S>], units[kColumn<S>];
-#pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k) {
-      const T in = v.lane[k];
-      T slope;
-      formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
-      units[k] = int(formulas::units_of(slope, slopes));
-      code[k] = bits == 8 ? units[k] : 0;
-    }
-    for (int j = 0; j < count; ++j) {
-      const int threshold = thresholds[j];
-#pragma unroll
-      for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
-    }
-    Word word = 0;
-#pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k)
-      if (kWhole || at + k < n) word |= Word(Word(code[k]) << 8 * k);
-    step_codes[step] = word;
-    store_step<S, kWhole>(v, y, at, n);
   }
   if (bits == 1) pack<1>(step_codes, codes);
   if (bits == 2) pack<2>(step_codes, codes);

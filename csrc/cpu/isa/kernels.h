@@ -1,4 +1,4 @@
-// The function table that each instruction-set unit fills and dispatch.cpp chooses from.
+// The tables of functions that the units of this folder fill and dispatch.cpp chooses from.
 //
 // Where there is no kernel of 16-bit data, these are converted block by block, in buffers that stay
 // in the first-level cache.
@@ -190,34 +190,56 @@ struct MaxPoolKernels {
                    int64_t last_row, void* scratch);
 };
 
+// Rounded up or down at random; `first` is the index of in[0] in its tensor.
+using RoundStochastically = void (*)(const float* in, uint16_t* out, int64_t n, int64_t first,
+                                     uint32_t key);
+// Words [4 first, 4 (first + blocks)) of the stream of a seed.
+using PhiloxWords = void (*)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
+// n pixels of so many bytes from planes that are `stride` apart to one another, and back.
+using JoinChannels = void (*)(const uint8_t* planes, int64_t stride, int64_t channels,
+                              uint8_t* pixels, int64_t n);
+using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t* planes,
+                               int64_t stride, int64_t n);
+
+// type, name; each is defined in the unit of its family
+#define FT_TABLES(X)                             \
+  X(ByDtype<PointwiseKernels>, pointwise)        \
+  X(ByNumber<ChannelwiseKernels>, channelwise)   \
+  X(ByDtype<FewBitKernels>, few_bit)             \
+  X(ByDtype<BatchNormLayouts>, norm)             \
+  X(ByDtype<OptimizerKernels>, optimizer)        \
+  X(RoundStochastically, to_bfloat16_stochastic) \
+  X(ByDtype<GatedKernels>, gated)                \
+  X(ByDtype<ScaleKernels>, scale)                \
+  X(ByNumber<ChainKernels>, chain)               \
+  X(PhiloxWords, philox_words)                   \
+  X(ByDtype<MaxPoolKernels>, max_pool)           \
+  X(ByDtype<ImageKernels>, image)                \
+  X(JoinChannels, join_channels)                 \
+  X(SplitChannels, split_channels)
+
 struct Kernels {
   const char* name;
   Format half, bfloat16;
-  ByDtype<PointwiseKernels> pointwise;
-  ByNumber<ChannelwiseKernels> channelwise;
-  ByDtype<FewBitKernels> few_bit;
-  ByDtype<BatchNormLayouts> norm;
-  ByDtype<OptimizerKernels> optimizer;
-  // Rounded up or down at random; `first` is the index of in[0] in its tensor.
-  void (*to_bfloat16_stochastic)(const float* in, uint16_t* out, int64_t n, int64_t first,
-                                 uint32_t key);
-  ByDtype<GatedKernels> gated;
-  ByDtype<ScaleKernels> scale;
-  ByNumber<ChainKernels> chain;
-  // Words [4 first, 4 (first + blocks)) of the stream of a seed.
-  void (*philox_words)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
-  ByDtype<MaxPoolKernels> max_pool;
-  ByDtype<ImageKernels> image;
-  // n pixels of so many bytes from planes that are `stride` apart to one another, and back.
-  void (*join_channels)(const uint8_t* planes, int64_t stride, int64_t channels, uint8_t* pixels,
-                        int64_t n);
-  void (*split_channels)(const uint8_t* pixels, int64_t channels, uint8_t* planes, int64_t stride,
-                         int64_t n);
+#define FT_MEMBER(Table, name) const Table& name;
+  FT_TABLES(FT_MEMBER)
+#undef FT_MEMBER
 };
 
-const Kernels& kernels_default();
-const Kernels& kernels_avx2();
-const Kernels& kernels_avx512();
+// Those of an instruction set; beside x86 there is the default alone.
+namespace tables {
+#define FT_DECLARE(Table, name) extern const Table name;
+#define FT_DECLARE_ALL(isa) \
+  namespace isa {           \
+  FT_TABLES(FT_DECLARE)     \
+  const Kernels& all();     \
+  }
+FT_DECLARE_ALL(isa_default)
+FT_DECLARE_ALL(isa_avx2)
+FT_DECLARE_ALL(isa_avx512)
+#undef FT_DECLARE_ALL
+#undef FT_DECLARE
+}  // namespace tables
 
 }  // namespace cpu
 }  // namespace fusedtrain

@@ -1,4 +1,5 @@
-// The activation that follows batch norm: known when a kernel is compiled, or when it is launched.
+// The formula in a kernel of several ops: known when the kernel is compiled, or when it is
+// launched.
 #pragma once
 
 #include <string.h>
@@ -6,7 +7,6 @@
 #include <type_traits>
 
 #include "../formulas.h"
-#include "../ops/batch_norm.h"
 #include "vec.cuh"
 
 namespace fusedtrain {
@@ -42,13 +42,13 @@ void keep(const Formula<T>& formula, Chosen<T>& chosen) {
 }
 
 template <class S, class T = typename Compute<S>::T>
-Chosen<T> chosen(const BatchNorm& n) {
-  Chosen<T> result = {n.op, {}};
-#define FT_KEEP(name, Formula, count, rounds, saved)                               \
-  case op_##name:                                                                  \
-    keep(formulas::Formula<T>(Parameters<S>(n.parameters, rounds).value), result); \
+Chosen<T> chosen(int op, const double* parameters) {
+  Chosen<T> result = {op, {}};
+#define FT_KEEP(name, Formula, count, rounds, saved)                             \
+  case op_##name:                                                                \
+    keep(formulas::Formula<T>(Parameters<S>(parameters, rounds).value), result); \
     break;
-  switch (n.op) { FT_POINTWISE(FT_KEEP) }
+  switch (op) { FT_POINTWISE(FT_KEEP) }
 #undef FT_KEEP
   return result;
 }

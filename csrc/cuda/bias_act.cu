@@ -1,8 +1,8 @@
 // Bias + activation + dropout.
-#include "../formulas.h"
 #include "../ops/bias_act.h"
 #include "../philox.h"
-#include "chains.cuh"
+#include "channels.cuh"
+#include "formula.cuh"
 
 namespace fusedtrain {
 namespace cuda {
@@ -32,27 +32,29 @@ __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kep
   }
 }
 
-// Any formula in vectors of eight would spill two registers.
-template <class F, class S>
-constexpr bool may_be_wide =
-    sizeof(S) == 4 || (sizeof(S) == 2 && !std::is_same_v<F, AnyFormula<float>>);
+template <class F>
+constexpr bool kIsAny = std::is_same_v<F, AnyFormula<typename F::T>>;
 
-template <class Call, class F, class S_>
+// kDrops: elements are dropped. A kernel of any formula asks the call.
+template <class Call, class F, class S_, bool kDrops>
 struct BiasActJob {
   using S = S_;
   using T = typename Compute<S>::T;
-  static constexpr bool kWide = may_be_wide<F, S>;
   Call call;
   Chosen<T> chosen;
   __device__ __forceinline__ T coefficient(int64_t i) const {
     return call.bias == nullptr ? T(0) : load_one(static_cast<const S*>(call.bias)[i]);
   }
+  __device__ __forceinline__ bool drops() const {
+    return kIsAny<F> ? call.seed != nullptr : kDrops;
+  }
 };
 
 template <class F, class S, bool kDrops>
-struct BiasActForwardJob : BiasActJob<BiasActForward, F, S> {
-  using typename BiasActJob<BiasActForward, F, S>::T;
-  using BiasActJob<BiasActForward, F, S>::call, BiasActJob<BiasActForward, F, S>::chosen;
+struct BiasActForwardJob : BiasActJob<BiasActForward, F, S, kDrops> {
+  using Base = BiasActJob<BiasActForward, F, S, kDrops>;
+  using Base::call, Base::chosen;
+  using typename Base::T;
   static constexpr bool kSums = false;
   static constexpr int kInputs = 1;
   template <class V>
@@ -64,14 +66,15 @@ struct BiasActForwardJob : BiasActJob<BiasActForward, F, S> {
                                       const T (&bias)[V::kLanes], T (&)[V::kLanes]) const {
     const F formula(chosen);
     const T gain = T(call.gain), bound = T(call.clamp);
-    bool kept[V::kLanes];
-    if constexpr (kDrops) keep<V::kLanes>(call, at, kept);
+    const bool drops = Base::drops();
+    bool kept[V::kLanes] = {};
+    if (drops) keep<V::kLanes>(call, at, kept);
     V v = in[0].get();
 #pragma unroll
     for (int l = 0; l < V::kLanes; ++l) {
       T y = formula.forward(v.lane[l] + bias[l]) * gain;
       if (bound >= T(0)) y = formulas::math::clamp(y, -bound, bound);
-      if constexpr (kDrops) y = kept[l] ? y * T(call.keep) : T(0);
+      if (drops) y = kept[l] ? y * T(call.keep) : T(0);
       v.lane[l] = y;
     }
     v.store(static_cast<S*>(call.y) + at);
@@ -79,9 +82,10 @@ struct BiasActForwardJob : BiasActJob<BiasActForward, F, S> {
 };
 
 template <class F, class S, bool kDrops>
-struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
-  using typename BiasActJob<BiasActBackward, F, S>::T;
-  using BiasActJob<BiasActBackward, F, S>::call, BiasActJob<BiasActBackward, F, S>::chosen;
+struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S, kDrops> {
+  using Base = BiasActJob<BiasActBackward, F, S, kDrops>;
+  using Base::call, Base::chosen;
+  using typename Base::T;
   static constexpr bool kSums = true;
   static constexpr int kInputs = 2;
   template <class V>
@@ -93,19 +97,20 @@ struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
   __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
                                       const T (&bias)[V::kLanes], T (&sum)[V::kLanes]) const {
     const F formula(chosen);
-    const T factor = T(call.gain) * (kDrops ? T(call.keep) : T(1)), undo = T(1) / factor;
+    const bool drops = Base::drops();
+    const T kept_by = drops ? T(call.keep) : T(1);
+    const T factor = T(call.gain) * kept_by, undo = T(1) / factor;
     const T bound = T(call.clamp);
-    bool kept[V::kLanes];
-    if constexpr (kDrops) keep<V::kLanes>(call, at, kept);
+    bool kept[V::kLanes] = {};
+    if (drops) keep<V::kLanes>(call, at, kept);
     V g = in[0].get();
     const V s = in[1].get();
 #pragma unroll
     for (int l = 0; l < V::kLanes; ++l) {
       T gradient = g.lane[l] * factor, z = s.lane[l];
-      if constexpr (kDrops) gradient = kept[l] ? gradient : T(0);
+      if (drops) gradient = kept[l] ? gradient : T(0);
       if (formula.saves_output()) {
-        if (bound >= T(0) && !(formulas::math::abs(z) < bound * (kDrops ? T(call.keep) : T(1))))
-          gradient = T(0);
+        if (bound >= T(0) && !(formulas::math::abs(z) < bound * kept_by)) gradient = T(0);
         z *= undo;
       } else {
         z += bias[l];
@@ -119,8 +124,9 @@ struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
   }
 };
 
-// Every dtype has the kernels of any formula; the common ones of a bias in training their own.
-#define FT_CHAIN_FORMULAS(X)                     \
+// The common formulas of a bias in training have kernels of wide vectors. All others share those of
+// any formula, as do vectors of one element.
+#define FT_BIAS_ACT_FORMULAS(X)                  \
   X(op_identity, Identity, kInput)               \
   X(op_relu, formulas::Relu, kOutput)            \
   X(op_leaky_relu, formulas::LeakyRelu, kOutput) \
@@ -128,34 +134,45 @@ struct BiasActBackwardJob : BiasActJob<BiasActBackward, F, S> {
   X(op_gelu, formulas::Gelu, kInput)             \
   X(op_gelu_tanh, formulas::GeluTanh, kInput)
 
+bool is_common(int op) {
+#define FT_IS(number, Formula, saved) || op == number
+  return false FT_BIAS_ACT_FORMULAS(FT_IS);
+#undef FT_IS
+}
+
 template <template <class, class, bool> class Job, class S, class Call>
 void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   using T = typename Compute<S>::T;
-  const Chosen<T> formula = formula_of<S>(call);
+  using Any = Job<AnyFormula<T>, S, true>;
+  const Chosen<T> formula = chosen<S>(call.op, call.parameters);
   const void *a, *b, *c = nullptr;
   if constexpr (std::is_same_v<Call, BiasActForward>) {
     a = call.x, b = call.y;
   } else {
     a = call.grad, b = call.saved, c = call.grad_input;
   }
-  const auto go = [&](auto job) {
-    run_job(job, call.shape, shares, sums, stream, static_cast<const char*>(a),
-            static_cast<const char*>(b), static_cast<const char*>(c));
-  };
-  const auto with = [&](auto* f) {
-    using F = std::remove_pointer_t<decltype(f)>;
-    if (call.seed != nullptr)
-      go(Job<F, S, true>{call, formula});
-    else
-      go(Job<F, S, false>{call, formula});
+  // Any formula in vectors of eight would spill two registers.
+  const bool may_be_wide = (sizeof(S) == 4 || is_common(call.op)) &&
+                           aligned(static_cast<const char*>(a), static_cast<const char*>(b),
+                                   static_cast<const char*>(c));
+  const Plan plan = plan_for<S>(call.shape, may_be_wide, kTogether<Any>);
+  const auto go = [&](auto job, auto wide) {
+    run_walk<decltype(job), wide.value>(job, plan, call.shape, shares, sums, stream);
   };
   if constexpr (sizeof(S) < 8) {
-#define FT_WITH(number, Formula, saved)                                                     \
-  if (call.op == number) return with(static_cast<OneFormula<Formula, saved, T>*>(nullptr));
-    FT_CHAIN_FORMULAS(FT_WITH)
-#undef FT_WITH
+    if (plan.wide) {
+#define FT_WITH(number, Formula, saved)                                                  \
+  if (call.op == number) {                                                               \
+    using F = OneFormula<Formula, saved, T>;                                             \
+    return call.seed != nullptr ? go(Job<F, S, true>{call, formula}, std::true_type())   \
+                                : go(Job<F, S, false>{call, formula}, std::true_type()); \
   }
-  with(static_cast<AnyFormula<T>*>(nullptr));
+      FT_BIAS_ACT_FORMULAS(FT_WITH)
+#undef FT_WITH
+      if constexpr (sizeof(S) == 4) return go(Any{call, formula}, std::true_type());
+    }
+  }
+  go(Any{call, formula}, std::false_type());
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // The walks over a tensor with channels that scaled sums and bias + activation + dropout share, and
-// what they make of sums.
+// the sums of their blocks.
 //
 // Where `inner` is long (channels first) a block takes a part of one sample and channel; where it
 // is short (channels last, or few elements a plane) a lane keeps its columns, and the warps of a
@@ -8,7 +8,6 @@
 #pragma once
 
 #include "../ops/channels.h"
-#include "batch_norm_formula.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -20,14 +19,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kBlocksPerMultiprocessor = 16;
-
-template <class S, class T = typename Compute<S>::T, class Call>
-Chosen<T> formula_of(const Call& call) {
-  BatchNorm n = {};
-  n.op = call.op;
-  for (int k = 0; k < kMaxParameters; ++k) n.parameters[k] = call.parameters[k];
-  return chosen<S>(n);
-}
 
 // How a call is cut into blocks: block b works on part b % parts (samples x channels, or x groups
 // of columns), and on group b / parts of what is summed over.
@@ -74,18 +65,27 @@ Plan plan_for(const Channels& c, bool aligned, int together) {
 template <class Job>
 constexpr int kTogether = 4 / Job::kInputs;
 
+// One copy of what the job does: with kTogether of them bias + activation had 7.8 MB of code, and
+// took 156 s to compile for three architectures.
 template <class V, class Job>
-__device__ __forceinline__ void run_steps(const Job& job, int count,
-                                          const int64_t (&at)[kTogether<Job>],
+__device__ __forceinline__ void run_steps(const Job& job, int count, int64_t (&at)[kTogether<Job>],
                                           const typename V::T (&coefficient)[V::kLanes],
                                           typename V::T (&sum)[V::kLanes]) {
   Packed<typename Job::S, V::kIsWide> in[kTogether<Job>][Job::kInputs];
 #pragma unroll
   for (int j = 0; j < kTogether<Job>; ++j)
     if (j < count) job.template fetch<V>(at[j], in[j]);
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    job.template run<V>(at[0], in[0], coefficient, sum);
+    // None of the arrays can be indexed by a variable: they are in registers.
 #pragma unroll
-  for (int j = 0; j < kTogether<Job>; ++j)
-    if (j < count) job.template run<V>(at[j], in[j], coefficient, sum);
+    for (int i = 1; i < kTogether<Job>; ++i) {
+      at[i - 1] = at[i];
+#pragma unroll
+      for (int k = 0; k < Job::kInputs; ++k) in[i - 1][k] = in[i][k];
+    }
+  }
 }
 
 template <class Job>
@@ -210,16 +210,12 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) sums[at] = T(sum);
 }
 
-template <class Job, class... P>
-void run_job(const Job& job, const Channels& c, double* shares, void* sums, void* stream,
-             const P*... pointers) {
-  using S = typename Job::S;
-  using T = typename Compute<S>::T;
-  const Plan plan = plan_for<S>(c, Job::kWide && aligned(pointers...), kTogether<Job>);
-  auto* kernel = plan.columns ? &columns_kernel<Job, false> : &planes_kernel<Job, false>;
-  if constexpr (Job::kWide)
-    if (plan.wide) kernel = plan.columns ? &columns_kernel<Job, true> : &planes_kernel<Job, true>;
-  launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
+template <class Job, bool kWide>
+void run_walk(const Job& job, const Plan& plan, const Channels& c, double* shares, void* sums,
+              void* stream) {
+  using T = typename Compute<typename Job::S>::T;
+  launch(plan.columns ? &columns_kernel<Job, kWide> : &planes_kernel<Job, kWide>,
+         plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
   if (!Job::kSums) return;
   const int64_t count = c.samples * c.channels;
   launch(&finish_kernel<T>, ceil_div(count, kWarps), kThreads, stream, 0,

@@ -1,0 +1,19 @@
+// The tables of bias_act.h.
+#include "bias_act.h"
+#include "gated.h"
+#include "tables.h"
+
+namespace fusedtrain {
+namespace cpu {
+
+template <class T>
+static constexpr ChainKernels<T> chain_kernels() {
+  return {FT_ISA::multiply_into<T>, FT_ISA::bias_add<T>, FT_ISA::bias_sum<T>,
+          FT_ISA::finish_forward<T, ChainFinish<T>>, FT_ISA::finish_backward<T, ChainFinish<T>>};
+}
+
+constexpr ByNumber<ChainKernels> tables::FT_ISA::chain = FT_BY_NUMBER(chain_kernels);
+constexpr PhiloxWords tables::FT_ISA::philox_words = FT_LOOPS::philox_words;
+
+}  // namespace cpu
+}  // namespace fusedtrain
