@@ -11,14 +11,14 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   csrc/cpu/isa/*.h csrc/cpu/isa/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
+.PHONY: help train test kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
   lint format bench wheel build abi-matrix clean \
   gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: build  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
+train: kernels $(VENV)/.examples  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
 	$(PY) examples/train.py $(ARGS)
 
 test: build  ## the whole test-suite (ARGS="-k mish")
@@ -62,25 +62,40 @@ format: build  ## let ruff and clang-format rewrite the sources
 bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.run $(ARGS)
 
-wheel: build  ## dist/*.whl: one file for every Python 3 and torch from 2.10
-	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+wheel: $(VENV)/.torch  ## dist/*.whl with CUDA: one file for every Python 3 and torch from 2.10 (FUSEDTRAIN_CUDA=0: CPU only)
+	FUSEDTRAIN_CUDA=$${FUSEDTRAIN_CUDA-1} $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
 
 abi-matrix: wheel  ## the wheel under torch 2.10, 2.13 and 2.15 (downloads gigabytes)
 	$(PY) tools/abi_matrix.py dist/*.whl
 
-build: $(VENV)/.installed
+build: kernels $(VENV)/.installed
+
+kernels: $(VENV)/.torch
 	@FUSEDTRAIN_REQUIRE=$${FUSEDTRAIN_REQUIRE-cpu} $(PY) setup.py -q build_ext --inplace
 
-# The environment of its own: the pinned torch, the tools, the package in place.
-$(VENV)/.installed: pyproject.toml constraints.txt
+# The environment of its own, in three steps: the pinned torch; the package in place with what the
+# examples need; the tools. pip compiles nothing in the last two: the kernels are there.
+PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+$(VENV)/.torch: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "missing: $(PYTHON) (Python 3.10 or newer)"; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || { \
 	  echo "missing: a C++ compiler ($${CXX:-c++}); Debian: apt-get install g++"; exit 1; }
+	@test -x $(PY) || echo "creating $(VENV), 5 seconds"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
 	  echo "missing: the venv module; Debian: apt-get install python3-venv"; exit 1; }
-	$(BIN)/pip install -q -c constraints.txt torch "setuptools>=77" wheel ninja
-	FUSEDTRAIN_REQUIRE=cpu $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	@echo "installing torch, about 1 minute"
+	@$(PIP) torch "setuptools>=77" wheel ninja
 	@touch $@
+
+$(VENV)/.examples: $(VENV)/.torch | kernels
+	@echo "installing what the examples need, about 1 minute"
+	@FUSEDTRAIN_REQUIRE=cpu $(PIP) --no-build-isolation -e ".[examples]"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch | kernels
+	@echo "installing what the tests and benchmarks need, about 1 minute"
+	@FUSEDTRAIN_REQUIRE=cpu $(PIP) --no-build-isolation -e ".[dev]"
+	@touch $(VENV)/.examples $@
 
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
 GPU_PYTHON ?= python3

@@ -4,7 +4,8 @@ The files use torch's stable ABI and no Python API: one build serves every torch
 CPython. A build.ninja is written and run by ninja; torch itself is never imported.
 
 Environment:
-    FUSEDTRAIN_CUDA      0: no CUDA file. 1: nvcc must be there. Unset: built where nvcc is found
+    FUSEDTRAIN_CUDA      0: no CUDA file. 1: built, nvcc must be there. Unset: built where the torch
+                         at hand is a CUDA build, which alone can load it, and nvcc is found
                          (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the nvidia-cuda-nvcc wheel).
     FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 75;80;90;100;120, of these what nvcc knows;
                          the highest with PTX).
@@ -148,16 +149,19 @@ class Ninja:
         self.lines = [
             "rule cxx",
             "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out",
+            "  description = $name",
             "  depfile = $out.d",
             "  deps = gcc",
             # What ptxas says of registers is kept beside the object (tests/test_cuda_build.py).
             "rule nvcc",
             "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out 2> $out.ptxas "
             "|| (cat $out.ptxas; exit 1)",
+            "  description = $name",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule link",
             "  command = $compiler -shared $in $flags -o $out",
+            "  description = $name",
         ]
 
     def compile(self, source: Path, compiler: str, flags: str, rule: str = "cxx") -> str:
@@ -173,18 +177,33 @@ class Ninja:
         def path(p: object) -> str:
             return str(p).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
+        name = out.name if rule == "link" else out.relative_to(self.folder).with_suffix("")
         self.lines += [
             f"build {path(out)}: {rule} {' '.join(map(path, inputs))}",
             f"  compiler = {compiler}",
             f"  flags = {flags}",
+            f"  name = {name}",
         ]
 
-    def run(self, program: str) -> None:
+    def run(self, program: str, duration: str) -> None:
+        """Compiles what is not up to date; silent where all is.
+
+        Args:
+            program: ninja.
+            duration: of the whole, as a first line for the user.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
         jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        plan = subprocess.run(
+            [program, "-n"], cwd=self.folder, capture_output=True, text=True, check=False
+        )
+        if "no work to do" in plan.stdout:
+            return
+        print(f"fusedtrain: compiling {duration}", flush=True)
+        status = {"NINJA_STATUS": "  %f of %t, %e s: ", **os.environ}
         try:
-            subprocess.run([program, "-C", str(self.folder), *jobs], check=True)
+            subprocess.run([program, *jobs], cwd=self.folder, check=True, env=status)
         except (subprocess.CalledProcessError, OSError) as error:
             raise CannotBuild(f"the compiler failed ({error}); its messages are above") from error
 
@@ -229,7 +248,7 @@ def build_cpu(
         for source, flags in (cpu_units() if units is None else units).items()
     ]
     n.link(out, objects, compiler, f"{torch_flags(torch)[1]} {more}".strip())
-    n.run(program)
+    n.run(program, "the CPU kernels, about 1 minute on 2 cores")
     return {"compiler": version_of(compiler), "torch": torch_version(torch)}
 
 
@@ -245,7 +264,23 @@ def torch_version(torch: Path) -> str:
     return match.group(1) if match else "unknown"
 
 
-def build_cuda(out: Path, work: Path) -> dict[str, object]:
+def torch_is_without_cuda(torch: Path) -> bool:
+    return re.search(r"^cuda\b.* = None$", (torch / "version.py").read_text(), re.M) is not None
+
+
+def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
+    """Builds _C_cuda.so.
+
+    Args:
+        out: the file.
+        work: the folder of the objects.
+        asked: also for a torch that cannot load it.
+    """
+    if not asked and torch_is_without_cuda(torch_folder()):
+        raise CannotBuild(
+            f"torch {torch_version(torch_folder())} at the build could not load it "
+            "(FUSEDTRAIN_CUDA=1 builds it all the same)"
+        )
     compiler, program, torch, host = nvcc(), ninja(), torch_folder(), cxx()
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     if not sources:
@@ -269,7 +304,8 @@ def build_cuda(out: Path, work: Path) -> dict[str, object]:
     # nvcc links, since it knows where its runtime lies; static, so that any driver it fits will do.
     link = re.sub(r"-Wl,(\S+)", r"-Xlinker \1", link)
     n.link(out, objects, compiler, f"{link} -cudart static -nodlink -ccbin {host.split()[0]}")
-    n.run(program)
+    names = ", ".join(f"sm_{a}" for a in archs)
+    n.run(program, f"the CUDA kernels ({names}), about {1 + len(archs)} minutes on 2 cores")
     return {
         "cuda_archs": archs,
         "cuda_ptx": ptx,
@@ -294,11 +330,12 @@ class BuildKernels(build_ext):
         package.mkdir(parents=True, exist_ok=True)
         # Not setuptools' own temporary folder: pip makes a new one each time, ninja keeps this one.
         work = ROOT / "build" / "ninja"
+        asked = "cuda" in required
         record: dict[str, object] = {}
         files = {"cpu": "_C.so", "cuda": "_C_cuda.so"}
         builds = {
             "cpu": partial(build_cpu, package / files["cpu"], work),
-            "cuda": partial(build_cuda, package / files["cuda"], work),
+            "cuda": partial(build_cuda, package / files["cuda"], work, asked),
         }
         # With many cores each file waits for the longest of its units, 40 to 50 s of CPU.
         if (os.cpu_count() or 1) >= 8 and not os.environ.get("MAX_JOBS"):

@@ -38,8 +38,7 @@ from _train.recipe import (
 from _train.record import Record
 from fusedtrain import amp
 from fusedtrain.compat.optimizers import FusedSGD
-from fusedtrain.compat.parallel import DistributedDataParallel as DDP
-from fusedtrain.compat.parallel import convert_syncbn_model
+from fusedtrain.compat.parallel import DistributedDataParallel as DDP, convert_syncbn_model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -2,14 +2,15 @@
 
     python examples/train.py                                  # digits, needs no network
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
-    python examples/train.py --optimizer adamw --clip 1 --ema 0.99
+    python examples/train.py --model resnet18 --optimizer sgd --clip off --ema off
     python examples/train.py --tune-mode
     python examples/train.py --memory store recompute
     python examples/train.py --memory inplace --model darknet19 --lr 0.01
     torchrun --nproc-per-node 2 examples/train.py
 
-Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler. They take
-turns, one step each on the same batch, so that a slow moment of the machine hits all of them.
+Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler; the same with
+outputs computed again in backward. They take turns, one step each on the same batch, so that a slow
+moment of the machine hits all of them. The last lines say what was won.
 --tune-mode then takes the weights that fp32 eager has reached and fine-tunes them with frozen batch
 norms, in eager torch and with fusedtrain.tune_mode. --memory then trains in float32 from the first
 weights: eager, with each way to keep what backward needs, and with torch.utils.checkpoint.
@@ -216,7 +217,7 @@ def _probe(
     by_name = {mode.name: mode for mode in modes}
     checks = []
     for mode in modes:
-        mode.saved_bytes = measure_saved_bytes(mode, batch)
+        measure_saved_bytes(mode, batch)
         if not mode.fused or mode.reference is None:
             continue
         eager = by_name[mode.reference]

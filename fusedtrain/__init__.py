@@ -13,10 +13,7 @@ from .conversion import ConversionReport, convert, revert
 from .optim import zero_grad
 
 if TYPE_CHECKING:
-    from . import compat as compat
-    from . import folding as folding
-    from . import fp16_utils as fp16_utils
-    from . import memory as memory
+    from . import compat as compat, folding as folding, fp16_utils as fp16_utils, memory as memory
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
 

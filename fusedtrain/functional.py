@@ -24,8 +24,7 @@ from torch.overrides import has_torch_function_unary as _has
 
 from . import _calls
 from ._graph.fx import handle as _handle
-from .ops import activations as _activations
-from .ops import few_bit as _few_bit
+from .ops import activations as _activations, few_bit as _few_bit
 from .ops._library import public_in as _public_in
 from .ops.batch_norm import *  # noqa: F403
 from .ops.bias_act import *  # noqa: F403

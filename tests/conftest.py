@@ -69,6 +69,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def memory_is_full_of_nan() -> Iterator[None]:
+    """What is not written is seen: memory that torch hands out is filled with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a test's tensors are made: the CPU, and where a module has ON_THE_GPU_TOO, the GPU."""

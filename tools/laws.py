@@ -173,7 +173,36 @@ def forbid_two_tables(formulas: str, reference: str) -> None:
     for row in [row for row in table if row not in expected]:
         FOUND.append(f"one table: formulas.h has no row {row}, as reference/activations.py has")
     if sorted(table) == sorted(expected) and table != expected:
-        FOUND.append("one table: reference/activations.py has another order than formulas.h")
+        place = next(i for i, row in enumerate(table) if row != expected[i])
+        FOUND.append(
+            "one table: reference/activations.py has another order than formulas.h, "
+            f"{table[place][0]} where {expected[place][0]} comes"
+        )
+
+
+def functions_of(source: str) -> set[str]:
+    """The functions of a file that other files see: those of __all__, where the file has one."""
+    tree = ast.parse(source)
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names &= set(ast.literal_eval(node.value))
+    return {name for name in names if not name.startswith("_")}
+
+
+def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -> None:
+    """An activation of formulas.h has a public function and two Triton twins of its name."""
+    public = set().union(*map(functions_of, sources))
+    files = ", ".join(FUNCTIONS)
+    # functional.gelu reaches gelu_tanh by its argument, as torch's does.
+    for name in sorted(declared - public - {"gelu_tanh"}):
+        FOUND.append(f"one name everywhere: formulas.h has {name}, no public function of {files}")
+    for name in sorted(public - declared):
+        FOUND.append(f"one name everywhere: the functions have {name}, no row of formulas.h")
+    for name in sorted(declared):
+        for twin in (f"{name}_forward", f"{name}_backward"):
+            if not re.search(rf"^def {twin}\(", twins, re.M):
+                FOUND.append(f"one name everywhere: {twin} is not in triton/formulas.py")
 
 
 def main() -> int:
@@ -220,16 +249,8 @@ def main() -> int:
     forbid_two_tables(formulas, (PACKAGE / "reference/activations.py").read_text())
     tables = ("FT_POINTWISE", "FT_CHANNELWISE")
     declared = {row[0] for macro in tables for row in rows_of(formulas, macro)}
-    functions = "".join((PACKAGE / f).read_text() for f in FUNCTIONS)
-    public = set(re.findall(r"^def ([a-z]\w*)\(", functions, re.M))
-    # functional.gelu reaches gelu_tanh by its argument, as torch's does.
-    for name in declared ^ (public | {"gelu_tanh"}):
-        FOUND.append(f"one name everywhere: {name} is not in both formulas.h and the functions")
     twins = (PACKAGE / "triton/formulas.py").read_text()
-    for name in sorted(declared):
-        for twin in (f"{name}_forward", f"{name}_backward"):
-            if not re.search(rf"^def {twin}\(", twins, re.M):
-                FOUND.append(f"one name everywhere: {twin} is not in triton/formulas.py")
+    forbid_other_names(declared, [(PACKAGE / f).read_text() for f in FUNCTIONS], twins)
     for line in FOUND:
         print(line)
     print(f"laws: {len(declared)} ops, {len(FOUND)} broken")

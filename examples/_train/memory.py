@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line on stderr for each profile
 
 
 def saved_bytes(net: nn.Module, loss_of: Callable[[], Tensor], device: torch.device) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class Mode:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     saved_bytes: int = 0
+    saved_bytes_of_an_image: float = 0.0  # what one more image adds
     peak_bytes: int | None = None
     frozen: bool = False  # batch norms stay in eval mode, as when a checkpoint is fine-tuned
     memory: str = ""  # how it keeps what backward needs, where modes differ in that alone
@@ -94,18 +96,18 @@ def build_modes(
     settings: Settings = STOCK_SETTINGS,
 ) -> list[Mode]:
     """The modes to compare, all starting from the weights of ``base``."""
-    plan: list[tuple[str, torch.dtype | None, str | None, bool]]
-    plan = [("fp32 eager", None, None, False)]
-    if dtype is None:
-        plan.append(("fp32 fusedtrain", None, "fp32 eager", True))
-    else:
-        short = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        plan.append((f"AMP {short} eager", dtype, "fp32 eager", False))
-        plan.append((f"AMP {short} fusedtrain", dtype, f"AMP {short} eager", True))
+    short = {None: "fp32", torch.float16: "AMP fp16", torch.bfloat16: "AMP bf16"}[dtype]
+    plan: list[tuple[str, torch.dtype | None, str | None, str]]
+    plan = [("fp32 eager", None, None, "")]
+    if dtype is not None:
+        plan.append((f"{short} eager", dtype, "fp32 eager", ""))
+    for name, memory in (("fusedtrain", "store"), ("fusedtrain + recompute", "recompute")):
+        plan.append((f"{short} {name}", dtype, f"{short} eager", memory))
     modes = []
-    for name, mode_dtype, reference, fused in plan:
+    for name, mode_dtype, reference, memory in plan:
         net = copy.deepcopy(base)
-        conversion = str(fusedtrain.convert(net)) if fused else ""
+        fused = bool(memory)
+        conversion = str(fusedtrain.convert(net, memory=memory)) if fused else ""
         net.to(world.device)
         if channels_last:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -297,9 +299,20 @@ def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, 
     return by_name
 
 
-def measure_saved_bytes(mode: Mode, batch: Batch) -> int:
+def measure_saved_bytes(mode: Mode, batch: Batch) -> None:
     """Bytes that one forward pass leaves allocated, which is what it keeps for backward."""
-    return saved_bytes(mode.net, lambda: loss_of(mode.forward, batch, mode.dtype), batch[0].device)
+
+    def bytes_of(part: Batch) -> int:
+        forward = partial(loss_of, mode.forward, part, mode.dtype)
+        return saved_bytes(mode.net, forward, part[0].device)
+
+    images = len(batch[1])
+    half = images // 2
+    mode.saved_bytes = bytes_of(batch)
+    mode.saved_bytes_of_an_image = mode.saved_bytes / images
+    if half > 1:  # a batch norm of one image may have a single value a channel
+        saved = bytes_of((batch[0][:half], batch[1][:half]))
+        mode.saved_bytes_of_an_image = (mode.saved_bytes - saved) / (images - half)
 
 
 def step_with_peak(mode: Mode, batches: Sequence[Batch], lr: float) -> float:

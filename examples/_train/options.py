@@ -38,10 +38,16 @@ def positive_float(text: str) -> float:
     return value
 
 
-def decay(text: str) -> float:
+def norm(text: str) -> float | None:
+    return None if text == "off" else positive_float(text)
+
+
+def decay(text: str) -> float | None:
+    if text == "off":
+        return None
     value = positive_float(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, or off, not {text!r}")
     return value
 
 
@@ -74,21 +80,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="digits (embedded), fashion-mnist, cifar10 or folder:PATH",
     )
     add("--data-root", type=Path, default=Path("data"), help="where data sets lie or are put")
-    add("--model", choices=MODELS, default="resnet18", help="network")
-    add("--width", type=model_width, default=64, help="channels of the stem; 64 is full size")
-    add("--epochs", type=positive, default=3, help="passes over the training split")
+    add("--model", choices=MODELS, default="efficientnet_b0", help="network")
+    add("--width", type=model_width, default=32, help="channels of the stem; 64 is full size")
+    add("--epochs", type=positive, default=2, help="passes over the training split")
     add("--steps", type=positive, help="stop each mode after this many optimizer steps")
-    add("--batch-size", type=positive, default=64, help="images per process and micro-batch")
+    add("--batch-size", type=positive, default=32, help="images per process and micro-batch")
     add("--accumulate", type=positive, default=1, help="micro-batches per optimizer step")
     add(
         "--optimizer",
         choices=tuple(RECIPES),
-        default="sgd",
+        default="adamw",
         help="torch's (fused where it has it) or timm's in the eager modes, fusedtrain's else",
     )
-    add("--lr", type=positive_float, help="peak learning rate (default by optimizer; SGD 0.03)")
-    add("--clip", type=positive_float, metavar="NORM", help="clip the norm of all gradients")
-    add("--ema", type=decay, metavar="DECAY", help="average the weights")
+    add("--lr", type=positive_float, help="peak learning rate (default by optimizer; AdamW 0.001)")
+    add("--clip", type=norm, default=1.0, metavar="NORM", help="of all gradients; off: no clipping")
+    add("--ema", type=decay, default=0.99, metavar="DECAY", help="of averaged weights; off: none")
     add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
     add(
         "--amp",

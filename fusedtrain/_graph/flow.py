@@ -33,6 +33,7 @@ from .tracer import (
     Watch,
     answering,
     bypass,
+    collector_paused,
     context_now,
     has_with,
     random_states,
@@ -154,6 +155,13 @@ def _trace_once(
     converted: bool = False,
 ) -> tuple[fx.Graph, Tracer]:
     """One way through a forward, and the tracer, which knows what makes it one of several."""
+    with collector_paused():
+        return _traced(module, choices, mode, defaults, converted)
+
+
+def _traced(
+    module: nn.Module, choices: Choices, mode: Mode, defaults: dict[str, Any], converted: bool
+) -> tuple[fx.Graph, Tracer]:
     root_training, children, gradients = mode
     clone, tracer, watch = _clone(module), Tracer(choices), Watch()
     forward, cls = _forward_of(module, converted), type(module)

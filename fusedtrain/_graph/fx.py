@@ -16,8 +16,10 @@ from typing import Any
 from torch import fx, nn
 from torch.overrides import handle_torch_function
 
+from .._torch_private import BatchNormBase
 from .forward import passes_on
 from .modules import is_hooked
+from .records import record_of
 
 _NN = "fusedtrain.nn."
 
@@ -72,7 +74,17 @@ def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[A
     if getattr(type(module).forward, "__code__", None) is not code:
         return None
     path = path_of(tracer, module)
-    # Asked of a module of torch in its place: only those are calls by default.
-    if path is None or not tracer.is_leaf_module(nn.Identity(), path):
+    if path is None or not tracer.is_leaf_module(_in_its_place(module), path):
         return None
     return module, path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])
+
+
+def _in_its_place(module: nn.Module) -> nn.Module:
+    """A module of torch, of which a tracer makes one call by default; or of the class that an
+    activation had before `convert`: a tracer looks into timm's."""
+    record = record_of(module)
+    if record is None or isinstance(module, BatchNormBase):
+        return nn.Identity()
+    stock: nn.Module = object.__new__(record.original)
+    vars(stock).update(vars(module))
+    return stock

@@ -116,7 +116,11 @@ class Tracer(fx.Tracer):
 
     def mark_kept(self) -> None:
         """Marks the values that something has kept beyond the end of the forward."""
-        if self._kept():  # or only in a cycle
+        # A cycle may hold them. All that the forward made is young where `collector_paused` was on;
+        # a full collection takes 0.2 s beside timm, which was two thirds of the time of `convert`.
+        if self._kept():
+            gc.collect(0)
+        if self._kept():
             gc.collect()
         for node in self._kept():
             node.meta[KEPT] = True
@@ -147,6 +151,18 @@ class Tracer(fx.Tracer):
         if obj.node not in self.kinds:
             self.kinds[obj.node] = self.choices.choose(True)
         return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """What is made here stays in the collector's youngest generation."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

@@ -10,7 +10,6 @@ The bytecode of such a forward is read, and that of the methods and functions it
 from __future__ import annotations
 
 import dis
-import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from .flow import Flow
+from .functions import closure_of, codes_of, functions_of
 
 # Names that reach modules without naming them.
 _REACHING = {
@@ -102,13 +102,13 @@ def _reached(root: nn.Module, model: set[nn.Module]) -> Iterator[nn.Module]:
                 if child is not None:
                     yield child
                 elif name not in _SEEN:
-                    _add(pending, getattr(type(owner), name, None), owner)
+                    _add(pending, _method(owner, name), owner)
                     _add(pending, vars(owner).get(name), None)
         fresh = (names.others if owner is not None else names.others | names.of_self) - others
         others |= fresh
         for name in fresh - set(_SEEN):
             for part in parts:
-                _add(pending, getattr(type(part), name, None), part)
+                _add(pending, _method(part, name), part)
                 _add(pending, vars(part).get(name), None)
         if names.takes or (names.globals | names.others) & _ITERATING:
             containers |= names.of_self | names.others
@@ -132,8 +132,8 @@ def _unregistered(value: Any, model: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
-    """Values from outside of a function that it mentions: globals and attributes of those, the
-    function that it wraps, and the variables of enclosing functions."""
+    """Values from outside of a function that it mentions: globals and attributes of those, and the
+    variables of enclosing functions."""
     for name in names.globals:
         value = function.__globals__.get(name)
         yield value
@@ -141,47 +141,42 @@ def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
             yield from (vars(value).get(other) for other in names.others)
         if isinstance(value, type):
             yield from (getattr(value, other, None) for other in names.others)
-    yield getattr(function, "__wrapped__", None)
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
+    yield from closure_of(function).values()
 
 
 def _add(
     pending: list[tuple[types.FunctionType, nn.Module | None]], value: Any, owner: nn.Module | None
 ) -> None:
-    """Adds the function behind a value, if it is one of the user's."""
-    value = value.fget if isinstance(value, property) else value
-    value = getattr(value, "func", value) if isinstance(value, functools.partial) else value
-    value = getattr(value, "__func__", value)
-    if isinstance(value, types.FunctionType):
-        torchs = (value.__module__ or "").partition(".")[0] == "torch"
-        if not torchs and (value, owner) not in pending:
-            pending.append((value, owner))
+    """Adds the functions behind a value that are the user's. The owner is the first argument of
+    the outermost one; those in it may be called with anything."""
+    if isinstance(value, (staticmethod, classmethod)):
+        owner = None
+    for function in functions_of(value):
+        torchs = (function.__module__ or "").partition(".")[0] == "torch"
+        if not torchs and (function, owner) not in pending:
+            pending.append((function, owner))
+        owner = None
 
 
-def _read(code: types.CodeType, first: str = "") -> _Names:
+def _method(module: nn.Module, name: str) -> Any:
+    """What a class has by this name: a property, say, or a static method."""
+    return next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
+
+
+def _read(code: types.CodeType) -> _Names:
     names = _Names()
-    first = first or (code.co_varnames[0] if code.co_argcount else "")
-    before: Any = None
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            last = before.argval if before is not None else None
-            last = last[-1] if isinstance(last, tuple) else last
-            (names.of_self if last == first else names.others).add(str(step.argval))
-        elif step.opname == "LOAD_GLOBAL":
-            names.globals.add(str(step.argval))
-        names.takes |= step.opname in _TAKING or step.argrepr == "[]"
-        before = step
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _read(constant, first)
-            names.of_self |= inner.of_self
-            names.others |= inner.others
-            names.globals |= inner.globals
-            names.takes |= inner.takes
+    first = code.co_varnames[0] if code.co_argcount else ""
+    for inner in codes_of(code):
+        before: Any = None
+        for step in dis.get_instructions(inner):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                last = before.argval if before is not None else None
+                last = last[-1] if isinstance(last, tuple) else last
+                (names.of_self if last == first else names.others).add(str(step.argval))
+            elif step.opname == "LOAD_GLOBAL":
+                names.globals.add(str(step.argval))
+            names.takes |= step.opname in _TAKING or step.argrepr == "[]"
+            before = step
     return names
 
 
@@ -195,7 +190,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
         fresh = _read(function.__code__).of_self - names
         names |= fresh
         for name in fresh:
-            _add(pending, getattr(type(module), name, None), module)
+            _add(pending, _method(module, name), module)
     plain = (int, float, bool, str, types.NoneType)
     return {
         name: value

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, required
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from ..optim import FusedOptions
 from ..optim._checks import check_betas, check_nesterov, check_not_negative, two
+from ..optim._options import SharedOptions
 from ..optim._plan import Numbers
 from ._apex_layerwise import FusedLAMB, FusedNovoGrad
 from ._apex_optimizer import ApexOptimizer
@@ -26,16 +27,10 @@ __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"
 _REQUIRED: Any = required
 
 
-class _AdamOptions(TypedDict, total=False):
+class _AdamOptions(SharedOptions, total=False):
     """`FusedOptions` without ``master_weights``."""
 
     max_grad_norm: float | None
-    agc: float | None
-    agc_eps: float
-    ema_decay: float | None
-    gradient_writeback: str
-    state_dtype: torch.dtype | None
-    stochastic_rounding: bool
 
 
 class FusedAdam(ApexOptimizer):

@@ -15,12 +15,15 @@ from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
 from .._graph.compiled import original_of, without_compiled_code
-from .._graph.forward import PassesOn as PassesOn
-from .._graph.forward import Rewritten as Rewritten
-from .._graph.forward import has_foreign_forward, is_changed, restore
+from .._graph.forward import (
+    PassesOn as PassesOn,
+    Rewritten as Rewritten,
+    has_foreign_forward,
+    is_changed,
+    restore,
+)
 from .._graph.modules import is_hooked, is_quantized, is_scripted
-from .._graph.records import Found, record_of
-from .._graph.records import Record as Record
+from .._graph.records import Found, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
 

@@ -17,8 +17,8 @@ from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
 from .._torch_private import BatchNormBase, pytree
-from ..nn.activation import SavingActivation
 from ..nn.norm import BatchNormActBase
+from ..nn.saving import SavingActivation
 from ._branches import find_branches, may_have_branches
 from ._gates import find_products
 from ._in_place import can_overwrite

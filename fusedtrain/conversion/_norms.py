@@ -17,8 +17,7 @@ import torch.nn.functional as torch_functional
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from .. import functional as fused_functional
-from .. import nn as fused_nn
+from .. import functional as fused_functional, nn as fused_nn
 from .._graph.flow import Flow, Trace, Value, is_sum
 from .._graph.forward import obstacle_of, passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name

@@ -14,12 +14,8 @@ from .._graph.modules import is_scripted
 from .._graph.report import Left
 from .._torch_private import DropoutBase
 from . import _activations
-from ._bias import AfterLoading as AfterLoading
-from ._bias import WithoutBias as WithoutBias
-from ._bias import drop_redundant_bias
-from ._conv_act import Act as Act
-from ._conv_act import ConvAct2d as ConvAct2d
-from ._conv_act import ConvAct3d as ConvAct3d
+from ._bias import AfterLoading as AfterLoading, WithoutBias as WithoutBias, drop_redundant_bias
+from ._conv_act import Act as Act, ConvAct2d as ConvAct2d, ConvAct3d as ConvAct3d
 from ._kinds import (
     check_arguments,
     conv_obstacle,
@@ -34,12 +30,9 @@ from ._kinds import (
 from ._links import Link, Links, flow_of
 from ._numbers import apply, fold_calls
 from ._report import Folded, FoldReport, list_scripted
-from ._rewrite import GraphTracer as GraphTracer
-from ._rewrite import replace
+from ._rewrite import GraphTracer as GraphTracer, replace
 from ._sharing import Sharing
-from ._tune import TunedConv as TunedConv
-from ._tune import TunedNorm as TunedNorm
-from ._tune import tune_mode
+from ._tune import TunedConv as TunedConv, TunedNorm as TunedNorm, tune_mode
 from ._verify import call, difference, ranks
 from ._writes import written_between
 

@@ -12,11 +12,12 @@ import inspect
 import itertools
 import textwrap
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from .._graph.functions import closure_of, codes_of
 
 # They tell nothing of a tensor's values.
 _HARMLESS = {
@@ -185,26 +186,9 @@ def mentions(code: types.CodeType) -> tuple[Mention, ...]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError, ValueError):
-        return tuple(Mention(Chain(None, (name,)), False, False) for name in _names(code))
+        names = (name for inner in codes_of(code) for name in inner.co_names)
+        return tuple(Mention(Chain(None, (name,)), False, False) for name in names)
     return tuple(_Reader(tree).mentions)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def as_function(value: Any) -> types.FunctionType | None:
-    """The function in a method, property, partial or decorated function."""
-    for name in ("__func__", "fget", "func", "__wrapped__"):
-        inner = getattr(value, name, None)
-        if inner is not None and not isinstance(value, nn.Module):
-            function = as_function(inner)
-            if function is not None:
-                return function
-    return value if isinstance(value, types.FunctionType) else None
 
 
 def resolve(names: dict[str, Any], chain: Chain) -> tuple[Any, tuple[str | int, ...]]:
@@ -236,11 +220,7 @@ def environment(function: types.FunctionType, owner: object) -> dict[str, Any]:
     known: dict[str, Any] = {
         n: v for n, v in function.__globals__.items() if isinstance(v, nn.Module)
     }
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            known[name] = cell.cell_contents
-        except ValueError:
-            continue
+    known |= closure_of(function)
     code = function.__code__
     for name in code.co_varnames:  # arguments and locals hide globals
         known.pop(name, None)

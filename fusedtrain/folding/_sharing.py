@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._graph.flow import Flow
+from .._graph.functions import functions_of
 from .._graph.modules import HOOKS, attribute_of, is_scripted
 from .._graph.report import shown
-from ._code import WHOLE, Mention, as_function, environment, mentions, resolve
+from ._code import WHOLE, Mention, environment, mentions, resolve
 from ._links import Link
 
 _KEYS = {"weight", "bias", "running_mean", "running_var"}
@@ -217,11 +219,11 @@ class Sharing:
         for name, module in self.model.named_modules():
             if is_scripted(module):
                 continue
-            functions = dict(_functions(module))
-            runs = _reached(functions)
-            for key, (function, owner) in functions.items():
+            methods = list(_methods(module))
+            runs = _reached(methods)
+            for key, function, owner in methods:
                 where = f"{type(module).__name__}.{key}"
-                reached = key in runs
+                reached = function in runs
                 yield _Code(
                     where,
                     module,
@@ -233,14 +235,13 @@ class Sharing:
                 )
             for table in HOOKS:
                 for hook in getattr(module, table, {}).values():
-                    function = as_function(hook)
-                    if function is None or function.__module__.startswith("torch."):
-                        continue
                     owner = getattr(hook, "__self__", module)
                     where = f"a hook of {shown(name)}"
-                    known = environment(function, owner)
-                    mentioned = mentions(function.__code__)
-                    yield _Code(where, self.model, known, mentioned, True, False, False)
+                    for function in functions_of(hook):
+                        if not function.__module__.startswith("torch."):
+                            known = environment(function, owner)
+                            mentioned = mentions(function.__code__)
+                            yield _Code(where, self.model, known, mentioned, True, False, False)
 
 
 def _places(model: nn.Module) -> Iterator[_Place]:
@@ -260,36 +261,44 @@ def _places(model: nn.Module) -> Iterator[_Place]:
                 yield _Place(prefix + key, module, key, tensor)
 
 
-def _functions(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The methods that somebody wrote for it, by name, and what their first argument is."""
+class _Method(NamedTuple):
+    """`owner` is what the first argument of the function is; None: anything."""
+
+    name: str
+    function: FunctionType
+    owner: Any
+
+
+def _methods(module: nn.Module) -> Iterator[_Method]:
+    """The methods that somebody wrote for it, with the decorators around them."""
     taken: set[str] = set()
     for cls in type(module).__mro__:
         if cls.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
             continue
         for key, value in vars(cls).items():
-            function = as_function(value)
-            if function is None or key in _UNSEEN:
+            functions = functions_of(value)
+            if not functions or key in _UNSEEN:
                 continue
-            label = key if key not in taken else f"{cls.__name__}.{key}"
+            name = key if key not in taken else f"{cls.__name__}.{key}"
             taken.add(key)
-            yield label, (function, None if isinstance(value, staticmethod) else module)
+            owner = None if isinstance(value, staticmethod) else module
+            yield from (_Method(name, function, owner) for function in functions)
     for key, value in vars(module).items():
         inside = list(value.values()) if isinstance(value, dict) else value
         for one in inside if isinstance(inside, (list, tuple)) else [value]:
-            function = as_function(one)
-            if function is not None and not key.startswith("_"):
-                yield f"{key} (of the instance)", (function, getattr(one, "__self__", None))
+            for function in functions_of(one) if not key.startswith("_") else []:
+                yield _Method(f"{key} (of the instance)", function, getattr(one, "__self__", None))
 
 
-def _reached(functions: dict[str, tuple[Any, Any]]) -> set[str]:
-    """The names of those that its forward calls, or those call."""
-    pending = [n for n in functions if n.rpartition(".")[2] == "forward" or "(of" in n]
-    reached: set[str] = set()
+def _reached(methods: Sequence[_Method]) -> set[FunctionType]:
+    """Those that its forward calls, or those call."""
+    pending = [m for m in methods if m.name.rpartition(".")[2] == "forward" or "(of" in m.name]
+    reached: set[FunctionType] = set()
     while pending:
-        name = pending.pop()
-        if name in reached:
+        _, function, _ = pending.pop()
+        if function in reached:
             continue
-        reached.add(name)
-        used = {key for m in mentions(functions[name][0].__code__) for key in m.chain.path}
-        pending += [n for n in functions if n.rpartition(".")[2] in used]
+        reached.add(function)
+        used = {key for mention in mentions(function.__code__) for key in mention.chain.path}
+        pending += [m for m in methods if m.name.rpartition(".")[2] in used]
     return reached

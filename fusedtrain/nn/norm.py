@@ -14,8 +14,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
 from .._graph.forward import follow, passes_on
-from .._graph.fx import handle as _handle
-from .._graph.fx import path_of
+from .._graph.fx import handle as _handle, path_of
 from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
 from .._graph.records import record_of
 from .._torch_private import BatchNormBase, backward_number, verify_batch_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -42,25 +42,52 @@ def fallback(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def define(name: str, schema: str, formula: Callable[..., Any], fake: Callable[..., Any]) -> None:
+# The types of a schema that Python names otherwise.
+_TYPES = {
+    "Tensor | None": "Tensor?", "list[Tensor]": "Tensor[]", "list[int]": "int[]",
+    "torch.dtype": "ScalarType", "None": "()",
+}  # fmt: skip
+
+
+def schema_of(types: Mapping[str, str], writes: Sequence[str] = ()) -> str:
+    """Arguments and results, as torch.library.define takes them behind the name of an op.
+
+    torch.library.infer_schema would make a SymInt of every int, and knows no memory format.
+
+    Args:
+        types: the annotations of the op's formula, as text.
+        writes: the arguments that the op writes to.
+    """
+    arguments = []
+    for name, annotation in types.items():
+        schema = _TYPES.get(annotation, annotation)
+        if name in writes:
+            letter = chr(ord("a") + writes.index(name))
+            schema = schema.replace("Tensor", f"Tensor({letter}!)")
+        arguments.append(f"{schema} {name}")
+    results = arguments.pop().removesuffix(" return").removeprefix("tuple")
+    return f"({', '.join(arguments)}) -> {results.replace('[', '(').replace(']', ')')}"
+
+
+def define(
+    name: str,
+    formula: Callable[..., Any],
+    fake: Callable[..., Any],
+    writes: Sequence[str] = (),
+    types: Mapping[str, str] | None = None,
+) -> None:
     """Defines ``fusedtrain::name``.
 
     Args:
-        schema: arguments and results, as torch.library.define takes them behind the name.
         formula: in plain torch, where no kernel is registered for the device.
         fake: makes results of the right shape, dtype and layout, of tensors without values.
+        writes: the arguments that the op writes to, in their order.
+        types: of the arguments and of the result ("return"); None: the formula's annotations.
     """
+    schema = schema_of(formula.__annotations__ if types is None else types, writes)
     library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, fallback(formula), _KEY)
     library.impl(name, fake, "Meta")
-
-
-def define_all(
-    schemas: Mapping[str, str], formulas: Any, fakes: Mapping[str, Callable[..., Any]]
-) -> None:
-    """Defines the ops of a family, whose formulas have the same names in a module."""
-    for name, schema in schemas.items():
-        define(name, schema, getattr(formulas, name), fakes[name])
 
 
 def op(name: str) -> Callable[..., Any]:

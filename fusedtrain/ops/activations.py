@@ -39,8 +39,6 @@ def check_all_meta(name: str, *arguments: Any) -> None:
 
 
 def _define(row: Activation) -> None:
-    parameters = "".join(f", float {p}" for p in row.parameters)
-
     def fake(input: Tensor, *_: Any) -> Tensor:
         check_all_meta(row.name, input)
         return torch.empty_like(input)
@@ -49,13 +47,10 @@ def _define(row: Activation) -> None:
         check_all_meta(row.name, grad, saved)
         return torch.empty_like(saved)
 
-    backward = f"(Tensor grad, Tensor {row.saves}{parameters}) -> Tensor"
-    define(row.name, f"(Tensor input{parameters}) -> Tensor", row.forward, fake)
-    define(f"{row.name}_backward", backward, row.backward, fake_backward)
-    define(
-        f"{row.name}_", f"(Tensor(a!) input{parameters}) -> ()", _in_place(row.forward),
-        lambda input, *_: None,
-    )  # fmt: skip
+    define(row.name, row.forward, fake)
+    define(f"{row.name}_backward", row.backward, fake_backward)
+    types = {**row.forward.__annotations__, "return": "None"}
+    define(f"{row.name}_", _in_place(row.forward), lambda input, *_: None, ("input",), types)
 
 
 def _check_inference(input: Tensor) -> None:

@@ -15,9 +15,11 @@ from .._torch_private import BatchNormBase, verify_batch_size
 from ..reference.batch_norm import Norm, Statistics, differentiable_backward, eager
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
-from . import activations as _activations
-from . import batch_norm_in_place as in_place
-from . import batch_norm_schema as batch_norm_schema  # defines the ops
+from . import (
+    activations as _activations,
+    batch_norm_in_place as in_place,
+    batch_norm_schema as batch_norm_schema,  # defines the ops
+)
 from ._library import library, op
 
 __all__ = ["batch_norm_act"]

@@ -1,78 +1,24 @@
-"""The ops of batch norm with activation: schemas, fake kernels, fallbacks.
+"""The ops of batch norm with activation: fake kernels, fallbacks.
 
 Shared by all: ``input``, ``residual``, ``grad`` and ``saved`` have one shape [N, C, ...] and dtype;
 ``weight``, ``bias``, ``mean``, ``invstd`` and the running statistics [C] and ``branch_scale`` [N]
 have the dtype that is computed in: float64 for float64 input, else float32. ``activation`` counts
 the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are its parameters.
 ``saved`` is the output where `saves_output` of the activation (reference/pointwise.py), else the
-residual; without either, backward computes from the input what it needs. What was not asked for is
-returned with no elements. `batch_norm.py` puts autograd in front.
+residual; without either, backward computes from the input what it needs. Outputs that were not
+requested have no elements. `batch_norm.py` puts autograd in front.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..reference import batch_norm
+from ..reference import batch_norm as reference
 from ..reference.dtypes import wide_of
 from ._library import define
-
-_AFFINE = "Tensor? branch_scale, Tensor? weight, Tensor? bias"
-_STATISTICS = "Tensor mean, Tensor invstd"
-_ACTIVATION = "int activation, float a, float b"
-_BACKWARD = f"Tensor? saved, {_AFFINE}, {_STATISTICS}"
-
-SCHEMAS = {
-    # -> mean, biased variance; float64
-    "batch_norm_stats": "(Tensor input) -> (Tensor, Tensor)",
-    # -> output, mean, invstd
-    "batch_norm_act": (
-        f"(Tensor input, Tensor? residual, {_AFFINE}, Tensor(a!)? running_mean, "
-        f"Tensor(b!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
-        "-> (Tensor, Tensor, Tensor)"
-    ),
-    # The same in the place of the input -> mean, invstd
-    "batch_norm_act_": (
-        "(Tensor(a!) input, Tensor? weight, Tensor? bias, Tensor(b!)? running_mean, "
-        f"Tensor(c!)? running_var, bool training, float momentum, float eps, {_ACTIVATION}) "
-        "-> (Tensor, Tensor)"
-    ),
-    # The input that was there; the activation is `s` from 0 on and `slope * s` below -> input
-    "batch_norm_act_restore": (
-        f"(Tensor output, Tensor? weight, Tensor? bias, {_STATISTICS}, float slope) -> Tensor"
-    ),
-    # The same for torch.compile, which wants no mutation: -> output, mean, variance (both float64),
-    # invstd
-    "batch_norm_act_functional": (
-        f"(Tensor input, Tensor? residual, {_AFFINE}, Tensor? running_mean, Tensor? running_var, "
-        f"bool training, float eps, {_ACTIVATION}) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-    # The same with given statistics -> output
-    "batch_norm_act_apply": (
-        f"(Tensor input, Tensor? residual, {_AFFINE}, {_STATISTICS}, {_ACTIVATION}) -> Tensor"
-    ),
-    # -> gradients of input, residual, weight, bias
-    "batch_norm_act_backward": (
-        f"(Tensor grad, Tensor? input, {_BACKWARD}, bool training, {_ACTIVATION}, "
-        "bool needs_input, bool needs_residual, bool needs_affine) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-    # The two halves of it. -> float64 [2, C]: gradients of bias and weight; gradient of residual
-    "batch_norm_act_backward_reduce": (
-        f"(Tensor grad, Tensor input, {_BACKWARD}, {_ACTIVATION}, bool needs_residual) "
-        "-> (Tensor, Tensor)"
-    ),
-    # `averages`: these sums / number of elements of a channel; none for fixed statistics.
-    # -> gradients of input, residual
-    "batch_norm_act_backward_apply": (
-        f"(Tensor grad, Tensor? input, {_BACKWARD}, Tensor? averages, {_ACTIVATION}, "
-        "bool needs_residual) -> (Tensor, Tensor)"
-    ),
-}
 
 
 def _fake_stats(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +52,9 @@ def _functional(
     running_var: Tensor | None,
     training: bool,
     eps: float,
-    *activation: Any,
+    activation: int,
+    a: float,
+    b: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Made of the other ops, on whatever device."""
     ops = torch.ops.fusedtrain
@@ -120,7 +68,7 @@ def _functional(
     wide = wide_of(input)
     invstd = (variance + eps).rsqrt().to(wide)
     output = ops.batch_norm_act_apply(
-        input, residual, branch_scale, weight, bias, mean.to(wide), invstd, *activation
+        input, residual, branch_scale, weight, bias, mean.to(wide), invstd, activation, a, b
     )
     return output, mean, variance, invstd
 
@@ -152,18 +100,25 @@ def _fake_backward_apply(grad: Tensor, input: Tensor | None, *rest: Any) -> tupl
     return torch.empty_like(model), torch.empty_like(model) if rest[-1] else grad.new_empty(0)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "batch_norm_stats": _fake_stats,
-    "batch_norm_act": _fake_forward,
-    "batch_norm_act_": _fake_in_place,
-    "batch_norm_act_restore": _fake_apply,
-    "batch_norm_act_functional": _fake_functional,
-    "batch_norm_act_apply": _fake_apply,
-    "batch_norm_act_backward": _fake_backward,
-    "batch_norm_act_backward_reduce": _fake_reduce,
-    "batch_norm_act_backward_apply": _fake_backward_apply,
-}
-
-
-for _name, _schema in SCHEMAS.items():
-    define(_name, _schema, getattr(batch_norm, _name, _functional), _FAKES[_name])
+_RUNNING = ("running_mean", "running_var")
+# -> mean, biased variance; float64
+define("batch_norm_stats", reference.batch_norm_stats, _fake_stats)
+# -> output, mean, invstd
+define("batch_norm_act", reference.batch_norm_act, _fake_forward, _RUNNING)
+# The same in the place of the input -> mean, invstd
+define("batch_norm_act_", reference.batch_norm_act_, _fake_in_place, ("input", *_RUNNING))
+# The input that was there; the activation is `s` from 0 on and `slope * s` below -> input
+define("batch_norm_act_restore", reference.batch_norm_act_restore, _fake_apply)
+# batch_norm_act for torch.compile, which wants no mutation: -> output, mean, variance (both
+# float64), invstd
+define("batch_norm_act_functional", _functional, _fake_functional)
+# The same with given statistics -> output
+define("batch_norm_act_apply", reference.batch_norm_act_apply, _fake_apply)
+# -> gradients of input, residual, weight, bias
+define("batch_norm_act_backward", reference.batch_norm_act_backward, _fake_backward)
+# The two halves of it. -> float64 [2, C]: gradients of bias and weight; gradient of residual
+_reduce, _apply = reference.batch_norm_act_backward_reduce, reference.batch_norm_act_backward_apply
+define("batch_norm_act_backward_reduce", _reduce, _fake_reduce)
+# `averages`: these sums / number of elements of a channel; none for fixed statistics.
+# -> gradients of input, residual
+define("batch_norm_act_backward_apply", _apply, _fake_backward_apply)

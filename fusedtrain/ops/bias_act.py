@@ -29,7 +29,6 @@ from .activations import chosen
 
 __all__ = ["bias_act", "bias_act_dropout", "dropout"]
 
-_FINISH = "int dim, int activation, float a, float b, float gain, float clamp, float p"
 _IDENTITY = Pointwise()
 
 
@@ -40,18 +39,8 @@ def _fake_backward(
     return torch.empty_like(saved), grad.new_empty(shape, dtype=wide_of(grad))
 
 
-define(
-    "bias_act", f"(Tensor input, Tensor? bias, Tensor? seed, {_FINISH}) -> Tensor",
-    reference.bias_act, lambda input, *_: torch.empty_like(input),
-)  # fmt: skip
-define(
-    "bias_act_backward",
-    # -> gradients of input and bias [1, channels]
-    f"(Tensor grad, Tensor saved, Tensor? bias, Tensor? seed, {_FINISH}, bool needs_bias) "
-    "-> (Tensor, Tensor)",
-    reference.bias_act_backward,
-    _fake_backward,
-)
+define("bias_act", reference.bias_act, lambda input, *_: torch.empty_like(input))
+define("bias_act_backward", reference.bias_act_backward, _fake_backward)
 _bias_act, _bias_act_backward = op("bias_act"), op("bias_act_backward")
 
 # Their output tells by a comparison with a bound where the slope is 0: not after a multiplication.

@@ -12,8 +12,7 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _recompute
 from .._calls import apply_of, autocasts, takes
 from .._graph.fx import handle as _handle
-from ..reference import ACTIVATIONS, Activation
-from ..reference import activations as _reference
+from ..reference import ACTIVATIONS, Activation, activations as _reference
 from ._library import define, op
 from .activations import check_all_meta
 
@@ -21,9 +20,6 @@ __all__ = ["prelu", "star_relu"]
 
 
 def _define(row: Activation) -> None:
-    parameters = "".join(f", Tensor {p}" for p in row.parameters)
-    gradients = ", ".join(["Tensor"] * (1 + len(row.parameters)))
-
     def fake(input: Tensor, *parameters: Tensor) -> Tensor:
         check_all_meta(row.name, input, *parameters)
         return torch.empty_like(input)
@@ -32,9 +28,8 @@ def _define(row: Activation) -> None:
         check_all_meta(row.name, grad, saved, *parameters)
         return tuple(map(torch.empty_like, (saved, *parameters)))
 
-    backward = f"(Tensor grad, Tensor {row.saves}{parameters}) -> ({gradients})"
-    define(row.name, f"(Tensor input{parameters}) -> Tensor", row.forward, fake)
-    define(f"{row.name}_backward", backward, row.backward, fake_backward)
+    define(row.name, row.forward, fake)
+    define(f"{row.name}_backward", row.backward, fake_backward)
 
 
 class ChannelKernel:

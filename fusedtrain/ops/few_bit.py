@@ -8,7 +8,6 @@ the gradient that backward takes has that layout, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +19,8 @@ from ..reference.bits import packed_bytes
 from ..reference.dtypes import laid_out, wide_of
 from ..reference.few_bit import TABLES
 from ..reference.pointwise import INDEX, POINTWISE
-from ._library import define_all, op
+from ._library import define, op
 from .activations import Kernel
-
-SCHEMAS = {
-    "few_bit": "(Tensor input, int activation, int bits) -> (Tensor, Tensor)",  # output, codes
-    "few_bit_": "(Tensor(a!) input, int activation, int bits) -> Tensor",
-    "few_bit_backward": "(Tensor grad, Tensor codes, int activation, int bits) -> Tensor",
-}
 
 
 def _codes(input: Tensor, activation: int, bits: int) -> Tensor:
@@ -39,13 +32,9 @@ def _fake_forward(input: Tensor, activation: int, bits: int) -> tuple[Tensor, Te
     return torch.empty_like(input), _codes(input, activation, bits)
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "few_bit": _fake_forward,
-    "few_bit_": _codes,
-    "few_bit_backward": lambda grad, *_: torch.empty_like(grad),
-}
-
-define_all(SCHEMAS, few_bit, _FAKES)
+define("few_bit", few_bit.few_bit, _fake_forward)  # -> output, codes
+define("few_bit_", few_bit.few_bit_, _codes, writes=("input",))
+define("few_bit_backward", few_bit.few_bit_backward, lambda grad, *_: torch.empty_like(grad))
 _forward = op("few_bit")
 _inplace = op("few_bit_")
 _backward = op("few_bit_backward")

@@ -9,18 +9,7 @@ from torch import Tensor
 
 from .._calls import takes
 from ..reference import fold as reference
-from ._library import define_all, op
-
-_REST = "Tensor running_mean, Tensor running_var, float eps, bool transposed, int groups"
-SCHEMAS = {
-    "fold_weight": (
-        f"(Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, {_REST}) -> (Tensor, Tensor)"
-    ),
-    "fold_weight_backward": (
-        "(Tensor grad_weight, Tensor grad_bias, Tensor weight, Tensor? bias, Tensor? gamma, "
-        f"{_REST}) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-}
+from ._library import define, op
 
 
 def _fake(weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Tensor, *rest: Any) -> Any:
@@ -35,7 +24,8 @@ def _fake_backward(
     return (*ours, torch.empty_like(mean), torch.empty_like(mean))
 
 
-define_all(SCHEMAS, reference, {"fold_weight": _fake, "fold_weight_backward": _fake_backward})
+define("fold_weight", reference.fold_weight, _fake)
+define("fold_weight_backward", reference.fold_weight_backward, _fake_backward)
 _forward = op("fold_weight")
 _backward = op("fold_weight_backward")
 

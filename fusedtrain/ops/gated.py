@@ -28,21 +28,12 @@ from .scale_add import run_scale
 
 __all__ = ["bilinear_glu", "gated", "geglu", "glu", "reglu", "swiglu"]
 
-_ACTIVATION = "int activation, float a, float b"
 _IDENTITY = Pointwise()
 
-define(
-    "gated", f"(Tensor gate, Tensor value, {_ACTIVATION}) -> Tensor", reference.gated,
-    lambda gate, value, *_: torch.empty_like(value),
-)  # fmt: skip
-define(
-    "gated_backward",
-    # Writes both gradients, which may be halves of one tensor.
-    "(Tensor grad, Tensor gate, Tensor value, Tensor(a!) grad_gate, Tensor(b!) grad_value, "
-    f"{_ACTIVATION}) -> ()",
-    reference.gated_backward,
-    lambda *_: None,
-)
+define("gated", reference.gated, lambda gate, value, *_: torch.empty_like(value))
+# Both gradients may be halves of one tensor.
+_GRADIENTS = ("grad_gate", "grad_value")
+define("gated_backward", reference.gated_backward, lambda *_: None, writes=_GRADIENTS)
 _gated, _gated_backward = op("gated"), op("gated_backward")
 
 

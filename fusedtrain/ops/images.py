@@ -34,13 +34,6 @@ from ._library import define, op
 
 __all__ = ["normalize_images"]
 
-SCHEMAS = {
-    "normalize_images": (
-        "(Tensor input, Tensor coefficients, ScalarType dtype, MemoryFormat memory_format) "
-        "-> Tensor"
-    ),
-}
-
 
 def _fake(
     input: Tensor, coefficients: Tensor, dtype: torch.dtype, memory_format: torch.memory_format
@@ -48,7 +41,7 @@ def _fake(
     return torch.empty_like(input, dtype=dtype, memory_format=memory_format)
 
 
-define("normalize_images", SCHEMAS["normalize_images"], _reference.normalize_images, _fake)
+define("normalize_images", _reference.normalize_images, _fake)
 _op = op("normalize_images")
 
 

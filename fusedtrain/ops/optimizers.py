@@ -1,4 +1,4 @@
-"""The ops of the optimizer step: schemas, fake kernels, fallbacks.
+"""The ops of the optimizer step: fake kernels, fallbacks.
 
 The first three take the same arguments. ``rule`` counts the lines of ``FT_RULES``
 (csrc/optimizer_rules.h); ``table`` (float64, CPU) holds the options of the step and of each group
@@ -19,33 +19,24 @@ from torch import Tensor
 from ..reference import optimizers, scaling
 from ._library import define
 
-_ARGUMENTS = (
-    "int rule, Tensor{a}[] params, Tensor{b}[] grads, Tensor{c}[] states, Tensor{d}[] masters, "
-    "Tensor{e}[] averages, Tensor[] lrs, Tensor{f} scalars, Tensor{g} control, Tensor table, "
-    "Tensor rows, Tensor? scale, Tensor? found_inf"
-)
-_READ = _ARGUMENTS.format(**dict.fromkeys("abcdefg", ""))
-_WRITTEN = _ARGUMENTS.format(**{letter: f"({letter}!)" for letter in "abcdefg"})
-
-SCHEMAS = {
-    "measure_gradients": f"({_READ}) -> Tensor",
-    "try_update": f"({_READ}, Tensor sums) -> Tensor",
-    "optimizer_step": f"({_WRITTEN}, Tensor? sums, Tensor? trial_sums) -> Tensor",
-    "update_scale": (
-        "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, "
-        "Tensor found_inf, float growth_factor, float backoff_factor, int growth_interval, "
-        "int hysteresis, float min_scale, float max_scale) -> ()"
-    ),
-    "zero_tensors": "(Tensor(a!)[] tensors) -> ()",
-}
-
 
 def _fake_sums(rule: int, params: list[Tensor], *rest: Any) -> Tensor:
     scalars: Tensor = rest[5]
     return scalars.new_empty((len(params), 3), dtype=torch.float64)
 
 
-_SUMMED = ("measure_gradients", "try_update", "optimizer_step")
-for _name, _schema in SCHEMAS.items():
-    _formula = getattr(optimizers, _name, None) or getattr(scaling, _name)
-    define(_name, _schema, _formula, _fake_sums if _name in _SUMMED else lambda *_: None)
+def _define(name: str, sums: dict[str, str], writes: tuple[str, ...] = ()) -> None:
+    types = {**optimizers.OptimizerCall.__annotations__, **sums, "return": "Tensor"}
+    define(name, getattr(optimizers, name), _fake_sums, writes, types)
+
+
+_define("measure_gradients", {})
+_define("try_update", {"sums": "Tensor"})
+_define(
+    "optimizer_step",
+    {"sums": "Tensor | None", "trial_sums": "Tensor | None"},
+    ("params", "grads", "states", "masters", "averages", "scalars", "control"),
+)
+_TRACKERS = ("growth_tracker", "hysteresis_tracker")
+define("update_scale", scaling.update_scale, lambda *_: None, ("scale", *_TRACKERS))
+define("zero_tensors", scaling.zero_tensors, lambda *_: None, ("tensors",))

@@ -6,7 +6,7 @@ output and gradient lie in memory, the order of the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -22,23 +22,9 @@ from .._torch_private import BroadcastingList2
 from ..reference import pool as reference
 from ..reference.bits import packed_bytes
 from ..reference.pool import new_image, out_sizes
-from ._library import define_all, op
+from ._library import define, op
 
 __all__ = ["max_pool2d"]
-
-_WINDOW = "int[] kernel_size, int[] stride, int[] padding"
-
-SCHEMAS = {
-    # -> output, codes
-    "max_pool2d": (
-        f"(Tensor input, {_WINDOW}, bool ceil_mode, int bits, bool channels_last) "
-        "-> (Tensor, Tensor)"
-    ),
-    "max_pool2d_backward": (
-        f"(Tensor grad, Tensor codes, int height, int width, {_WINDOW}, int bits, "
-        "bool channels_last) -> Tensor"
-    ),
-}
 
 
 def _fake(
@@ -60,12 +46,8 @@ def _fake_backward(grad: Tensor, codes: Tensor, height: int, width: int, *rest: 
     return new_image(grad, height, width, bool(rest[-1]))
 
 
-_FAKES: dict[str, Callable[..., object]] = {
-    "max_pool2d": _fake,
-    "max_pool2d_backward": _fake_backward,
-}
-
-define_all(SCHEMAS, reference, _FAKES)
+define("max_pool2d", reference.max_pool2d, _fake)  # -> output, codes
+define("max_pool2d_backward", reference.max_pool2d_backward, _fake_backward)
 _max_pool2d = op("max_pool2d")
 _max_pool2d_backward = op("max_pool2d_backward")
 

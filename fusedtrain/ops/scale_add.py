@@ -32,17 +32,8 @@ def _fake_backward(
     return grad_input, grad.new_empty(shape, dtype=wide_of(grad))
 
 
-define(
-    "scale_add", "(Tensor input, Tensor scale, Tensor? residual, int dim) -> Tensor",
-    reference.scale_add, lambda input, *_: torch.empty_like(input),
-)  # fmt: skip
-define(
-    "scale_add_backward",
-    # Without the input: no gradient of scale. -> gradients of input and scale
-    "(Tensor grad, Tensor? input, Tensor scale, int dim, bool needs_input) -> (Tensor, Tensor)",
-    reference.scale_add_backward,
-    _fake_backward,
-)
+define("scale_add", reference.scale_add, lambda input, *_: torch.empty_like(input))
+define("scale_add_backward", reference.scale_add_backward, _fake_backward)
 _scale_add, _scale_add_backward = op("scale_add"), op("scale_add_backward")
 
 

@@ -10,16 +10,21 @@ import torch
 WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
 
 
-class OtherOptions(TypedDict, total=False):
-    """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
+class SharedOptions(TypedDict, total=False):
+    """Those of `FusedOptions` that no optimizer has as an argument of its own."""
 
     agc: float | None
     agc_eps: float
     ema_decay: float | None
     gradient_writeback: str
     state_dtype: torch.dtype | None
-    master_weights: bool
     stochastic_rounding: bool
+
+
+class OtherOptions(SharedOptions, total=False):
+    """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
+
+    master_weights: bool
 
 
 class FusedOptions(OtherOptions, total=False):

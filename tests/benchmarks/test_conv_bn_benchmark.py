@@ -21,7 +21,6 @@ from helpers.benchmarks import measured
 from helpers.models import torchvision
 
 TRAIN = Setup("train", "none", 4, 9)
-INFERENCE = replace(TRAIN, job="inference")
 
 
 def _network(setup: Setup) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import math
 import pickle
 from typing import Any
@@ -20,7 +19,7 @@ from fusedtrain.compat import optimizers
 from fusedtrain.optim import FusedOptimizer
 from helpers.optimizer_checks import Checked
 from helpers.optimizer_runs import EXAMPLES, REPEATABLE, SCALER, SPECIAL, Run, runs, simple
-from helpers.optimizer_steps import parameters, same, step
+from helpers.optimizer_steps import parameters, same, saved_and_loaded, step
 from helpers.optimizers import APEX, CLASSES
 
 ALL = pytest.mark.parametrize("name", APEX)
@@ -261,13 +260,6 @@ def mixed(dtypes: Any = MIXED) -> list[nn.Parameter]:
 
 def some_options(name: str) -> dict[str, Any]:
     return {"momentum": 0.9, "dampening": 0.3} if name == "FusedSGD" else {}
-
-
-def saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])

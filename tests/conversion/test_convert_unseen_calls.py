@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,22 @@ class Block(nn.Module):
     def last(self) -> nn.Module:
         return self.gate
 
+    @functools.cached_property
+    def cached(self) -> nn.Module:
+        return self.gate
+
+    @functools.cache  # noqa: B019
+    def remembered(self) -> nn.Module:
+        return self.gate
+
+    @staticmethod
+    def gated(block: Block, x: Tensor) -> Tensor:
+        return block.gate(x)
+
+    @classmethod
+    def activated(cls, block: Block, x: Tensor) -> Tensor:
+        return block.act(x)
+
 
 def use_activation(block: Block, x: Tensor) -> Tensor:
     return block.act(x)
@@ -59,6 +76,11 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
     "by a method, the norm": (lambda self, y: self.block.normed(y), 2),
     "by a method of a method": (lambda self, y: self.block.deeper(y), 2),
     "by a property": (lambda self, y: self.block.last(y), 2),
+    "by a cached property": (lambda self, y: self.block.cached(y), 2),
+    "by a cached method": (lambda self, y: self.block.remembered()(y), 2),
+    "by a static method": (lambda self, y: self.block.gated(self.block, y), 2),
+    "by a static method of its own": (lambda self, y: self.activate(self.block, y), 2),
+    "by a class method": (lambda self, y: self.block.activated(self.block, y), 2),
     "by a function": (lambda self, y: use_activation(self.block, y), 2),
     "by an index": (lambda self, y: self.block.seq[1](y), 2),
     "by a slice": (lambda self, y: self.block.seq[:2](y), 2),
@@ -75,6 +97,10 @@ class Around(nn.Module):
         y = self.block(x)
         y = y + float(x.mean())  # torch.fx has no number
         return self.besides(y)
+
+    @staticmethod
+    def activate(block: Block, x: Tensor) -> Tensor:
+        return block.act(x)
 
 
 def around(way: str) -> nn.Module:

@@ -122,7 +122,8 @@ def test_features_of_a_converted_model(case: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "name"), [("torchvision", "resnet18"), ("timm", "mobilenetv3_small_050")]
+    ("library", "name"),
+    [("torchvision", "resnet18"), ("timm", "mobilenetv3_small_050"), ("timm", "seresnet18")],
 )
 def test_names_are_those_of_the_unconverted_model(library: str, name: str) -> None:
     functions, model = extraction(library), stock(library, name)

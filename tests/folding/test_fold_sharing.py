@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,26 @@ class Untraceable(ByNames):
         return self.block(x) + self.block[0].bias.sum()
 
 
+def plus_bias(method: Callable[..., Tensor]) -> Any:
+    @functools.wraps(method)
+    def decorated(self: Any, x: Tensor) -> Tensor:
+        y = method(self, x)
+        return y + self.block[0].bias.sum() if float(x.sum()) < 1e9 else y
+
+    return decorated
+
+
+class Decorated(ByNames):
+    """torch.fx cannot trace it, and its bias is read in the decorator alone."""
+
+    def __init__(self) -> None:
+        super().__init__(block=nn.Sequential(conv(), norm()))
+
+    @plus_bias
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x)
+
+
 class ThroughParameters(Pair):
     def forward(self, x: Tensor) -> Any:
         return self.n(self.c(x)), sum(p.pow(2).sum() for p in self.c.parameters())
@@ -212,6 +233,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         Untraceable,
         "block.0: its bias is read by Untraceable.forward",
     ),
+    "read by a decorator": (Decorated, "block.0: its bias is read by Decorated.forward"),
     "by parameters()": (ThroughParameters, "c: its bias is read by ThroughParameters.forward"),
     "view": (View, "c: its bias shares memory with first"),
     "flat": (Flat, "c: its bias is a view of a larger storage"),

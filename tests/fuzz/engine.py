@@ -14,8 +14,7 @@ from pathlib import Path
 
 import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, strategies as st
 
 from . import conversions, known, modules, ops, optimizers
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from fusedtrain import nn as fused_nn
+from fusedtrain.reference import ACTIVATIONS
 
 from . import chains, norms, ops
 from .calls import CHAINED, Call, Context, Generator
@@ -23,18 +24,12 @@ _LIVES = (
     "m = pickle.loads(pickle.dumps({made}))",
     "m = {made}; m.load_state_dict(copy.deepcopy(m).state_dict())",
 )
-# Class -> arguments that are drawn, and what stands in for the class in plain torch.
+# Class -> arguments that are drawn.
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "CELU": ("", "0.5"), "ELU": ("", "2.0"), "GELU": ("", "'tanh'"), "Hardshrink": ("", "2.0"),
     "Hardtanh": ("", "0.0, 6.0"), "LeakyReLU": ("", "0.25"), "Softplus": ("", "2.0"),
     "Softshrink": ("", "0.25"), "Threshold": ("0.5, -1.0",),
 }  # fmt: skip
-PLAIN = {
-    "HardMish": "0.5 * x * (x + 2).clamp(min=0, max=2)",
-    "QuickGELU": "x * torch.sigmoid(1.702 * x)",
-    "ReLUSquared": "torch.square(N.relu(x))",
-    "SquarePlus": "0.5 * (x + torch.sqrt(x * x + 4))",
-}
 
 
 def _setup(pick: Pick, made: str) -> tuple[str, ...]:
@@ -43,19 +38,22 @@ def _setup(pick: Pick, made: str) -> tuple[str, ...]:
     return (*imports, "import fusedtrain", "from torch.func import functional_call", "", life)
 
 
-FUNCTIONS = {
-    "HardMish": "hard_mish", "QuickGELU": "quick_gelu", "ReLUSquared": "relu_squared",
-    "LeakyReLU": "leaky_relu",
-}  # fmt: skip
+# By the class, in small letters.
+FUNCTIONS = {name.replace("_", ""): name for name in ACTIVATIONS}
 
 
 def activation(name: str, pick: Pick, context: Context) -> Call:
     """Of the classes without parameters."""
-    function = FUNCTIONS.get(name, name.lower())
+    function = FUNCTIONS[name.lower()]
     listed = pick(*ARGUMENTS.get(name, ("",)))
     call = ops.activation(function, pick, context)
     call.ours, call.setup = "m(x)", _setup(pick, f"{name}({listed})")
-    call.plain = PLAIN.get(name, f"torch.nn.{name}({listed})(x)")
+    if hasattr(torch.nn, name):
+        call.plain = f"torch.nn.{name}({listed})(x)"
+    else:  # with the defaults
+        row = ACTIVATIONS[function]
+        named = dict(zip(row.parameters, row.example, strict=True))
+        call.plain = ops.PLAIN[function].format(**named)
     call.inplace = ""
     return call
 

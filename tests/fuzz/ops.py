@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
+import torch.nn.functional as N
 from hypothesis import strategies as st
 
 from fusedtrain import functional
@@ -25,6 +26,11 @@ PLAIN = {
     "hard_mish": "0.5 * x * (x + 2).clamp(min=0, max=2)",
     "squareplus": "0.5 * (x + torch.sqrt(x * x + {b}))",
 }
+_WITHOUT = [
+    name for name, row in ACTIVATIONS.items()
+    if not (row.tensors or name in PLAIN or name == "gelu_tanh" or hasattr(N, name))
+]  # fmt: skip
+assert not _WITHOUT, f"neither PLAIN nor torch.nn.functional has {_WITHOUT}"
 # Parameters that every dtype holds exactly: bounds are where derivatives jump.
 PARAMETERS: dict[str, tuple[tuple[float, ...], ...]] = {
     "leaky_relu": ((0.01,), (0.25,), (1.5,), (0.0,), (-0.5,)),
@@ -74,14 +80,13 @@ def argument(pick: Pick, context: Context, name: str, sizes: tuple[int, ...]) ->
 def activation(name: str, pick: Pick, context: Context) -> Call:
     """Of the functions of one tensor."""
     row = ACTIVATIONS[name]
-    values = pick(*PARAMETERS.get(name, ((),)))
+    values = pick(*PARAMETERS.get(name, (row.example,)))
     listed = "".join(f", {v}" for v in values)
     extra = ""
     if name == "gelu" and pick(False, True):
         extra = ", approximate='tanh'"
-    plain = PLAIN.get(name, f"N.{name}(x{listed}{extra})")
-    if name == "squareplus":
-        plain = plain.format(b=values[0])
+    named = dict(zip(row.parameters, values, strict=True))
+    plain = PLAIN[name].format(**named) if name in PLAIN else f"N.{name}(x{listed}{extra})"
     coarse = 1e3 if context.dtype == "float64" else 1.0
     scale = 1e7 if name in COARSE and context.dtype == "float64" else 1.0
     if name == "squareplus" and context.dtype == "float64":

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 import cuda_emulator
 from fusedtrain import backend_info
 from fusedtrain.reference import ACTIVATIONS, FAMILIES
-from helpers import placed as placing
-from helpers import pretended_gpu
+from helpers import placed as placing, pretended_gpu
 from helpers.launches import COUNTERS
 from helpers.triton_interpreter import round_to_nearest
 

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,15 +48,9 @@ def run(*arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def compile_for(
-    target: str, kernel: Any, dtype: torch.dtype, *constants: Any, **others: torch.dtype
-) -> Any:
-    """As for tensors that start on 16 bytes, of `dtype` but for `others`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def source_of(kernel: Any, constants: Iterable[Any], pointer: Callable[[str], str]) -> Any:
+    """The kernel with these constants; a pointer, to 16 bytes, is to what `pointer` names."""
     from triton.compiler import ASTSource
-
-    from fusedtrain.triton.launch import _OPTIONS
 
     signature, constexprs, aligned = {}, {}, {}
     values = iter(constants)
@@ -64,15 +59,29 @@ def compile_for(
             signature[p.name] = "constexpr"
             constexprs[p.name] = next(values)
         elif p.name.endswith("_ptr"):
-            # Of folding: all but weights are in the dtype of the math.
-            vector = "fold" in kernel.__name__ and p.name not in _WEIGHTS
-            narrow = (p.name == "shares_ptr" or vector) and dtype.itemsize < 4
-            stored = others.get(p.name, torch.float32 if narrow else dtype)
-            signature[p.name] = f"*{SHORT[stored]}"
+            signature[p.name] = f"*{pointer(p.name)}"
             aligned[(p.num,)] = [["tt.divisibility", 16]]
         else:
             signature[p.name] = p.annotation_type
-    source = ASTSource(kernel, signature, constexprs, aligned)
+    return ASTSource(kernel, signature, constexprs, aligned)
+
+
+def compile_for(
+    target: str, kernel: Any, dtype: torch.dtype, *constants: Any, **others: torch.dtype
+) -> Any:
+    """As for tensors that start on 16 bytes, of `dtype` but for `others`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from fusedtrain.triton.launch import _OPTIONS
+
+    def pointer(name: str) -> str:
+        # Of folding: all but weights are in the dtype of the math.
+        vector = "fold" in kernel.__name__ and name not in _WEIGHTS
+        narrow = (name == "shares_ptr" or vector) and dtype.itemsize < 4
+        return SHORT[others.get(name, torch.float32 if narrow else dtype)]
+
+    source = source_of(kernel, constants, pointer)
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True

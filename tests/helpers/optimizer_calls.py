@@ -1,4 +1,4 @@
-"""Calls of the optimizer ops for the tests of the CUDA kernels: cases, their tensors, comparison.
+"""Calls of the optimizer ops for the tests of the CUDA kernels: their kinds, tensors, comparison.
 
 Each call runs on the CPU's kernels and on a GPU's (emulated or not), from the same tensors.
 """
@@ -16,9 +16,8 @@ import cuda_emulator
 from fusedtrain.reference import RULES
 from fusedtrain.reference.optimizers import GroupOptions, StepOptions
 from helpers.backends import same_bits
-from helpers.optimizer_cases import RULE_NAMES
-from helpers.optimizers import NAMES, class_of
-from helpers.optimizers import RULES as OF_RULES
+from helpers.optimizer_cases import RULE_NAMES, Arguments, in_layout
+from helpers.optimizers import NAMES, RULES as OF_RULES, class_of
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 FINITE, GRADIENTS, PARAMETERS = 1, 2, 4  # what a step measures
@@ -32,8 +31,8 @@ SIZES = ((0,), (1,), (15,), (17,), (1023,), (4097,), (40000,))
 
 
 @dataclass(frozen=True)
-class Case:
-    """What one call is made of."""
+class Kind:
+    """What all parameters of one call have in common."""
 
     rule: str = "adam"
     states: int = -1  # -1: as many as the rule can have
@@ -57,21 +56,10 @@ class Case:
     steps_done: int = 3
 
 
-def laid_out(values: Tensor, dtype: torch.dtype, layout: str) -> Tensor:
-    values = values.to(dtype)
-    if layout == "channels_last" and values.dim() == 4:
-        return values.contiguous(memory_format=torch.channels_last)
-    if layout == "transposed" and values.dim() > 1:
-        return values.transpose(0, -1).contiguous().transpose(0, -1)
-    if layout == "offset":
-        return torch.empty(values.numel() + 1, dtype=dtype)[1:].view(values.shape).copy_(values)
-    return values.contiguous()
+class Call(Arguments):
+    """The tensors of a kind of call, always the same ones."""
 
-
-class Call:
-    """The tensors of a case, always the same ones."""
-
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Kind) -> None:
         random = torch.Generator().manual_seed(1)
         norms, tries = NEEDS[case.rule]
 
@@ -79,7 +67,7 @@ class Call:
             return torch.randn(shape, generator=random, dtype=F64)
 
         def companion(values: Tensor, dtype: torch.dtype, layout: str = "") -> Tensor:
-            return laid_out(values, dtype, layout or case.layout)
+            return in_layout(values.to(dtype), layout or case.layout)
 
         count = len(case.shapes)
         states = STATES[case.rule][-1] if case.states < 0 else case.states
@@ -138,18 +126,8 @@ class Call:
         self.scale = None if case.scale is None else torch.tensor([case.scale])
         self.found_inf = None if case.found_inf is None else torch.tensor([case.found_inf])
 
-    def arguments(self) -> tuple[Any, ...]:
-        return (
-            self.rule, self.params, self.grads, self.states, self.masters, self.averages, self.lrs,
-            self.scalars, self.control, self.table, self.rows, self.scale, self.found_inf,
-        )  # fmt: skip
-
     def results(self) -> dict[str, Tensor]:
-        results = {"scalars": self.scalars, "control": self.control}
-        for kind in ("params", "grads", "states", "masters", "averages"):
-            for i, tensor in enumerate(getattr(self, kind)):
-                results[f"{kind}[{i}] {tensor.dtype} {tuple(tensor.shape)}"] = tensor
-        return results
+        return {f"{name} {t.dtype} {tuple(t.shape)}": t for name, t in self.written()}
 
 
 Steps = Callable[[Callable[..., Tensor], Call], tuple[Tensor, ...]]
@@ -173,18 +151,18 @@ def cpu(name: str, *arguments: Any) -> Tensor:
 
 AMP = {"measures": FINITE | GRADIENTS | PARAMETERS, "max_norm": 2.0}
 DTYPES = {
-    "half": Case(param=F16, grad=F16, state=F16),
-    "bfloat16, float states": Case(param=BF16, grad=BF16),
-    "float, half gradients": Case(grad=F16),
-    "float, bfloat16 states": Case(state=BF16, grad=BF16),
-    "half with masters": Case(param=F16, grad=F16, master=True),
-    "bfloat16 with masters": Case(param=BF16, grad=F32, master=True, average=BF16),
-    "averages of another dtype": Case(average=F16),
-    "float, double gradients and averages": Case(grad=F64, average=F64),
-    "float, double states": Case(state=F64),
-    "double": Case(param=F64, grad=F64, state=F64, average=F64),
-    "double, half gradients": Case(param=F64, grad=F16, average=BF16),
-    "mixed": Case(param=(F32, F64, BF16, F16), grad=BF16, state=BF16, master=True, average=F32),
+    "half": Kind(param=F16, grad=F16, state=F16),
+    "bfloat16, float states": Kind(param=BF16, grad=BF16),
+    "float, half gradients": Kind(grad=F16),
+    "float, bfloat16 states": Kind(state=BF16, grad=BF16),
+    "half with masters": Kind(param=F16, grad=F16, master=True),
+    "bfloat16 with masters": Kind(param=BF16, grad=F32, master=True, average=BF16),
+    "averages of another dtype": Kind(average=F16),
+    "float, double gradients and averages": Kind(grad=F64, average=F64),
+    "float, double states": Kind(state=F64),
+    "double": Kind(param=F64, grad=F64, state=F64, average=F64),
+    "double, half gradients": Kind(param=F64, grad=F16, average=BF16),
+    "mixed": Kind(param=(F32, F64, BF16, F16), grad=BF16, state=BF16, master=True, average=F32),
 }
 UNITS = {"measures": FINITE | GRADIENTS | PARAMETERS, "unit_factor": 0.05}
 SHAPES = ((0, 3), (1, 5), (7,), (3000,), (70, 9), (5, 2500), (40, 3, 4, 4), (2, 3), (64, 8, 3, 3))
@@ -193,7 +171,7 @@ SHAPES = ((0, 3), (1, 5), (7,), (3000,), (70, 9), (5, 2500), (40, 3, 4, 4), (2, 
 TOLERANCE = {F32: 1e-6, BF16: 2.0**-7, F16: 2.0**-10}
 
 
-def in_double(case: Case) -> float:
+def in_double(case: Kind) -> float:
     """The tolerance of float64 tensors: those of other parameters are computed in float."""
     if isinstance(case.param, tuple):
         return 1e-8  # in double, but clipped by a norm that the others have part in
@@ -218,7 +196,7 @@ def assert_close(name: str, got: Tensor, want: Tensor, before: Tensor, double: f
 
 def check(
     emulator: cuda_emulator.Emulator,
-    case: Case,
+    case: Kind,
     steps: Steps = one_call,
     orders: tuple[str, ...] = cuda_emulator.ORDERS,
 ) -> Call:
@@ -251,5 +229,5 @@ def check(
     return want
 
 
-def changed(call: Call, case: Case) -> bool:
+def changed(call: Call, case: Kind) -> bool:
     return not torch.equal(call.params[-1], Call(case).params[-1])

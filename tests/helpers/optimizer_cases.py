@@ -36,7 +36,7 @@ class Spec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    layout: str = "contiguous"  # or channels_last, transposed, sliced
+    layout: str = "contiguous"  # or channels_last, transposed, offset, sliced
     grad_dtype: torch.dtype | None = None  # None: the parameter's
     grad_layout: str | None = None
     state_dtype: torch.dtype | None = None  # None: what the rule computes in
@@ -52,14 +52,49 @@ def in_layout(values: Tensor, layout: str) -> Tensor:
         return values.contiguous(memory_format=torch.channels_last)
     if layout == "transposed" and values.dim() > 1:
         return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "offset":
+        memory = torch.empty(values.numel() + 1, dtype=values.dtype)
+        return memory[1:].view(values.shape).copy_(values)
     if layout == "sliced" and values.dim() > 0:
         wide = torch.zeros((*values.shape[:-1], 2 * values.shape[-1] + 1), dtype=values.dtype)
         return wide[..., 1::2].copy_(values)
     return values
 
 
-class Case:
-    """The arguments of the optimizer ops; ``step`` are options of the step by name."""
+class Arguments:
+    """The arguments that the three ops share, by name."""
+
+    rule: int
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[Tensor]
+    masters: list[Tensor]
+    averages: list[Tensor]
+    lrs: list[Tensor]
+    scalars: Tensor
+    control: Tensor
+    table: Tensor
+    rows: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+
+    def arguments(self) -> tuple[Any, ...]:
+        return (
+            self.rule, self.params, self.grads, self.states, self.masters, self.averages, self.lrs,
+            self.scalars, self.control, self.table, self.rows, self.scale, self.found_inf,
+        )  # fmt: skip
+
+    def written(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that a step may write, by name."""
+        for name in ("params", "grads", "states", "masters", "averages"):
+            for i, t in enumerate(getattr(self, name)):
+                yield f"{name}[{i}]", t
+        yield "scalars", self.scalars
+        yield "control", self.control
+
+
+class Case(Arguments):
+    """Of a list of parameters, each as its Spec says; ``step`` are options of the step by name."""
 
     def __init__(
         self,
@@ -76,11 +111,7 @@ class Case:
         self.generator = torch.Generator().manual_seed(seed_of_values)
         self.rule, self.specs, self.lrs = RULE_NAMES.index(rule), list(specs), list(lrs)
         most = RULES[self.rule].most
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.states: list[Tensor] = []
-        self.masters: list[Tensor] = []
-        self.averages: list[Tensor] = []
+        self.params, self.grads, self.states, self.masters, self.averages = [], [], [], [], []
         rows = []
         for column, spec in enumerate(self.specs):
             values = self._random(spec.shape)
@@ -129,13 +160,6 @@ class Case:
             values = (self._random(spec.shape) * scale).to(spec.grad_dtype or spec.dtype)
             self.grads.append(in_layout(values, spec.grad_layout or spec.layout))
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Those that the three ops share."""
-        return (
-            self.rule, self.params, self.grads, self.states, self.masters, self.averages, self.lrs,
-            self.scalars, self.control, self.table, self.rows, self.scale, self.found_inf,
-        )  # fmt: skip
-
     def clone(self) -> Case:
         """The same numbers in the same layouts, elsewhere in memory."""
         other = copy.copy(self)
@@ -153,14 +177,6 @@ class Case:
             value = getattr(self, name)
             setattr(other, name, None if value is None else value.to(device))
         return other
-
-    def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that a step may write, by name."""
-        for name in ("params", "grads", "states", "masters", "averages"):
-            for i, t in enumerate(getattr(self, name)):
-                yield f"{name}[{i}]", t
-        yield "scalars", self.scalars
-        yield "control", self.control
 
 
 def _append(tensors: list[Tensor], t: Tensor, wanted: bool) -> int:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.optimizers import NAMES
-from helpers.optimizers import OF_TORCH as TORCH_NAMES
+from helpers.optimizers import NAMES, OF_TORCH as TORCH_NAMES
 
 MENDED = "torch has mended this defect: keep only the half of the test that is about fusedtrain"
 SHAPES = [(3, 5), (7,), (), (2, 0), (4, 3, 2, 2), (33,)]

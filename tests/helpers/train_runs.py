@@ -16,8 +16,7 @@ for library in ("rich", "matplotlib", "sklearn", "PIL.Image"):
 sys.path.insert(0, str(ROOT / "examples"))
 
 import train  # noqa: E402
-from _train import data as train_data  # noqa: E402
-from _train import modes as train_modes  # noqa: E402
+from _train import data as train_data, modes as train_modes  # noqa: E402
 from _train.checks import compare_gradients, compare_runs  # noqa: E402
 from _train.models import MODELS, build_model  # noqa: E402
 from _train.optimizers import RECIPES, Settings, Stepper  # noqa: E402
@@ -28,6 +27,7 @@ __all__ = [
 ]  # fmt: skip
 
 QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
+QUICK += ["--model", "resnet18", "--optimizer", "sgd", "--clip", "off", "--ema", "off"]
 QUICK += ["--device", "cpu", "--no-progress", "--threads", "1"]
 
 

@@ -6,8 +6,6 @@ test_chains.py has the functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +19,8 @@ from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed, same_bits
 from helpers.batch_norm import EXACT, FORMULAS, last
 from helpers.launches import parameters
+
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 F32, F64, F16, BF16 = DTYPES
 # Of one plus the size of the number, forward; backward differentiates an output that was rounded.
@@ -37,13 +37,6 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     if not all(map(kernels.has, OPS)):
         pytest.skip(f"{request.param} has no chains")
     return kernels
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def close(result: Tensor, want: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:

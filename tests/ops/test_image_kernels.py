@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +26,12 @@ from helpers.images import (
 from helpers.launches import parameters
 from helpers.processes import python
 
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
+
 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     return BACKENDS[request.param]()
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def run(ops: Kernels, x: Tensor, dtype: torch.dtype, memory_format: torch.memory_format) -> Tensor:

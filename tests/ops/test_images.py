@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,7 @@ from fusedtrain.ops import images as _images
 from helpers.backends import Registered
 from helpers.images import DTYPES, FORMATS, MEAN, STD, check, last, random_bytes
 
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 
 @pytest.mark.skipif(

@@ -1,9 +1,10 @@
-"""Every op has the same arguments, by name and in one order, in its schema, its reference and its
-Triton twin."""
+"""Every op has the same arguments, by name and in one order, in its schema and its Triton twin.
+
+Its schema is made of the annotations of its reference.
+"""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from fusedtrain.reference import ACTIVATIONS, FAMILIES
-from fusedtrain.reference import optimizers as reference_of_optimizers
+from fusedtrain.ops._library import schema_of
+from fusedtrain.reference import FAMILIES
+from fusedtrain.reference.images import MemoryFormat
 
 OPS = [(family, op) for family, ops in FAMILIES.items() for op in ops]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -30,22 +33,29 @@ def of(function: Callable[..., Any]) -> tuple[list[str], bool]:
     return named, len(named) < len(parameters)
 
 
-def reference(family: str, op: str) -> Callable[..., Any]:
-    if family == "activations":
-        row = ACTIVATIONS[op.removesuffix("_backward").removesuffix("_")]
-        return row.backward if op.endswith("_backward") else row.forward
-    function: Callable[..., Any]
-    function = getattr(importlib.import_module(f"fusedtrain.reference.{family}"), op)
-    return function
+def test_schema() -> None:
+    def formula(
+        input: Tensor,
+        weight: Tensor | None,
+        params: list[Tensor],
+        grads: list[Tensor],
+        sizes: list[int],
+        dtype: torch.dtype,
+        memory_format: MemoryFormat,
+        count: int,
+        eps: float,
+        training: bool,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
 
-
-@pytest.mark.parametrize(("family", "op"), OPS, ids=[op for _, op in OPS])
-def test_reference(family: str, op: str) -> None:
-    named, more = of(reference(family, op))
-    if family == "optimizers":  # three ops of one list of arguments, which a call takes apart
-        named, more = of(reference_of_optimizers.OptimizerCall)[0] + named, True
-    assert of_schema(op)[: len(named)] == named
-    assert more or len(named) == len(of_schema(op))
+    types = formula.__annotations__
+    assert schema_of(types, ("input", "weight", "params")) == (
+        "(Tensor(a!) input, Tensor(b!)? weight, Tensor(c!)[] params, Tensor[] grads, int[] sizes, "
+        "ScalarType dtype, MemoryFormat memory_format, int count, float eps, bool training) "
+        "-> (Tensor, Tensor)"
+    )
+    assert schema_of({"input": "Tensor", "return": "None"}) == "(Tensor input) -> ()"
+    assert schema_of({"seed": "int", "return": "Tensor"}) == "(int seed) -> Tensor"
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton")

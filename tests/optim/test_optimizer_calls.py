@@ -31,8 +31,7 @@ from helpers.optimizer_steps import (
     started,
     step,
 )
-from helpers.optimizers import OF_TORCH as NAMES
-from helpers.optimizers import make
+from helpers.optimizers import OF_TORCH as NAMES, make
 
 
 @cache

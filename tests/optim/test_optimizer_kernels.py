@@ -14,8 +14,7 @@ from fusedtrain.reference.stochastic_rounding import random_bits, random_key, se
 from helpers import launches
 from helpers.optimizer_cases import BF16, F32, F64, RULE_NAMES, Case, Spec, bits
 from helpers.optimizer_ops import BACKENDS, STEPS, assert_close, case_of
-from helpers.optimizers import RULES as OF_RULES
-from helpers.optimizers import busy
+from helpers.optimizers import RULES as OF_RULES, busy
 
 
 @pytest.fixture(params=["cpu", "triton"])

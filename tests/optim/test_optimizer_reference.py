@@ -15,8 +15,7 @@ from helpers import optimizers
 from helpers.models import timm
 from helpers.optimizer_cases import F32, F64, RULE_NAMES, Case, Spec, specs_of
 from helpers.optimizer_ops import BACKENDS, Counted
-from helpers.optimizers import RULES as OF_RULES
-from helpers.optimizers import SETS, Options, busy, set_id
+from helpers.optimizers import RULES as OF_RULES, SETS, Options, busy, set_id
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,22 +32,14 @@ def first_step_skipped_then_no_gradient(optimizer: torch.optim.Optimizer, p: Ten
     optimizer.step()
 
 
-@pytest.fixture
-def uninitialised_memory_is_nan() -> Iterable[None]:
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+@pytest.mark.usefixtures("memory_is_full_of_nan")
 def test_d1_torch_leaves_momentum_uninitialised() -> None:
     (p,) = shaped((33,))
     first_step_skipped_then_no_gradient(torch.optim.SGD([p], momentum=0.9, fused=True), p)
     assert p.isnan().all(), MENDED
 
 
-@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+@pytest.mark.usefixtures("memory_is_full_of_nan")
 @ALL
 def test_d1_first_step_skipped(name: str) -> None:
     (p,) = shaped((33,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,21 +12,22 @@ import torch
 
 import fusedtrain
 from fusedtrain.compat import optimizers as of_apex
-from helpers.optimizer_steps import ALL, OF_TORCH, alike, assert_close, parameters, same, step
+from helpers.optimizer_steps import (
+    ALL,
+    OF_TORCH,
+    alike,
+    assert_close,
+    parameters,
+    same,
+    saved_and_loaded,
+    step,
+)
 from helpers.optimizers import make
 
 
 def steps(optimizer: torch.optim.Optimizer, params: Any, seeds: Iterable[int]) -> None:
     for seed in seeds:
         step(optimizer, params, seed)
-
-
-def saved_and_loaded(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @ALL

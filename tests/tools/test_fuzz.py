@@ -15,8 +15,7 @@ from torch import fx, nn
 
 import fusedtrain
 from fusedtrain import functional, optim
-from fuzz import __main__ as command
-from fuzz import engine, known
+from fuzz import __main__ as command, engine, known
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

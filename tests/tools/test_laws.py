@@ -265,3 +265,23 @@ TABLES = {
 def test_the_tables_of_activations_agree(laws: Any, table: str) -> None:
     laws.forbid_two_tables(HEADER, f"ROWS = ({table})")
     assert len(laws.FOUND) == TABLES[table], laws.FOUND
+
+
+NAMES = {
+    '__all__ = ["a", "b"]\ndef a(): ...\ndef b(): ...\ndef _c(): ...': "",
+    "def a(): ...\ndef b(): ...": "",
+    '__all__ = ["a"]\ndef a(): ...\ndef b(): ...': "formulas.h has b, no public function",
+    '__all__ = ["a"]\ndef a(): ...\ndef bb(): ...': "formulas.h has b, no public function",
+    "def a(): ...\ndef b(): ...\ndef c(): ...": "the functions have c, no row of formulas.h",
+}
+
+
+@pytest.mark.parametrize("source", NAMES)
+def test_names_of_activations(laws: Any, source: str) -> None:
+    twins = "".join(f"def {n}_{d}(x)\n" for n in "ab" for d in ("forward", "backward"))
+    laws.forbid_other_names({"a", "b"}, [source], twins)
+    assert len(laws.FOUND) == bool(NAMES[source]), laws.FOUND
+    assert NAMES[source] in "".join(laws.FOUND)
+    laws.FOUND.clear()
+    laws.forbid_other_names({"a"}, ["def a(): ..."], twins.replace("def a_back", "def _a_back"))
+    assert laws.FOUND == ["one name everywhere: a_backward is not in triton/formulas.py"]

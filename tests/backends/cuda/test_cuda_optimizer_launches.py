@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cuda_emulator
 from helpers.backends import same_bits
-from helpers.optimizer_calls import AMP, F32, F64, Call, Case, check, cpu, one_call
+from helpers.optimizer_calls import AMP, F32, F64, Call, Kind, check, cpu, one_call
 
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.why_not()), reason=cuda_emulator.why_not())
 
@@ -43,12 +43,12 @@ def counted(emulator: cuda_emulator.Emulator, run: Callable[[], Any]) -> tuple[i
     return c.emulator_launches() - before[0], c.emulator_argument_bytes() - before[1]
 
 
-def step(emulator: cuda_emulator.Emulator, case: Case) -> tuple[int, int]:
+def step(emulator: cuda_emulator.Emulator, case: Kind) -> tuple[int, int]:
     return counted(emulator, lambda: one_call(emulator.call, Call(case)))
 
 
 def checked(
-    emulator: cuda_emulator.Emulator, case: Case, order: str = "shuffled"
+    emulator: cuda_emulator.Emulator, case: Kind, order: str = "shuffled"
 ) -> tuple[int, int]:
     """Launches and bytes of a step whose numbers are compared with the CPU's."""
     return counted(emulator, lambda: check(emulator, case, orders=(order,)))
@@ -61,15 +61,15 @@ def near(kilobytes: int) -> Any:
 
 def test_bytes_of_a_step(emulator: cuda_emulator.Emulator) -> None:
     """ResNet-50 has 161 tensors. Measure, add, prepare, update."""
-    resnet = Case("sgd", shapes=ones(161), step=AMP)
+    resnet = Kind("sgd", shapes=ones(161), step=AMP)
     assert step(emulator, resnet) == (4, near(16 + 4 + 4 + 16))
-    large = Case("sgd", shapes=ones(SWEPT[0] + 1), step=AMP)
+    large = Kind("sgd", shapes=ones(SWEPT[0] + 1), step=AMP)
     assert step(emulator, large) == (4, near(32 + 4 + 32 + 32))
 
 
 @pytest.mark.parametrize("groups", [1, *GROUPS, GROUPS[0] + 1, GROUPS[1] + 1])
 def test_groups_that_just_fit(emulator: cuda_emulator.Emulator, groups: int) -> None:
-    case = Case("lars", shapes=ones(groups), groups=groups, lr=F32, step=AMP)
+    case = Kind("lars", shapes=ones(groups), groups=groups, lr=F32, step=AMP)
     fits = 4 if groups <= GROUPS[0] else 32
     launches = 1 if groups <= GROUPS[1] else 2
     bytes_ = 16 + 4 + fits * launches + 16
@@ -87,14 +87,14 @@ def test_tensors_that_just_fit(
 ) -> None:
     """The same numbers from the small and from the large tables; the last tensor is not empty."""
     shapes = tuple((i % 4 + (i == count - 1),) for i in range(count))
-    case = Case(rule, shapes=shapes, param=(F32, F64), step={**AMP, "trial": 1, "unit_factor": 0.1})
+    case = Kind(rule, shapes=shapes, param=(F32, F64), step={**AMP, "trial": 1, "unit_factor": 0.1})
     sweep, tail = 16 if count <= SWEPT[0] else 32, 4 if count <= PREPARED[0] else 32
     # float64 has sweeps of its own
     assert checked(emulator, case) == (7 + 3, near(2 * 3 * sweep + 2 * tail + 2 * 4))
 
 
 def test_tensors_without_elements_have_no_sweep(emulator: cuda_emulator.Emulator) -> None:
-    case = Case("sgd", shapes=((0,), (5,)), param=(F32, F64), step=AMP)
+    case = Kind("sgd", shapes=((0,), (5,)), param=(F32, F64), step=AMP)
     assert step(emulator, case)[0] == 4
 
 
@@ -103,7 +103,7 @@ def test_tensors_that_just_fit_into_the_large_table(
     emulator: cuda_emulator.Emulator,
     count: int,
 ) -> None:
-    case = Case("lamb", shapes=((2, 2),) * count, step={**AMP, "unit_factor": 0.1})
+    case = Kind("lamb", shapes=((2, 2),) * count, step={**AMP, "unit_factor": 0.1})
     assert checked(emulator, case, "reverse")[0] == (7 if count == SWEPT[1] else 10)
 
 
@@ -113,7 +113,7 @@ def test_sums_and_coefficients_of_many_tensors(
     count: int,
 ) -> None:
     shapes = tuple((int(i % 97 == 0 or i > count - 3),) for i in range(count))
-    case = Case("sgd", shapes=shapes, groups=1, step=AMP)
+    case = Kind("sgd", shapes=shapes, groups=1, step=AMP)
     sweeps = -(-count // SWEPT[1])
     others = -(-count // ADDED) + -(-count // PREPARED[1])
     assert checked(emulator, case)[0] == 2 * sweeps + others
@@ -149,7 +149,7 @@ def test_a_step_launches_nothing_else(
     trial: int,
 ) -> None:
     """No operator of torch fills the sums that the kernels write anyway."""
-    call = Call(Case(step={**AMP, "measures": measures, "trial": trial}))
+    call = Call(Kind(step={**AMP, "measures": measures, "trial": trial}))
     assert fills(lambda: emulator.call("optimizer_step", *call.arguments(), None, None)) == []
     arguments = call.arguments()
     assert fills(lambda: emulator.call("measure_gradients", *arguments)) == []
@@ -169,7 +169,7 @@ def test_sums_of_what_nobody_measures(
     """The sums are 0, in memory that held something else. The step is that of sums of 0."""
     op = cpu if backend == "cpu" else emulator.call
     step = {"measures": 0, "max_norm": 1.0, "trial": 1}
-    case = Case(rule, shapes=ones(40), found_inf=found_inf, step=step, group={"cautious": 1})
+    case = Kind(rule, shapes=ones(40), found_inf=found_inf, step=step, group={"cautious": 1})
     torch.use_deterministic_algorithms(True)  # new memory is full of NaN
     try:
         call, expected = Call(case), Call(case)
@@ -191,7 +191,7 @@ def test_sums_of_what_nobody_measures(
 
 def test_measuring_is_what_was_asked_for(emulator: cuda_emulator.Emulator) -> None:
     """The step's own `measures` has no influence."""
-    call = Call(Case(step={"measures": 0}))
+    call = Call(Kind(step={"measures": 0}))
     want = cpu("measure_gradients", *call.arguments())
     assert want[:, 1].any()
     sums = emulator.call("measure_gradients", *call.arguments())

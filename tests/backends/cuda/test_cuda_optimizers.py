@@ -29,7 +29,7 @@ from helpers.optimizer_calls import (
     STATES,
     UNITS,
     Call,
-    Case,
+    Kind,
     changed,
     check,
     cpu,
@@ -51,53 +51,53 @@ def emulator() -> Iterator[cuda_emulator.Emulator]:
     ("rule", "states"), [(rule, n) for rule, numbers in STATES.items() for n in numbers]
 )
 def test_every_rule(emulator: cuda_emulator.Emulator, rule: str, states: int) -> None:
-    case = Case(rule, states, step=AMP, scale=1024.0, average=F32)
+    case = Kind(rule, states, step=AMP, scale=1024.0, average=F32)
     case = replace(case, step={**case.step, "average_weight": 0.1})
     assert changed(check(emulator, case), case)
 
 
 @pytest.mark.parametrize("rule", STATES)
 def test_every_rule_in_double(emulator: cuda_emulator.Emulator, rule: str) -> None:
-    case = Case(rule, param=F64, grad=F64, state=F64, group={"cautious": 1}, step={"trial": 1})
+    case = Kind(rule, param=F64, grad=F64, state=F64, group={"cautious": 1}, step={"trial": 1})
     assert changed(check(emulator, case, orders=("shuffled",)), case)
 
 
 # Variants of the rules' options that the table above does not reach.
 OPTIONS = {
-    "sgd plain": Case("sgd", 0, options={"momentum": 0, "dampening": 0}),
-    "sgd of Nesterov": Case("sgd", options={"nesterov": 1}),
-    "sgd decoupled, corrected": Case(
+    "sgd plain": Kind("sgd", 0, options={"momentum": 0, "dampening": 0}),
+    "sgd of Nesterov": Kind("sgd", options={"nesterov": 1}),
+    "sgd decoupled, corrected": Kind(
         "sgd", options={"dampening": 0, "decoupled": 1}, group={"max_lr": 0.1}
     ),
-    "lars not adapted": Case(
+    "lars not adapted": Kind(
         "lars", options={"momentum": 0, "nesterov": 0, "trust_coeff": 1e-3, "always_adapt": 0}
     ),
-    "lars clipped": Case("lars", options={"dampening": 0.1, "eps": 1e-8, "trust_clip": 1}),
-    "adam maximized": Case(group={"sign": -1}, step={"write_back": 1}),
-    "adam decoupled": Case(options={"decoupled": 1, "eps": 1e-8}),
-    "adam uncorrected": Case(options={"uncorrected": 1}),
-    "lamb decoupled": Case(
+    "lars clipped": Kind("lars", options={"dampening": 0.1, "eps": 1e-8, "trust_clip": 1}),
+    "adam maximized": Kind(group={"sign": -1}, step={"write_back": 1}),
+    "adam decoupled": Kind(options={"decoupled": 1, "eps": 1e-8}),
+    "adam uncorrected": Kind(options={"uncorrected": 1}),
+    "lamb decoupled": Kind(
         "lamb",
         options={
             "bias_correction": 0, "grad_averaging": 0, "trust_clip": 1, "always_adapt": 1,
             "decoupled_decay": 1,
         },
     ),
-    "lamb coupled": Case("lamb", options={"always_adapt": 1, "decoupled_decay": 2}),
-    "rmsprop not centered": Case("rmsprop", options={"momentum": 0, "centered": 0}),
-    "rmsprop_tf rate outside": Case("rmsprop_tf", options={"centered": 1, "lr_in_momentum": 0}),
-    "rmsprop_tf coupled": Case("rmsprop_tf", options={"decoupled_decay": 0, "eps": 1e-3}),
-    "adagrad decoupled": Case("adagrad", options={"decoupled": 1}),
-    "novograd without amsgrad": Case("novograd", options={"grad_averaging": 0, "amsgrad": 0}),
-    "novograd of Apex": Case(
+    "lamb coupled": Kind("lamb", options={"always_adapt": 1, "decoupled_decay": 2}),
+    "rmsprop not centered": Kind("rmsprop", options={"momentum": 0, "centered": 0}),
+    "rmsprop_tf rate outside": Kind("rmsprop_tf", options={"centered": 1, "lr_in_momentum": 0}),
+    "rmsprop_tf coupled": Kind("rmsprop_tf", options={"decoupled_decay": 0, "eps": 1e-3}),
+    "adagrad decoupled": Kind("adagrad", options={"decoupled": 1}),
+    "novograd without amsgrad": Kind("novograd", options={"grad_averaging": 0, "amsgrad": 0}),
+    "novograd of Apex": Kind(
         "novograd", options={"amsgrad": 0, "bias_correction": 1, "outside": 1, "start": 1}
     ),
-    "novograd of Apex, from 0": Case(
+    "novograd of Apex, from 0": Kind(
         "novograd", options={"amsgrad": 0, "bias_correction": 1, "start": 2}
     ),
-    "learning rate in float": Case(lr=F32),
-    "learning rate in double": Case(lr=F64, group={"max_lr": 0.1}),
-    "more states than the tensors have": Case("adam", 2, param=(F32, F64)),
+    "learning rate in float": Kind(lr=F32),
+    "learning rate in double": Kind(lr=F64, group={"max_lr": 0.1}),
+    "more states than the tensors have": Kind("adam", 2, param=(F32, F64)),
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def test_dtypes(emulator: cuda_emulator.Emulator, name: str, layout: str) -> Non
 @pytest.mark.parametrize("layout", ["contiguous", "offset"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_sizes(emulator: cuda_emulator.Emulator, dtype: torch.dtype, layout: str) -> None:
-    case = Case("sgd", shapes=SIZES, param=dtype, grad=dtype, state=dtype, layout=layout, step=AMP)
+    case = Kind("sgd", shapes=SIZES, param=dtype, grad=dtype, state=dtype, layout=layout, step=AMP)
     check(emulator, case)
 
 
@@ -128,7 +128,7 @@ LAYOUTS = ("contiguous", "offset", "channels_last", "transposed")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_units(emulator: cuda_emulator.Emulator, layout: str) -> None:
     """Clipped unit by unit, in any order of elements in memory; and globally as well."""
-    case = Case(
+    case = Kind(
         "lars", shapes=SHAPES, layout=layout, step={**UNITS, "max_norm": 5.0, "write_back": 1}
     )
     call = check(emulator, case)
@@ -143,7 +143,7 @@ def test_units(emulator: cuda_emulator.Emulator, layout: str) -> None:
 def test_units_of_other_dtypes(
     emulator: cuda_emulator.Emulator, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    case = Case("lamb", shapes=SHAPES, param=dtypes, grad=BF16, master=True, step=UNITS)
+    case = Kind("lamb", shapes=SHAPES, param=dtypes, grad=BF16, master=True, step=UNITS)
     check(emulator, replace(case, group={"cautious": 1}), orders=("reverse",))
 
 
@@ -151,11 +151,11 @@ def test_units_of_other_dtypes(
 def test_units_that_nobody_measures(emulator: cuda_emulator.Emulator, measures: int) -> None:
     """Of gradients alone units are clipped, too; where nothing is measured none is."""
     step = {"measures": measures, "unit_factor": 0.05}
-    check(emulator, Case("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
+    check(emulator, Kind("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
 
 
 def test_a_unit_of_more_elements_than_a_piece(emulator: cuda_emulator.Emulator) -> None:
-    call = Call(Case("sgd", shapes=((1, 2**20 + 8),), step=UNITS))
+    call = Call(Kind("sgd", shapes=((1, 2**20 + 8),), step=UNITS))
     emulator.set_order("forward")
     sums = emulator.call("measure_gradients", *call.arguments())
     assert isinstance(sums, Tensor)
@@ -165,8 +165,8 @@ def test_a_unit_of_more_elements_than_a_piece(emulator: cuda_emulator.Emulator) 
 @pytest.mark.parametrize("layout", LAYOUTS[2:])
 def test_layouts(emulator: cuda_emulator.Emulator, layout: str) -> None:
     shapes = ((8, 4, 3, 3), (32, 7), (5,))
-    check(emulator, Case(shapes=shapes, layout=layout, step=AMP), orders=("shuffled",))
-    other = Case(shapes=shapes, layout=layout, grad_layout="offset", step={"write_back": 1})
+    check(emulator, Kind(shapes=shapes, layout=layout, step=AMP), orders=("shuffled",))
+    other = Kind(shapes=shapes, layout=layout, grad_layout="offset", step={"write_back": 1})
     check(emulator, other, orders=("shuffled",))
 
 
@@ -193,7 +193,7 @@ def test_skipped_steps(
     skips: bool,
     write_back: int,
 ) -> None:
-    case = Case(
+    case = Kind(
         bad=bad, found_inf=found_inf, step={**AMP, "write_back": write_back},
         scale=2.0**-40 if bad == 1e30 else 4.0,
     )  # fmt: skip
@@ -210,14 +210,14 @@ def test_skipped_steps(
 @pytest.mark.parametrize("rule", ["lamb", "adam", "sgd"])
 def test_skipped_trial(emulator: cuda_emulator.Emulator, rule: str) -> None:
     step = {**AMP, "trial": 1, "write_back": 2}
-    case = Case(rule, bad=float("inf"), group={"cautious": 1}, step=step)
+    case = Kind(rule, bad=float("inf"), group={"cautious": 1}, step=step)
     assert not changed(check(emulator, case), case)
 
 
 def test_a_bad_gradient_that_nobody_asks_for(emulator: cuda_emulator.Emulator) -> None:
-    case = Case("sgd", bad=float("inf"), step={"measures": GRADIENTS})
+    case = Kind("sgd", bad=float("inf"), step={"measures": GRADIENTS})
     assert changed(check(emulator, case, orders=("forward",)), case)
-    case = Case("sgd", bad=float("nan"))
+    case = Kind("sgd", bad=float("nan"))
     call = check(emulator, case, orders=("forward",))
     assert changed(call, case)
     assert call.control[2].isnan()
@@ -226,7 +226,7 @@ def test_a_bad_gradient_that_nobody_asks_for(emulator: cuda_emulator.Emulator) -
 @pytest.mark.parametrize("rule", ["sgd", "adam", "lion", "lamb"])
 @pytest.mark.parametrize("master", [False, True])
 def test_caution(emulator: cuda_emulator.Emulator, rule: str, master: bool) -> None:
-    case = Case(
+    case = Kind(
         rule, param=F16 if master else F32, grad=F16, master=master, group={"cautious": 1},
         step={**AMP, "trial": 1}, shapes=(*SMALL, (9000,)),
     )  # fmt: skip
@@ -237,7 +237,7 @@ def test_caution(emulator: cuda_emulator.Emulator, rule: str, master: bool) -> N
 def test_stochastic_rounding(emulator: cuda_emulator.Emulator, layout: str) -> None:
     """The CPU's random bits: hardly an element differs, and none but by one place."""
     shapes = ((1,), (17,), (5000,), (0,), (12000,))
-    case = Case(
+    case = Kind(
         "sgd", shapes=shapes, param=(BF16, BF16, BF16, BF16, BF16), layout=layout, average=F32,
         step={"stochastic": 1, "average_weight": 0.5},
     )  # fmt: skip
@@ -254,7 +254,7 @@ def test_stochastic_rounding(emulator: cuda_emulator.Emulator, layout: str) -> N
 
 
 def test_stochastic_rounding_of_what_is_not_finite(emulator: cuda_emulator.Emulator) -> None:
-    case = Case(
+    case = Kind(
         "sgd", 0, param=BF16, step={"stochastic": 1}, options={"momentum": 0, "dampening": 0}
     )
     for bad in (float("inf"), float("-inf"), float("nan")):
@@ -270,7 +270,7 @@ def test_stochastic_rounding_of_what_is_not_finite(emulator: cuda_emulator.Emula
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_averages_that_stay_or_follow(emulator: cuda_emulator.Emulator, weight: float) -> None:
-    case = Case("sgd", average=F32, step={"average_weight": weight})
+    case = Kind("sgd", average=F32, step={"average_weight": weight})
     call = check(emulator, case, orders=("shuffled",))
     left, followed = Call(case).averages, call.params
     torch.testing.assert_close(call.averages, followed if weight else left)
@@ -278,7 +278,7 @@ def test_averages_that_stay_or_follow(emulator: cuda_emulator.Emulator, weight: 
 
 @pytest.mark.parametrize("rule", ["lamb", "adam", "novograd"])
 def test_sums_that_were_measured_before(emulator: cuda_emulator.Emulator, rule: str) -> None:
-    case = Case(rule, step={**AMP, "trial": 1}, group={"cautious": 1}, scale=2.0)
+    case = Kind(rule, step={**AMP, "trial": 1}, group={"cautious": 1}, scale=2.0)
     check(emulator, case, three_calls)
     check(emulator, replace(case, bad=float("inf")), three_calls, orders=("shuffled",))
     split, together = Call(case), Call(case)
@@ -290,7 +290,7 @@ def test_sums_that_were_measured_before(emulator: cuda_emulator.Emulator, rule: 
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-16, 1e17, 1e19, 1e30])
 def test_squares_beyond_float(emulator: cuda_emulator.Emulator, size: float) -> None:
     """Eight squares at a time are added in float only where float can hold them."""
-    case = Case(shapes=((9000,), (37,)), size=size, step=AMP)
+    case = Kind(shapes=((9000,), (37,)), size=size, step=AMP)
     sums = emulator.call("measure_gradients", *Call(case).arguments())
     assert isinstance(sums, Tensor)
     want = torch.stack([g.double().square().sum() for g in Call(case).grads])
@@ -301,7 +301,7 @@ def test_squares_beyond_float(emulator: cuda_emulator.Emulator, size: float) -> 
 
 
 def test_gradients_are_measured_without_states(emulator: cuda_emulator.Emulator) -> None:
-    call = Call(Case(shapes=((9000,), (37,), (130, 31)), step={**AMP, "measures": 3.0}))
+    call = Call(Kind(shapes=((9000,), (37,), (130, 31)), step={**AMP, "measures": 3.0}))
     sums = emulator.call("measure_gradients", *call.arguments())
     assert isinstance(sums, Tensor)
     assert sums[:, 1].min() > 0
@@ -311,7 +311,7 @@ def test_gradients_are_measured_without_states(emulator: cuda_emulator.Emulator)
     assert torch.equal(emulator.call("measure_gradients", *arguments), sums)
 
 
-def launches(emulator: cuda_emulator.Emulator, case: Case) -> int:
+def launches(emulator: cuda_emulator.Emulator, case: Kind) -> int:
     call = Call(case)
     before = emulator.c.emulator_launches()
     one_call(emulator.call, call)
@@ -320,7 +320,7 @@ def launches(emulator: cuda_emulator.Emulator, case: Case) -> int:
 
 def test_number_of_launches(emulator: cuda_emulator.Emulator) -> None:
     """The sweeps, sums by tensor and coefficients; a trial makes three more."""
-    cnn = Case(shapes=((2,),) * 200, groups=40, step=AMP)
+    cnn = Kind(shapes=((2,),) * 200, groups=40, step=AMP)
     assert launches(emulator, cnn) == 4
     assert launches(emulator, replace(cnn, step={})) == 2
     assert launches(emulator, replace(cnn, step={**AMP, "trial": 1})) == 7
@@ -331,28 +331,28 @@ def test_more_tensors_than_a_launch_holds(emulator: cuda_emulator.Emulator) -> N
     last = (185, 371, 742, 1015, 1113, 1484, 1528, 1600)
     full = {*range(0, 1600, 11), *(i + k for i in last for k in (-2, -1, 0, 1))}
     shapes = tuple((int(i in full) * (1 + i % 3),) for i in range(1600))
-    case = Case(shapes=shapes, param=(F32, F32, BF16), step=AMP, groups=3)
+    case = Kind(shapes=shapes, param=(F32, F32, BF16), step=AMP, groups=3)
     check(emulator, case, orders=("shuffled",))
     assert launches(emulator, case) == 5 + 2 + 2 + 5
-    case = Case("lamb", shapes=shapes[:750], step={**AMP, "unit_factor": 0.1}, param=(F32, F64))
+    case = Kind("lamb", shapes=shapes[:750], step={**AMP, "unit_factor": 0.1}, param=(F32, F64))
     check(emulator, case, orders=("reverse",))
 
 
 @pytest.mark.parametrize("groups", [64, 150])
 def test_many_groups(emulator: cuda_emulator.Emulator, groups: int) -> None:
     shapes = tuple((i % 6,) for i in range(160))
-    case = Case("lars", shapes=shapes, groups=groups, lr=F32, step=AMP)
+    case = Kind("lars", shapes=shapes, groups=groups, lr=F32, step=AMP)
     check(emulator, case, orders=("shuffled",))
 
 
 def test_no_elements_at_all(emulator: cuda_emulator.Emulator) -> None:
     """Steps are counted all the same."""
     for trial in (0, 1):
-        case = Case(shapes=((0,), (3, 0)), step={**AMP, "trial": trial})
+        case = Kind(shapes=((0,), (3, 0)), step={**AMP, "trial": trial})
         call = check(emulator, case)
         assert call.scalars[0].tolist() == [1, 4]
         assert call.control[5] == 7
-    case = Case(shapes=())
+    case = Kind(shapes=())
     assert check(emulator, case).control[5] == 6
 
 

@@ -18,8 +18,7 @@ import cuda_emulator
 import fusedtrain
 from helpers import ROOT
 from helpers.batch_norm import Case as BatchNormCase
-from helpers.optimizer_cases import Case as StepCase
-from helpers.optimizer_cases import Spec
+from helpers.optimizer_cases import Case as StepCase, Spec
 
 sys.path.append(str(ROOT / "tools"))
 from _traffic import TRAFFIC

@@ -179,7 +179,7 @@ def test_with_many_cores_both_files_are_built_at_once(
         seen.append(begun.wait(5.0 if together else 0.1))
         return {"compiler": "c++"}
 
-    def build_cuda(out: Path, work: Path) -> dict[str, object]:
+    def build_cuda(out: Path, work: Path, asked: bool) -> dict[str, object]:
         begun.set()
         raise setup.CannotBuild("no nvcc")
 

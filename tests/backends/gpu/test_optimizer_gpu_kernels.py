@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers.backends import BACKENDS, Kernels, placed
-from helpers.optimizer_calls import AMP, BF16, DTYPES, F16, F32, F64, SHAPES, UNITS, Call, Case, cpu
+from helpers.optimizer_calls import AMP, BF16, DTYPES, F16, F32, F64, SHAPES, UNITS, Call, Kind, cpu
 
 OPS = ("measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors")
 SIZES = ((0,), (1,), (15,), (17,), (1023,), (4099,))
@@ -54,7 +54,7 @@ def assert_close(name: str, got: Tensor, want: Tensor, before: Tensor) -> None:
     assert torch.equal(got, before) == torch.equal(want, before), f"{name}: written on one side"
 
 
-def check(ops: Kernels, case: Case) -> None:
+def check(ops: Kernels, case: Kind) -> None:
     before, want = Call(case).results(), Call(case)
     sums = cpu("optimizer_step", *want.arguments(), None, None)
     got = place(Call(case), ops.device)
@@ -90,7 +90,7 @@ def test_dtypes(ops: Kernels, name: str, layout: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_sizes(ops: Kernels, rule: str, dtype: torch.dtype, layout: str) -> None:
-    case = Case(rule, shapes=SIZES, param=dtype, grad=dtype, state=dtype, layout=layout, step=AMP)
+    case = Kind(rule, shapes=SIZES, param=dtype, grad=dtype, state=dtype, layout=layout, step=AMP)
     check(ops, case)
 
 
@@ -99,12 +99,12 @@ def test_units(ops: Kernels, layout: str) -> None:
     step: dict[str, Any] = {**UNITS, "max_norm": 5.0, "write_back": 1}
     interpreted = ops.counter == "triton" and ops.slow
     shapes = ((1, 5), (7,), (20, 9), (12, 3, 4, 4)) if interpreted else SHAPES
-    check(ops, Case("lars", shapes=shapes, layout=layout, step=step))
+    check(ops, Kind("lars", shapes=shapes, layout=layout, step=step))
 
 
 def test_parts_of_a_step(ops: Kernels) -> None:
     """Gradients are measured and the update is tried before the step."""
-    case = Case("lamb", shapes=SIZES, layout="offset", step={**AMP, "trial": 1}, scale=2.0)
+    case = Kind("lamb", shapes=SIZES, layout="offset", step={**AMP, "trial": 1}, scale=2.0)
     want, got = Call(case), place(Call(case), ops.device)
     sums = cpu("measure_gradients", *want.arguments())
     gpu_sums = ops("measure_gradients", *got.arguments())

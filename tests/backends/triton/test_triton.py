@@ -119,8 +119,7 @@ def test_every_cut(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 
 def check_target(target: str, *dtypes: str) -> None:
-    from fusedtrain.triton import _layout, fold, formulas, pointwise
-    from fusedtrain.triton import channelwise as c
+    from fusedtrain.triton import _layout, channelwise as c, fold, formulas, pointwise
 
     for dtype in (getattr(torch, name) for name in dtypes):
         check_chains(target, dtype)

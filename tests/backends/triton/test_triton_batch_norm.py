@@ -187,9 +187,7 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def check_target(target: str) -> None:
-    from fusedtrain.triton import _batch_norm_calls as c
-    from fusedtrain.triton import _batch_norm_kernels as k
-    from fusedtrain.triton import _layout
+    from fusedtrain.triton import _batch_norm_calls as c, _batch_norm_kernels as k, _layout
     from fusedtrain.triton.formulas import formula_of
 
     last, planes = c._View(32 * 784, 64, 1, 784), c._View(32, 64, 784, 1)
@@ -246,8 +244,7 @@ def check_launches() -> None:
     """Three launches forward, three backward, two in eval, one to restore; one compilation for all
     sizes."""
     driver = fake_driver()
-    from fusedtrain.triton import OPS
-    from fusedtrain.triton import _batch_norm_calls as c
+    from fusedtrain.triton import OPS, _batch_norm_calls as c
 
     def channels_last(samples: int) -> Tensor:
         return torch.empty(samples, 16, 16, 64).permute(0, 3, 1, 2)

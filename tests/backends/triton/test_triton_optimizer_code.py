@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fusedtrain.reference import RULES
-from helpers.compiling import TARGETS, assembled, fake_driver, run, spilled_bytes
+from helpers.compiling import TARGETS, assembled, fake_driver, run, source_of, spilled_bytes
 from helpers.optimizer_cases import BF16, F16, F32, F64, Case, Spec
 from helpers.optimizers import busy
 
@@ -49,30 +49,17 @@ def test_compilations(tmp_path: Path) -> None:
 
 
 POINTERS = {
-    "table_ptr": "*i64", "part_ptr": "*i64", "first_ptr": "*i64", "rates_ptr": "*i64",
-    "control_ptr": "*fp32", "scalars_ptr": "*fp32", "scale_ptr": "*fp32", "found_inf_ptr": "*fp32",
-    "growth_ptr": "*i32", "hysteresis_ptr": "*i32",
+    "table_ptr": "i64", "part_ptr": "i64", "first_ptr": "i64", "rates_ptr": "i64",
+    "control_ptr": "fp32", "scalars_ptr": "fp32", "scale_ptr": "fp32", "found_inf_ptr": "fp32",
+    "growth_ptr": "i32", "hysteresis_ptr": "i32",
 }  # fmt: skip
 
 
 def compile_for(target: str, launcher: Any, constants: tuple[Any, ...]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    kernel = launcher._kernel
-    signature, constexprs, aligned = {}, {}, {}
-    values = iter(constants)
-    for p in kernel.params:
-        if p.is_constexpr:
-            signature[p.name] = "constexpr"
-            constexprs[p.name] = next(values)
-        elif p.name.endswith("_ptr"):
-            signature[p.name] = POINTERS.get(p.name, "*fp64")
-            aligned[(p.num,)] = [["tt.divisibility", 16]]
-        else:
-            signature[p.name] = p.annotation_type
-    source = ASTSource(kernel, signature, constexprs, aligned)
+    source = source_of(launcher._kernel, constants, lambda name: POINTERS.get(name, "fp64"))
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=launcher.options)
 
 
@@ -97,8 +84,7 @@ def check_code(compiled: Any, loads: int, stores: int) -> None:
 def check_launches() -> None:
     """With a driver that does nothing: one compilation for all tensors, sizes and options."""
     driver = fake_driver()
-    from fusedtrain.triton import OPS, scaling
-    from fusedtrain.triton import optimizers as m
+    from fusedtrain.triton import OPS, optimizers as m, scaling
 
     options: dict[str, Any] = {"measures": 7, "trial": 1, "average_weight": 0.1, "stochastic": 1}
     for i, shapes in enumerate([[(1,)], [(5, 7), (4,)], [(100000,), (3, 0), (16,)]]):
@@ -135,8 +121,7 @@ def registers(ptx: str) -> int:
 
 
 def check_target(target: str, rules: str) -> None:
-    from fusedtrain.triton import optimizers as m
-    from fusedtrain.triton import scaling as s
+    from fusedtrain.triton import optimizers as m, scaling as s
     from fusedtrain.triton._optimizer_tables import Kind
 
     if TARGETS[target][0] == "hip":

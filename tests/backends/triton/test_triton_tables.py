@@ -28,8 +28,7 @@ def kernels() -> Any:
 @pytest.fixture
 def built(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What was made anew: "tables", "gradients" (their column), "numbers" (options and rates)."""
-    from fusedtrain.triton import _optimizer_calls as _calls
-    from fusedtrain.triton import _optimizer_tables as _tables
+    from fusedtrain.triton import _optimizer_calls as _calls, _optimizer_tables as _tables
 
     made: list[str] = []
     build, gradients, send = (

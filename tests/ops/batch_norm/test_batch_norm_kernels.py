@@ -7,7 +7,6 @@ The function and the modules have files of their own beside this one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed
 from helpers.batch_norm import FORMULAS, LAYOUTS, Case, check, close, forward, kernels_of, last
 
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
+
 F32, F64, F16, BF16 = DTYPES
 # Backward takes: nothing, the output, the input.
 THREE = ("identity", "softplus", "silu")
@@ -25,15 +26,6 @@ THREE = ("identity", "softplus", "silu")
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     return kernels_of(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    """What is not written is seen: memory that torch hands out is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,14 @@ from helpers.backends import BACKENDS, Kernels, placed, same_bits
 from helpers.batch_norm import Case, check, forward, kernels_of, last
 from helpers.launches import NO_ELEMENTS
 
+pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
+
 F32, F64, F16, BF16 = DTYPES
 
 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Kernels:
     return kernels_of(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _memory_is_full_of_nan() -> Iterator[None]:
-    """What is not written is seen: memory that torch hands out is filled with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain import functional as F
-from fusedtrain import nn as fnn
+from fusedtrain import functional as F, nn as fnn
 
 NORMS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "BatchNormAct1d": (fnn.BatchNormAct1d, (5, 4, 3)),

@@ -1,0 +1,52 @@
+"""What a run has shown, in a sentence a mode."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from _train.checks import curve_difference
+from _train.modes import Mode
+
+# Of the memory kept for backward: above this share little was won, and the reader is told why.
+LITTLE = 0.9
+
+
+def what_was_won(mode: Mode, eager: Mode, batch: int, time: float, passed: bool) -> str:
+    """A sentence: losses, memory kept for backward, time, and the batch that fits this memory.
+
+    Args:
+        mode: the fused one.
+        eager: its reference.
+        batch: images of a micro-batch.
+        time: of a step, as a ratio to the eager one's.
+        passed: whether all checks of the run passed.
+    """
+    difference = f"largest difference {curve_difference(mode, eager):.2g}"
+    losses = f"{'same losses' if passed else 'losses NOT shown to be the same'} ({difference})"
+    kept = mode.saved_bytes / eager.saved_bytes
+    images = fitting_batch(mode, eager, batch)
+    text = (
+        f"{mode.name} beside {eager.name}: {losses}, memory kept for backward {kept:.2f}x, "
+        f"step {time:.2f}x, largest batch in this memory {images / batch:.1f}x "
+        f"({images} images instead of {batch})."
+    )
+    reason = why_little(eager.net) if kept > LITTLE else ""
+    return f"{text} {reason}".rstrip()
+
+
+def fitting_batch(mode: Mode, eager: Mode, batch: int) -> int:
+    """The largest batch for which ``mode`` keeps no more than ``eager`` does for ``batch``."""
+    room = eager.saved_bytes - mode.saved_bytes
+    return batch + int(room // mode.saved_bytes_of_an_image)
+
+
+def why_little(net: nn.Module) -> str:
+    """Why this network keeps as much for backward as before."""
+    activations = [m for m in net.modules() if type(m).__module__ == nn.ReLU.__module__]
+    if activations and all(isinstance(m, nn.ReLU) for m in activations):
+        return (
+            "Little changes while outputs are stored: of a ReLU torch keeps only the output, "
+            "which the next convolution keeps anyway. Of SiLU, Hardswish or GELU it keeps the "
+            "input, too: --model efficientnet_b0."
+        )
+    return ""
