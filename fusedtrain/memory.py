@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
+from ._graph.compiled import original_of, without_compiled_code
 from ._graph.example import address_of, arguments_of, check_example
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
@@ -156,13 +157,14 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_example(example_inputs)
+    model = original_of(model, "memory_report")
     runs: dict[str, _Kept] = {}
     for mode in _MODES:
         twin = copy.deepcopy(model)
         revert(twin)
         if mode != "eager":
             convert(twin, memory=mode)
-        with same_generators():
+        with same_generators(), without_compiled_code(twin):
             runs[mode] = _run(twin, example_inputs)
         del twin
     return _report(runs)

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from .._recompute import recompute
 from .._torch_private import BatchNormBase, is_fx_tracing
+from .absorbed import HOOKING, NOTE, warning_method, watch_replacements
 from .modules import attribute_of, is_scripted
 from .records import record_of, unassign
 
@@ -50,6 +51,8 @@ class Replacement:
 
     _module: Callable[[], nn.Module | None]
     run: Callable[..., Any]
+    others: tuple[str, ...] = ()  # methods that take the place of the module's, besides forward
+    obstacle = "its forward is patched"  # why others leave the module
 
     @property
     def forward(self) -> types.MethodType:
@@ -100,6 +103,7 @@ class Rewritten(Replacement):
         self.recomputes: bool = state["recomputes"]
         self.frozen: dict[str, Any] = state.get("frozen", {})
         self._function = self._compiled()
+        watch_replacements()
 
     def _compiled(self) -> Callable[..., Any]:
         if not self.source:
@@ -149,14 +153,35 @@ class PassesOn(Rewritten):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
 
+    hands_on = True
+    others = ("extra_repr", *HOOKING)
+
     def _compiled(self) -> Callable[..., Any]:
         return _same
+
+    def extra_repr(self) -> str:
+        module: Any = self._module()
+        text = type(module).extra_repr(module)
+        return f"{text}, {NOTE}" if text else NOTE
+
+
+for _name in HOOKING:
+    setattr(PassesOn, _name, warning_method(_name))
 
 
 def install(replacement: Replacement) -> None:
     module = replacement._module()
     assert module is not None
     vars(module)["forward"] = replacement.forward
+    vars(module).update({name: getattr(replacement, name) for name in replacement.others})
+
+
+def obstacle_of(module: nn.Module) -> str:
+    """Why a module whose forward is another than that of its class stays as it is; mostly ''."""
+    if "forward" not in vars(module):
+        return ""
+    replacement = replacement_of(module)
+    return Replacement.obstacle if replacement is None else replacement.obstacle
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:
@@ -181,9 +206,11 @@ def passes_on(module: nn.Module) -> bool:
 
 def remove(module: nn.Module) -> bool:
     """Whether there was one."""
-    if rewritten_of(module) is None:
+    rewritten = rewritten_of(module)
+    if rewritten is None:
         return False
-    del vars(module)["forward"]
+    for name in ("forward", *rewritten.others):
+        vars(module).pop(name, None)  # pickles of older versions have the forward alone
     return True
 
 

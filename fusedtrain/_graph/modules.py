@@ -37,6 +37,14 @@ def is_scripted(module: object) -> bool:
     return isinstance(module, getattr(torch.jit, "ScriptModule", ()))
 
 
+def is_quantized(module: nn.Module, computes: bool = False) -> bool:
+    """Whether its class is one of torch's quantised ones; `computes`: and its tensors are, too."""
+    path = f"{type(module).__module__}.{type(module).__name__}"
+    # Packed parameters are children of static and of dynamic layers.
+    wide = ".dynamic." in path or ".reference." in path or path.endswith("PackedParams")
+    return ".quantized." in path and not (computes and wide)
+
+
 def is_container(module: nn.Module) -> bool:
     """Whether it is made of other modules, and has no forward."""
     kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
+from .._graph.compiled import original_of, without_compiled_code
 from .._graph.forward import (
     PassesOn as PassesOn,
     Rewritten as Rewritten,
@@ -21,7 +22,7 @@ from .._graph.forward import (
     is_changed,
     restore,
 )
-from .._graph.modules import is_hooked, is_scripted
+from .._graph.modules import is_hooked, is_quantized, is_scripted
 from .._graph.records import Found, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
@@ -69,6 +70,7 @@ _TORCH: dict[type, type] = {
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
 MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
+_QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
 _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.values()))
 
 
@@ -100,7 +102,8 @@ def convert(
     scale and stochastic depth. That is read off the dataflow (torch.fx) of each module's forward.
     Where only a forward can drop a sum or a call, that one module gets another `forward`; no
     module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in the
-    report with the reason. A module from `torch.compile` compiles anew at its next call. Converting
+    report with the reason. Call it before `torch.compile`: of a compiled model it
+    converts what that wraps, which compiles anew at the next call. Converting
     again changes nothing; :func:`revert` undoes it, and is due before the structure of a converted
     model is changed.
 
@@ -175,12 +178,14 @@ def convert(
             "patched, compiled or scripted), and cannot be replaced; convert the model before that "
             "is done to it, or run it within fusedtrain.recompute()"
         )
+    original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
     conversion = Conversion(model, *_find(model, *_split(exclude)), memory)
     if example_inputs is None:
         conversion.install()
         report = conversion.report()
     else:
-        report = prove(conversion, example_inputs)
+        with without_compiled_code(model):
+            report = prove(conversion, example_inputs)
     conversion.keep_few_bits()
     return report
 
@@ -250,6 +255,9 @@ def _find(
                 visit(child, f"{name}.{child_name}" if name else child_name, excluded)
 
     visit(model, "", False)
+    if any(is_quantized(module, computes=True) for module in model.modules()):
+        for entry in entries.values():
+            entry.reason = entry.reason or (_QUANTIZED if entry.fused is not None else "")
     if unmatched:
         raise ValueError(f"exclude: the model has no module named {min(unmatched)!r}")
     return list(entries.values()), kept
@@ -269,6 +277,8 @@ def _decide(module: torch.nn.Module) -> Found | None:
     if base is None:
         return Found(module, reason="no fused version") if _looks_pointwise(cls) else None
     if base is not cls:
+        if is_quantized(module):
+            return Found(module, reason="quantised")
         changed = parametrize.is_parametrized(module)
         return Found(module, reason="parametrized" if changed else f"subclass of {title(base)}")
     if "forward" in vars(module):

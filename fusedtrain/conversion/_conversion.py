@@ -13,6 +13,7 @@ from .._graph.effects import Effects
 from .._graph.example import check_example
 from .._graph.flow import Flow
 from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
+from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
 from .._torch_private import BatchNormBase, pytree
@@ -115,6 +116,7 @@ class Conversion:
             return None
         reason = site if isinstance(site, str) else obstacle(norm)
         reason = "excluded" if id(norm) in self.excluded else reason
+        reason = "quantised" if is_quantized(norm) else reason
         if reason or isinstance(site, str):
             self.left[id(norm)] = reason
             return None
@@ -324,6 +326,8 @@ class _Trials:
         factor, what = excess(self.errors, self.noise)
         if is_doubtful(self.errors, self.noise, factor):
             factor, what = self._in_float64(watched, (factor, what))
+        if factor == float("inf"):
+            return f"{what} differs altogether"
         return f"{what} is off by {factor:.2g} times what rounding explains" if factor > 1 else ""
 
     def _in_float64(self, watched: list[nn.Module], narrow: tuple[float, str]) -> tuple[float, str]:

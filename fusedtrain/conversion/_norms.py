@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from .. import functional as fused_functional, nn as fused_nn
 from .._graph.flow import Flow, Trace, Value, is_sum
-from .._graph.forward import passes_on
+from .._graph.forward import obstacle_of, passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
 from .._graph.unseen_calls import UnseenCalls
 from ..nn.norm import (
@@ -120,8 +120,8 @@ def obstacle(module: nn.Module) -> str:
     if fused_class(module) is None:
         base = next((cls for cls in type(module).__mro__ if cls in _FUSED), None)
         return f"subclass of torch.nn.{base.__name__}" if base else "no fused version"
-    if "forward" in vars(module):
-        return "its forward is patched"
+    if reason := obstacle_of(module):
+        return reason
     if is_hooked(module):
         return "it has hooks"
     act = getattr(module, "act", None)

@@ -213,6 +213,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             for table, name, buffer, values in buffers:
                 if buffer is None or values is None:
                     pass
+                elif buffer.shape != values.shape:  # of observers, at their first call
+                    buffer.resize_(values.shape).copy_(values)
                 elif buffer.is_meta or not torch.equal(buffer, values):
                     buffer.copy_(values)
                 table[name] = buffer

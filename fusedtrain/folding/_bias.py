@@ -22,6 +22,7 @@ class WithoutBias(Convolving):
     """The forward without the bias, which the norm's running mean has taken over."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
+    obstacle = "fusedtrain.drop_redundant_bias has changed its forward: fusedtrain.revert first"
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__(conv, norm)

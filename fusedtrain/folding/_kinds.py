@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .._graph.forward import obstacle_of
 from .._graph.modules import CONVOLUTIONS, is_hooked
 from .._graph.records import record_of
 from .._torch_private import BatchNormBase
@@ -71,8 +72,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _general_obstacle(module: nn.Module) -> str:
-    if "forward" in vars(module):
-        return "its forward is patched"
+    if reason := obstacle_of(module):
+        return reason
     if parametrize.is_parametrized(module):
         return "parametrized"
     if is_hooked(module):

@@ -26,11 +26,14 @@ from ._links import Link, Links, flow_of
 from ._report import Folded, FoldReport, list_scripted
 from ._sharing import Sharing
 
+_TUNED = "fusedtrain.tune_mode has changed its forward: tune_mode(model, False) first"
+
 
 class TunedConv(Convolving):
     """The forward of a convolution that is folded with the norm after it while that is frozen."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
+    obstacle = _TUNED
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__(conv, norm)
@@ -60,6 +63,7 @@ class TunedNorm(Replacement):
     """The forward of the norm: nothing is left to do but its activation."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
+    obstacle = _TUNED
 
     def __init__(self, tuned: TunedConv) -> None:
         self.tuned = tuned

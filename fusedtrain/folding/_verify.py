@@ -47,7 +47,8 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
                 dims.setdefault(name, set()).add(inputs[0].dim())
 
         if not is_scripted(module):
-            module.register_forward_pre_hook(note)
+            # The class's own method: those of absorbed modules warn.
+            type(module).register_forward_pre_hook(module, note)
     return call(duplicate, example), dims
 
 

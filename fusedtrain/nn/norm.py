@@ -176,8 +176,16 @@ class BatchNormActBase(BatchNormBase):
                 nn.init.constant_(parameter, value)
 
     def extra_repr(self) -> str:
-        shown = super().extra_repr()
-        return f"{shown}, overwrite_input=True" if self.overwrite_input else shown
+        shown = [super().extra_repr()]
+        if self.overwrite_input:
+            shown.append("overwrite_input=True")
+        if record_of(self) is not None:  # what convert gave it is in no child
+            parts = [(kind, vars(self).get(kind)) for kind in ("drop", "act")]
+            for kind, part in parts:
+                if part is not None and type(part) is not nn.Identity:
+                    shown.append(f"{kind}={type(part).__name__}")
+            shown += ["adds a residual"] * bool(self._adds) + ["fused"]
+        return ", ".join(shown)
 
     def forward(self, input: Tensor, residual: Tensor | None = None, alone: bool = False) -> Tensor:
         if _scripting():

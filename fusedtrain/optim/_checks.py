@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._graph.warning import level_outside
 from ._distributed import local
 
 _WORDS = {"lr": "learning rate", "eps": "epsilon value"}
@@ -69,16 +69,8 @@ def warn_of_rounding(options: Mapping[str, Any], groups: list[dict[str, Any]]) -
         warnings.warn(
             f"stochastic_rounding=True has no effect: it rounds bfloat16 parameters, and these are "
             f"{kinds}",
-            stacklevel=_level_outside(),
+            stacklevel=level_outside(),
         )
-
-
-def _level_outside() -> int:
-    """The stacklevel, for the caller's warning, of the first frame outside of the package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("fusedtrain."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def check_parameter(p: Tensor, kind: str) -> None:

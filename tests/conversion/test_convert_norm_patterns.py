@@ -191,7 +191,8 @@ def test_norm_options_stay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU())
     stock, x = copy.deepcopy(model), image()
     fusedtrain.convert(model, x)
-    assert repr(norm) == repr(stock[1]).replace("BatchNorm2d", "BatchNormAct2d")
+    options = repr(stock[1]).replace("BatchNorm2d", "BatchNormAct2d").removesuffix(")")
+    assert repr(norm) == f"{options}, act=ReLU, fused)"
     assert_same(results(model, x), results(stock, x), 1e-5)
 
 

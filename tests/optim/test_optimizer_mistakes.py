@@ -163,7 +163,7 @@ def test_repr_shows_the_options_of_all_groups() -> None:
     [
         ("SGD", "AdamW", "betas"), ("AdamW", "SGD", "momentum"), ("Lion", "AdamW", "step"),
         ("RMSprop", "Adam", "betas"), ("AdamW", "LAMB", "bias_correction"),
-        ("SGD", "Lion", "betas"), ("Adagrad", "NAdamW", "betas"), ("Lion", "RMSprop", "alpha"),
+        ("SGD", "Lion", "betas"), ("Adagrad", "NAdamW", "betas"), ("Adam", "RMSprop", "alpha"),
         ("Lion", "LARS", "momentum"),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fusedtrain
+from fusedtrain import _backends, _gpus
 from fusedtrain.reference import FAMILIES
 from helpers import ROOT, environment
 from helpers.processes import python
@@ -319,6 +320,21 @@ def test_info_is_the_command_without_a_name() -> None:
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout == named.stdout
     assert "FUSEDTRAIN_CPU_CAPABILITY=default" in alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (None, "unknown (no NVIDIA driver answers)"),
+        ([], "none visible"),
+        ([_gpus.Gpu("Some GPU", (9, 0))] * 2, "Some GPU (sm_90), Some GPU (sm_90)"),
+    ],
+)
+def test_info_names_gpus(
+    gpus: list[_gpus.Gpu] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gpus, "visible", lambda by_bus: gpus)
+    assert _backends.machine_info()["GPUs"] == words
 
 
 @pytest.mark.parametrize("name", ["fusedtrain", "fusedtrain.amp", "fusedtrain.compat"])

@@ -1,0 +1,273 @@
+"""What is told of compiled, quantised, tuned and changed models, where the mistake is made."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain.conversion import _conversion
+from helpers.folding import waken
+
+QUANTIZATION_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def small() -> nn.Sequential:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.ReLU())
+    return waken(nn.Sequential(*layers))
+
+
+def example() -> Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def converted() -> nn.Sequential:
+    model = small()
+    fusedtrain.convert(model)
+    return model
+
+
+# --- torch.compile ---
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_compiled_model(ran: bool) -> None:
+    """With an example torch._dynamo raised an AssertionError of a thousand characters."""
+    model, x = small(), example()
+    compiled = torch.compile(model, backend="aot_eager")
+    want = copy.deepcopy(model)(x)
+    if ran:
+        compiled(x)
+    with pytest.warns(UserWarning, match=r"Call convert before torch\.compile.*_orig_mod") as seen:
+        report = fusedtrain.convert(compiled, x)
+    assert [w.filename for w in seen] == [__file__]
+    assert [norm.name for norm in report.norms] == ["_orig_mod.1"]
+    assert report.left == []
+    assert report.proof is not None
+    assert isinstance(model[1], fusedtrain.nn.BatchNormAct2d)
+    torch.testing.assert_close(compiled(x), want)
+    assert fusedtrain.revert(compiled) == 3
+    torch.testing.assert_close(compiled(x), want)
+
+
+class Parts(nn.Module):
+    """Compiled in parts, both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.compile(small(), backend="eager"), small()
+        self.b.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x)
+
+
+def test_compiled_parts_are_compared_as_written() -> None:
+    model, x = Parts(), example()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = fusedtrain.convert(model, x)
+    assert [norm.name for norm in report.norms] == ["a._orig_mod.1", "b.1"]
+    assert report.left == []
+
+
+def test_memory_report_of_compiled_models() -> None:
+    x = example()
+    plain = fusedtrain.memory_report(small(), x)
+    with pytest.warns(UserWarning, match=r"memory_report: the model comes from torch\.compile"):
+        report = fusedtrain.memory_report(torch.compile(small(), backend="eager"), x)
+    assert report.totals == plain.totals
+    parts = fusedtrain.memory_report(Parts(), x).totals
+    assert parts == {mode: 2 * size for mode, size in plain.totals.items()}
+
+
+# --- quantisation ---
+
+
+def quantized() -> nn.Module:
+    from torch.ao import quantization
+
+    stubs = quantization.QuantStub(), quantization.DeQuantStub()
+    acts = (nn.Hardswish(), nn.MaxPool2d(2), nn.Sigmoid())
+    model = nn.Sequential(stubs[0], nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), *acts, stubs[1]).eval()
+    model.qconfig = quantization.get_default_qconfig("x86")
+    prepared = quantization.prepare(model)
+    prepared(example())
+    done: nn.Module = quantization.convert(prepared)
+    return done
+
+
+@QUANTIZATION_WARNS
+@pytest.mark.parametrize("given", [False, True])
+def test_a_quantised_model_is_left(given: bool) -> None:
+    model, x = quantized(), example()
+    want = model(x)
+    report = fusedtrain.convert(model, x if given else None)
+    assert len(report) == 0
+    assert {entry.name: entry.reason.split(":")[0] for entry in report.left} == dict.fromkeys(
+        ("2", "3", "4", "5"), "quantised"
+    )
+    assert torch.equal(model(x), want)
+
+
+@QUANTIZATION_WARNS
+def test_dynamic_quantisation_computes_in_floats_between() -> None:
+    from torch.ao.quantization import quantize_dynamic
+
+    model = quantize_dynamic(nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 4)))
+    assert [e.name for e in fusedtrain.convert(model, torch.randn(2, 3)).converted] == ["1"]
+
+
+@QUANTIZATION_WARNS
+def test_observers_that_grow_at_their_first_call_are_put_back() -> None:
+    """Restoring them raised "The size of tensor a (8) must match the size of tensor b (0)"."""
+    from torch.ao import quantization
+
+    model = small().train()
+    model.qconfig = quantization.get_default_qat_qconfig("x86")
+    model = quantization.prepare_qat(model)
+    before = [(name, b.clone()) for name, b in model.named_buffers()]
+    report = fusedtrain.convert(model, example())
+    assert "2" in [entry.name for entry in report.converted]
+    for (name, old), (_, new) in zip(before, model.named_buffers(), strict=True):
+        assert torch.equal(old, new), name
+
+
+def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = (float("inf"), "what has a gradient")
+    monkeypatch.setattr(_conversion, "excess", lambda *_: answer)
+    with pytest.raises(RuntimeError, match=r"\(what has a gradient differs altogether\)"):
+        fusedtrain.convert(small(), example())
+
+
+# --- tune_mode ---
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m: fusedtrain.convert(m),
+        lambda m: fusedtrain.convert(m, example()),
+        lambda m: fusedtrain.fold_conv_bn(m)[1],
+        lambda m: fusedtrain.drop_redundant_bias(m),
+    ],
+)
+def test_tuned_norms_say_how_to_undo_it(function: Callable[[nn.Module], Any]) -> None:
+    """They were left since "its forward is patched"."""
+    model = small().eval()
+    fusedtrain.tune_mode(model)
+    report = function(model)
+    (left,) = (entry for entry in report.left if entry.name == "1")
+    assert "tune_mode(model, False) first" in left.reason
+    fusedtrain.revert(model)
+    fusedtrain.tune_mode(model, False)
+    assert "1" not in [
+        entry.name for entry in function(model.eval()).left if "tune" in entry.reason
+    ]
+
+
+def test_a_dropped_bias_says_how_to_undo_it() -> None:
+    model = small().train()
+    assert len(fusedtrain.drop_redundant_bias(model)) == 1
+    for report in (fusedtrain.tune_mode(model), fusedtrain.fold_conv_bn(model.eval())[1]):
+        assert ["drop_redundant_bias" in entry.reason for entry in report.left] == [True]
+    fusedtrain.revert(model)
+    assert fusedtrain.fold_conv_bn(model)[1].left == []
+
+
+# --- repr, hooks, replacing ---
+
+
+def test_repr_tells_what_became_of_modules() -> None:
+    model = converted()
+    lines = [line.strip() for line in repr(model).splitlines()]
+    assert lines[2].startswith("(1): BatchNormAct2d(8, eps=1e-05")
+    assert lines[2].endswith("act=SiLU, fused)")
+    assert lines[3] == "(2): SiLU(hands on its input: fused)"
+    assert lines[5] == "(4): ReLU()"
+    fusedtrain.revert(model)
+    assert repr(model) == repr(small())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(x) + x)
+
+
+def test_repr_of_a_norm_with_a_sum() -> None:
+    model = Block()
+    fusedtrain.convert(model, example())
+    assert "act=ReLU, adds a residual, fused)" in repr(model.norm)
+    assert repr(model.act) == "ReLU(inplace=True, hands on its input: fused)"
+
+
+def twins(model: nn.Sequential) -> dict[str, nn.Sequential]:
+    copied = copy.deepcopy(model)
+    return {"itself": model, "copied": copied, "pickled": pickle.loads(pickle.dumps(model))}
+
+
+METHODS = (
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["itself", "copied", "pickled"])
+@pytest.mark.parametrize("method", METHODS)
+def test_hooking_an_absorbed_module_warns(method: str, which: str) -> None:
+    model, calls = twins(converted())[which], list[nn.Module]()
+    with pytest.warns(UserWarning, match=f"{method}: .* this SiLU to a batch norm") as seen:
+        handle = getattr(model[2], method)(lambda module, *_: calls.append(module))
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(example()).sum().backward()
+        assert calls == [model[2]]
+        handle.remove()
+        for other in (model[1], model[4]):
+            getattr(other, method)(lambda *_: None).remove()
+        fusedtrain.revert(model)
+        getattr(model[2], method)(lambda *_: None).remove()
+    assert vars(model[2]).keys() == vars(nn.SiLU()).keys()
+
+
+@pytest.mark.parametrize("which", ["itself", "copied", "pickled"])
+def test_replacing_an_absorbed_module_warns(which: str) -> None:
+    """SiLU and Hardswish were both applied, without a word."""
+    model = twins(converted())[which]
+    with pytest.warns(UserWarning, match=r"2: this SiLU was converted.*fusedtrain\.revert") as seen:
+        model[2] = nn.Hardswish()
+    assert seen[0].filename == __file__
+    model = twins(converted())[which]
+    with pytest.warns(
+        UserWarning, match="1: this BatchNormAct2d was converted.*hand on their inpu"
+    ):
+        model[1] = nn.GroupNorm(2, 8)
+
+
+def test_other_changes_of_a_model_do_not_warn() -> None:
+    model = converted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[2] = model[2]
+        model[2] = nn.Sequential(model[2])  # as wrappers do
+        model[4] = nn.Hardswish()
+        model[0] = nn.Conv2d(3, 8, 3)
+        model.append(nn.Identity())
+        fusedtrain.nn.convert_sync_batchnorm(converted())
+        fusedtrain.fold_conv_bn(converted().eval(), example())
+        fusedtrain.memory_report(converted(), example())
+        fusedtrain.revert(model)
+        again = small()
+        again[2] = nn.Hardswish()
