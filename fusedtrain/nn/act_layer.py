@@ -7,12 +7,13 @@ from typing import Any
 from torch import nn
 
 from . import activation as _activations
+from .saving import SavingActivation
 
 _CLASSES = {
     name.lower(): cls
     for name, cls in vars(_activations).items()
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls is not nn.Module
-    if cls is not _activations.SavingActivation
+    if cls is not SavingActivation
 }
 _TIMM = {"swish": "silu", "gelutanh": "gelu"}  # timm's names of these
 _EXPECTED = "act_layer: expected a class of modules or a name"
