@@ -18,7 +18,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: kernels $(VENV)/.examples  ## train a ResNet-18 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
+train: kernels $(VENV)/.examples  ## train an EfficientNet-B0 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
 	$(PY) examples/train.py $(ARGS)
 
 test: build  ## the whole test-suite (ARGS="-k mish")

@@ -1,6 +1,7 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
 python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
+python -m benchmarks.report --docs    # writes docs/benchmarks.md and README's table
 
 Each family of benchmarks has a chart of its own beside that of the activations:
 CHART-amp-step.png, CHART-batch-norm.png and so on.
@@ -16,11 +17,16 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.harness.chart import draw
+from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "benchmarks" / "results"
+TEMPLATE = ROOT / "benchmarks" / "page.md"  # of docs/benchmarks.md
+NOT_STORED = ("-quick", "-some", "-user")  # results of runs that the docs do not show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,16 +34,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("results", nargs="+", type=Path, help="pytest-benchmark JSON files")
+    parser.add_argument("results", nargs="*", type=Path, help="pytest-benchmark JSON files")
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/benchmarks.md and the table in README"
+    )
     parser.add_argument("--family", action="append", help="only this one (repeatable)")
     parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
-    parser.add_argument("--markdown", action="store_true", help="print the README's table only")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables only")
     parser.add_argument("--dtype", action="append", help="--markdown: default float32")
     parser.add_argument("--numel", action="append", type=int, help="--markdown: default 2^20, 2^23")
     parser.add_argument("--tolerance", type=float, default=0.05, help="slower than this is flagged")
     parser.add_argument("--overhead-us", type=float, default=5.0, help="CPU, below 2^20: let pass")
     parser.add_argument("--fail-slower", action="store_true", help="exit 1 if a row is flagged")
     options = parser.parse_args(arguments)
+    if options.docs == bool(options.results):
+        parser.error("either --docs, which takes the stored results, or files of results")
+    if options.docs:
+        for path, text in docs().items():
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+        return 0
 
     parts = {
         family: rows
@@ -49,15 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     limits = Limits(options.tolerance, options.overhead_us)
     if options.markdown:
-        chosen = {
-            "dtype": options.dtype or ["float32"],
-            "numel": options.numel or [2**20, 2**23],
-        }
+        dtypes, sizes = options.dtype or ["float32"], options.numel or [2**20, 2**23]
         texts = []
         for family, rows in parts.items():
-            by = report_of(family).chosen_by
-            shown = [row for row in rows if all(vars(row)[name] in chosen[name] for name in by)]
-            texts.append(report_of(family).markdown(report_of(family), shown))
+            part = Part(report_of(family), rows)
+            texts.append(part.report.markdown(part.report, choose(part, dtypes, sizes)))
         print("\n".join(texts), end="")
     else:
         _show(parts, limits)
@@ -84,6 +96,30 @@ def read(results: Sequence[Path]) -> dict[str, list[Row]]:
     return parts
 
 
+def docs() -> dict[Path, str]:
+    """What --docs writes: each file and its text."""
+    files = [path for path in sorted(STORED.glob("*.json")) if not path.stem.endswith(NOT_STORED)]
+    pngs = [path.with_suffix(".png") for path in files]
+    parts = {
+        family: Part(
+            report_of(family), rows, [p for png in pngs if (p := chart(png, family)).exists()]
+        )
+        for family, rows in read(files).items()
+        if rows
+    }
+    page, readme = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+    return {
+        page: render(TEMPLATE.read_text(encoding="utf-8"), parts, page.parent),
+        readme: replace_generated(readme.read_text(encoding="utf-8"), headlines(parts)),
+    }
+
+
+def chart(path: Path, family: str) -> Path:
+    """The family's chart, by the path of the main one."""
+    suffix = "" if family == MAIN else f"-{family.replace('_', '-')}"
+    return path.with_name(f"{path.stem}{suffix}{path.suffix}")
+
+
 def _show(parts: dict[str, list[Row]], limits: Limits) -> None:
     try:
         for family, rows in parts.items():
@@ -104,8 +140,7 @@ def _draw(parts: dict[str, list[Row]], png: Path) -> None:
                 for machine, members in groupby(rows, key=lambda row: row.machine)
                 for figure_row in report_of(family).panels(list(members))
             ]
-            suffix = "" if family == MAIN else f"-{family.replace('_', '-')}"
-            path = png.with_name(f"{png.stem}{suffix}{png.suffix}")
+            path = chart(png, family)
             draw(panels, path)
             print(f"chart: {path}", file=sys.stderr)
     except ImportError:

@@ -5,7 +5,7 @@
     python examples/train.py --model resnet18 --optimizer sgd --clip off --ema off
     python examples/train.py --tune-mode
     python examples/train.py --memory store recompute
-    python examples/train.py --memory inplace --model darknet19 --lr 0.01
+    python examples/train.py --memory inplace --model darknet19 --optimizer sgd --lr 0.01
     torchrun --nproc-per-node 2 examples/train.py
 
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler; the same with
