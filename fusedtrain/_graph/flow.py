@@ -244,6 +244,9 @@ def _trace_all(
                 ]
     if not result.graphs and error is not None:
         raise error
+    code = getattr(_forward_of(module, converted), "__code__", None)
+    if code is not None and "print" in code.co_names:
+        result.inexact = result.inexact or "its forward prints"
     asks = asks_results(type(module))
     if len(result.graphs) > 1 and not result.inexact:
         result.inexact = "its forward depends on the mode of training"

@@ -116,8 +116,9 @@ class Tracer(fx.Tracer):
 
     def mark_kept(self) -> None:
         """Marks the values that something has kept beyond the end of the forward."""
-        if self._kept():  # or only in a cycle
-            gc.collect()
+        for generation in range(3):  # what is only in a cycle is young as a rule
+            if self._kept():
+                gc.collect(generation)
         for node in self._kept():
             node.meta[KEPT] = True
             self.guessed = self.guessed or "its forward stores something"

@@ -48,7 +48,7 @@ FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     ("hard_mish", {}, lambda x: 0.5 * x * (x + 2).clamp(min=0, max=2)),
     ("relu_squared", {}, lambda x: torch.square(torch.relu(x))),
     ("tanhshrink", {}, lambda x: x - torch.tanh(x)),
-    ("softsign", {}, lambda x: x / (1 + x.abs())),
+    ("softsign", {}, lambda x: x / (1 + abs(x))),
 )
 
 

@@ -361,6 +361,21 @@ class Erf(nn.Module):
         return x * torch.erf(x)
 
 
+class Printing(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        print("forward")
+        return T.gelu(x)
+
+
+def test_a_forward_that_prints_goes_on_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Printing()
+    report = fusedtrain.convert(model)
+    assert [left.reason for left in report.left_calls] == ["its forward prints"]
+    capsys.readouterr()
+    model(tokens())
+    assert capsys.readouterr().out == "forward\n"
+
+
 def test_an_unknown_formula_is_listed() -> None:
     report = fusedtrain.convert(nn.Sequential(nn.Linear(2, 2), Erf()))
     assert [(left.name, left.reason) for left in report.left] == [

@@ -12,6 +12,7 @@ import torch.nn.functional as T
 from torch import Tensor, fx
 
 from fusedtrain import functional as F
+from fusedtrain.conversion import _formulas
 from fusedtrain.conversion._formulas import FORMULAS, activated, matches_of
 
 Function = Callable[[Tensor], Tensor]
@@ -190,3 +191,37 @@ def test_the_dtype_stays_under_autocast(dtype: torch.dtype) -> None:
             want = formula(x)
             for widens in (False, True):
                 assert activated(x, name, number, widens, **parameters).dtype is want.dtype
+
+
+@pytest.mark.parametrize("number", range(len(FORMULAS)))
+def test_where_autocast_widens_the_result_is_float32(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CUDA's autocast does with softplus and powers."""
+
+    def autocasts(input: Tensor, device_type: str = "") -> bool:
+        return device_type != "cpu" and input.dtype is torch.float16
+
+    monkeypatch.setattr(_formulas, "autocasts", autocasts)
+    name, parameters, formula = FORMULAS[number]
+    x = torch.randn(64).half()
+    wide = activated(x, name, number, True, **parameters)
+    assert wide.dtype is torch.float32
+    torch.testing.assert_close(wide, formula(x.float()))
+    assert activated(x, name, number, False, **parameters).dtype is torch.float16
+
+
+def test_numbers_are_no_tensors() -> None:
+    def function(x: Tensor) -> Any:
+        n = x.shape[0]
+        return n / (1 + abs(n))
+
+    graph = fx.Tracer().trace(function)
+    (match,) = matches_of(graph).values()
+    assert activated(3, match.name, _formulas.number_of(match), False) == 0.75
+
+
+def test_widening_is_noticed() -> None:
+    assert all(matches(SPELLINGS["mish"][i])[0].widens for i in range(4))
+    assert [matches(form)[0].widens for form in SPELLINGS["relu_squared"]] == [True] * 4
+    assert not matches(SPELLINGS["silu"][0])[0].widens
