@@ -58,19 +58,22 @@ AS_IT_IS: tuple[Mode, ...] = ((None, None, None),)
 class Trace:
     """The graphs of one module's forward: one for each way through it.
 
-    `inexact` says why a graph cannot take the place of the forward, "" where it can.
+    `inexact` says why a graph cannot take the place of the forward, "" where it can. If that is
+    its mode of training alone (`by_training`), the first graph is that of training, the second that
+    of evaluation.
     """
 
     module: nn.Module
     graphs: list[fx.Graph] = field(default_factory=list)
     inexact: str = ""
+    by_training: bool = False
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
     _sources: dict[str, fx.Graph] = field(default_factory=dict)
 
-    def add(self, graph: fx.Graph, tracer: Tracer) -> None:
-        """One way more, and what the tracer noticed on it."""
+    def add(self, graph: fx.Graph, tracer: Tracer) -> fx.Graph:
+        """One way more, and what the tracer noticed on it. Returns the first graph of that way."""
         same = self._sources.setdefault(graph.python_code("self").src, graph)
         if same is graph:
             self.graphs.append(graph)
@@ -79,6 +82,7 @@ class Trace:
         self.inexact = self.inexact or tracer.guessed
         self.lists = self.lists or tracer.lists
         self.bypassed |= {id(self.module.get_submodule(name)) for name in tracer.bypassed}
+        return same
 
     @staticmethod
     def is_kept(node: fx.Node) -> bool:
@@ -223,6 +227,7 @@ def _trace_all(
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
+    by_mode: dict[bool | None, list[fx.Graph]] = {}
     for mode in modes:
         for defaults in [{}, optional] if optional else [{}]:
             pending: list[tuple[bool, ...]] = [()]
@@ -233,7 +238,8 @@ def _trace_all(
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    result.add(*_trace_once(module, choices, mode, defaults, converted))
+                    graph = result.add(*_trace_once(module, choices, mode, defaults, converted))
+                    by_mode.setdefault(mode[0], []).append(graph)
                 except Exception as raised:  # of an assertion, say: other ways remain
                     error = raised
                     result.partial = result.partial or not _is_refusal(raised)
@@ -246,9 +252,17 @@ def _trace_all(
                 ]
     if not result.graphs and error is not None:
         raise error
-    if len(result.graphs) > 1:
-        result.inexact = result.inexact or "its forward depends on the mode of training"
-    if not result.inexact and asks_results(type(module)):
+    code = getattr(_forward_of(module, converted), "__code__", None)
+    if code is not None and "print" in code.co_names:
+        result.inexact = result.inexact or "its forward prints"
+    asks = asks_results(type(module))
+    if len(result.graphs) > 1 and not result.inexact:
+        result.inexact = "its forward depends on the mode of training"
+        each = [len(set(map(id, by_mode.get(training, ())))) for training in (True, False)]
+        result.by_training = each == [1, 1] and not asks
+        if result.by_training:
+            result.graphs = [by_mode[True][0], by_mode[False][0]]
+    if not result.inexact and asks:
         result.inexact = "its forward asks whether a call returns None"
     return result
 

@@ -6,6 +6,7 @@ and names, and whoever else refers to it, need no copying: they are never touche
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,8 +28,8 @@ from .._graph.records import Found, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
 
-# PassesOn, Record, Rewritten and add_branch are not public: pickles of converted models look for
-# them here.
+# PassesOn, Record, Rewritten and what __getattr__ finds are not public: pickles of converted models
+# look for them here.
 __all__ = ["ConversionReport", "convert", "revert"]
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
@@ -75,11 +76,11 @@ _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.v
 
 
 def __getattr__(name: str) -> Any:
-    if name != "add_branch":  # with which the finders of `convert` would be imported
+    # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
+    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates"}
+    if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ._branches import add_branch
-
-    return add_branch
+    return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
 
 
 def convert(
@@ -88,31 +89,41 @@ def convert(
     *,
     exclude: Iterable[type | str] = (),
     memory: str = "store",
+    verify: bool = True,
+    dry_run: bool = False,
 ) -> ConversionReport:
     """Give the activations, batch norms and max pooling of `model` their fused classes, in place,
     and report it.
 
-    An activation is converted if its type is exactly an activation class of torch.nn or timm, max
-    pooling if it is exactly torch.nn.MaxPool2d. A batch norm is converted if its type is exactly
-    that of torch.nn or timm's BatchNormAct2d, and all that is done with its output is stochastic
-    depth, the addition of another tensor, and an activation (a module or a call such as
+    An activation is converted if its type is exactly an activation class of torch.nn or timm, or if
+    its forward is one activation and it has nothing else (the classes of transformers.activations,
+    a Swish of your own); max pooling if it is exactly torch.nn.MaxPool2d. So are the calls of
+    activations in forwards, `F.gelu(x)` and `x.relu()`, and formulas, `x * x.sigmoid()`, `F.relu6(x
+    + 3) / 6 * x`, in any order (docs/convert.md lists these). A batch norm is converted if its type
+    is exactly that of torch.nn or timm's BatchNormAct2d, and all that is done with its output is
+    stochastic depth, the addition of another tensor, and an activation (a module or a call such as
     `F.relu(x)`), each of which may be missing: these become part of it. A product of which one
-    factor comes straight from an activation (a gated linear unit, the gate of
-    squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its layer
-    scale and stochastic depth. That is read off the dataflow (torch.fx) of each module's forward.
-    Where only a forward can drop a sum or a call, that one module gets another `forward`; no
-    module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in the
-    report with the reason. Call it before `torch.compile`: of a compiled model it
-    converts what that wraps, which compiles anew at the next call. Converting
-    again changes nothing; :func:`revert` undoes it, and is due before the structure of a converted
-    model is changed.
+    factor comes straight from an activation (a gated linear unit, `silu(gate(x)) * up(x)`, the gate
+    of squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its
+    layer scale and stochastic depth. That is read off the dataflow (torch.fx) of each module's
+    forward. Where only a forward can drop a sum or a call, that one module gets another `forward`;
+    no module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in
+    the report with the reason. Call it before `torch.compile`: of a compiled model it converts what
+    that wraps, which compiles anew at the next call. Converting again changes nothing;
+    :func:`revert` undoes it, and is due before the structure of a converted model is changed.
 
-    With `example_inputs` (a tensor, a tuple of arguments, or a dict of named ones) the model runs
-    forward and backward on it before and after, in its mode of training and with the same random
-    numbers, and the report tells the bytes saved for backward and the largest differences. Allowed
-    is 32 times what the stock model shows when its layers' outputs are off by rounding (at least 32
-    units in the last place of the dtype); where that says little, the two run in float64, too. A
-    swap that differs by more is undone. Gradients, buffers and random number generators stay.
+    With `example_inputs` (a tensor, a tuple of arguments, a dict of named ones, or a function
+    without arguments that returns one of these and may draw random numbers: the states of
+    generators stay) the model runs forward and backward on it before and after, in its mode of
+    training and with the same random numbers, and the report tells the bytes saved for backward and
+    the largest differences. Allowed is 32 times what the stock model shows when its layers' outputs
+    are off by rounding (at least 32 units in the last place of the dtype); where that says little,
+    the two run in float64, too. A swap that differs by more is undone. Gradients, buffers and
+    random number generators stay. The report says so where there was nothing to compare: in
+    inference mode no parameter has a gradient.
+
+    `verify=False` leaves the comparison out, for models that are too large to run twice;
+    `dry_run=True` returns the report and leaves the model as it is.
 
     A new forward has the numbers of its module as they are now: when one of them is changed later,
     the next call raises RuntimeError.
@@ -180,13 +191,19 @@ def convert(
         )
     original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
     conversion = Conversion(model, *_find(model, *_split(exclude)), memory)
-    if example_inputs is None:
+    if example_inputs is None or not verify:
         conversion.install()
         report = conversion.report()
     else:
         with without_compiled_code(model):
             report = prove(conversion, example_inputs)
-    conversion.keep_few_bits()
+    if example_inputs is not None and not verify:
+        report.unproven = "verify=False"
+    if dry_run:
+        conversion.uninstall()
+        report.dry_run = True
+    else:
+        conversion.keep_few_bits()
     return report
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .._graph.effects import Effects
 from .._graph.example import check_example
@@ -16,24 +16,29 @@ from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
+from .._graph.tracer import same_generators
 from .._torch_private import BatchNormBase, pytree
 from ..nn.norm import BatchNormActBase
 from ..nn.saving import SavingActivation
-from ._branches import find_branches, may_have_branches
+from ._branches import find_branches
+from ._calls import find_calls, find_modules, left_calls, left_modules, target_of
 from ._gates import find_products
 from ._in_place import can_overwrite
-from ._norms import Finder, Site, Step, fused_class, has_own_steps, is_activation, obstacle
+from ._norms import Finder, Site, Step, fused_class, has_own_steps, obstacle
 from ._proof import Errors, Run, excess, is_doubtful, run
 from ._report import (
     Branched,
+    Called,
     ConversionReport,
     Converted,
     FusedNorm,
     Gated,
     Layer,
+    LookedAt,
     Proof,
 )
 from ._rewrite import Plan, apply, undo
+from ._worth import Worth
 
 
 class Conversion:
@@ -47,14 +52,20 @@ class Conversion:
         self.recomputed = before is not None and before.recomputes
         set_recomputing(model, False)  # else the forward could not be traced
         try:
-            self.flow = Flow(model, _may_call)
+            self.worth = Worth()
+            self.flow = Flow(model, self.worth.tracing)
             self.effects = Effects(self.flow)
             self.readers = self.effects  # of what a norm may overwrite
             if memory == "inplace" and any(map(rewritten_of, model.modules())):
-                now = Flow(model, _may_call, converted=True)
+                now = Flow(model, self.worth.tracing, converted=True)
                 self.readers = Effects(now)
         finally:
             set_recomputing(model, self.recomputed)
+        known = {id(part) for entry in entries for part in entry.module.modules()}
+        entries += find_modules(self.flow, excluded, known)
+        order = {id(module): place for place, module in enumerate(model.modules())}
+        entries.sort(key=lambda entry: order[id(entry.module)])
+        self.known = known | {id(entry.module) for entry in entries}
         self.activations = [entry for entry in entries if entry.fused and not entry.reason]
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         self.norms = [norm for norm in norms if not _is_done(norm)]
@@ -90,7 +101,12 @@ class Conversion:
         # Now that timm's activations have classes which are known.
         products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
         branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
-        self.plan = Plan(self.effects, sites, products, branches)
+        calls = [
+            call
+            for call in find_calls(self.flow, self.excluded | self.known)
+            if chosen(call.trace.module)
+        ]
+        self.plan = Plan(self.effects, sites, products, branches, calls)
         for site in sites:
             site.overwrites = self._overwrites(site.norm, site.steps)
             of_use = site.steps or has_own_steps(site.norm) or self._is_recomputed(site.norm)
@@ -191,21 +207,32 @@ class Conversion:
             elif entry.fused is None:
                 report.already += 1
             elif id(module) in swapped:
-                report.converted.append(Converted(name, source, title(entry.fused)))
+                report.converted.append(Converted(name, source, target_of(entry)))
                 if len(entry.names) > 1:
                     report.shared[name] = entry.names
         for site in self.plan.sites:
             report.norms.append(self._fused(site))
         for product in self.plan.products:
-            act = type(product.module).__name__
-            report.products.append(Gated(product.name, title(type(product.trace.module)), act))
+            kind = title(type(product.trace.module))
+            report.products.append(Gated(product.name, kind, product.title))
         for branch in self.plan.branches:
             kind = title(type(branch.trace.module))
             report.branches.append(Branched(branch.name, kind, branch.parts))
+        for call in self.plan.calls:
+            kind = title(type(call.trace.module))
+            # One call of a forward that has two ways, for training and for evaluation.
+            if call.node.graph is call.trace.graphs[0]:
+                report.calls.append(Called(call.name, kind, call.match.name))
         for norm in self.norms:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
                 report.left.append(Left(self.flow.names[id(norm)], self.sources[id(norm)], why))
+        known = self.known | {id(norm) for norm in self.norms}
+        report.left += left_modules(self.flow, self.worth, known)
+        report.left_calls += left_calls(self.flow, self.worth, known, self._reasons())
+        report.looked_at = LookedAt(
+            len(self.flow.names), len(self.flow.traces), len(self.flow.failed)
+        )
         report.overwriting = [
             self.flow.names[id(module)]
             for module in self.model.modules()
@@ -214,6 +241,16 @@ class Conversion:
         report.rewritten = [self.flow.names[id(module)] for module in self.rewritten]
         return report
 
+    def _reasons(self) -> dict[fx.Node, str]:
+        """Of the calls of all graphs, why they stay; '' of those that are gone."""
+        reasons = dict(self.plan.left_calls)
+        for trace in self.flow.traces:
+            key = id(trace.module)
+            why = "excluded" if key in self.excluded else self.undone.get(key, "")
+            if why:
+                reasons.update((node, why) for graph in trace.graphs for node in graph.nodes)
+        return reasons | dict.fromkeys(self.plan.gone(), "")
+
     def _fused(self, site: Site) -> FusedNorm:
         parts = [
             "add" if step.module is None else type(step.module).__name__ for step in site.steps
@@ -221,29 +258,6 @@ class Conversion:
         fused = fused_class(site.norm)
         assert fused is not None
         return FusedNorm(site.name, self.sources[id(site.norm)], title(fused), tuple(parts))
-
-
-def _may_call(module: nn.Module) -> bool:
-    """Whether a forward is worth a look: it may call a norm or an activation, or have branches."""
-    if isinstance(module, BatchNormBase):
-        return False
-    forward = type(module).forward
-    # Wrappers such as DistributedDataParallel call what they wrap and no part of it.
-    foreign = (forward.__module__ or "").startswith("torch.")
-    if foreign and forward is not nn.Sequential.forward:
-        return False
-    if any(isinstance(part, BatchNormBase) for part in module.modules()):
-        return True
-    if forward is nn.Sequential.forward:
-        return False
-    reaches = any(map(is_activation, module.modules())) or _refers(module)
-    return reaches or may_have_branches(module)
-
-
-def _refers(module: nn.Module) -> bool:
-    """Whether an attribute holds a module without registering it: `self.parent = [parent]`."""
-    held = (v if type(v) in (list, tuple) else (v,) for v in vars(module).values())
-    return any(isinstance(item, nn.Module) for values in held for item in values)
 
 
 def _is_done(norm: nn.Module) -> bool:
@@ -266,6 +280,9 @@ def prove(conversion: Conversion, example: Any) -> ConversionReport:
     Raises:
         RuntimeError: what is right one by one is not right together. Nothing is converted then.
     """
+    if callable(example):
+        with same_generators():
+            example = example()
     check_example(example)
     try:
         return _prove(conversion, _Trials(conversion, example))
@@ -380,6 +397,8 @@ class _Trials:
             self.stock.saved.total(),
             self.after.saved.total(),
             layers,
+            len(self.after.outputs),
+            len(self.after.gradients),
         )
 
     @staticmethod

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as torch_functional
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from .. import functional as fused_functional, nn as fused_nn
+from .. import nn as fused_nn
 from .._graph.flow import Flow, Trace, Value, is_sum
 from .._graph.forward import obstacle_of, passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
@@ -27,7 +24,7 @@ from ..nn.norm import (
     activation_of,
     is_stochastic_depth,
 )
-from ..reference.pointwise import POINTWISE
+from ._formulas import Match, call_of, matches_of, name_of_call
 
 _TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _FUSED: dict[type, type] = {
@@ -42,20 +39,7 @@ _TIMM: dict[str, type] = {
 _ORDER = ("drop", "add", "act")
 
 
-def _functions() -> dict[Any, str]:
-    """Functions and names of methods of Tensor -> activation."""
-    activations: dict[Any, str] = {}
-    for row in POINTWISE:
-        for name in (row.name, f"{row.name}_"):
-            for space in (torch_functional, torch, fused_functional):
-                if callable(getattr(space, name, None)):
-                    activations[getattr(space, name)] = row.name
-    methods = ("relu", "sigmoid", "tanh", "hardshrink")
-    return activations | {f"{m}{end}": m for m in methods for end in ("", "_")}
-
-
-_ACTIVATION_OF_CALL = _functions()
-_MODULE_OF: dict[str, type] = {
+MODULE_OF: dict[str, type] = {
     row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
 }
 
@@ -70,6 +54,19 @@ class Step(NamedTuple):
     is_call: bool = False  # of a module of the model
     place: int = 0  # "add": which operand comes from the norm
     in_place: bool = False
+    matches: tuple[Match, ...] = ()  # "act" that is no call of a module: one in each graph
+
+    @property
+    def work(self) -> tuple[Any, ...]:
+        """Equal for steps that do the same on two ways through a forward."""
+        assert self.module is not None
+        same = id(self.module) if self.is_call else activation_of(self.module)
+        return self.kind, self.is_call, same
+
+    @property
+    def calls(self) -> tuple[fx.Node, ...]:
+        """All calls that are gone with it."""
+        return tuple(n for m in self.matches for n in m.nodes) if self.matches else self.nodes
 
     @property
     def overwrites(self) -> bool:
@@ -185,15 +182,22 @@ class Finder:
         """What follows on every way through the forward."""
         if not trace.inexact:
             return walks[0]
-        # A forward that may take several ways cannot be replaced: calls of modules only.
-        kept = [[s for s in walk.steps if s.is_call and s.kind != "add"] for walk in walks]
+        # A forward that may take several ways cannot be replaced: calls of modules only. One with a
+        # way for training and one for evaluation can lose calls of functions on both.
+        kept = [
+            [s for s in walk.steps if s.kind != "add" and (s.is_call or trace.by_training)]
+            for walk in walks
+        ]
         for walk, steps in zip(walks, kept):
             if steps != walk.steps[: len(steps)]:
                 return trace.inexact
-        if len({tuple((s.kind, id(s.module)) for s in steps) for steps in kept}) > 1:
+        if len({tuple(s.work for s in steps) for steps in kept}) > 1:
             return trace.inexact
         merged = [
-            s._replace(nodes=tuple(steps[i].nodes[0] for steps in kept))
+            s._replace(
+                nodes=tuple(steps[i].nodes[0] for steps in kept),
+                matches=tuple(match for steps in kept for match in steps[i].matches),
+            )
             for i, s in enumerate(kept[0])
         ]
         lost = len(walks[0].steps) > len(kept[0])
@@ -207,6 +211,11 @@ class Finder:
             if trace.is_kept(value):
                 return _Walk(steps, False, "its output is stored, too")
             users = list(value.users)
+            formula = next((m for m in matches_of(value.graph).values() if m.computes(value)), None)
+            if formula is not None and formula.widens and len(users) > 1:
+                return _Walk(steps, False, f"under autocast {formula.name} is in float32 here")
+            if formula is not None and not formula.widens:
+                users = [formula.root]
             if len(users) != 1:
                 kinds = [self._step(trace, value, user) for user in users]
                 shared = any(isinstance(kind, Step) for kind in kinds)
@@ -214,7 +223,10 @@ class Finder:
             user = users[0]
             if user.op == "output":
                 return _Walk(steps, user.args[0] is value)
-            step = self._step(trace, value, user)
+            if formula is not None and users == [formula.root]:
+                step: Step | str | None = _activation(trace, formula)
+            else:
+                step = self._step(trace, value, user)
             if step is not None and not trace.are_alike(node, user):
                 step = "what follows it is under another no_grad, autocast or checkpoint"
             if isinstance(step, str):
@@ -239,13 +251,11 @@ class Finder:
             return ""
         if is_sum(user):
             return _addition(trace, value, user)
-        name = _ACTIVATION_OF_CALL.get(user.target)
-        if name is None or user.args[:1] != (value,) or user.all_input_nodes != [value]:
+        name = name_of_call(user)
+        if not name or user.args[:1] != (value,) or user.all_input_nodes != [value]:
             return ""
-        made = _module_of_call(name, user)
-        if made is None:
-            return f"{name} has no kernel inside of batch norm with these arguments"
-        return Step("act", trace, (user,), made)
+        match = call_of(user)
+        return _activation(trace, match) if match else _no_kernel(name)
 
     def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
         kind = type(module).__name__
@@ -271,6 +281,17 @@ class Finder:
         return f"{kind} has no kernel inside of batch norm"
 
 
+def _activation(trace: Trace, match: Match) -> Step | str:
+    made = module_of(match)
+    if made is None:
+        return _no_kernel(match.name)
+    return Step("act", trace, (match.root,), made, matches=(match,))
+
+
+def _no_kernel(name: str) -> str:
+    return f"{name} has no kernel inside of batch norm with these arguments"
+
+
 def is_activation(module: nn.Module) -> bool:
     files = ("torch.nn.modules.activation", "timm.layers.activations", "fusedtrain.nn.activation")
     plain = type(module).__name__ not in ("Softmax", "Softmax2d", "GLU", "MultiheadAttention")
@@ -288,16 +309,13 @@ def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
     return Step("add", trace, (user,), None, False, int(first is not value), in_place)
 
 
-def _module_of_call(name: str, node: fx.Node) -> nn.Module | None:
-    """The activation module that does what a call of the function does."""
-    bind: Callable[..., Any] = inspect.signature(getattr(fused_functional, name)).bind
-    try:
-        arguments = dict(bind(*node.args, **node.kwargs).arguments)
-    except TypeError:
+def module_of(match: Match) -> nn.Module | None:
+    """The activation module that does the same, if batch norm has a kernel for it."""
+    parameters = {name: v for name, v in match.parameters.items() if name != "inplace"}
+    if (
+        match.widens
+        or not parameters.keys() <= inspect.signature(MODULE_OF[match.name]).parameters.keys()
+    ):
         return None
-    del arguments["input"]
-    arguments.pop("inplace", None)
-    if any(isinstance(argument, fx.Node) for argument in arguments.values()):
-        return None
-    module: nn.Module = _MODULE_OF[name](**arguments)
+    module: nn.Module = MODULE_OF[match.name](**parameters)
     return None if activation_of(module) is None else module

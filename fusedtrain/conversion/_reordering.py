@@ -15,6 +15,7 @@ from torch import fx
 
 from .._graph.effects import Effect, Effects
 from ._branches import Branch
+from ._calls import Call
 from ._gates import Product
 from ._norms import Site, Step
 
@@ -23,7 +24,7 @@ OVERWRITTEN_LATER = "what backward would need is overwritten later"
 DRAWN = "random numbers are drawn in between"
 
 
-Unit = Site | Product | Branch
+Unit = Site | Product | Branch | Call
 
 
 @dataclass
@@ -112,8 +113,9 @@ def _moves_of(unit: Unit, effects: Effects) -> Iterator[Move]:
     graph = unit.node.graph
     known = effects.of(unit.trace, graph)
     if isinstance(unit, Product):
-        kept = tuple(unit.gate.all_input_nodes)
-        yield Move(unit, graph, known, [unit.gate, unit.node], unit.node, kept=kept)
+        yield Move(unit, graph, known, [*unit.opened, unit.node], unit.node, kept=unit.kept)
+    elif isinstance(unit, Call):
+        yield Move(unit, graph, known, [*unit.match.nodes], unit.node, kept=unit.kept)
     else:
         yield Move(unit, graph, known, [*reversed(unit.gone), unit.node], unit.node)
 
@@ -123,11 +125,11 @@ def _of_site(site: Site, effects: Effects) -> Iterator[Move]:
     for owner, called in site.levels:
         steps = [step for step in pending if step.trace is owner]
         pending = [step for step in pending if step.trace is not owner]
-        for number, graph in enumerate(owner.graphs):
+        for graph in owner.graphs:
             calls = [n for n in graph.nodes if owner.callee(n) is owner.callee(called)]
             if len(calls) != 1 or not (steps or pending):
                 continue
-            members = {step.nodes[number]: step for step in steps}
+            members = {n: step for step in steps for n in step.calls if n.graph is graph}
             group = _chain(calls[0], members)
             move = Move(site, graph, effects.of(owner, graph), group, calls[0], members)
             for node, step in members.items():
@@ -144,6 +146,9 @@ def _chain(first: fx.Node, members: dict[fx.Node, Step]) -> list[fx.Node]:
     """From the call of a norm to the last of the calls that become part of it."""
     nodes, left = [first], set(members)
     while left:
-        nodes.append(next(iter(nodes[-1].users)))
-        left.discard(nodes[-1])
+        following = next(iter(nodes[-1].users))
+        step = members.get(following)
+        whole = step is not None and len(step.calls) > len(step.nodes)  # a formula, in any order
+        nodes += [n for n in members if members[n] is step] if whole else [following]
+        left.difference_update(nodes)
     return nodes

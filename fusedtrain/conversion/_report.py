@@ -7,6 +7,14 @@ from typing import NamedTuple
 
 from .._graph.report import Left, counted, left_lines, shown
 
+_NO_OUTPUTS = "unknown (nothing compared: the model returns no tensors)"
+_NO_GRADIENTS = (
+    "unknown (nothing compared: no parameter has one; is this inference mode, or is all frozen?)"
+)
+_HELP = """\
+  what would help: activations as modules or as calls of torch.nn.functional, in forwards that
+  torch.fx can trace; batch norms with an activation after them; see docs/convert.md"""
+
 
 class Converted(NamedTuple):
     """One module which `convert` changed; a shared one goes by its first name."""
@@ -27,6 +35,14 @@ class FusedNorm(NamedTuple):
 
 class Gated(NamedTuple):
     """A product with a gate that became one op, in the forward of the module `name`."""
+
+    name: str
+    type: str
+    activation: str
+
+
+class Called(NamedTuple):
+    """A call of an activation, or a formula that is one, in the forward of the module `name`."""
 
     name: str
     type: str
@@ -55,10 +71,19 @@ class Layer(NamedTuple):
     error: float
 
 
+class LookedAt(NamedTuple):
+    """What `convert` went through: modules, forwards that torch.fx traced, and those it cannot."""
+
+    modules: int = 0
+    forwards: int = 0
+    untraced: int = 0
+
+
 @dataclass(frozen=True)
 class Proof:
     """Errors are relative: norm of the difference by norm of what the stock model gives; those of
-    gradients are the largest of all parameters. `noise`: what rounding does to the stock model."""
+    gradients are the largest of all parameters. `noise`: what rounding does to the stock model.
+    `outputs` and `gradients` count the tensors that were compared."""
 
     output_error: float
     gradient_error: float
@@ -67,13 +92,19 @@ class Proof:
     saved_before: int
     saved_after: int
     layers: list[Layer]
+    outputs: int = 1
+    gradients: int = 1
 
     def __str__(self) -> str:
         saved = _megabytes(self.saved_before, self.saved_after)
+        errors = (
+            f"{self.output_error:.1e} (rounding alone: {self.output_noise:.1e})",
+            f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})",
+        )
         return (
             f"on the example: saved for backward {saved}; largest relative error of outputs "
-            f"{self.output_error:.1e} (rounding alone: {self.output_noise:.1e}), of gradients "
-            f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})"
+            f"{errors[0] if self.outputs else _NO_OUTPUTS}, of gradients "
+            f"{errors[1] if self.gradients else _NO_GRADIENTS}"
         )
 
 
@@ -88,8 +119,10 @@ class ConversionReport:
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     added or called what is part of a norm now, and activation and drop modules that hand on their
     input, since a norm does their work. `overwriting` names the batch norms whose output takes the
-    place of their input. `memory` is what was asked for. `proof` is None where no example was
-    given. The length is the number of changed modules.
+    place of their input. `calls` has the activations that forwards compute with functions and that
+    fused ones compute now, `left_calls` those that stay (`type` is the function). `looked_at`
+    counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
+    the model was not run, and `unproven` says why. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
@@ -106,9 +139,14 @@ class ConversionReport:
     norms: list[FusedNorm] = field(default_factory=list)
     products: list[Gated] = field(default_factory=list)
     branches: list[Branched] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    left_calls: list[Left] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
+    looked_at: LookedAt = field(default_factory=LookedAt)
+    dry_run: bool = False
+    unproven: str = "example_inputs=None"
     proof: Proof | None = None
 
     def __len__(self) -> int:
@@ -123,7 +161,8 @@ class ConversionReport:
         return f"ConversionReport({', '.join(f'{name}={n}' for name, n in counts.items())})"
 
     def __str__(self) -> str:
-        lines = [f"converted {_modules(len(self.converted))}"]
+        lines = ["dry run: the model is as it was; convert would have"] if self.dry_run else []
+        lines.append(f"converted {_modules(len(self.converted))}")
         lines += self._table([(e.name, e.source, f" -> {e.target}") for e in self.converted])
         for names in self.shared.values():
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
@@ -133,8 +172,6 @@ class ConversionReport:
             lines += self._table(
                 [(e.name, " + ".join((e.source, *e.parts)), "") for e in self.norms]
             )
-            if self.proof is None:
-                lines.append("  not run on an example (example_inputs=None)")
         if self.products:
             lines.append(f"fused {counted(len(self.products), 'product')} with a gate")
             lines += self._table(
@@ -146,6 +183,11 @@ class ConversionReport:
             lines += self._table(
                 [(e.name, " + ".join((e.type, *e.parts)), "") for e in self.branches]
             )
+        if self.calls:
+            lines.append(f"converted {counted(len(self.calls), 'call')} in forwards")
+            lines += self._table([(e.name, f"{e.activation} in {e.type}", "") for e in self.calls])
+        if self.proof is None and (self.norms or self.calls):
+            lines.append(f"  not run on an example ({self.unproven})")
         if self.memory == "recompute":
             lines.append("outputs are computed again in backward")
         if self.memory == "inplace":
@@ -160,9 +202,22 @@ class ConversionReport:
         if self.left:
             lines.append(f"left {_modules(len(self.left))}")
         lines += left_lines(self.left)
-        if lines == ["converted 0 modules"]:
-            lines.append("  no activation modules found (calls such as F.relu are not modules)")
+        if self.left_calls:
+            lines.append(f"left {counted(len(self.left_calls), 'call')} in forwards")
+            lines += left_lines(self.left_calls)
+        if not (self or self.products or self.branches):
+            lines += self._nothing()
         return "\n".join(lines)
+
+    def _nothing(self) -> list[str]:
+        """What was looked at where nothing changes, and what would help."""
+        modules, forwards, untraced = self.looked_at
+        text = f"  looked at {_modules(modules)} and into {counted(forwards, 'forward')}"
+        if untraced:
+            text += f"; torch.fx cannot trace {untraced} more"
+        known = self.left or self.left_calls or self.already
+        lines = [text if known else f"{text}: no activation modules found, and no calls of one"]
+        return lines if self.already and not self.left_calls else [*lines, _HELP]
 
     def _table(self, rows: list[tuple[str, str, str]]) -> list[str]:
         """A line for each kind of swap."""

@@ -7,9 +7,7 @@ calls of a module stay.
 
 from __future__ import annotations
 
-import math
 import operator
-import types
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +15,19 @@ from torch import fx, nn
 
 from .._graph.effects import Effects
 from .._graph.flow import Trace
-from .._graph.forward import PassesOn, Rewritten, install, remove, resolve, restore
-from .._graph.modules import attribute_of
+from .._graph.forward import PassesOn, Rewritten, install, remove, restore
 from .._graph.records import assign, record_of
 from .._graph.unseen_calls import numbers_of
 from ..nn.norm import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
-from ._gates import Product
+from ._calls import Call
+from ._formulas import Match
+from ._gates import Product, gated_by
 from ._norms import Site, Step, fused_class, has_own_steps
 from ._reordering import Unit, obstacle_of, places_of
-
-_SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
+from ._source import Source, copied, joined, source_of
 
 
 @dataclass
@@ -40,7 +38,9 @@ class Plan:
     sites: list[Site]
     products: list[Product] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
+    left_calls: dict[fx.Node, str] = field(default_factory=dict)
     passing: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,19 +55,38 @@ class Plan:
         """Leaves what all of this can be done together."""
         while self._truncate():
             pass
-        self.products = [p for p in self.products if id(p.module) in self.passing]
-        taken = {n for site in self.sites for step in site.steps for n in step.nodes}
-        taken |= {p.node for p in self.products}
+        self.products = [
+            p for p in self.products if p.match or p.aside or id(p.module) in self.passing
+        ]
+        taken = {n for site in self.sites for step in site.steps for n in step.calls}
+        taken |= {n for p in self.products for n in (p.node, *p.opened)}
         self.branches = [
             b
             for b in self.branches
             if not taken & {b.node, *b.gone} and not self._unfitness(b.trace)
         ]
+        taken |= {n for b in self.branches for n in (b.node, *b.gone)}
+        calls = []
+        for call in self.calls:
+            reason = self._unfitness(call.trace, by_training=True)
+            if not taken.isdisjoint(call.match.nodes):
+                continue
+            if reason:
+                self.left_calls[call.node] = reason
+            else:
+                calls.append(call)
+        self.calls = calls
+
+    def gone(self) -> set[fx.Node]:
+        """Calls of activations that something else computes."""
+        gone = {n for site in self.sites for step in site.steps for n in step.calls}
+        gone |= {n for p in self.products for n in p.opened}
+        return gone | {n for call in self.calls for n in call.match.nodes}
 
     def owners(self) -> list[nn.Module]:
-        """Modules whose forward computes a product or a sum otherwise."""
-        traces = [p.trace for p in self.products] + [b.trace for b in self.branches]
-        return [trace.module for trace in traces]
+        """Modules whose forward computes a product, a sum or an activation otherwise, once each."""
+        units: list[Product | Branch | Call] = [*self.products, *self.branches, *self.calls]
+        return list(dict.fromkeys(unit.trace.module for unit in units))
 
     def _arbitrate(self) -> None:
         """One norm for each sum: one that can, the one called nearest to it, the later one."""
@@ -104,10 +123,11 @@ class Plan:
             if step.is_call
             for node in step.nodes
         }
+        taken |= {n for site in self.sites for step in site.steps for n in step.calls}
         self.products = [
-            p for p in self.products if p.gate not in taken and not self._unfitness(p.trace)
+            p for p in self.products if taken.isdisjoint(p.opened) and not self._unfitness(p.trace)
         ]
-        taken |= {p.gate for p in self.products}
+        taken |= {p.gate for p in self.products if not p.aside}
         steps = [step for site in self.sites for step in site.steps if step.is_call]
         self.passing = {}
         for module in (*(step.module for step in steps), *(p.module for p in self.products)):
@@ -126,7 +146,7 @@ class Plan:
     def _reorders(self) -> bool:
         """Takes back one step, product or sum that would move across something. Returns whether
         there was one."""
-        units: list[Unit] = [*self.sites, *self.products, *self.branches]
+        units: list[Unit] = [*self.sites, *self.products, *self.branches, *self.calls]
         places = places_of(units, self.effects)
         for unit in units:
             obstacle = obstacle_of(unit, self.effects, places)
@@ -138,13 +158,17 @@ class Plan:
                 self._cut(unit, step, reason)
             self.products = [p for p in self.products if p is not unit]
             self.branches = [b for b in self.branches if b is not unit]
+            if isinstance(unit, Call):
+                self.left_calls[unit.node] = reason
+            self.calls = [call for call in self.calls if call is not unit]
             return True
         return False
 
     def _obstacle(self, site: Site, step: Step) -> str:
         if step.kind != "add":
             passes = step.is_call and id(step.module) in self.passing
-            return "" if passes else self._unfitness(step.trace)
+            functions = not step.is_call
+            return "" if passes else self._unfitness(step.trace, by_training=functions)
         traces = [trace for trace, _ in site.levels]
         level = traces.index(step.trace)
         reasons = [self._unfitness(trace) for trace in traces[: level + 1]]
@@ -152,17 +176,18 @@ class Plan:
             return "the sum is written over its other operand"
         return next(filter(None, reasons), "")
 
-    def _unfitness(self, trace: Trace) -> str:
-        """Why a forward cannot be rewritten; '' where it can."""
-        key = id(trace.module)
+    def _unfitness(self, trace: Trace, by_training: bool = False) -> str:
+        """Why a forward cannot be rewritten; '' where it can. `by_training`: it may have two ways,
+        for training and for evaluation."""
+        key, name = id(trace.module), self.flow.names[id(trace.module)] or "the model"
+        if trace.inexact and not (by_training and trace.by_training):
+            return f"{name} cannot be rewritten: {trace.inexact}"
         if key not in self._unfit:
-            name = self.flow.names[key] or "the model"
-            reason = trace.inexact
+            reason = ""
             if isinstance(trace.module, fx.GraphModule):
                 reason = "it is a GraphModule"
-            if not reason:
-                copy, _ = _copied(trace)
-                reason = _source(trace.module, copy)[2]
+            for graph in trace.graphs:
+                reason = reason or source_of(trace.module, copied(graph)[0])[2]
             self._unfit[key] = f"{name} cannot be rewritten: {reason}" if reason else ""
         return self._unfit[key]
 
@@ -188,11 +213,13 @@ def apply(plan: Plan) -> list[nn.Module]:
                     keyword = _keyword(trace)
                 edit(step.trace).adds.append((site.levels[level][1], step, keyword))
             elif not (step.is_call and id(step.module) in plan.passing):
-                edit(step.trace).removed.append(step.nodes[0])
+                edit(step.trace).removed += step.matches or step.nodes[:1]
     for product in plan.products:
         edit(product.trace).products.append(product)
     for branch in plan.branches:
         edit(branch.trace).branches.append(branch)
+    for call in plan.calls:
+        edit(call.trace).calls.append(call)
     for one in edits.values():
         source, imports, _ = one.rewritten()
         install(Rewritten(one.trace.module, source, imports, frozen=one.frozen()))
@@ -214,6 +241,8 @@ def undo(plan: Plan) -> None:
         remove(product.trace.module)
     for branch in plan.branches:
         remove(branch.trace.module)
+    for call in plan.calls:
+        remove(call.trace.module)
     for module in plan.passing.values():
         remove(module)
 
@@ -247,10 +276,11 @@ class _Edit:
     """All that changes in one forward."""
 
     trace: Trace
-    removed: list[fx.Node] = field(default_factory=list)
+    removed: list[fx.Node | Match] = field(default_factory=list)
     adds: list[tuple[fx.Node, Step, str]] = field(default_factory=list)  # with a keyword
     products: list[Product] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     routed: fx.Node | None = None  # is handed a residual from outside
     keyword: str = ""  # by which it takes that
 
@@ -258,21 +288,48 @@ class _Edit:
         """The present numbers of the module and of its gates, which stand in the source."""
         numbers = numbers_of(self.trace.module)
         for product in self.products:
+            if product.module is None or product.aside:
+                continue
             row = POINTWISE[activation_of(product.module).op]  # type: ignore[union-attr]
             for name in (*row.parameters, "approximate"):
                 if hasattr(product.module, name):
                     numbers[f"{product.gate.target}.{name}"] = getattr(product.module, name)
         return numbers
 
-    def rewritten(self) -> tuple[str, dict[str, str], str]:
-        graph, new = _copied(self.trace)
+    def rewritten(self) -> Source:
+        module, graphs = self.trace.module, self.trace.graphs
+        if not self.trace.by_training:
+            return source_of(module, self._edited(graphs[0]))
+        return joined(*(source_of(module, self._edited(graph)) for graph in graphs))
+
+    def _edited(self, original: fx.Graph) -> fx.Graph:
+        graph, new = copied(original)
+        replaced: dict[fx.Node, Any] = {}
+
+        def present(node: fx.Node) -> Any:
+            while node in replaced:
+                node = replaced[node]
+            return node
+
+        def replace(node: fx.Node, value: Any) -> None:
+            replace_all([node], value)
+
+        def replace_all(nodes: list[fx.Node], value: Any) -> None:
+            """Of calls in their order, the last of which gives the value."""
+            nodes[-1].replace_all_uses_with(value)
+            replaced[nodes[-1]] = value
+            _erase(graph, nodes)
+
         if self.routed is not None:
             last = [node for node in graph.nodes if node.op == "placeholder"][-1]
             with graph.inserting_after(last):
                 residual = graph.placeholder(_keyword(self.trace), default_value=None)
             new[self.routed].kwargs = {self.keyword: residual}
-        for node in self.removed:
-            _replace(graph, new[node], new[node].args[0])
+        for one in self.removed:
+            if isinstance(one, fx.Node):
+                replace(new[one], new[one].args[0])
+            elif one.root.graph is original:
+                replace_all([new[n] for n in one.nodes], present(new[one.input]))
         for callee, step, keyword in self.adds:
             total, call = new[step.nodes[0]], new[callee]
             branch, other = total.args[step.place], total.args[1 - step.place]
@@ -281,31 +338,46 @@ class _Edit:
                 for node in _chain(call, branch):
                     total.prepend(node)
             call.kwargs = {keyword: other}
-            _replace(graph, total, branch)
+            replace(total, branch)
         # Operands are read off the calls as they are by now: one may be another sum or product.
         for product in self.products:
             node, gate = new[product.node], new[product.gate]
             name, parameters = product.activation
             with graph.inserting_before(node):
-                # The activation hands on its input: its call stays for the sake of hooks.
-                arguments = (_other(node, gate), gate, name)
-                call = graph.call_function(gated, arguments, parameters)
-            _replace(graph, node, call)
-        for one in self.branches:
-            node, gone = new[one.node], [new[n] for n in one.gone]  # from the sum backwards
-            scale = None if one.scale is None else new[one.scale]
+                if product.aside:
+                    module = graph.get_attr(str(gate.target))
+                    call = graph.call_function(gated_by, (_other(node, gate), gate.args[0], module))
+                else:
+                    # An activation module hands on its input: its call stays for its hooks.
+                    match = product.match
+                    opened = gate if match is None else present(new[match.input])
+                    arguments = (_other(node, gate), opened, name)
+                    call = graph.call_function(gated, arguments, parameters)
+            replace(node, call)
+            if product.match is not None or product.aside:
+                _erase(graph, [new[n] for n in product.opened])
+        for branch_sum in self.branches:
+            node, gone = new[branch_sum.node], [new[n] for n in branch_sum.gone]  # backwards
+            scale = None if branch_sum.scale is None else new[branch_sum.scale]
             branch, shortcut = _other(gone[-1], scale), _other(node, gone[0])
             with graph.inserting_before(node):
                 if scale is not None and scale.op == "call_module":
                     scale = graph.get_attr(f"{scale.target}.gamma")
-                drop = None if one.drop is None else graph.get_attr(str(one.drop.target))
+                drop = branch_sum.drop
+                drop = None if drop is None else graph.get_attr(str(drop.target))
                 in_place = node.target in (operator.iadd, "add_")
                 arguments = (shortcut, branch, scale, drop, *([True] if in_place else []))
                 call = graph.call_function(add_branch, arguments)
-            _replace(graph, node, call)
+            replace(node, call)
             for call in gone:
                 graph.erase_node(call)
-        return _source(self.trace.module, graph)
+        for activation in self.calls:
+            if activation.node.graph is original:
+                nodes = [new[n] for n in activation.match.nodes]
+                with graph.inserting_before(nodes[-1]):
+                    call = activation.replacement(graph, present(new[activation.match.input]))
+                replace_all(nodes, call)
+        return graph
 
 
 def _keyword(trace: Trace) -> str:
@@ -322,9 +394,9 @@ def _other(call: fx.Node, than: fx.Node | None) -> Any:
     return next(operand for operand in call.args if operand is not than)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, value: Any) -> None:
-    node.replace_all_uses_with(value)
-    graph.erase_node(node)
+def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    for node in reversed(nodes):
+        graph.erase_node(node)
 
 
 def _chain(first: fx.Node, last: Any) -> list[fx.Node]:
@@ -333,48 +405,3 @@ def _chain(first: fx.Node, last: Any) -> list[fx.Node]:
     while nodes[-1] is not last:
         nodes.append(next(iter(nodes[-1].users)))
     return nodes
-
-
-def _copied(trace: Trace) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    output = graph.graph_copy(trace.graphs[0], new)
-    graph.output(output)
-    for node in graph.nodes:
-        node.type = None
-    return graph, new
-
-
-def _source(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], str]:
-    """Code of a graph, what its names stand for, and why it cannot be used ('' if it can)."""
-    for node in graph.nodes:
-        if node.op == "get_attr" and attribute_of(module, str(node.target)) is None:
-            return "", {}, "its forward makes tensors"
-    code = graph.python_code("self")
-    used = _names(compile(code.src, "forward", "exec"))
-    imports = {}
-    for name, value in code.globals.items():
-        if name in used:
-            imports[name] = _path(name, value)
-            if not imports[name]:
-                return "", {}, f"its forward calls {name}, which cannot be imported"
-    return code.src, imports, ""
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
-
-
-def _path(name: str, value: Any) -> str:
-    """Where a value can be imported from, as "module:qualified.name"."""
-    if isinstance(value, types.ModuleType):
-        return f"{value.__name__}:"
-    if isinstance(value, float):
-        return f"math:{'nan' if math.isnan(value) else 'inf'}"
-    path = _SPECIAL.get(name) or (
-        f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
-    )
-    try:
-        return path if resolve(path) is value else ""
-    except (ImportError, AttributeError, ValueError):
-        return ""

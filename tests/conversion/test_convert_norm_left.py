@@ -33,14 +33,14 @@ class Loop(nn.Module):
 
 
 class Moody(nn.Module):
-    """Looks at its mode."""
+    """Looks at the mode of a part."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bn, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.training)
+        return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.bn.training)
 
 
 class Optional(nn.Module):

@@ -56,6 +56,15 @@ def timm() -> ModuleType:
     return importlib.import_module("timm")
 
 
+@cache
+def transformers() -> ModuleType:
+    """transformers, whose image models import torchvision. Skips the test if it is missing."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    torchvision()
+    return importlib.import_module("transformers")
+
+
 def build(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A seeded model in train mode without dropout, by a name such as `torchvision:resnet50`."""
     library, _, model_name = name.partition(":")

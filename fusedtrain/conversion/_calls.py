@@ -1,0 +1,196 @@
+"""Calls in forwards that are an activation, and modules that are nothing but one.
+
+A call of a function such as `F.gelu(x)` or a formula such as `x * x.sigmoid()` becomes one call of
+fusedtrain.functional in a rewritten forward. A module whose forward is one such call, and which has
+nothing else, gets the fused class.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from .. import functional as fused_functional
+from .._graph.flow import Flow, Trace
+from .._graph.forward import rewritten_of
+from .._graph.records import Found, record_of
+from .._graph.report import Left, title
+from .._graph.unseen_calls import numbers_of
+from ..reference.pointwise import INDEX, POINTWISE
+from ._formulas import FUNCTIONS, Match, activated, matches_of, name_of_call, number_of
+from ._norms import MODULE_OF
+from ._worth import Worth, is_bare
+
+# These keep their output in torch, too: who writes over it meets the same error.
+_KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
+# What a class may have beside its forward, to be given another class.
+_USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
+_ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass
+class Call:
+    """One activation in a forward, which one call of a function computes."""
+
+    trace: Trace
+    name: str  # of the module whose forward it is in
+    match: Match
+
+    @property
+    def node(self) -> fx.Node:
+        return self.match.root
+
+    @property
+    def kept(self) -> tuple[fx.Node, ...]:
+        """What the fused function keeps for backward, where it does not say so by a copy."""
+        if self.match.in_place:
+            return ()
+        row = POINTWISE[INDEX[self.match.name]]
+        if row.saves == "input":
+            return (self.match.input,)
+        return () if self.match.name in _KEEP_OUTPUT else (self.node,)
+
+    def replacement(self, graph: fx.Graph, input: fx.Node) -> fx.Node:
+        """The call in a copy of the graph."""
+        match = self.match
+        if match.is_formula:
+            arguments = (input, match.name, number_of(match), match.widens)
+            return graph.call_function(activated, arguments, dict(match.parameters))
+        function = getattr(fused_functional, match.name)
+        return graph.call_function(function, (input,), dict(match.parameters))
+
+
+def find_calls(flow: Flow, excluded: set[int]) -> list[Call]:
+    """All of a model, in the order of its forwards, that may be replaced where they stand."""
+    calls = []
+    for trace in flow.traces:
+        if id(trace.module) in excluded or (trace.inexact and not trace.by_training):
+            continue
+        name = flow.names[id(trace.module)]
+        for graph in trace.graphs:
+            calls += [Call(trace, name, match) for match in matches_of(graph).values()]
+    return calls
+
+
+def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Found]:
+    """Modules that are one activation and can be given its class; `known` are others."""
+    names: dict[int, list[str]] = {}
+    for name, module in flow.model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    for module in flow.model.modules():
+        if id(module) in known:
+            continue
+        entry = _encoder(module) if type(module) in _ENCODERS else _activation(flow, module)
+        if entry is not None:
+            entry.names = names[id(module)]
+            if id(module) in excluded and entry.fused is not None:
+                entry.reason = "excluded"
+            yield entry
+
+
+def _activation(flow: Flow, module: nn.Module) -> Found | None:
+    trace = flow.trace_of(module)
+    if trace is None or trace.inexact or not is_bare(module) or not _is_simple(module):
+        return None
+    first, *between, last = trace.graphs[0].nodes
+    match = matches_of(trace.graphs[0]).get(last.args[0])
+    if match is None or match.input is not first or list(match.nodes) != between:
+        return None
+    if match.widens or match.in_place or match.name not in MODULE_OF:
+        return None
+    if any(node.kwargs or len(node.args) != 1 for _, node in flow.calls(module)):
+        return None
+    try:
+        twin = MODULE_OF[match.name](**match.parameters)
+    except TypeError:
+        return None
+    base = vars(nn.Module())
+    return Found(
+        module, type(twin), {name: v for name, v in vars(twin).items() if name not in base}
+    )
+
+
+def _is_simple(module: nn.Module) -> bool:
+    """Whether nothing but its forward makes a module what it is."""
+    cls = type(module)
+    if any(numbers_of(module).values()) or cls.__call__ is not nn.Module.__call__:
+        return False
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        if any(not name.startswith("_") and name not in _USUAL for name in vars(base)):
+            return False
+        if "__getattr__" in vars(base) or "__setattr__" in vars(base):
+            return False
+    parameters = inspect.signature(cls.forward).parameters
+    return len(parameters) == 2
+
+
+def _encoder(layer: nn.Module) -> Found | None:
+    """torch.nn's transformer layers call what an attribute holds. The fast path, which torch takes
+    without gradients, asks for another attribute and stays."""
+    activation: Any = layer.__dict__.get("activation")
+    if activation is None or "forward" in vars(layer):
+        return None
+    if record_of(layer) is not None:
+        return Found(layer)
+    name, in_place = FUNCTIONS.get(activation, ("", False))
+    if not name or in_place or activation is getattr(fused_functional, name):
+        return None
+    return Found(layer, type(layer), {"activation": getattr(fused_functional, name)})
+
+
+def target_of(entry: Found) -> str:
+    """What a module has become, for the report."""
+    assert entry.fused is not None
+    if entry.fused not in _ENCODERS:
+        return title(entry.fused)
+    return f"fusedtrain.functional.{entry.attributes['activation'].__name__}"
+
+
+def left_calls(
+    flow: Flow, worth: Worth, known: set[int], reasons: dict[fx.Node, str]
+) -> Iterator[Left]:
+    """Each activation function that a forward still calls, with the reason. `known`: ids of modules
+    that have a line of their own; `reasons` of single calls, '' of those that are gone."""
+    for name, module in flow.model.named_modules():
+        if id(module) in known or not worth.mentions(module) or rewritten_before(flow, module):
+            continue
+        trace = flow.trace_of(module)
+        if trace is None:
+            why = f"torch.fx cannot trace its forward ({flow.failed.get(id(module), 'unknown')})"
+            for function in worth.names(module):
+                yield Left(name, function, why)
+            continue
+        left: dict[str, str] = {}
+        inner = {n for graph in trace.graphs for m in matches_of(graph).values() for n in m.nodes}
+        for node in (node for graph in trace.graphs for node in graph.nodes):
+            match = matches_of(node.graph).get(node)
+            function = match.name if match else name_of_call(node) if node not in inner else ""
+            reason = reasons.get(node, "its arguments are not numbers" if match is None else None)
+            if function and reason != "":
+                left.setdefault(function, reason or trace.inexact or "it stays as it is")
+        for function, reason in left.items():
+            yield Left(name, function, reason)
+
+
+def left_modules(flow: Flow, worth: Worth, known: set[int]) -> Iterator[Left]:
+    """Modules that look like an activation, and are none that is known."""
+    for name, module in flow.model.named_modules():
+        trace = flow.trace_of(module)
+        if (
+            id(module) in known
+            or trace is None
+            or not is_bare(module)
+            or not worth.mentions(module)
+        ):
+            continue
+        if not any(map(matches_of, trace.graphs)):
+            yield Left(name, title(type(module)), "no fused version of its formula")
+
+
+def rewritten_before(flow: Flow, module: nn.Module) -> bool:
+    """Whether an earlier conversion gave a module its forward, which hides that of the class."""
+    return rewritten_of(module) is not None and flow.trace_of(module) is None

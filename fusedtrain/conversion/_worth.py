@@ -1,0 +1,72 @@
+"""Which forwards are worth tracing: those that may call a norm or an activation, or that may have
+a branch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .._graph.mentions import mentioned
+from .._graph.modules import is_container, is_scripted
+from .._torch_private import BatchNormBase
+from ..reference.pointwise import POINTWISE
+from ._algebra import TELLING
+from ._branches import may_have_branches
+from ._norms import is_activation
+
+_AMBIGUOUS = {"threshold"}  # the name of many things
+_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS
+_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
+
+
+class Worth:
+    """Of the modules of one model, each of which is looked at once."""
+
+    def __init__(self) -> None:
+        self._words: dict[nn.Module, set[str]] = {}
+
+    def tracing(self, module: nn.Module) -> bool:
+        if isinstance(module, BatchNormBase):
+            return False
+        forward = type(module).forward
+        # Wrappers such as DistributedDataParallel call what they wrap and no part of it.
+        foreign = (forward.__module__ or "").startswith("torch.")
+        if foreign and forward is not nn.Sequential.forward:
+            return False
+        if any(isinstance(part, BatchNormBase) for part in module.modules()):
+            return True
+        if forward is nn.Sequential.forward:
+            return False
+        if self.mentions(module) or any(map(self._may_be_activation, module.modules())):
+            return True
+        return _refers(module) or may_have_branches(module)
+
+    def mentions(self, module: nn.Module) -> bool:
+        """Whether the forward of a module, which is the user's, may call an activation."""
+        if module not in self._words:
+            self._words[module] = set() if _is_others(module) else mentioned(module) & _WORDS
+        return bool(self._words[module])
+
+    def names(self, module: nn.Module) -> list[str]:
+        """Of the activations that a forward may call."""
+        return sorted(self._words[module] & _NAMES) if self.mentions(module) else []
+
+    def _may_be_activation(self, module: nn.Module) -> bool:
+        return is_activation(module) or (is_bare(module) and self.mentions(module))
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether a module has no parts and no tensors."""
+    return not (module._modules or module._parameters or module._buffers)
+
+
+def _is_others(module: nn.Module) -> bool:
+    if is_scripted(module) or is_container(module):
+        return True
+    forward = getattr(type(module).forward, "__module__", None) or ""
+    return forward.partition(".")[0] in ("torch", "fusedtrain")
+
+
+def _refers(module: nn.Module) -> bool:
+    """Whether an attribute holds a module without registering it: `self.parent = [parent]`."""
+    held = (v if type(v) in (list, tuple) else (v,) for v in vars(module).values())
+    return any(isinstance(item, nn.Module) for values in held for item in values)

@@ -1,0 +1,122 @@
+"""What `convert` says of a model where nothing changes or nothing is compared, and its switches."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fusedtrain
+from helpers.conversion import image, small, small_linear, snapshot
+
+
+def test_nothing_to_convert_says_what_was_looked_at() -> None:
+    lines = str(fusedtrain.convert(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))).splitlines()
+    assert lines[0] == "converted 0 modules"
+    assert "looked at 3 modules" in lines[1]
+    assert "no activation modules found" in lines[1]
+    assert "what would help" in lines[2]
+
+
+class Untraced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x) * float(len(x))
+
+
+@pytest.mark.parametrize("example", [None, torch.randn(2, 3)])
+def test_what_is_left_is_listed_with_and_without_an_example(example: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Untraced(), nn.RReLU())
+    text = str(fusedtrain.convert(model.eval(), example))
+    assert "converted 0 modules" in text
+    assert "1 x torch.nn.RReLU: no fused version (2)" in text
+    assert "1 x gelu: torch.fx cannot trace its forward" in text
+    assert "torch.fx cannot trace 1 more" in text
+    assert "what would help" in text
+
+
+def test_converted_before_needs_no_help() -> None:
+    model = small_linear()
+    fusedtrain.convert(model)
+    text = str(fusedtrain.convert(model))
+    assert "already fused: 1 module" in text
+    assert "what would help" not in text
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute", "q8"])
+@pytest.mark.parametrize("example", [None, torch.randn(2, 3, 8, 8)])
+def test_dry_run_changes_nothing(memory: str, example: Any) -> None:
+    model = small()
+    before, forwards = snapshot(model), [vars(m).get("forward") for m in model.modules()]
+    report = fusedtrain.convert(model, example, memory=memory, dry_run=True)
+    assert snapshot(model) == before
+    assert [vars(m).get("forward") for m in model.modules()] == forwards
+    assert len(report.norms) == 1
+    assert str(report).startswith("dry run: the model is as it was")
+    assert (report.proof is None) == (example is None)
+    assert fusedtrain.revert(model) == 0
+    real = fusedtrain.convert(model, example, memory=memory)
+    assert (real.norms, real.converted, real.left) == (report.norms, report.converted, report.left)
+
+
+def test_verify_false_runs_nothing() -> None:
+    class Raising(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError("the model was run")
+
+    model = nn.Sequential(small(), Raising())
+    report = fusedtrain.convert(model, image(), verify=False)
+    assert len(report.norms) == 1
+    assert report.proof is None
+    assert "not run on an example (verify=False)" in str(report)
+    with pytest.raises(AssertionError, match="was run"):
+        fusedtrain.convert(copy.deepcopy(nn.Sequential(small(), Raising())), image())
+
+
+def test_an_example_from_a_function_moves_no_random_numbers() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    report = fusedtrain.convert(small(), lambda: (torch.randn(2, 3, 8, 8),))
+    assert report.proof is not None
+    torch.manual_seed(0)  # `small` seeds
+    small()
+    expected = torch.randn(3)
+    model = small()
+    fusedtrain.convert(model, lambda: torch.rand(2, 3, 8, 8) * random.random())
+    assert torch.equal(torch.randn(3), expected)
+    assert random.getstate() == states[1]
+
+
+def test_an_example_from_a_function_must_be_one() -> None:
+    with pytest.raises(TypeError, match="example_inputs: expected a tensor"):
+        fusedtrain.convert(small(), lambda: "words")
+
+
+def test_the_proof_says_what_it_did_not_compare() -> None:
+    frozen = small().requires_grad_(False)
+    report = fusedtrain.convert(frozen, image())
+    assert report.proof is not None
+    assert (report.proof.outputs, report.proof.gradients) == (1, 0)
+    assert "of gradients unknown (nothing compared" in str(report)
+    with torch.inference_mode():
+        assert "of gradients unknown" in str(fusedtrain.convert(small(), image()))
+    whole = fusedtrain.convert(small(), image())
+    assert whole.proof is not None
+    assert whole.proof.gradients == len(list(small().parameters()))
+    assert "unknown" not in str(whole)
+
+
+def test_the_proof_of_a_model_that_returns_no_tensor() -> None:
+    class Answer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small()
+
+        def forward(self, x: Tensor) -> Any:
+            return frozenset([self.net(x)])
+
+    report = fusedtrain.convert(Answer(), image())
+    assert "of outputs unknown (nothing compared: the model returns no tensors)" in str(report)
