@@ -32,8 +32,8 @@ def _damaged_convert(damage: Damage, only: int | None) -> Callable[[nn.Module], 
     """fusedtrain.convert, with the outputs of the activations sent through ``damage``."""
     convert = fusedtrain.convert
 
-    def damaged(model: nn.Module) -> Any:
-        report = convert(model)
+    def damaged(model: nn.Module, **options: Any) -> Any:
+        report = convert(model, **options)
         # Not the batch norms that compute them: each output once.
         fused = [m for m in model.modules() if type(m).__module__ == "fusedtrain.nn.activation"]
         assert fused
