@@ -80,7 +80,7 @@ def test_a_curve_that_leaves_the_eager_one_fails_the_run(
     def damage(x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        return _ScaledGradient.apply(x, -1.0 if calls > 9 * 8 else 1.0)
+        return _ScaledGradient.apply(x, -1.0 if calls > 9 * 16 else 1.0)
 
     monkeypatch.setattr(fusedtrain, "convert", _damaged_convert(damage, None))
     status, results = run(tmp_path, "--steps", "40", "--lr", "0.1")
