@@ -15,7 +15,11 @@ import fusedtrain
 from helpers import ROOT
 
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
-LOGS = sorted((ROOT / "build/ninja/cuda/cuda").glob("*.ptxas"))
+# Of the sources of today: a folder of objects may have those of files that are gone.
+LOGS = [
+    log for log in sorted((ROOT / "build/ninja/cuda/cuda").glob("*.ptxas"))
+    if (ROOT / "csrc/cuda" / log.name.removesuffix(".o.ptxas")).exists()
+]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="_C_cuda.so is not built (no nvcc)")
 
