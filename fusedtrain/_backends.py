@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.machinery
 import importlib.util
 import json
 import os
 import platform
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from ._version import __version__
 _HERE = Path(__file__).parent
 _CAPABILITIES = ("default", "avx2", "avx512")
 _CHOICES = ("cuda", "triton", "reference")
+_AUTOGRAD_CHOICES = ("cpp", "python")
 _SETTINGS = (  # variables of the environment that change the choice of kernels
-    "ATEN_CPU_CAPABILITY", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "FUSEDTRAIN_BACKEND",
+    "ATEN_CPU_CAPABILITY", "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES",
+    "FUSEDTRAIN_AUTOGRAD", "FUSEDTRAIN_BACKEND",
     "FUSEDTRAIN_CPU_CAPABILITY", "FUSEDTRAIN_REQUIRE", "OMP_NUM_THREADS",
 )  # fmt: skip
 _OLDEST_OF_TRITON = (7, 0)  # torch.compile has the same limit
@@ -165,6 +171,58 @@ def _load_triton(library: torch.library.Library, asked: bool) -> Backend:
         return Backend(False, reason=reason)
     triton.register(library)
     return Backend(True)
+
+
+@functools.cache
+def autograd() -> ModuleType | None:
+    """``_C_autograd``, the autograd nodes in C++; None where the nodes are those of Python.
+
+    The file has no stable ABI: it is loaded under the torch and the Python of its build only.
+    ``FUSEDTRAIN_AUTOGRAD=python`` switches it off; ``cpp`` is the default.
+
+    Raises:
+        ValueError: FUSEDTRAIN_AUTOGRAD has an unknown value.
+    """
+    module, reason = _load_autograd(_build_record())
+    _state["autograd"] = Backend(module is not None, reason=reason)
+    return module
+
+
+def _load_autograd(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
+    chosen = os.environ.get("FUSEDTRAIN_AUTOGRAD") or "cpp"
+    if chosen not in _AUTOGRAD_CHOICES:
+        names = ", ".join(_AUTOGRAD_CHOICES)
+        raise ValueError(f"FUSEDTRAIN_AUTOGRAD={chosen!r}: must be one of {names}")
+    if chosen == "python":
+        return None, "FUSEDTRAIN_AUTOGRAD=python"
+    if os.environ.get("FUSEDTRAIN_BACKEND") == "reference":
+        return None, "FUSEDTRAIN_BACKEND=reference"
+    path = _HERE / "_C_autograd.so"
+    if not path.exists():
+        return None, record.get("autograd_not_built", f"{path.name} was not built")
+    built_for = record.get("autograd")
+    present = {"torch": torch.__version__, "python": sysconfig.get_config_var("SOABI")}
+    if built_for != present:
+        return None, (
+            f"{path.name} was built for {_in_words(built_for)}, this is {_in_words(present)} "
+            "(python -m fusedtrain build-autograd builds it anew)"
+        )
+    name = f"{__package__}.{path.stem}"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return None, f"{path.name} failed to load under torch {torch.__version__}: {error}"
+    return module, ""
+
+
+def _in_words(built_for: Any) -> str:
+    if not isinstance(built_for, dict):
+        return "an unknown torch"
+    return f"torch {built_for.get('torch')}, {built_for.get('python')}"
 
 
 def load(library: torch.library.Library) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 
-from .. import _calls, _recompute
+from .. import _backends, _calls, _recompute
 from .._calls import KERNEL_DTYPES, apply_of, takes
 from ..reference import ACTIVATIONS, Activation
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from ._library import define, op
 
+_cpp = _backends.autograd()
 _LARGEST = {dtype: torch.finfo(dtype).max for dtype in KERNEL_DTYPES}
 
 
@@ -75,8 +77,14 @@ class Kernel:
         self._reference = row.forward
         function, function_inplace = _functions(row)
         self._apply, self._apply_inplace = apply_of(function), apply_of(function_inplace)
+        self._call = self._in_python if _cpp is None else _in_cpp(row, self._in_python)
 
     def __call__(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
+        if _is_dynamo_compiling():  # Dynamo cannot see into C++.
+            return self._in_python(input, inplace, *parameters)
+        return self._call(input, inplace, *parameters)
+
+    def _in_python(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
         if not takes(input) or (parameters and not self._exact(input.dtype, parameters)):
             return self._plain(input, inplace, *parameters)
         if inplace:
@@ -134,6 +142,20 @@ class Kernel:
         return input
 
 
+def _in_cpp(row: Activation, in_python: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The activation as `_C_autograd` calls it; unusual calls go on to `in_python`."""
+    assert _cpp is not None
+    call: Callable[..., Tensor] = _cpp.Activation(
+        row.name, _class_name(row), len(row.parameters), row.saves == "output",
+        row.backward_in_place is not None, row.backward, row.valid, in_python,
+    )  # fmt: skip
+    return call
+
+
+def _class_name(row: Activation) -> str:
+    return "".join(part.capitalize() for part in row.name.split("_"))
+
+
 def _functions(
     row: Activation,
 ) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
@@ -183,7 +205,7 @@ def _functions(
         grad_input, *rest = gradients if has_parameters else (gradients,)
         return (grad_input, None, *rest)
 
-    name = "".join(part.capitalize() for part in row.name.split("_"))
+    name = _class_name(row)
     base = (torch.autograd.Function,)
     return (
         type(name, base, {"forward": staticmethod(forward), "backward": staticmethod(backward)}),

@@ -1,0 +1,292 @@
+// The pointwise activations: `Activation`, a callable for each, and its node.
+#pragma once
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <limits>
+
+#include "node.h"
+
+namespace fusedtrain {
+
+// The ops of one activation with `count` float parameters.
+struct ActivationOps {
+  c10::OperatorHandle forward_op, in_place_op, backward_op;
+  int count;
+
+  ActivationOps(const std::string& name, int parameters)
+      : forward_op(find(name)),
+        in_place_op(find(name + "_")),
+        backward_op(find(name + "_backward")),
+        count(parameters) {}
+
+  static c10::OperatorHandle find(const std::string& name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(("fusedtrain::" + name).c_str(), "");
+  }
+
+  Tensor forward(const Tensor& x, double a, double b) const {
+    if (count == 0) return forward_op.typed<Tensor(const Tensor&)>().call(x);
+    if (count == 1) return forward_op.typed<Tensor(const Tensor&, double)>().call(x, a);
+    return forward_op.typed<Tensor(const Tensor&, double, double)>().call(x, a, b);
+  }
+  void in_place(Tensor x, double a, double b) const {
+    if (count == 0) return in_place_op.typed<void(Tensor&)>().call(x);
+    if (count == 1) return in_place_op.typed<void(Tensor&, double)>().call(x, a);
+    in_place_op.typed<void(Tensor&, double, double)>().call(x, a, b);
+  }
+  Tensor backward(const Tensor& g, const Tensor& s, double a, double b) const {
+    using T = Tensor;
+    if (count == 0) return backward_op.typed<T(const T&, const T&)>().call(g, s);
+    if (count == 1) return backward_op.typed<T(const T&, const T&, double)>().call(g, s, a);
+    return backward_op.typed<T(const T&, const T&, double, double)>().call(g, s, a, b);
+  }
+};
+
+// What Python says of an activation. Lasts as long as the process, since nodes point to it.
+struct ActivationRow {
+  ActivationOps ops;
+  std::string name, node_name, in_place_node_name;  // of profiles and of grad_fn
+  bool saves_output;
+  bool in_place_by_output;           // in place, backward is another formula
+  PyObject* formula;                 // backward in torch operators
+  PyObject* valid;                   // whether the kernel is exact for these parameters, or None
+  NodePtr (*make_node)();  // of a class of C++ for each activation: each has its class in Python
+  NodePtr (*make_in_place_node)();
+};
+
+struct ActivationNode : SavingNode<1> {
+  const ActivationRow* row = nullptr;
+  double a = 0, b = 0;
+
+  variable_list gradients(const Tensor& grad, const Tensors& saved) override {
+    // Under create_graph the formula in torch operators is differentiated again.
+    if (!at::GradMode::is_enabled() && is_usual_gradient(grad) && is_usual(saved[0]) &&
+        is_usual_thread()) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      return {row->ops.backward(grad, saved[0], a, b)};
+    }
+    pybind11::gil_scoped_acquire gil;
+    std::vector<THPObjectPtr> arguments;
+    arguments.push_back(python_tensor(grad));
+    arguments.push_back(python_tensor(saved[0]));
+    for (int i = 0; i < row->ops.count; ++i)
+      arguments.emplace_back(PyFloat_FromDouble(i == 0 ? a : b));
+    return call_python(row->formula, arguments);
+  }
+
+  void collect(torch::autograd::CompiledNodeArgs& args) const override {
+    args.collect(a);
+    args.collect(b);
+  }
+};
+
+// The callable: (input, inplace, *parameters), all by position. `fallback` takes what is unusual.
+struct Activation {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  ActivationRow* row;
+  PyObject* fallback;
+  double checked_a, checked_b;  // the parameters that `valid` accepted last
+};
+
+inline bool in_range(const Tensor& t, double parameter) {
+  const double largest = t.scalar_type() == at::kDouble  ? std::numeric_limits<double>::max()
+                         : t.scalar_type() == at::kFloat ? std::numeric_limits<float>::max()
+                         : t.scalar_type() == at::kHalf
+                             ? 65504.0
+                             : static_cast<double>(std::numeric_limits<c10::BFloat16>::max());
+  return -largest <= parameter && parameter <= largest;
+}
+
+// Reads the parameters; false where they need a closer look.
+inline bool read_parameters(Activation* self, const Tensor& input, PyObject* const* args,
+                            double (&p)[2]) {
+  const ActivationRow& row = *self->row;
+  for (int i = 0; i < row.ops.count; ++i) {
+    if (PyFloat_CheckExact(args[i])) {
+      p[i] = PyFloat_AS_DOUBLE(args[i]);
+    } else if (PyLong_CheckExact(args[i])) {
+      p[i] = PyLong_AsDouble(args[i]);
+      if (p[i] == -1 && PyErr_Occurred()) {
+        PyErr_Clear();
+        return false;
+      }
+    } else {
+      return false;
+    }
+    if (!in_range(input, p[i])) return false;
+  }
+  if (row.valid == Py_None || (p[0] == self->checked_a && p[1] == self->checked_b)) return true;
+  THPObjectPtr answer(PyObject_Vectorcall(row.valid, args, row.ops.count, nullptr));
+  if (!answer) throw_python_error();
+  if (PyObject_IsTrue(answer.get()) != 1) return false;
+  self->checked_a = p[0];
+  self->checked_b = p[1];
+  return true;
+}
+
+inline NodePtr new_node(const ActivationRow& row, bool in_place, const Tensor& input,
+                        const double (&p)[2]) {
+  NodePtr node = in_place ? row.make_in_place_node() : row.make_node();
+  auto* n = static_cast<ActivationNode*>(node.get());
+  n->label = in_place ? row.in_place_node_name.c_str() : row.node_name.c_str();
+  n->row = &row;
+  n->a = p[0];
+  n->b = p[1];
+  n->set_next_edges(torch::autograd::collect_next_edges(input));
+  return node;
+}
+
+inline Tensor run_forward(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  pybind11::gil_scoped_release no_gil;
+  at::AutoDispatchBelowADInplaceOrView below;
+  return row.ops.forward(input, p[0], p[1]);
+}
+
+inline Tensor recorded(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  RECORD_FUNCTION(row.name, std::vector<c10::IValue>({input}), at::sequence_number::peek());
+  const NodePtr node = new_node(row, false, input, p);
+  Tensor output = run_forward(row, input, p);
+  torch::autograd::set_history(output, node);
+  static_cast<ActivationNode*>(node.get())
+      ->save(0, row.saves_output ? output : input, row.saves_output);
+  return output;
+}
+
+// Works in place where that is simple; false: nothing was done.
+inline bool in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  if (input.is_inference()) return false;
+  const bool grad_mode = at::GradMode::is_enabled();
+  if (grad_mode && input.is_view()) return false;
+  const bool records = grad_mode && input.requires_grad();
+  NodePtr node;
+  Tensor saved;
+  if (records) {
+    if (input.is_leaf() || row.in_place_by_output || !can_record({&input})) return false;
+    // The clone is recorded, so that second derivatives reach the input through it.
+    if (!row.saves_output) saved = input.clone();
+    node = new_node(row, true, input, p);
+  }
+  {
+    pybind11::gil_scoped_release no_gil;
+    at::AutoDispatchBelowADInplaceOrView below;
+    row.ops.in_place(input, p[0], p[1]);
+  }
+  input.unsafeGetTensorImpl()->bump_version();
+  if (records) {
+    node->add_input_metadata(input);
+    torch::autograd::impl::rebase_history(input, {node, 0});
+    auto* n = static_cast<ActivationNode*>(node.get());
+    n->save(0, row.saves_output ? input : saved, row.saves_output);
+  }
+  return true;
+}
+
+// Returns null, without an error, where Python must decide.
+inline PyObject* run_usual(Activation* self, PyObject* const* args, Py_ssize_t count) {
+  const ActivationRow& row = *self->row;
+  if (count != 2 + row.ops.count || !THPVariable_CheckExact(args[0])) return nullptr;
+  const bool inplace = args[1] == Py_True;
+  if (!inplace && args[1] != Py_False) return nullptr;
+  const Tensor& input = THPVariable_Unpack(args[0]);
+  double p[2] = {0, 0};
+  if (!is_usual(input) || !is_usual_thread() || !read_parameters(self, input, args + 2, p))
+    return nullptr;
+  if (inplace) return in_place(row, input, p) ? Py_NewRef(args[0]) : nullptr;
+  if (!at::GradMode::is_enabled() || !input.requires_grad())
+    return THPVariable_Wrap(run_forward(row, input, p));
+  return can_record({&input}) ? THPVariable_Wrap(recorded(row, input, p)) : nullptr;
+}
+
+inline PyObject* call_activation(PyObject* object, PyObject* const* args, size_t nargsf,
+                                 PyObject* names) {
+  HANDLE_TH_ERRORS
+  auto* self = reinterpret_cast<Activation*>(object);
+  if (names == nullptr) {
+    PyObject* result = run_usual(self, args, PyVectorcall_NARGS(nargsf));
+    if (result != nullptr || PyErr_Occurred()) return result;
+  }
+  return PyObject_Vectorcall(self->fallback, args, nargsf, names);
+  END_HANDLE_TH_ERRORS
+}
+
+template <size_t number, bool in_place>
+struct NumberedNode final : ActivationNode {};
+
+struct NodeClass {
+  NodePtr (*make)();
+  void (*register_as)(const char* name);
+};
+template <bool in_place, size_t... numbers>
+const NodeClass& node_class(size_t number, std::index_sequence<numbers...>) {
+  static constexpr NodeClass kClasses[] = {
+      {[]() -> NodePtr { return make_node<NumberedNode<numbers, in_place>>(); },
+       register_class<NumberedNode<numbers, in_place>>}...};
+  TORCH_CHECK(number < sizeof...(numbers), "fusedtrain: more activations than classes of nodes");
+  return kClasses[number];
+}
+
+// Activation(name, class name, parameters, saves_output, in_place_by_output, formula, valid,
+//            fallback)
+inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* names) {
+  HANDLE_TH_ERRORS
+  const char *name, *class_name;
+  int parameters, saves_output, in_place_by_output;
+  PyObject *formula, *valid, *fallback;
+  static const char* kNames[] = {"name", "class_name", "parameters", "saves_output",
+                                 "in_place_by_output", "formula", "valid", "fallback", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, names, "ssippOOO", const_cast<char**>(kNames), &name,
+                                   &class_name, &parameters, &saves_output, &in_place_by_output,
+                                   &formula, &valid, &fallback))
+    return nullptr;
+  static size_t made = 0;
+  constexpr auto kNumbers = std::make_index_sequence<40>();
+  const NodeClass& nodes = node_class<false>(made, kNumbers);
+  const NodeClass& in_place_nodes = node_class<true>(made, kNumbers);
+  const std::string title = class_name;
+  auto* row = new ActivationRow{{name, parameters},
+                                title,
+                                title + "Backward",
+                                title + "InplaceBackward",
+                                saves_output != 0,
+                                in_place_by_output != 0,
+                                Py_NewRef(formula),
+                                Py_NewRef(valid),
+                                nodes.make,
+                                in_place_nodes.make};
+  nodes.register_as(row->node_name.c_str());
+  in_place_nodes.register_as(row->in_place_node_name.c_str());
+  made += 1;
+  auto* self = reinterpret_cast<Activation*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  self->vectorcall = call_activation;
+  self->row = row;
+  self->fallback = Py_NewRef(fallback);
+  self->checked_a = self->checked_b = std::numeric_limits<double>::quiet_NaN();
+  return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
+}
+
+inline void delete_activation(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Py_DECREF(reinterpret_cast<Activation*>(self)->fallback);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline PyObject* activation_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Activation, vectorcall), READONLY, nullptr},
+      {nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_activation)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(delete_activation)},
+                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_members, members},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"fusedtrain._C_autograd.Activation", sizeof(Activation), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  return PyType_FromSpec(&spec);
+}
+
+}  // namespace fusedtrain
