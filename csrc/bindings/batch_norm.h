@@ -121,11 +121,14 @@ struct BatchNormOps {
       return read_data(kept.back());
     }
 
-    Tensor new_vector(int64_t size) const { return torch::stable::new_empty(x, {size}, wide); }
-    Tensor new_sums() const {
-      return torch::stable::new_empty(x, {2, n.channels}, ScalarType::Double);
+    Tensor new_vector(int64_t size) const {
+      return Backend::prepared(fusedtrain::new_vector(x, size, wide));
     }
-    Tensor none() const { return torch::stable::new_empty(x, {0}); }
+    Tensor new_sums() const {
+      const int64_t sizes[] = {2, n.channels}, strides[] = {n.channels, 1};
+      return Backend::prepared(new_strided(x, 2, sizes, strides, ScalarType::Double));
+    }
+    Tensor none() const { return fusedtrain::new_vector(x, 0, x.scalar_type()); }
 
     void use(const MaybeTensor& mean, const MaybeTensor& invstd) {
       n.mean = const_cast<void*>(vector(mean, n.channels, "mean"));

@@ -127,17 +127,29 @@ inline Tensor dense_like(const Tensor& t, const Tensor& model) {
   return copy;
 }
 
-// On the device of `model`, with its sizes.
-inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
-                            torch::headeronly::ScalarType dtype) {
+// On the device of `model`. torch::stable::new_empty would look the operator up by name.
+inline Tensor new_strided(const Tensor& model, int64_t dims, const int64_t* sizes,
+                          const int64_t* strides, torch::headeronly::ScalarType dtype) {
   int32_t device_type,
       kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(model.dim(), model.sizes().data(), strides,
-                                                         kind, device_type,
-                                                         model.get_device_index(), &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      dims, sizes, strides, kind, device_type, model.get_device_index(), &made));
   return Tensor(made);
+}
+
+// On the device of `model`, with its sizes.
+inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
+                            torch::headeronly::ScalarType dtype) {
+  return new_strided(model, model.dim(), model.sizes().data(), strides, dtype);
+}
+
+// [size], on the device of `model`.
+inline Tensor new_vector(const Tensor& model, int64_t size,
+                         torch::headeronly::ScalarType dtype) {
+  const int64_t stride = 1;
+  return new_strided(model, 1, &size, &stride, dtype);
 }
 
 // A dense tensor as rows x channels x inner in memory order, channels being dimension 1.

@@ -16,7 +16,8 @@ struct Cpu {
 
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
   static Tensor new_output(const Tensor& model) {
-    return prepared(torch::stable::empty_like(model));
+    if (!is_dense(model)) return prepared(torch::stable::empty_like(model));
+    return prepared(empty_strided(model, model.strides().data(), model.scalar_type()));
   }
   static Tensor prepared(Tensor output) {
     cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());

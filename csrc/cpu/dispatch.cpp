@@ -78,7 +78,10 @@ void round_parameters(int op, Dtype dtype, const double* in, double* out) {
 
 const char* capability() { return kernels().name; }
 
+bool fills_new_memory = false;  // with NaN, for tests
+
 void prepare_output(void* data, int64_t bytes) {
+  if (fills_new_memory) memset(data, 0xff, static_cast<size_t>(bytes));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // Smaller ones mostly come from the heap, already mapped: at 4 MiB the call cost more than it
   // gave.
@@ -94,14 +97,16 @@ void prepare_output(void* data, int64_t bytes) {
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kPage - 1);
   // Advice: where the system refuses it, nothing changes.
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-  (void)data;
-  (void)bytes;
 #endif
 }
 
 }  // namespace cpu
 }  // namespace fusedtrain
+
+// Tests see by NaN which elements of an output a kernel has not written.
+extern "C" __attribute__((visibility("default"))) void fusedtrain_fill_new_memory(bool fills) {
+  fusedtrain::cpu::fills_new_memory = fills;
+}
 
 extern "C" __attribute__((visibility("default"))) const char* fusedtrain_cpu_capability() {
   return fusedtrain::cpu::capability();

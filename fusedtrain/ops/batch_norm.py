@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.overrides import has_torch_function as _has_any
 
 from .. import _backends, _calls, _recompute
@@ -27,6 +28,7 @@ __all__ = ["batch_norm_act"]
 _forward = op("batch_norm_act")
 _backward = op("batch_norm_act_backward")
 _given_statistics = op("batch_norm_act_apply")
+_cpp = _backends.autograd()
 
 
 class BatchNormAct(torch.autograd.Function):
@@ -119,6 +121,19 @@ def save_for_backward(
 
 
 _apply = _calls.apply_of(BatchNormAct)
+
+
+def _formula(grad: Tensor, input: Tensor | None, saved: Tensor | None, *others: Any) -> Any:
+    """The differentiable backward, for the node in C++."""
+    *statistics, training, eps, op, a, b = others
+    return differentiable_backward(
+        grad, input, saved, Statistics(*statistics), training, eps, Pointwise(op, a, b)
+    )
+
+
+if _cpp is not None:
+    _by_output = bytes(row.saves == "output" for row in POINTWISE)
+    _cpp.prepare_batch_norm(_formula, _by_output, INDEX["softplus"])
 
 
 def recomputed_as_torch(norm: BatchNormBase, input: Tensor, output: Tensor) -> None:
@@ -246,6 +261,10 @@ def run(
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
+    if _cpp is not None and not overwrite_input and not _is_dynamo_compiling():
+        output: Any = _cpp.batch_norm_act(input, residual, *norm, *activation)
+        if output is not NotImplemented:
+            return output
     if activation.op == INDEX["softplus"] and _calls.autocasts(input, "cuda"):
         # Which computes softplus of 16 bits in float32, and returns that.
         z = run(input, residual, norm, Pointwise())
