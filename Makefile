@@ -7,7 +7,7 @@ WORKERS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindings/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp \
+CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindings/*.cpp csrc/autograd/*.h csrc/autograd/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp \
   csrc/cpu/isa/*.h csrc/cpu/isa/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 

@@ -1,7 +1,7 @@
-"""Builds fusedtrain/_C.so (CPU) and, where nvcc is found, fusedtrain/_C_cuda.so.
+"""Builds fusedtrain/_C.so (CPU), where nvcc is found fusedtrain/_C_cuda.so, and _C_autograd.so.
 
-The files use torch's stable ABI and no Python API: one build serves every torch from 2.10 and every
-CPython. A build.ninja is written and run by ninja; torch itself is never imported.
+The first two use torch's stable ABI and no Python API: one build serves every torch from 2.10 and
+every CPython. The third is for the torch and the Python at hand. A build.ninja is written and run by ninja; torch itself is never imported.
 
 Environment:
     FUSEDTRAIN_CUDA      0: no CUDA file. 1: built, nvcc must be there. Unset: built where the torch
@@ -9,7 +9,7 @@ Environment:
                          (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda, the nvidia-cuda-nvcc wheel).
     FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 75;80;90;100;120, of these what nvcc knows;
                          the highest with PTX).
-    FUSEDTRAIN_REQUIRE   "cpu", "cuda" or both: a file that cannot be built is an error.
+    FUSEDTRAIN_REQUIRE   of "cpu,cuda,autograd": a file that cannot be built is an error.
     MAX_JOBS             compilers at a time (default: ninja's choice).
 """
 
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from setuptools import Extension, setup
@@ -57,8 +58,18 @@ DEFAULT_ARCHS = "75;80;90;100;120"
 OLDEST_ARCH = 70  # __grid_constant__ parameters
 
 
-class CannotBuild(Exception):
-    """Why a file is not built."""
+def _load(path: Path) -> ModuleType:
+    """A module of the package, without the package, which would import torch."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+autograd_build = _load(ROOT / "fusedtrain/_autograd_build.py")
+CannotBuild = autograd_build.CannotBuild
 
 
 def torch_folder() -> Path:
@@ -69,11 +80,7 @@ def torch_folder() -> Path:
 
 
 def cxx() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if not compiler or not shutil.which(compiler.split()[0]):
-        raise CannotBuild(
-            "no C++ compiler found (set CXX, or install g++ 9 or clang++ 10 or newer)"
-        )
+    compiler: str = autograd_build.find_compiler(os.environ.get("CXX"))
     return compiler
 
 
@@ -331,6 +338,22 @@ def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
     }
 
 
+def build_autograd(out: Path, work: Path) -> dict[str, object]:
+    """Builds _C_autograd.so.
+
+    Args:
+        out: the file.
+        work: the folder of the objects.
+    """
+    torch, compiler, program = torch_folder(), cxx(), ninja()
+    compile_flags, link_flags = autograd_build.flags(torch)
+    n = Ninja(work / "autograd")
+    source = autograd_build.source_in(ROOT / "fusedtrain")
+    n.link(out, [n.compile(source, compiler, compile_flags)], compiler, link_flags)
+    n.run(program, "the autograd nodes, about 20 seconds")
+    return {"autograd": autograd_build.built_for(torch_version(torch))}
+
+
 class BuildKernels(build_ext):
     """build_ext that writes a build.ninja; in place for editable installs, else into the wheel."""
 
@@ -349,14 +372,15 @@ class BuildKernels(build_ext):
         work = ROOT / "build" / "ninja"
         asked = "cuda" in required
         record: dict[str, object] = {}
-        files = {"cpu": "_C.so", "cuda": "_C_cuda.so"}
+        files = {"cpu": "_C.so", "cuda": "_C_cuda.so", "autograd": autograd_build.NAME}
         builds = {
             "cpu": partial(build_cpu, package / files["cpu"], work),
             "cuda": partial(build_cuda, package / files["cuda"], work, asked),
+            "autograd": partial(build_autograd, package / files["autograd"], work),
         }
         # With many cores each file waits for the longest of its units, 40 to 50 s of CPU.
         if (os.cpu_count() or 1) >= 8 and not os.environ.get("MAX_JOBS"):
-            pool = ThreadPoolExecutor(2)
+            pool = ThreadPoolExecutor(len(builds))
             builds = {name: partial(pool.submit(b).result) for name, b in builds.items()}
         for name, file in files.items():
             try:
@@ -374,11 +398,14 @@ class BuildKernels(build_ext):
                 file=sys.stderr,
             )
         (package / "_build_info.json").write_text(json.dumps(record, indent=1) + "\n")
+        if not self.inplace:  # An installation can build the file for another torch.
+            shutil.copytree(CSRC / "autograd", package / "csrc/autograd", dirs_exist_ok=True)
 
     def get_outputs(self) -> list[str]:
         package = Path(self.build_lib) / "fusedtrain"
-        names = ("_C.so", "_C_cuda.so", "_build_info.json")
-        return [str(package / name) for name in names if (package / name).exists()]
+        names = ("_C.so", "_C_cuda.so", autograd_build.NAME, "_build_info.json")
+        paths = [package / name for name in names if (package / name).exists()]
+        return [str(path) for path in [*paths, *sorted(package.glob("csrc/autograd/*"))]]
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}

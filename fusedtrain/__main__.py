@@ -1,12 +1,13 @@
-"""``python -m fusedtrain``: what a bug report needs, and the backends: loaded, or why not."""
+"""``python -m fusedtrain``: what a bug report needs, and the backends: loaded, or why not;
+``build-autograd`` compiles what is for one torch."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import backend_info
-from ._backends import machine_info
+from . import _autograd_build, backend_info
+from ._backends import build_autograd, machine_info
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,10 +17,24 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser(
         "info", help="the backends, and why one is not loaded; system, torch, devices (the default)"
     )
-    parser.parse_args(argv)
+    commands.add_parser(
+        "build-autograd", help="compile the autograd nodes in C++ for this torch and this Python"
+    )
+    if parser.parse_args(argv).command == "build-autograd":
+        return _build()
     print(backend_info())
     for name, value in machine_info().items():
         print(f"  {name:<10} {value}")
+    return 0
+
+
+def _build() -> int:
+    try:
+        path = build_autograd()
+    except _autograd_build.CannotBuild as reason:
+        print(f"fusedtrain: {_autograd_build.NAME} is not built: {reason}", file=sys.stderr)
+        return 1
+    print(f"{path} is built; new processes use it")
     return 0
 
 

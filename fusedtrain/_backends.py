@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import platform
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import _gpus
+from . import _autograd_build, _gpus
 from ._version import __version__
 
 _HERE = Path(__file__).parent
@@ -197,15 +196,16 @@ def _load_autograd(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
         return None, "FUSEDTRAIN_AUTOGRAD=python"
     if os.environ.get("FUSEDTRAIN_BACKEND") == "reference":
         return None, "FUSEDTRAIN_BACKEND=reference"
-    path = _HERE / "_C_autograd.so"
+    path = _HERE / _autograd_build.NAME
     if not path.exists():
-        return None, record.get("autograd_not_built", f"{path.name} was not built")
+        reason = record.get("autograd_not_built", f"{path.name} was not built")
+        return None, f"{reason} ({_autograd_build.COMMAND} builds it)"
     built_for = record.get("autograd")
-    present = {"torch": torch.__version__, "python": sysconfig.get_config_var("SOABI")}
+    present = _autograd_build.built_for(torch.__version__)
     if built_for != present:
         return None, (
             f"{path.name} was built for {_in_words(built_for)}, this is {_in_words(present)} "
-            "(python -m fusedtrain build-autograd builds it anew)"
+            f"({_autograd_build.COMMAND} builds it anew)"
         )
     name = f"{__package__}.{path.stem}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
@@ -217,6 +217,17 @@ def _load_autograd(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
     except ImportError as error:
         return None, f"{path.name} failed to load under torch {torch.__version__}: {error}"
     return module, ""
+
+
+def build_autograd() -> Path:
+    """Builds ``_C_autograd.so`` for this torch and this Python, beside the package.
+
+    Raises:
+        CannotBuild: a compiler, Python.h or the sources are missing, or the folder is read-only.
+    """
+    compiler = _autograd_build.find_compiler(os.environ.get("CXX"))
+    torch_folder = Path(torch.__file__).parent
+    return _autograd_build.build(_HERE, torch_folder, torch.__version__, compiler)
 
 
 def _in_words(built_for: Any) -> str:
@@ -254,6 +265,8 @@ def load(library: torch.library.Library) -> None:
         ours = chosen in ("", "triton")
         _state["triton"] = _load_triton(library, bool(chosen)) if ours else off
     _state["reference"] = Backend(True)
+    autograd()
+    _state["autograd"] = _state.pop("autograd")  # the last row of the table
     if chosen and not _state[chosen].loaded:
         raise RuntimeError(f"FUSEDTRAIN_BACKEND={chosen}: {_state[chosen].reason}")
     required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
