@@ -48,18 +48,20 @@ struct ActivationRow {
   ActivationOps ops;
   std::string name, node_name, in_place_node_name;  // of profiles and of grad_fn
   bool saves_output;
-  bool in_place_by_output;           // in place, backward is another formula
-  PyObject* formula;                 // backward in torch operators
-  PyObject* valid;                   // whether the kernel is exact for these parameters, or None
-  NodePtr (*make_node)();  // of a class of C++ for each activation: each has its class in Python
+  bool in_place_by_output;  // in place, backward is another formula
+  PyObject* formula;        // backward in torch operators
+  PyObject* valid;          // whether the kernel is exact for these parameters, or None
+  NodePtr (*make_node)();   // of a class of C++ for each activation: each has its class in Python
   NodePtr (*make_in_place_node)();
 };
 
-struct ActivationNode : SavingNode<1> {
-  const ActivationRow* row = nullptr;
-  double a = 0, b = 0;
+struct ActivationRule {
+  static constexpr size_t kSaved = 1, kEdges = 1;
+  const ActivationRow* row;
+  double a, b;
 
-  variable_list gradients(const Tensor& grad, const Tensors& saved) override {
+  variable_list gradients(const Tensor& grad, const SavedTensors<ActivationRule>& saved,
+                          const Needs<ActivationRule>&) const {
     // Under create_graph the formula in torch operators is differentiated again.
     if (!at::GradMode::is_enabled() && is_usual_gradient(grad) && is_usual(saved[0]) &&
         is_usual_thread()) {
@@ -75,16 +77,16 @@ struct ActivationNode : SavingNode<1> {
     return call_python(row->formula, arguments);
   }
 
-  void collect(torch::autograd::CompiledNodeArgs& args) const override {
+  void collect(torch::autograd::CompiledNodeArgs& args) const {
     args.collect(a);
     args.collect(b);
   }
 };
+using ActivationNode = RuleNode<ActivationRule>;
 
 // The callable: (input, inplace, *parameters), all by position. `fallback` takes what is unusual.
 struct Activation {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   ActivationRow* row;
   PyObject* fallback;
   double checked_a, checked_b;  // the parameters that `valid` accepted last
@@ -131,9 +133,7 @@ inline NodePtr new_node(const ActivationRow& row, bool in_place, const Tensor& i
   NodePtr node = in_place ? row.make_in_place_node() : row.make_node();
   auto* n = static_cast<ActivationNode*>(node.get());
   n->label = in_place ? row.in_place_node_name.c_str() : row.node_name.c_str();
-  n->row = &row;
-  n->a = p[0];
-  n->b = p[1];
+  n->rule = {&row, p[0], p[1]};
   n->set_next_edges(torch::autograd::collect_next_edges(input));
   return node;
 }
@@ -234,8 +234,9 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
   const char *name, *class_name;
   int parameters, saves_output, in_place_by_output;
   PyObject *formula, *valid, *fallback;
-  static const char* kNames[] = {"name", "class_name", "parameters", "saves_output",
-                                 "in_place_by_output", "formula", "valid", "fallback", nullptr};
+  static const char* kNames[] = {"name",         "class_name",         "parameters",
+                                 "saves_output", "in_place_by_output", "formula",
+                                 "valid",        "fallback",           nullptr};
   if (!PyArg_ParseTupleAndKeywords(args, names, "ssippOOO", const_cast<char**>(kNames), &name,
                                    &class_name, &parameters, &saves_output, &in_place_by_output,
                                    &formula, &valid, &fallback))
@@ -245,16 +246,11 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
   const NodeClass& nodes = node_class<false>(made, kNumbers);
   const NodeClass& in_place_nodes = node_class<true>(made, kNumbers);
   const std::string title = class_name;
-  auto* row = new ActivationRow{{name, parameters},
-                                title,
-                                title + "Backward",
-                                title + "InplaceBackward",
-                                saves_output != 0,
-                                in_place_by_output != 0,
-                                Py_NewRef(formula),
-                                Py_NewRef(valid),
-                                nodes.make,
-                                in_place_nodes.make};
+  auto* row = new ActivationRow{{name, parameters}, title,
+                                title + "Backward", title + "InplaceBackward",
+                                saves_output != 0,  in_place_by_output != 0,
+                                Py_NewRef(formula), Py_NewRef(valid),
+                                nodes.make,         in_place_nodes.make};
   nodes.register_as(row->node_name.c_str());
   in_place_nodes.register_as(row->in_place_node_name.c_str());
   made += 1;

@@ -36,8 +36,9 @@ struct BatchNormOps {
       backward;
 
   static const BatchNormOps& all() {
-    static const BatchNormOps ops = {find<decltype(forward)>("fusedtrain::batch_norm_act"),
-                                     find<decltype(backward)>("fusedtrain::batch_norm_act_backward")};
+    static const BatchNormOps ops = {
+        find<decltype(forward)>("fusedtrain::batch_norm_act"),
+        find<decltype(backward)>("fusedtrain::batch_norm_act_backward")};
     return ops;
   }
   template <class Handle>
@@ -65,40 +66,36 @@ struct BatchNormCall {
   }
 };
 
-struct BatchNormNode final : SavingNode<7> {
-  enum Saved { kInput, kSaved, kBranchScale, kWeight, kBias, kMean, kInvstd };
+struct BatchNormRule {
+  static constexpr size_t kSaved = 7, kEdges = 4;
+  enum Saved { kInput, kActivated, kBranchScale, kWeight, kBias, kMean, kInvstd };
   enum Edge { kToInput, kToResidual, kToWeight, kToBias };
+  using Tensors = SavedTensors<BatchNormRule>;
 
-  bool training = false;
-  double eps = 0, a = 0, b = 0;
-  int64_t op = -1;
+  bool training;
+  double eps;
+  int64_t op;
+  double a, b;
 
-  variable_list gradients(const Tensor& grad, const Tensors& s) override {
-    const bool needs_input = task_should_compute_output(kToInput);
-    const bool needs_residual = task_should_compute_output(kToResidual);
-    const bool needs_weight = task_should_compute_output(kToWeight);
-    const bool needs_bias = task_should_compute_output(kToBias);
+  variable_list gradients(const Tensor& grad, const Tensors& s,
+                          const Needs<BatchNormRule>& needs) const {
     const bool added = op < 0;  // A residual that is only added gets the gradient itself.
     variable_list all;
     if (is_plain(grad, s)) {
       at::AutoDispatchBelowADInplaceOrView below;
       auto [input, residual, weight, bias] = BatchNormOps::all().backward.call(
-          grad, maybe(s[kInput]), maybe(s[kSaved]), maybe(s[kBranchScale]), maybe(s[kWeight]),
-          maybe(s[kBias]), s[kMean], s[kInvstd], training, op, a, b, needs_input,
-          needs_residual && !added, needs_weight || needs_bias);
+          grad, maybe(s[kInput]), maybe(s[kActivated]), maybe(s[kBranchScale]), maybe(s[kWeight]),
+          maybe(s[kBias]), s[kMean], s[kInvstd], training, op, a, b, needs[kToInput],
+          needs[kToResidual] && !added, needs[kToWeight] || needs[kToBias]);
       all = {std::move(input), std::move(residual), std::move(weight), std::move(bias)};
     } else {
       all = by_formula(grad, s);
     }
-    if (!needs_input) all[kToInput] = Tensor();
     if (added) all[kToResidual] = grad;
-    if (!needs_residual) all[kToResidual] = Tensor();
-    if (!needs_weight) all[kToWeight] = Tensor();
-    if (!needs_bias) all[kToBias] = Tensor();
     return all;
   }
 
-  void collect(torch::autograd::CompiledNodeArgs& args) const override {
+  void collect(torch::autograd::CompiledNodeArgs& args) const {
     args.collect(training);
     args.collect(eps);
     args.collect(op);
@@ -130,6 +127,8 @@ struct BatchNormNode final : SavingNode<7> {
   }
 };
 
+using BatchNormNode = RuleNode<BatchNormRule>;
+
 // One value for each of `size` channels or samples, as the op takes them.
 inline bool is_vector(const Tensor& t, const Tensor& input, at::ScalarType wide, int64_t size) {
   return is_usual(t) && t.scalar_type() == wide && t.dim() == 1 && t.size(0) == size &&
@@ -150,9 +149,9 @@ inline bool fits(const BatchNormCall& c) {
     if (t->defined() && !is_vector(*t, x, wide, channels)) return false;
   for (const Tensor* t : {&c.running_mean, &c.running_var})
     if (t->defined() && (t->requires_grad() || !t->is_contiguous())) return false;
-  if (c.branch_scale.defined() && (!is_vector(c.branch_scale, x, wide, x.size(0)) ||
-                                   c.branch_scale.requires_grad() ||
-                                   !c.branch_scale.is_contiguous()))
+  if (c.branch_scale.defined() &&
+      (!is_vector(c.branch_scale, x, wide, x.size(0)) || c.branch_scale.requires_grad() ||
+       !c.branch_scale.is_contiguous()))
     return false;
   const Tensor& r = c.residual;
   if (r.defined() && !(is_usual(r) && r.sizes() == x.sizes() &&
@@ -173,34 +172,28 @@ inline std::tuple<Tensor, Tensor, Tensor> run_forward(const BatchNormCall& c) {
 
 // Saves what `save_for_backward` of ops/batch_norm.py says, with the same reasons.
 inline Tensor recorded(const BatchNormCall& c) {
-  RECORD_FUNCTION("BatchNormAct", std::vector<c10::IValue>({c.input}),
-                  at::sequence_number::peek());
+  RECORD_FUNCTION("BatchNormAct", std::vector<c10::IValue>({c.input}), at::sequence_number::peek());
   auto node = make_node<BatchNormNode>();
   node->label = "BatchNormActBackward";
-  node->set_next_edges(
-      torch::autograd::collect_next_edges(c.input, c.residual, c.weight, c.bias));
-  node->training = c.training;
-  node->eps = c.eps;
-  node->op = c.op;
-  node->a = c.a;
-  node->b = c.b;
+  node->set_next_edges(torch::autograd::collect_next_edges(c.input, c.residual, c.weight, c.bias));
+  node->rule = {c.training, c.eps, c.op, c.a, c.b};
   const auto [output, mean, invstd] = run_forward(c);
   torch::autograd::set_history(output, node);
-  using Node = BatchNormNode;
-  const bool affine = node->should_compute_output(Node::kToWeight) ||
-                      node->should_compute_output(Node::kToBias);
+  using Rule = BatchNormRule;
+  const bool affine =
+      node->should_compute_output(Rule::kToWeight) || node->should_compute_output(Rule::kToBias);
   const bool identity = c.op < 0, by_output = c.saves_output();
   const bool keeps_input = c.training || affine || !(identity || by_output);
-  if (keeps_input) node->save(Node::kInput, c.input);
+  if (keeps_input) node->save(Rule::kInput, c.input);
   if (by_output && (c.residual.defined() || !keeps_input))
-    node->save(Node::kSaved, output, /*is_output=*/true);
+    node->save(Rule::kActivated, output, /*is_output=*/true);
   else if (!by_output && !identity)
-    node->save(Node::kSaved, c.residual);
-  node->save(Node::kBranchScale, c.branch_scale);
-  node->save(Node::kWeight, c.weight);
-  node->save(Node::kBias, c.bias);
-  node->save(Node::kMean, mean);
-  node->save(Node::kInvstd, invstd);
+    node->save(Rule::kActivated, c.residual);
+  node->save(Rule::kBranchScale, c.branch_scale);
+  node->save(Rule::kWeight, c.weight);
+  node->save(Rule::kBias, c.bias);
+  node->save(Rule::kMean, mean);
+  node->save(Rule::kInvstd, invstd);
   return output;
 }
 

@@ -36,15 +36,20 @@ struct FusedNode : torch::autograd::Node {
   virtual variable_list saved_tensors() = 0;
 };
 
-// A node that saves N tensors, some of which may be undefined.
-template <size_t N>
-struct SavingNode : FusedNode {
-  using Tensors = std::array<Tensor, N>;
+// A node whose gradients are those of a Rule. A Rule can be copied, and has
+//   kSaved, kEdges                     how many tensors it saves (some may be undefined) and edges
+//   variable_list gradients(const Tensor& grad, const SavedTensors<Rule>&, const Needs<Rule>&)
+//   const
+//                                      of each edge; what an edge that needs none gets is ignored
+//   void collect(CompiledNodeArgs&) const      what besides tensors decides about the gradients
+template <class Rule>
+using SavedTensors = std::array<Tensor, Rule::kSaved>;
+template <class Rule>
+using Needs = std::array<bool, Rule::kEdges>;
 
-  // The gradients of the edges, of the gradient of the output.
-  virtual variable_list gradients(const Tensor& grad, const Tensors& saved) = 0;
-  // What besides tensors decides about the backward, for compiled autograd.
-  virtual void collect(torch::autograd::CompiledNodeArgs& args) const = 0;
+template <class Rule>
+struct RuleNode : FusedNode {
+  Rule rule = {};
 
   // Keeps a tensor for backward; `is_output`: the output of this node itself.
   void save(size_t i, const Tensor& t, bool is_output = false) {
@@ -53,17 +58,8 @@ struct SavingNode : FusedNode {
     if (is_output) outputs_ |= 1u << i;
   }
 
-  // The lock ends before anything runs that may wait for the GIL.
-  Tensors unpacked() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    Tensors tensors;
-    for (size_t i = 0; i < N; ++i)
-      tensors[i] = saved_[i].unpack((outputs_ >> i & 1) != 0 ? getptr() : nullptr);
-    return tensors;
-  }
-
   variable_list saved_tensors() override {
-    const Tensors tensors = unpacked();
+    const auto tensors = unpacked();
     return variable_list(tensors.begin(), tensors.end());
   }
 
@@ -73,28 +69,84 @@ struct SavingNode : FusedNode {
   }
 
   variable_list apply(variable_list&& grads) override {
-    const Tensors saved = unpacked();
-    return gradients(grads[0].defined() ? grads[0] : input_metadata(0).zeros_like(), saved);
+    const auto saved = unpacked();
+    const Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
+    return needed(rule.gradients(grad, saved, needs()), needs());
   }
+
+  // Compiled autograd calls the gradients as one function of its graph. `torch._dynamo` runs the
+  // function with fake tensors, which the formula in torch operators takes.
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
     args.collect(std::string(label));
-    for (size_t i = 0; i < N; ++i) args.collect(saved_[i], (outputs_ >> i & 1) != 0);
-    for (size_t i = 0; i < num_outputs(); ++i) args.collect(task_should_compute_output(i));
-    collect(args);
+    for (size_t i = 0; i < Rule::kSaved; ++i) args.collect(saved_[i], is_output(i));
+    for (const bool need : needs()) args.collect(need);
+    rule.collect(args);
   }
 
   variable_list apply_with_saved(const variable_list& grads,
                                  torch::autograd::SwapSavedVariables& swap) override {
     for (SavedVariable& saved : saved_) swap.before(saved);
-    variable_list result = apply(variable_list(grads));
+    const auto tensors = unpacked();
+    std::vector<c10::IValue> arguments;
+    std::vector<at::TypePtr> types;
+    for (const Tensor& t : tensors) {
+      if (!t.defined()) continue;
+      arguments.emplace_back(t);
+      types.emplace_back(at::TensorType::get());
+    }
+    std::array<bool, Rule::kSaved> defined;
+    for (size_t i = 0; i < Rule::kSaved; ++i) defined[i] = tensors[i].defined();
+    const auto function = [rule = rule, needs = needs(), defined, metadata = input_metadata(0)](
+                              const variable_list& inputs, const std::vector<c10::IValue>& saved) {
+      SavedTensors<Rule> all;
+      for (size_t i = 0, next = 0; i < Rule::kSaved; ++i)
+        if (defined[i]) all[i] = saved.at(next++).toTensor();
+      const Tensor grad = inputs[0].defined() ? inputs[0] : metadata.zeros_like();
+      return needed(rule.gradients(grad, all, needs), needs);
+    };
+    using namespace torch::dynamo::autograd;
+    const auto metadata =
+        IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+            get_input_metadata(next_edges()));
+    const auto& python = getPyCompilerInterface();
+    const std::string name =
+        python->bind_function(swap.get_py_compiler(), label, function, types,
+                              /*is_custom_function=*/true, /*is_traceable=*/true);
+    variable_list result = python->call_function(swap.get_py_compiler(), "apply_functional", name,
+                                                 grads, arguments, metadata);
     for (SavedVariable& saved : saved_) swap.after(saved);
     return result;
   }
 
- protected:
-  std::array<SavedVariable, N> saved_;
+ private:
+  std::array<SavedVariable, Rule::kSaved> saved_;
   uint32_t outputs_ = 0;
+
+  bool is_output(size_t i) const { return (outputs_ >> i & 1) != 0; }
+
+  // The lock ends before anything runs that may wait for the GIL.
+  SavedTensors<Rule> unpacked() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    SavedTensors<Rule> tensors;
+    for (size_t i = 0; i < Rule::kSaved; ++i)
+      tensors[i] = saved_[i].unpack(is_output(i) ? getptr() : nullptr);
+    return tensors;
+  }
+
+  // Which edges the running backward asks for.
+  Needs<Rule> needs() const {
+    Needs<Rule> result;
+    for (size_t i = 0; i < Rule::kEdges; ++i) result[i] = task_should_compute_output(i);
+    return result;
+  }
+
+  static variable_list needed(variable_list&& gradients, const Needs<Rule>& needs) {
+    gradients.resize(Rule::kEdges);
+    for (size_t i = 0; i < Rule::kEdges; ++i)
+      if (!needs[i]) gradients[i] = Tensor();
+    return std::move(gradients);
+  }
 };
 
 // What Python sees of a node: the methods and attributes of torch's own nodes, and `saved_tensors`.

@@ -1,0 +1,40 @@
+"""The two routes of autograd: nodes in C++ (``_C_autograd.so``) and in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import fusedtrain
+from fusedtrain import _backends
+from fusedtrain.ops import batch_norm
+from fusedtrain.ops.activations import KERNELS
+
+NEEDS_CPP = pytest.mark.skipif(
+    _backends.autograd() is None, reason=f"{fusedtrain.backend_info().backends['autograd']}"
+)
+
+
+@contextmanager
+def python_route() -> Iterator[None]:
+    """Within it every call makes its nodes in Python."""
+    with mock.patch.object(batch_norm, "_cpp", None):
+        calls = {name: kernel._call for name, kernel in KERNELS.items()}
+        for kernel in KERNELS.values():
+            kernel._call = kernel._in_python
+        try:
+            yield
+        finally:
+            for name, kernel in KERNELS.items():
+                kernel._call = calls[name]
+
+
+def is_cpp(output: Tensor) -> bool:
+    """Whether the node of an output of this package is in C++."""
+    assert output.grad_fn is not None
+    return not isinstance(output.grad_fn, torch.autograd.function.BackwardCFunction)
