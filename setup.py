@@ -1,7 +1,8 @@
 """Builds fusedtrain/_C.so (CPU), where nvcc is found fusedtrain/_C_cuda.so, and _C_autograd.so.
 
 The first two use torch's stable ABI and no Python API: one build serves every torch from 2.10 and
-every CPython. The third is for the torch and the Python at hand. A build.ninja is written and run by ninja; torch itself is never imported.
+every CPython. The third is for the torch and the Python at hand. A build.ninja is written and run
+by ninja; torch itself is never imported.
 
 Environment:
     FUSEDTRAIN_CUDA      0: no CUDA file. 1: built, nvcc must be there. Unset: built where the torch

@@ -1,5 +1,5 @@
-"""How ``_C_autograd.so`` is built: by setup.py, which loads this file by its path, and by ``python -m
-fusedtrain build-autograd``. Imports neither torch nor the rest of the package.
+"""How ``_C_autograd.so`` is built: by setup.py, which loads this file by its path, and by
+``python -m fusedtrain build-autograd``. Imports neither torch nor the rest of the package.
 
 The file is for one torch and one Python, whose headers it is compiled with. It needs a C++ compiler
 and Python.h, no ninja.

@@ -13,6 +13,7 @@ import torch
 from fusedtrain import amp
 from helpers import ROOT, pretended_gpu
 from helpers.launches import pytest_pyfunc_call  # noqa: F401  (a hook)
+from helpers.new_memory import fill_new_memory
 
 # The benchmarks, which no installation has; at the end, after a package that is installed.
 sys.path.append(str(ROOT))
@@ -71,10 +72,13 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def memory_is_full_of_nan() -> Iterator[None]:
-    """What is not written is seen: memory that torch hands out is filled with NaN."""
+    """What is not written is seen: memory that torch or a kernel's binding hands out is filled with
+    NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
+    fill_new_memory(True)
     yield
+    fill_new_memory(False)
     torch.use_deterministic_algorithms(False)
 
 

@@ -2,6 +2,8 @@
 //
 // A Backend is made for one call, on the device of a tensor, and has (ops/batch_norm.h)
 //   static Tensor new_output(const Tensor& model);       fresh memory, as empty_like
+//   static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns, ScalarType);
+//                                                        fresh memory; no rows: [columns]
 //   static bool on_device(const Tensor&);                whether its kernels can take it
 //   void statistics(const BatchNorm&, const BatchNormStatistics&) const;      average, variance
 //   void train(const BatchNorm&, const BatchNormStatistics&, const BatchNormForward&) const;
@@ -121,14 +123,9 @@ struct BatchNormOps {
       return read_data(kept.back());
     }
 
-    Tensor new_vector(int64_t size) const {
-      return Backend::prepared(fusedtrain::new_vector(x, size, wide));
-    }
-    Tensor new_sums() const {
-      const int64_t sizes[] = {2, n.channels}, strides[] = {n.channels, 1};
-      return Backend::prepared(new_strided(x, 2, sizes, strides, ScalarType::Double));
-    }
-    Tensor none() const { return fusedtrain::new_vector(x, 0, x.scalar_type()); }
+    Tensor new_vector(int64_t size) const { return Backend::new_matrix(x, 0, size, wide); }
+    Tensor new_sums() const { return Backend::new_matrix(x, 2, n.channels, ScalarType::Double); }
+    Tensor none() const { return Backend::new_matrix(x, 0, 0, x.scalar_type()); }
 
     void use(const MaybeTensor& mean, const MaybeTensor& invstd) {
       n.mean = const_cast<void*>(vector(mean, n.channels, "mean"));

@@ -134,8 +134,8 @@ inline Tensor new_strided(const Tensor& model, int64_t dims, const int64_t* size
       kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(model.get(), &device_type));
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, sizes, strides, kind, device_type, model.get_device_index(), &made));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, kind, device_type,
+                                                         model.get_device_index(), &made));
   return Tensor(made);
 }
 
@@ -143,13 +143,6 @@ inline Tensor new_strided(const Tensor& model, int64_t dims, const int64_t* size
 inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
                             torch::headeronly::ScalarType dtype) {
   return new_strided(model, model.dim(), model.sizes().data(), strides, dtype);
-}
-
-// [size], on the device of `model`.
-inline Tensor new_vector(const Tensor& model, int64_t size,
-                         torch::headeronly::ScalarType dtype) {
-  const int64_t stride = 1;
-  return new_strided(model, 1, &size, &stride, dtype);
 }
 
 // A dense tensor as rows x channels x inner in memory order, channels being dimension 1.

@@ -19,6 +19,13 @@ struct Cpu {
     if (!is_dense(model)) return prepared(torch::stable::empty_like(model));
     return prepared(empty_strided(model, model.strides().data(), model.scalar_type()));
   }
+  static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns,
+                           torch::headeronly::ScalarType dtype) {
+    const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
+    const bool is_vector = rows == 0;
+    return prepared(
+        new_strided(model, is_vector ? 1 : 2, sizes + is_vector, strides + is_vector, dtype));
+  }
   static Tensor prepared(Tensor output) {
     cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
     return output;

@@ -43,6 +43,11 @@ struct Cuda {
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
   static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
+  static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns,
+                           torch::headeronly::ScalarType dtype) {
+    if (rows == 0) return torch::stable::new_empty(model, {columns}, dtype);
+    return torch::stable::new_empty(model, {rows, columns}, dtype);
+  }
   static Tensor prepared(Tensor output) { return output; }
 
   template <class Call>

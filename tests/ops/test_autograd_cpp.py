@@ -1,4 +1,4 @@
-"""The nodes in C++ against those in Python: the same bits, the same errors, the same unusual calls."""
+"""The nodes in C++ against those in Python: the same bits, the same errors."""
 
 from __future__ import annotations
 
@@ -226,9 +226,11 @@ def test_in_place_errors_are_those_of_torch() -> None:
 
 def test_anomaly_mode_names_the_node() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
-    with pytest.raises(RuntimeError, match="'SiluBackward' returned nan"), pytest.warns(
-        UserWarning, match="Error detected in SiluBackward"
-    ), torch.autograd.detect_anomaly(check_nan=True):
+    with (
+        pytest.raises(RuntimeError, match="'SiluBackward' returned nan"),
+        pytest.warns(UserWarning, match="Error detected in SiluBackward"),
+        torch.autograd.detect_anomaly(check_nan=True),
+    ):
         F.silu(x).backward(torch.tensor([1.0, float("nan")]))
 
 

@@ -32,7 +32,9 @@ def arguments(dtype: torch.dtype, *needed: str) -> dict[str, Tensor]:
     return {k: t.requires_grad_(k in needed) for k, t in tensors.items()}
 
 
-def run(dtype: torch.dtype, needed: tuple[str, ...], without: tuple[str, ...], **options: Any) -> Any:
+def run(
+    dtype: torch.dtype, needed: tuple[str, ...], without: tuple[str, ...], **options: Any
+) -> Any:
     tensors: dict[str, Any] = arguments(dtype, *needed)
     given = {k: None if k in without else t for k, t in tensors.items()}
     y = F.batch_norm_act(**given, **options)
