@@ -36,14 +36,13 @@ from .ops.pool import *  # noqa: F403
 from .ops.scale_add import *  # noqa: F403
 from .reference import activations as _reference
 
-_K = _activations.KERNELS
-_relu, _relu6, _leaky_relu = _K["relu"], _K["relu6"], _K["leaky_relu"]
-_elu, _celu, _selu, _silu, _mish = _K["elu"], _K["celu"], _K["selu"], _K["silu"], _K["mish"]
-_gelu, _gelu_tanh = _K["gelu"], _K["gelu_tanh"]
-_sigmoid, _logsigmoid, _softplus = _K["sigmoid"], _K["logsigmoid"], _K["softplus"]
-_tanh, _tanhshrink, _softsign = _K["tanh"], _K["tanhshrink"], _K["softsign"]
-_hardswish, _hardsigmoid, _hardtanh = _K["hardswish"], _K["hardsigmoid"], _K["hardtanh"]
-_hardshrink, _softshrink, _threshold = _K["hardshrink"], _K["softshrink"], _K["threshold"]
+_K, _F = _activations.KERNELS, _activations.FUNCTIONS
+_relu, _relu6, _leaky_relu = _F["relu"], _F["relu6"], _F["leaky_relu"]
+_elu, _celu, _selu, _silu, _mish = _F["elu"], _F["celu"], _F["selu"], _F["silu"], _F["mish"]
+_sigmoid, _logsigmoid, _softplus = _F["sigmoid"], _F["logsigmoid"], _F["softplus"]
+_tanh, _tanhshrink, _softsign = _F["tanh"], _F["tanhshrink"], _F["softsign"]
+_hardswish, _hardsigmoid, _hardtanh = _F["hardswish"], _F["hardsigmoid"], _F["hardtanh"]
+_hardshrink, _softshrink, _threshold = _F["hardshrink"], _F["softshrink"], _F["threshold"]
 
 
 def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
@@ -61,7 +60,7 @@ def relu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     if _has(input):
         return _handle(relu, (input,), input, inplace=inplace, save=save)
     if save is not None:
-        return _few_bit.run(_relu, input, inplace, save)
+        return _few_bit.run(_K["relu"], input, inplace, save)
     return _relu(input, inplace)
 
 
@@ -163,7 +162,7 @@ def silu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     if _has(input):
         return _handle(silu, (input,), input, inplace=inplace, save=save)
     if save is not None:
-        return _few_bit.run(_silu, input, inplace, save)
+        return _few_bit.run(_K["silu"], input, inplace, save)
     return _silu(input, inplace)
 
 
@@ -183,7 +182,7 @@ def mish(input: Tensor, inplace: bool = False, save: str | None = None) -> Tenso
     if _has(input):
         return _handle(mish, (input,), input, inplace=inplace, save=save)
     if save is not None:
-        return _few_bit.run(_mish, input, inplace, save)
+        return _few_bit.run(_K["mish"], input, inplace, save)
     return _mish(input, inplace)
 
 
@@ -282,7 +281,7 @@ def hardswish(input: Tensor, inplace: bool = False, save: str | None = None) -> 
     if _has(input):
         return _handle(hardswish, (input,), input, inplace=inplace, save=save)
     if save is not None:
-        return _few_bit.run(_hardswish, input, inplace, save)
+        return _few_bit.run(_K["hardswish"], input, inplace, save)
     return _hardswish(input, inplace)
 
 
@@ -415,10 +414,10 @@ def gelu(
         return _handle(gelu, (input,), input, approximate=approximate, save=save)
     if approximate not in ("none", "tanh"):
         raise RuntimeError("approximate argument must be either none or tanh.")
-    kernel = _gelu if approximate == "none" else _gelu_tanh
+    name = "gelu" if approximate == "none" else "gelu_tanh"
     if save is not None:
-        return _few_bit.run(kernel, input, False, save)
-    return kernel(input, False)
+        return _few_bit.run(_K[name], input, False, save)
+    return _F[name](input, False)
 
 
 def softplus(

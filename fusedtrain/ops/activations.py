@@ -77,14 +77,14 @@ class Kernel:
         self._reference = row.forward
         function, function_inplace = _functions(row)
         self._apply, self._apply_inplace = apply_of(function), apply_of(function_inplace)
-        self._call = self._in_python if _cpp is None else _in_cpp(row, self._in_python)
+        self.call = self.in_python if _cpp is None else _in_cpp(row, self.in_python)
 
     def __call__(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
-        if _is_dynamo_compiling():  # Dynamo cannot see into C++.
-            return self._in_python(input, inplace, *parameters)
-        return self._call(input, inplace, *parameters)
+        # Dynamo cannot see into C++.
+        call = self.in_python if _is_dynamo_compiling() else self.call
+        return call(input, inplace, *parameters)
 
-    def _in_python(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
+    def in_python(self, input: Tensor, inplace: bool, *parameters: float) -> Tensor:
         if not takes(input) or (parameters and not self._exact(input.dtype, parameters)):
             return self._plain(input, inplace, *parameters)
         if inplace:
@@ -140,6 +140,29 @@ class Kernel:
         if not input.is_inference():
             increment_version(input)
         return input
+
+
+def _function(kernel: Kernel) -> Callable[..., Tensor]:
+    """What a kernel is called by in a hurry: `Kernel.__call__` and `*parameters` cost 0.2 us of an
+    activation's 1.4 us."""
+
+    def none(input: Tensor, inplace: bool) -> Tensor:
+        if _is_dynamo_compiling():
+            return kernel.in_python(input, inplace)
+        return kernel.call(input, inplace)
+
+    def one(input: Tensor, inplace: bool, a: float) -> Tensor:
+        if _is_dynamo_compiling():
+            return kernel.in_python(input, inplace, a)
+        return kernel.call(input, inplace, a)
+
+    def two(input: Tensor, inplace: bool, a: float, b: float) -> Tensor:
+        if _is_dynamo_compiling():
+            return kernel.in_python(input, inplace, a, b)
+        return kernel.call(input, inplace, a, b)
+
+    functions: tuple[Callable[..., Tensor], ...] = (none, one, two)
+    return functions[len(kernel.row.parameters)]
 
 
 def _in_cpp(row: Activation, in_python: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -224,6 +247,7 @@ _ROWS = [row for row in ACTIVATIONS.values() if not row.tensors]
 for _row in _ROWS:
     _define(_row)
 KERNELS = {row.name: Kernel(row) for row in _ROWS}
+FUNCTIONS = {name: _function(kernel) for name, kernel in KERNELS.items()}
 
 
 def activation_of(name: str | None, parameters: dict[str, Any]) -> Pointwise | None:

@@ -10,12 +10,12 @@ from torch.overrides import has_torch_function_unary as _has
 from .._graph.fx import handle as _handle
 from ..reference import more_activations as _reference
 from . import few_bit as _few_bit
-from .activations import KERNELS as _K
+from .activations import FUNCTIONS as _F, KERNELS as _K
 
 __all__ = ["hard_mish", "quick_gelu", "relu_squared", "squareplus"]
 
-_quick_gelu, _relu_squared = _K["quick_gelu"], _K["relu_squared"]
-_hard_mish, _squareplus = _K["hard_mish"], _K["squareplus"]
+_quick_gelu, _relu_squared = _F["quick_gelu"], _F["relu_squared"]
+_hard_mish, _squareplus = _F["hard_mish"], _F["squareplus"]
 
 
 def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) -> Tensor:
@@ -35,7 +35,7 @@ def quick_gelu(input: Tensor, inplace: bool = False, save: str | None = None) ->
     if _has(input):
         return _handle(quick_gelu, (input,), input, inplace=inplace, save=save)
     if save is not None:
-        return _few_bit.run(_quick_gelu, input, inplace, save)
+        return _few_bit.run(_K["quick_gelu"], input, inplace, save)
     return _quick_gelu(input, inplace)
 
 

@@ -24,14 +24,14 @@ NEEDS_CPP = pytest.mark.skipif(
 def python_route() -> Iterator[None]:
     """Within it every call makes its nodes in Python."""
     with mock.patch.object(batch_norm, "_cpp", None):
-        calls = {name: kernel._call for name, kernel in KERNELS.items()}
+        calls = {name: kernel.call for name, kernel in KERNELS.items()}
         for kernel in KERNELS.values():
-            kernel._call = kernel._in_python
+            kernel.call = kernel.in_python
         try:
             yield
         finally:
             for name, kernel in KERNELS.items():
-                kernel._call = calls[name]
+                kernel.call = calls[name]
 
 
 def is_cpp(output: Tensor) -> bool:
