@@ -46,7 +46,8 @@ struct ActivationOps {
 // What Python says of an activation. Lasts as long as the process, since nodes point to it.
 struct ActivationRow {
   ActivationOps ops;
-  std::string name, node_name, in_place_node_name;  // of profiles and of grad_fn
+  // Of profiles, and of grad_fn.
+  std::string name, in_place_name, node_name, in_place_node_name;
   bool saves_output;
   bool in_place_by_output;  // in place, backward is another formula
   PyObject* formula;        // backward in torch operators
@@ -154,32 +155,39 @@ inline Tensor recorded(const ActivationRow& row, const Tensor& input, const doub
   return output;
 }
 
-// Works in place where that is simple; false: nothing was done.
-inline bool in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  if (input.is_inference()) return false;
-  const bool grad_mode = at::GradMode::is_enabled();
-  if (grad_mode && input.is_view()) return false;
-  const bool records = grad_mode && input.requires_grad();
-  NodePtr node;
-  Tensor saved;
-  if (records) {
-    if (input.is_leaf() || row.in_place_by_output || !can_record({&input})) return false;
-    // The clone is recorded, so that second derivatives reach the input through it.
-    if (!row.saves_output) saved = input.clone();
-    node = new_node(row, true, input, p);
-  }
+inline void run_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
   {
     pybind11::gil_scoped_release no_gil;
     at::AutoDispatchBelowADInplaceOrView below;
     row.ops.in_place(input, p[0], p[1]);
   }
   input.unsafeGetTensorImpl()->bump_version();
-  if (records) {
-    node->add_input_metadata(input);
-    torch::autograd::impl::rebase_history(input, {node, 0});
-    auto* n = static_cast<ActivationNode*>(node.get());
-    n->save(0, row.saves_output ? input : saved, row.saves_output);
+}
+
+inline void record_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  // The clone is recorded, so that second derivatives reach the input through it.
+  const Tensor saved = row.saves_output ? Tensor() : input.clone();
+  RECORD_FUNCTION(row.in_place_name, std::vector<c10::IValue>({input}),
+                  at::sequence_number::peek());
+  const NodePtr node = new_node(row, true, input, p);
+  run_in_place(row, input, p);
+  node->add_input_metadata(input);
+  torch::autograd::impl::rebase_history(input, {node, 0});
+  static_cast<ActivationNode*>(node.get())
+      ->save(0, row.saves_output ? input : saved, row.saves_output);
+}
+
+// Works in place where that is simple; false: nothing was done.
+inline bool in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  if (input.is_inference()) return false;
+  const bool grad_mode = at::GradMode::is_enabled();
+  if (grad_mode && input.is_view()) return false;
+  if (!grad_mode || !input.requires_grad()) {
+    run_in_place(row, input, p);
+    return true;
   }
+  if (input.is_leaf() || row.in_place_by_output || !can_record({&input})) return false;
+  record_in_place(row, input, p);
   return true;
 }
 
@@ -246,11 +254,12 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
   const NodeClass& nodes = node_class<false>(made, kNumbers);
   const NodeClass& in_place_nodes = node_class<true>(made, kNumbers);
   const std::string title = class_name;
-  auto* row = new ActivationRow{{name, parameters}, title,
-                                title + "Backward", title + "InplaceBackward",
-                                saves_output != 0,  in_place_by_output != 0,
-                                Py_NewRef(formula), Py_NewRef(valid),
-                                nodes.make,         in_place_nodes.make};
+  auto* row = new ActivationRow{{name, parameters},        title,
+                                title + "Inplace",         title + "Backward",
+                                title + "InplaceBackward", saves_output != 0,
+                                in_place_by_output != 0,   Py_NewRef(formula),
+                                Py_NewRef(valid),          nodes.make,
+                                in_place_nodes.make};
   nodes.register_as(row->node_name.c_str());
   in_place_nodes.register_as(row->in_place_node_name.c_str());
   made += 1;

@@ -157,8 +157,8 @@ inline bool fits(const BatchNormCall& c) {
   if (r.defined() && !(is_usual(r) && r.sizes() == x.sizes() &&
                        r.scalar_type() == x.scalar_type() && r.device() == x.device()))
     return false;
-  // Under autocast a GPU computes softplus in float32.
-  if (c.op == batch_norm_row().softplus && !x.is_cpu()) return false;
+  // Under autocast a GPU computes softplus in float32, which Python knows.
+  if (c.op == batch_norm_row().softplus) return false;
   return c.op >= -1 && c.op < static_cast<int64_t>(batch_norm_row().saves_output.size());
 }
 
