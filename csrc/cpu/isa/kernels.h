@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "../../channelwise_formulas.h"
 #include "../../few_bit.h"
 #include "../../formulas.h"
 #include "../../ops/pool.h"
