@@ -196,9 +196,9 @@ def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -
     files = ", ".join(FUNCTIONS)
     # functional.gelu reaches gelu_tanh by its argument, as torch's does.
     for name in sorted(declared - public - {"gelu_tanh"}):
-        FOUND.append(f"one name everywhere: the formulas have {name}, no public function of {files}")
+        FOUND.append(f"one name everywhere: formulas have {name}, no public function of {files}")
     for name in sorted(public - declared):
-        FOUND.append(f"one name everywhere: the functions have {name}, no row of the formulas")
+        FOUND.append(f"one name everywhere: functions have {name}, no row of the formulas")
     for name in sorted(declared):
         for twin in (f"{name}_forward", f"{name}_backward"):
             if not re.search(rf"^def {twin}\(", twins, re.M):
