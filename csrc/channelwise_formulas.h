@@ -2,8 +2,8 @@
 // alike.
 //
 // forward(x, a, b) is the function with the parameters of a channel, of which b may be unused.
-// backward(g, x, a, b, a_grad, b_grad) is g times the derivative by x, and sets what the element adds
-// to the gradients of the parameters. T is float or double, as in formulas.h.
+// backward(g, x, a, b, a_grad, b_grad) is g times the derivative by x, and sets what the element
+// adds to the gradients of the parameters. T is float or double, as in formulas.h.
 #pragma once
 
 #include "host_device.h"
