@@ -108,6 +108,7 @@ _TESTS: dict[str, list[str]] = {
         f"{_NUMBERS}::test_a_grid",
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
+        *_CHAINS,
     ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
