@@ -83,8 +83,27 @@ class Block(nn.Module):
         return out
 
 
+class BlockWithDropPath(Block):
+    """The same with stochastic depth as a module, as docs/convert.md asks for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.drop_path = fusedtrain.nn.DropPath(self.drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x if self.expand_ratio == 1 else swish(self.bn1(self.conv1(x)))
+        out = swish(self.bn2(self.conv2(out)))
+        out = self.se(out)
+        out = self.bn3(self.conv3(out))
+        if self.has_skip:
+            out = self.drop_path(out) + x
+        return out
+
+
 class EfficientNet(nn.Module):
-    def __init__(self, stages: int = len(STAGES), num_classes: int = 10) -> None:
+    def __init__(
+        self, stages: int = len(STAGES), num_classes: int = 10, block: type[Block] = Block
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 8, kernel_size=3, stride=1, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(8)
@@ -93,7 +112,7 @@ class EfficientNet(nn.Module):
         for expand, outputs, count, kernel, first_stride in STAGES[:stages]:
             for stride in [first_stride] + [1] * (count - 1):
                 drop_rate = 0.2 * len(layers) / total
-                layers.append(Block(inputs, outputs, kernel, stride, expand, drop_rate))
+                layers.append(block(inputs, outputs, kernel, stride, expand, drop_rate))
                 inputs = outputs
         self.layers = nn.Sequential(*layers)
         self.linear = nn.Linear(inputs, num_classes)
