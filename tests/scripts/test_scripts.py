@@ -159,6 +159,9 @@ def check_files_and_revert(stock: Run, fused: Run, state: State) -> None:
         assert_equal(evaluated(saved_whole(part.model), part.example), outputs)
         reverted = copy.deepcopy(part.model)
         assert fusedtrain.revert(reverted) > 0
+        modules, stock_modules = list(reverted.modules()), list(stock.parts[name].model.modules())
+        assert [type(module) for module in modules] == [type(module) for module in stock_modules]
+        assert not any("forward" in vars(module) for module in modules)
         assert_equal(evaluated(reverted, part.example), expected)
         results = trained(copy.deepcopy(stock.parts[name].model), part.example)
         assert_equal(trained(reverted, part.example), results)
