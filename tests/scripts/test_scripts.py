@@ -55,9 +55,11 @@ class Expected:
     narrow: float = 1e-5
 
 
-# Measured in float64: 4e-13 at most. Two things enlarge it: Adam's first steps make 5e-9 of
-# gradients that are rounding (biases before a norm), and torch's Hardsigmoid has a 1/6 of float32.
-# Measured in float32: 2e-6 at most, and under autocast what bfloat16 rounds off.
+# Measured in float64: 4e-13 at most. Two things enlarge it: Adam's first steps make up to 5e-9 of
+# gradients that are rounding (biases before a norm, of keys in attention), and torch's Hardsigmoid
+# has a 1/6 of float32. Measured in float32: 2e-6 at most. Under autocast 1.9e-2 (timm's
+# EfficientNet), 3.7e-3 (its ResNet) and below 1e-3: the stock scripts differ as much if their
+# weights are off by bfloat16's rounding.
 SCRIPTS: dict[str, tuple[Callable[..., Run], Expected]] = {
     "mnist": (mnist.main, Expected(({"calls": 3},))),
     "vae": (vae.main, Expected(({"calls": 3},))),
@@ -73,15 +75,15 @@ SCRIPTS: dict[str, tuple[Callable[..., Run], Expected]] = {
     "nanogpt": (nanogpt.main, Expected(({"calls": 2},), narrow=1e-2)),
     "timm_efficientnet": (
         functools.partial(timm_loop.main, name="test_efficientnet"),
-        Expected(({"converted": 13, "norms": 9, "products": 2},), tolerance=1e-7, narrow=5e-2),
+        Expected(({"converted": 13, "norms": 9, "products": 2},), tolerance=1e-7, narrow=1e-1),
     ),
     "timm_resnet": (
         functools.partial(timm_loop.main, name="test_resnet"),
-        Expected(({"converted": 13, "norms": 12},), tolerance=1e-7, narrow=5e-2),
+        Expected(({"converted": 13, "norms": 12},), tolerance=1e-7, narrow=2e-2),
     ),
     "timm_convnext": (
         functools.partial(timm_loop.main, name="test_convnext"),
-        Expected(({"converted": 9, "branches": 9},), tolerance=1e-7, narrow=5e-2),
+        Expected(({"converted": 9, "branches": 9},), tolerance=1e-7, narrow=1e-2),
     ),
     "torchvision_reference": (
         torchvision_reference.main,
@@ -91,9 +93,9 @@ SCRIPTS: dict[str, tuple[Callable[..., Run], Expected]] = {
         f"transformers_{name}": (functools.partial(transformers_loop.main, name=name), expected)
         for name, expected in {
             "Llama": Expected(({"converted": 2, "products": 2},)),
-            "GPT2": Expected(({"calls": 2},)),
-            "Bert": Expected(({"converted": 3},)),
-            "ViT": Expected(({"converted": 2},)),
+            "GPT2": Expected(({"calls": 2},), tolerance=1e-8),
+            "Bert": Expected(({"converted": 3},), tolerance=1e-8),
+            "ViT": Expected(({"converted": 2},), tolerance=1e-8),
             "ConvNext": Expected(({"converted": 5},)),
         }.items()
     },
