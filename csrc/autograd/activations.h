@@ -65,7 +65,7 @@ struct ActivationRule {
                           const Needs<ActivationRule>&) const {
     // Under create_graph the formula in torch operators is differentiated again.
     if (!at::GradMode::is_enabled() && is_usual_gradient(grad) && is_usual(saved[0]) &&
-        is_usual_thread()) {
+        !is_transformed()) {
       at::AutoDispatchBelowADInplaceOrView below;
       return {row->ops.backward(grad, saved[0], a, b)};
     }

@@ -108,7 +108,7 @@ struct BatchNormRule {
     if (at::GradMode::is_enabled() || !is_usual_gradient(grad)) return false;
     for (const Tensor& t : s)
       if (t.defined() && !is_usual(t)) return false;
-    return is_usual_thread();
+    return !is_transformed();
   }
 
   variable_list by_formula(const Tensor& grad, const Tensors& s) const {

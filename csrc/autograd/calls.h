@@ -6,6 +6,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -56,20 +57,29 @@ inline bool is_usual_gradient(const Tensor& t) {
   return object == nullptr || THPVariable_CheckExact(object);
 }
 
-// No mode, transform or tracer follows the operators of this thread.
-inline bool is_usual_thread() {
+// Whether a transform or a tracer follows the operators of this thread, and must see plain ones.
+inline bool is_transformed() {
+  // A dispatch mode (the Python keys) sees the op, whoever calls it.
+  constexpr c10::DispatchKeySet kUsual =
+      c10::default_included_set |
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   const auto local = c10::impl::tls_local_dispatch_key_set();
-  if ((local.included_ | c10::default_included_set) != c10::default_included_set) return false;
-  if (at::impl::torch_function_mode_enabled()) return false;
+  if ((local.included_ | kUsual) != kUsual) return true;
   // Within a transform whose keys are switched off for the moment.
   const auto& functorch = at::functorch::functorchTLSAccessor();
-  if (functorch == nullptr) return true;  // This thread has never entered a transform.
+  if (functorch == nullptr) return false;  // This thread has never entered a transform.
   try {
     functorch->checkSupportsCppAutogradFunction();
   } catch (const c10::Error&) {
-    return false;
+    return true;
   }
-  return true;
+  return false;
+}
+
+// Neither modes nor transforms nor tracers follow this thread.
+inline bool is_usual_thread() {
+  return !c10::impl::dispatch_mode_enabled() && !at::impl::torch_function_mode_enabled() &&
+         !is_transformed();
 }
 
 // Whether autograd can record the call here: a tensor made in inference mode lacks the key that

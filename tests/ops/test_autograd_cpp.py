@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
@@ -187,6 +188,34 @@ def test_unusual_calls_are_left_to_python() -> None:
     assert half.grad_fn.name() == "LeakyReluBackward0"
     with pytest.raises(TypeError):
         F.leaky_relu(x, "no number")  # type: ignore[arg-type]
+
+
+class Names(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_ops() -> None:
+    def seen() -> list[str]:
+        x = leaf(3)
+        y = F.silu(x)
+        with Names() as before:
+            y.sum().backward()
+        with Names() as around:
+            F.silu(x).sum().backward()
+        return [name for name in before.names + around.names if "silu" in name]
+
+    ours = seen()
+    with python_route():
+        assert ours == seen()
+    assert ours[0] == "fusedtrain.silu_backward.default"
 
 
 def test_a_gradient_of_a_subclass_takes_the_formula() -> None:
