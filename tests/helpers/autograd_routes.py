@@ -34,6 +34,12 @@ def python_route() -> Iterator[None]:
                 kernel.call = calls[name]
 
 
+def is_of_this_package(node: type) -> bool:
+    """Whether a class of nodes is of this package, in C++ or in Python: those of torch do not show
+    what they save by this name."""
+    return hasattr(node, "saved_tensors")
+
+
 def is_cpp(output: Tensor) -> bool:
     """Whether the node of an output of this package is in C++."""
     assert output.grad_fn is not None

@@ -181,7 +181,7 @@ def test_reference_backend_is_plain_torch_everywhere_and_silent() -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "plain-torch reference used" not in run.stdout
-    assert run.stdout.count("not loaded: FUSEDTRAIN_BACKEND=reference") == 3
+    assert run.stdout.count("not loaded: FUSEDTRAIN_BACKEND=reference") == 4
 
 
 def test_a_file_that_does_not_load_is_named() -> None:
