@@ -41,6 +41,7 @@ from .tracer import (
 )
 
 _MOST_WAYS = 16
+_ASKED = "what its forward does depends on its input"
 _TRACING = ("torch.fx", "fusedtrain")
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -60,13 +61,15 @@ class Trace:
 
     `inexact` says why a graph cannot take the place of the forward, "" where it can. If that is
     its mode of training alone (`by_training`), the first graph is that of training, the second that
-    of evaluation.
+    of evaluation. If that is the truth of values alone, `ways` has the graph of each row of answers,
+    in the order in which the forward asks.
     """
 
     module: nn.Module
     graphs: list[fx.Graph] = field(default_factory=list)
     inexact: str = ""
     by_training: bool = False
+    ways: dict[tuple[bool, ...], fx.Graph] = field(default_factory=dict)
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
@@ -79,10 +82,16 @@ class Trace:
             self.graphs.append(graph)
         for node, twin in zip(graph.nodes, same.nodes):
             twin.meta.update({key: node.meta[key] for key in (KEPT,) if key in node.meta})
-        self.inexact = self.inexact or tracer.guessed
+        asked = _ASKED if tracer.choices.made else ""
+        self.inexact = self.inexact or tracer.guessed or asked
         self.lists = self.lists or tracer.lists
         self.bypassed |= {id(self.module.get_submodule(name)) for name in tracer.bypassed}
         return same
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the forward does what its graphs do, and nothing else."""
+        return not self.inexact or self.by_training or bool(self.ways)
 
     @staticmethod
     def is_kept(node: fx.Node) -> bool:
@@ -228,24 +237,30 @@ def _trace_all(
     else:
         result.inexact = "its forward has optional arguments"
     by_mode: dict[bool | None, list[fx.Graph]] = {}
+    ways: list[dict[tuple[bool, ...], fx.Graph]] = []  # of each mode
+    known = not result.inexact  # whether all ways are known, and depend on nothing but decisions
     for mode in modes:
         for defaults in [{}, optional] if optional else [{}]:
             pending: list[tuple[bool, ...]] = [()]
-            ways = 0
+            ways.append({})
+            count = 0
             while pending:
-                ways += 1
-                if ways > _MOST_WAYS:
+                count += 1
+                if count > _MOST_WAYS:
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    graph = result.add(*_trace_once(module, choices, mode, defaults, converted))
+                    traced, tracer = _trace_once(module, choices, mode, defaults, converted)
+                    graph = result.add(traced, tracer)
                     by_mode.setdefault(mode[0], []).append(graph)
+                    ways[-1][tuple(choices.made)] = graph
+                    known = known and not tracer.guessed
                 except Exception as raised:  # of an assertion, say: other ways remain
-                    error = raised
+                    error, known = raised, False
                     result.partial = result.partial or not _is_refusal(raised)
                     if not choices.made and not optional:
                         raise
-                    result.inexact = result.inexact or "what its forward does depends on its input"
+                    result.inexact = result.inexact or _ASKED
                 pending += [
                     (*choices.made[:i], not choices.made[i])
                     for i in range(len(choices.forced), len(choices.made))
@@ -253,9 +268,12 @@ def _trace_all(
     if not result.graphs and error is not None:
         raise error
     code = getattr(_forward_of(module, converted), "__code__", None)
-    if code is not None and "print" in code.co_names:
+    prints = code is not None and "print" in code.co_names
+    if prints:
         result.inexact = result.inexact or "its forward prints"
     asks = asks_results(type(module))
+    if known and not (prints or asks) and len(ways[0]) > 1 and all(w == ways[0] for w in ways):
+        result.ways = ways[0]
     if len(result.graphs) > 1 and not result.inexact:
         result.inexact = "its forward depends on the mode of training"
         each = [len(set(map(id, by_mode.get(training, ())))) for training in (True, False)]
@@ -289,7 +307,7 @@ def _is_indifferent(
             plain, tracer = _trace_once(module, Choices(), mode, {}, converted)
         except Exception:
             return False
-        if tracer.guessed:
+        if tracer.guessed or tracer.choices.made:
             return False
         for number, values in enumerate(trials(optional)):
             try:
@@ -298,7 +316,7 @@ def _is_indifferent(
                 if number == 0:
                     return False
                 continue  # the forward would not take that either
-            if tracer.guessed or looks_at(plain, values, traced):
+            if tracer.guessed or tracer.choices.made or looks_at(plain, values, traced):
                 return False
     return True
 

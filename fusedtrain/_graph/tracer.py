@@ -22,6 +22,7 @@ from torch import fx, nn
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
+DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
 _PLAIN = (dict, list, tuple, torch.Size, fx.immutable_collections.immutable_dict,
           fx.immutable_collections.immutable_list)  # fmt: skip
 _MOST_CHOICES = 64
@@ -130,7 +131,7 @@ class Tracer(fx.Tracer):
         return [node for node in nodes if node.op not in ("placeholder", "get_attr")]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        self.guessed = "what its forward does depends on its input"
+        self.create_node("call_function", DECISION, (obj.node,), {})
         return self.choices.choose(False)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -142,6 +143,8 @@ class Tracer(fx.Tracer):
     def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
         """A tensor at first, then a list."""
         flat = kinds if isinstance(kinds, tuple) else (kinds,)
+        if obj.node.op == "get_attr" and torch.Tensor in flat:
+            return isinstance(_registered(self.root, str(obj.node.target)), kinds)
         if not {torch.Tensor, list, tuple} & set(flat):
             if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
                 self.guessed = "its forward asks for the type of its input"
@@ -150,6 +153,14 @@ class Tracer(fx.Tracer):
         if obj.node not in self.kinds:
             self.kinds[obj.node] = self.choices.choose(True)
         return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+def _registered(module: nn.Module, path: str) -> Any:
+    """A parameter or buffer, while `getattr` gives its stand-in."""
+    *parts, name = path.split(".")
+    for part in parts:
+        module = vars(module)["_modules"][part]
+    return vars(module)["_parameters"].get(name, vars(module)["_buffers"].get(name))
 
 
 @contextmanager

@@ -77,7 +77,8 @@ _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.v
 
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
-    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates"}
+    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
+             "gated_formula": "_gates"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

@@ -45,6 +45,10 @@ class Call:
         return self.match.root
 
     @property
+    def title(self) -> str:
+        return self.match.name
+
+    @property
     def kept(self) -> tuple[fx.Node, ...]:
         """What the fused function keeps for backward, where it does not say so by a copy."""
         if self.match.in_place:
@@ -68,7 +72,7 @@ def find_calls(flow: Flow, excluded: set[int]) -> list[Call]:
     """All of a model, in the order of its forwards, that may be replaced where they stand."""
     calls = []
     for trace in flow.traces:
-        if id(trace.module) in excluded or (trace.inexact and not trace.by_training):
+        if id(trace.module) in excluded or not trace.is_known:
             continue
         name = flow.names[id(trace.module)]
         for graph in trace.graphs:
@@ -92,7 +96,8 @@ def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Fo
             yield entry
 
 
-def _activation(flow: Flow, module: nn.Module) -> Found | None:
+def only_activation(flow: Flow, module: nn.Module) -> Match | None:
+    """The activation that a module is, and nothing else."""
     trace = flow.trace_of(module)
     if trace is None or trace.inexact or not is_bare(module) or not _is_simple(module):
         return None
@@ -100,7 +105,12 @@ def _activation(flow: Flow, module: nn.Module) -> Found | None:
     match = matches_of(trace.graphs[0]).get(last.args[0])
     if match is None or match.input is not first or list(match.nodes) != between:
         return None
-    if match.widens or match.in_place or match.name not in MODULE_OF:
+    return None if match.in_place or match.name not in MODULE_OF else match
+
+
+def _activation(flow: Flow, module: nn.Module) -> Found | None:
+    match = only_activation(flow, module)
+    if match is None or match.widens:
         return None
     if any(node.kwargs or len(node.args) != 1 for _, node in flow.calls(module)):
         return None

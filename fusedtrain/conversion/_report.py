@@ -120,7 +120,8 @@ class ConversionReport:
     added or called what is part of a norm now, and activation and drop modules that hand on their
     input, since a norm does their work. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
-    fused ones compute now, `left_calls` those that stay (`type` is the function). `looked_at`
+    fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products` the products
+    with a gate that stay (`type` is the gate). `looked_at`
     counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
     the model was not run, and `unproven` says why. The length is the number of changed modules.
 
@@ -141,6 +142,7 @@ class ConversionReport:
     branches: list[Branched] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     left_calls: list[Left] = field(default_factory=list)
+    left_products: list[Left] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
@@ -205,6 +207,9 @@ class ConversionReport:
         if self.left_calls:
             lines.append(f"left {counted(len(self.left_calls), 'call')} in forwards")
             lines += left_lines(self.left_calls)
+        if self.left_products:
+            lines.append(f"left {counted(len(self.left_products), 'product')} with a gate")
+            lines += left_lines(self.left_products)
         if not (self or self.products or self.branches):
             lines += self._nothing()
         return "\n".join(lines)
