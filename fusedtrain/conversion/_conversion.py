@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._graph.effects import Effects
-from .._graph.example import check_example
+from .._graph.example import example_for
 from .._graph.flow import Flow
 from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
-from .._graph.tracer import same_generators
 from .._torch_private import BatchNormBase, pytree
 from ..nn.norm import BatchNormActBase
 from ..nn.saving import SavingActivation
@@ -298,10 +297,7 @@ def prove(conversion: Conversion, example: Any) -> ConversionReport:
     Raises:
         RuntimeError: what is right one by one is not right together. Nothing is converted then.
     """
-    if callable(example):
-        with same_generators():
-            example = example()
-    check_example(example)
+    example = example_for(conversion.model, example)
     try:
         return _prove(conversion, _Trials(conversion, example))
     except BaseException:

@@ -22,7 +22,7 @@ from ..nn.norm import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._calls import only_activation
-from ._formulas import Match, activated, matches_of, number_of
+from ._formulas import Match, activated, matches_of
 from ._norms import is_activation, module_of
 
 
@@ -74,7 +74,7 @@ class Product:
         match = self.match or self.inner
         if match is None or not match.is_formula:
             return graph.call_function(gated, (other, opened, name), parameters)
-        arguments = (other, opened, name, number_of(match), match.widens)
+        arguments = (other, opened, name, match.number, match.widens)
         return graph.call_function(gated_formula, arguments, dict(parameters))
 
     def call_aside(self, graph: fx.Graph, other: Any, gate: fx.Node) -> fx.Node:
@@ -83,7 +83,7 @@ class Product:
         if self.inner is None or not self.inner.is_formula:
             return graph.call_function(gated_by, arguments)
         name, parameters = self.activation
-        formula = (name, number_of(self.inner), self.inner.widens)
+        formula = (name, self.inner.number, self.inner.widens)
         return graph.call_function(gated_by, (*arguments, *formula), dict(parameters))
 
 

@@ -413,7 +413,7 @@ class _Edit:
             if activation.node.graph is original:
                 nodes = [new[n] for n in activation.match.nodes]
                 with graph.inserting_before(nodes[-1]):
-                    call = activation.replacement(graph, present(new[activation.match.input]))
+                    call = activation.replacement(graph, lambda node: present(new[node]))
                 replace_all(nodes, call)
         return graph
 

@@ -166,7 +166,13 @@ def _path(name: str, value: Any) -> str:
     path = _SPECIAL.get(name) or (
         f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     )
+    # Functions that torch makes within another one, max_pool1d for one, have a name outside, too.
+    outer = f"{getattr(value, '__module__', '')}:{getattr(value, '__name__', '')}"
+    return next((p for p in (path, outer) if _leads_to(p, value)), "")
+
+
+def _leads_to(path: str, value: Any) -> bool:
     try:
-        return path if resolve(path) is value else ""
+        return resolve(path) is value
     except (ImportError, AttributeError, ValueError):
-        return ""
+        return False
