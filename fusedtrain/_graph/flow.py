@@ -36,6 +36,7 @@ from .tracer import (
     collector_paused,
     context_now,
     has_with,
+    noting_mode,
     random_states,
     same_generators,
 )
@@ -193,7 +194,8 @@ def _traced(
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            graph = tracer.trace(clone, defaults or None)
+            with noting_mode(tracer, clone):
+                graph = tracer.trace(clone, defaults or None)
         tracer.mark_kept()
         drawn = random_states() != states
     if watch.computed or drawn:
@@ -228,6 +230,22 @@ def trace(
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+@dataclass
+class _Modes:
+    """Those in which a forward has to be traced: all if it has asked for the training flag, and
+    otherwise one with gradients and one without."""
+
+    modes: tuple[Mode, ...]
+    asked: bool = False
+
+    def __iter__(self) -> Iterator[Mode]:
+        seen = set()
+        for mode in self.modes:
+            if self.asked or mode[2] not in seen:
+                seen.add(mode[2])
+                yield mode
+
+
 def _trace_all(
     module: nn.Module, optional: dict[str, Any] | None, converted: bool, modes: tuple[Mode, ...]
 ) -> Trace:
@@ -239,7 +257,8 @@ def _trace_all(
     by_mode: dict[bool | None, list[fx.Graph]] = {}
     ways: list[dict[tuple[bool, ...], fx.Graph]] = []  # of each mode
     known = not result.inexact  # whether all ways are known, and depend on nothing but decisions
-    for mode in modes:
+    chosen = _Modes(modes)  # other modes have the same graphs
+    for mode in chosen:
         for defaults in [{}, optional] if optional else [{}]:
             pending: list[tuple[bool, ...]] = [()]
             ways.append({})
@@ -255,8 +274,9 @@ def _trace_all(
                     by_mode.setdefault(mode[0], []).append(graph)
                     ways[-1][tuple(choices.made)] = graph
                     known = known and not tracer.guessed
+                    chosen.asked |= tracer.asks_mode
                 except Exception as raised:  # of an assertion, say: other ways remain
-                    error, known = raised, False
+                    error, known, chosen.asked = raised, False, True
                     result.partial = result.partial or not _is_refusal(raised)
                     if not choices.made and not optional:
                         raise
@@ -265,6 +285,7 @@ def _trace_all(
                     (*choices.made[:i], not choices.made[i])
                     for i in range(len(choices.forced), len(choices.made))
                 ]
+        chosen.asked |= any(w != ways[0] for w in ways)
     if not result.graphs and error is not None:
         raise error
     code = getattr(_forward_of(module, converted), "__code__", None)
@@ -302,20 +323,24 @@ def _is_indifferent(
     """Whether a forward has no optional arguments, or takes one way whatever they are."""
     if not optional:
         return optional is not None
-    for mode in modes:
+    chosen = _Modes(modes)
+    for mode in chosen:
         try:
             plain, tracer = _trace_once(module, Choices(), mode, {}, converted)
         except Exception:
             return False
+        chosen.asked |= tracer.asks_mode
         if tracer.guessed or tracer.choices.made:
             return False
         for number, values in enumerate(trials(optional)):
             try:
                 traced, tracer = _trace_once(module, Choices(), mode, values, converted)
             except Exception:
+                chosen.asked = True
                 if number == 0:
                     return False
                 continue  # the forward would not take that either
+            chosen.asked |= tracer.asks_mode
             if tracer.guessed or tracer.choices.made or looks_at(plain, values, traced):
                 return False
     return True

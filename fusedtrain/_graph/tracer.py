@@ -86,6 +86,7 @@ class Tracer(fx.Tracer):
         self.context = context_now()
         self.proxies: list[weakref.ref[fx.Proxy]] = []
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
+        self.asks_mode = False  # whether the forward reads the training flag of a module
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -238,6 +239,37 @@ def has_with(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
     return code is not None and any(step.opname in names for step in dis.get_instructions(code))
+
+
+@contextmanager
+def noting_mode(tracer: Tracer, root: nn.Module) -> Iterator[None]:
+    """Notes whether a forward reads the training flag of a module: of any that has no attribute of
+    this name in its class, and not from `__dict__`."""
+    code = getattr(type(root).forward, "__code__", None)
+    tracer.asks_mode = code is None or not {"__dict__", "vars"}.isdisjoint(code.co_names)
+    kinds = {cls for kind in {type(m) for m in root.modules()} for cls in kind.__mro__}
+    tracer.asks_mode |= any("training" in vars(cls) for cls in kinds)
+
+    def read(module: nn.Module) -> bool:
+        tracer.asks_mode = True
+        try:
+            flag: bool = vars(module)["training"]
+        except KeyError:  # a scripted module has it elsewhere
+            raise AttributeError("training") from None
+        return flag
+
+    def write(module: nn.Module, flag: bool) -> None:
+        vars(module)["training"] = flag
+
+    if "training" in vars(nn.Module):  # another trace in this one, or in another thread
+        tracer.asks_mode = True
+        yield
+        return
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
 
 
 @contextmanager
