@@ -62,8 +62,8 @@ class Trace:
 
     `inexact` says why a graph cannot take the place of the forward, "" where it can. If that is
     its mode of training alone (`by_training`), the first graph is that of training, the second that
-    of evaluation. If that is the truth of values alone, `ways` has the graph of each row of answers,
-    in the order in which the forward asks.
+    of evaluation. If that is the truth of values alone, `ways` has the graph of each row of
+    answers, in the order in which the forward asks.
     """
 
     module: nn.Module

@@ -116,9 +116,9 @@ def convert(
     With `example_inputs` (a tensor, a tuple of arguments, a dict of named ones; the shape of one
     tensor, whose normal random numbers have the dtype and device of the first floating-point
     parameter; or a function without arguments that returns one of these and may draw random
-    numbers: the states of generators stay) the model runs forward and backward on it before and after, in its mode of
-    training and with the same random numbers, and the report tells the bytes saved for backward and
-    the largest differences. Allowed is 32 times what the stock model shows when its layers' outputs
+    numbers: the states of generators stay) the model runs forward and backward on it before and
+    after, in its mode of training and with the same random numbers, and the report tells the bytes
+    saved for backward and the largest differences. Allowed is 32 times what the stock model shows when its layers' outputs
     are off by rounding (at least 32 units in the last place of the dtype); where that says little,
     the two run in float64, too. A swap that differs by more is undone. Gradients, buffers and
     random number generators stay. The report says so where there was nothing to compare: in

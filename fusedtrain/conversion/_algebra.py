@@ -200,11 +200,12 @@ _RULES: dict[str, _Rule] = {
     "hardsigmoid": _hardsigmoid,
     "softplus": _softplus,
     "expit": lambda t, a: t.of("sigmoid", a),
+    "ndtr": lambda t, a: _scaled(_sum(_number(1.0), t.of("erf", _scaled(a, 0.5**0.5))), 0.5),
     "log": _log,
     "log1p": _log1p,
     **{
         name: lambda t, a, _name=name: t.of(_name, a)
-        for name in ("sigmoid", "tanh", "erf", "ndtr", "exp", "abs")
+        for name in ("sigmoid", "tanh", "erf", "exp", "abs")
     },
 }
 # Under autocast, CUDA computes these in float32 and gives float32.

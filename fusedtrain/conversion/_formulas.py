@@ -19,7 +19,7 @@ import torch.nn.functional as torch_functional
 from torch import Tensor, fx
 
 from .. import functional as fused_functional
-from .._calls import autocasts, takes
+from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
 from ..reference.pointwise import POINTWISE
 from ._algebra import (
@@ -38,7 +38,8 @@ _PLAIN = (int, float, bool, str, type(None))
 
 # The functions of fusedtrain.functional that people write by hand, as eager torch computes them.
 # At infinities, where a formula has inf * 0, a function has its limit. Pickles have the numbers of
-# the rows: new ones come last.
+# the rows: new ones come last. 1 / (1 + exp(-x)) is none: its gradient is more exact than that of
+# the sigmoid, which is computed from the rounded output.
 FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     ("silu", {}, lambda x: x * torch.sigmoid(x)),
     ("quick_gelu", {}, lambda x: x * torch.sigmoid(1.702 * x)),
@@ -60,9 +61,6 @@ FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     ("relu_squared", {}, lambda x: torch.square(torch.relu(x))),
     ("tanhshrink", {}, lambda x: x - torch.tanh(x)),
     ("softsign", {}, lambda x: x / (1 + abs(x))),
-    # Exact where x is far below 0, and plain torch's GELU is not.
-    ("gelu", {}, lambda x: x * torch.special.ndtr(x)),
-    ("sigmoid", {}, lambda x: 1 / (1 + torch.exp(-x))),
 )
 
 
@@ -95,9 +93,9 @@ class Match(NamedTuple):
 
 
 def activated(input: Any, name: str, number: int, widens: bool, **parameters: Any) -> Any:
-    """The function that formula `number` is. Where no kernel takes the input, the formula itself;
-    in float32 where autocast would have computed it so."""
-    if not takes(input):
+    """The function that formula `number` is. Where the input is no plain floating tensor, the
+    formula itself; in float32 where autocast would have computed it so."""
+    if not is_plain(input):
         return FORMULAS[number][2](input)
     if widens and autocasts(input) and not autocasts(input, "cpu"):
         input = input.float()

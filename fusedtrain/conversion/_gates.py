@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._calls import autocasts, is_plain, takes
+from .._calls import autocasts, is_plain
 from .._graph.flow import Flow, Trace, is_product
 from .._graph.forward import has_foreign_forward
 from .._graph.modules import is_hooked
@@ -92,7 +92,7 @@ def gated_formula(
 ) -> Any:
     """``input * activated(gate, ...)``, as one op where that gives the dtype of the formula."""
     wide = widens and autocasts(gate) and not autocasts(gate, "cpu")
-    if wide or not takes(gate):
+    if wide or not is_plain(gate):
         return input * activated(gate, name, number, widens, **parameters)
     return gated(input, gate, name, **parameters)
 

@@ -146,9 +146,8 @@ class ConversionReport:
     added or called what is part of a norm now, and activation and drop modules that hand on their
     input, since a norm does their work. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
-    fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products` the products
-    with a gate that stay (`type` is the gate). `looked_at`
-    counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
+    fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products`
+    the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
     the model was not run, and `unproven` says why. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
@@ -252,7 +251,7 @@ class ConversionReport:
         return ["what would help", *lines] if lines else []
 
     def _nothing(self, helped: bool) -> list[str]:
-        """What was looked at where nothing changes, and what would help, if nothing else says so."""
+        """What was looked at where nothing changes. `helped`: it is told what would help."""
         modules, forwards, untraced = self.looked_at
         text = f"  looked at {_modules(modules)} and into {counted(forwards, 'forward')}"
         if untraced:
