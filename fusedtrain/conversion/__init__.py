@@ -118,11 +118,11 @@ def convert(
     parameter; or a function without arguments that returns one of these and may draw random
     numbers: the states of generators stay) the model runs forward and backward on it before and
     after, in its mode of training and with the same random numbers, and the report tells the bytes
-    saved for backward and the largest differences. Allowed is 32 times what the stock model shows when its layers' outputs
-    are off by rounding (at least 32 units in the last place of the dtype); where that says little,
-    the two run in float64, too. A swap that differs by more is undone. Gradients, buffers and
-    random number generators stay. The report says so where there was nothing to compare: in
-    inference mode no parameter has a gradient.
+    saved for backward and the largest differences. Allowed is 32 times what the stock model shows
+    when its layers' outputs are off by rounding (at least 32 units in the last place of the dtype);
+    where that says little, the two run in float64, too. A swap that differs by more is undone.
+    Gradients, buffers and random number generators stay. The report says so where there was nothing
+    to compare: in inference mode no parameter has a gradient.
 
     `verify=False` leaves the comparison out, for models that are too large to run twice;
     `dry_run=True` returns the report and leaves the model as it is.

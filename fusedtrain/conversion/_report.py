@@ -147,8 +147,9 @@ class ConversionReport:
     input, since a norm does their work. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
     fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products`
-    the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
-    the model was not run, and `unproven` says why. The length is the number of changed modules.
+    the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched.
+    `memory` and `dry_run` are what was asked for. `proof` is None where the model was not run, and
+    `unproven` says why. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))

@@ -60,7 +60,9 @@ class Plan:
         while self._reorders() or self._disagrees():
             self._settle()
         # A gate that hands on its input computes nothing.
-        self.calls = [c for c in self.calls if id(c.trace.module) not in self.passing]
+        handed = [c for c in self.calls if id(c.trace.module) in self.passing]
+        self.calls = [c for c in self.calls if c not in handed]
+        self.handed = {n for call in handed for n in call.match.nodes}
 
     def _settle(self) -> None:
         """Leaves what all of this can be done together."""
@@ -91,7 +93,7 @@ class Plan:
     def gone(self) -> set[fx.Node]:
         """Calls of activations that something else computes."""
         gone = {n for site in self.sites for step in site.steps for n in step.calls}
-        gone |= {n for p in self.products for n in p.opened}
+        gone |= {n for p in self.products for n in p.opened} | self.handed
         return gone | {n for call in self.calls for n in call.match.nodes}
 
     def owners(self) -> list[nn.Module]:

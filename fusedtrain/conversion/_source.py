@@ -88,7 +88,7 @@ def woven(ways: Mapping[tuple[bool, ...], tuple[fx.Graph, Source]]) -> Source:
         Disagreement: what they do before a decision differs.
     """
     bodies: dict[tuple[bool, ...], list[list[_Line]]] = {}
-    head, imports = "", {}
+    head, imports = "", dict[str, str]()
     for answers, (graph, (source, names, _)) in ways.items():
         before, _, body = source.partition("def forward(")
         signature, _, body = body.partition(":\n")
