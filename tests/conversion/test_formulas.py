@@ -87,6 +87,7 @@ OTHERS: dict[str, Function] = {
     # Far from 0 its gradient is more exact than the sigmoid's, which is made of the output.
     "sigmoid by exp": lambda x: 1 / (1 + torch.exp(-x)),
     "other logistic": lambda x: x / (1 + torch.exp(-2 * x)),
+    "logistic of two and one": lambda x: 2 * x / (2 + torch.exp(-x)),
     "logistic of two": lambda x: x / (2 + torch.exp(-x)),
     "a residual sum": lambda x: x + x * torch.erf(x / math.sqrt(2)),
     "times zero": lambda x: x * torch.sigmoid(0 * x),
