@@ -7,6 +7,7 @@ import sys
 
 from . import backend_info
 from ._backends import machine_info
+from ._pipes import quiet_pipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,4 +25,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_pipe():
+        sys.exit(main())
