@@ -16,7 +16,7 @@ from .._calls import is_plain
 from .._graph.flow import Flow, Trace, is_product
 from .._graph.modules import is_hooked
 from .._graph.unseen_calls import UnseenCalls
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._formulas import Match, matches_of

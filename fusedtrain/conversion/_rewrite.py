@@ -18,7 +18,7 @@ from .._graph.flow import Trace
 from .._graph.forward import PassesOn, Rewritten, install, remove, restore
 from .._graph.records import assign, record_of
 from .._graph.unseen_calls import numbers_of
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
