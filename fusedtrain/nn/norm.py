@@ -148,7 +148,8 @@ class BatchNormActBase(BatchNormBase):
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None, alone: bool = False) -> Tensor:
-        if not alone and not torch.compiler.is_compiling() and type(self) in _RANKS:
+        # `is`: under torch.fx `alone` may be a proxy, which has no truth.
+        if alone is False and not torch.compiler.is_compiling() and type(self) in _RANKS:
             output = self._usual(input, residual)
             if output is not None:
                 return output

@@ -344,7 +344,7 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    fused = _activations.activation_of(activation, parameters)
+    fused, function = _activations.chosen(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
@@ -366,7 +366,6 @@ def batch_norm_act(
             return output
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
     if fused is None:
-        function = _activations.as_function(str(activation), parameters)
         function(input.new_zeros(1))  # raises before running statistics have moved
         return function(run(input, residual, norm, Pointwise(), overwrite_input))
     return run(input, residual, norm, fused, overwrite_input)
