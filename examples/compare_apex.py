@@ -35,7 +35,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
         compared = compare_runs([before, row], row.test_images, None)
         # Not the worst of the first 10 steps: with such small batches it is 0.04 to 0.18.
         compared[1:2] = compare_beginnings(before, row, tolerance)
-        checks += [Check(f"{row.name}: {c.name}", c.value, c.limit) for c in compared]
+        checks += [replace(check, mode=row.name) for check in compared]
     return checks
 
 

@@ -24,6 +24,7 @@ import argparse
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from rich.progress import Progress
@@ -222,11 +223,12 @@ def _probe(
             continue
         eager = by_name[mode.reference]
         exact = gradients(eager, batch, None)
-        checks.append(compare_gradients(gradients(mode, batch, None), exact))
+        of_mode = [compare_gradients(gradients(mode, batch, None), exact)]
         if mode.dtype is not None:
             ours, theirs = (gradients(m, batch, mode.dtype) for m in (mode, eager))
-            checks.append(compare_rounded_gradients(ours, theirs, exact))
-        checks += _probe_updates(args, mode, list(exact.values()))
+            of_mode.append(compare_rounded_gradients(ours, theirs, exact))
+        of_mode += _probe_updates(args, mode, list(exact.values()))
+        checks += [replace(check, mode=mode.name) for check in of_mode]
     return checks
 
 

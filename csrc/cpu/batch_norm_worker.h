@@ -117,13 +117,12 @@ struct Worker {
 
   void fill_forward() {
     for (Array<T>* a : {&mean, &scale, &bias}) a->assign(task.columns, T(0));
-    for (int64_t i = 0; i < task.columns; ++i) {
-      const int64_t c = task.channel_of(i);
-      mean[i] = value<T>(call.mean, c);
-      scale[i] = value<T>(call.invstd, c);
-      if (call.weight != nullptr) scale[i] *= value<T>(call.weight, c);
-      bias[i] = value<T>(call.bias, c);
-    }
+    task.each_channel([&](int64_t column, int64_t c) {
+      const T invstd = value<T>(call.invstd, c);
+      task.fill(mean, column, value<T>(call.mean, c));
+      task.fill(scale, column, call.weight == nullptr ? invstd : invstd * value<T>(call.weight, c));
+      task.fill(bias, column, value<T>(call.bias, c));
+    });
   }
 
   // Shares of a task: two numbers for each of its channels.
@@ -150,20 +149,21 @@ struct Worker {
     add_sums(0, task.columns);
     double* first = shares;
     double* second = first + call.channels;
-    for (int64_t c = 0; c < call.channels; ++c) {
-      first[c] = all_sums[c];
-      second[c] = all_slopes[c];
-    }
-    for (int64_t i = call.channels; i < task.columns; i += call.channels)
-      for (int64_t c = 0; c < call.channels; ++c) {
-        first[c] += all_sums[i + c];
-        second[c] += all_slopes[i + c];
+    std::fill_n(shares, 2 * call.channels, 0.0);
+    task.each_channel([&](int64_t column, int64_t c) {
+      double sum = 0, slope_sum = 0;
+      for (int64_t i = column; i < column + task.columns_a_channel; ++i) {
+        sum += all_sums[i];
+        slope_sum += all_slopes[i];
       }
+      first[c] += sum;
+      second[c] += slope_sum;
+    });
   }
 
   void fill_centers(const BatchNormStatistics& s) {
     for (Array<T>* a : {&mean, &scale, &bias}) a->assign(task.columns, T(0));
-    for (int64_t i = 0; i < task.columns; ++i) mean[i] = T(s.average[task.channel_of(i)]);
+    task.each_channel([&](int64_t column, int64_t c) { task.fill(mean, column, T(s.average[c])); });
   }
   void statistics(double* shares) {
     clear_sums();
@@ -295,12 +295,12 @@ struct Worker {
     fill_forward();
     average.assign(task.columns, T(0));
     slope.assign(task.columns, T(0));
-    for (int64_t i = 0; b.averages != nullptr && i < task.columns; ++i) {
-      const int64_t c = task.channel_of(i);
-      const double invstd = double(value<T>(call.invstd, c));
-      average[i] = T(b.averages[c] / b.count);
-      slope[i] = T(b.averages[call.channels + c] / b.count * invstd * double(scale[i]));
-    }
+    if (b.averages == nullptr) return;
+    task.each_channel([&](int64_t column, int64_t c) {
+      const double scales = double(value<T>(call.invstd, c)) * double(scale[column]);
+      task.fill(average, column, T(b.averages[c] / b.count));
+      task.fill(slope, column, T(b.averages[call.channels + c] / b.count * scales));
+    });
   }
   void grad_input(const BatchNormBackward& b) {
     const bool corrected = b.averages != nullptr;

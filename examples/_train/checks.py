@@ -77,6 +77,7 @@ class Check:
     name: str
     value: float
     limit: float
+    mode: str = ""  # of which this is a check; empty: of all
 
     @property
     def passed(self) -> bool:
@@ -156,7 +157,7 @@ def compare_runs(modes: Sequence[Run], test_images: int, tolerance: float | None
         ]
         for name, distance, limit in plan[: None if steps >= STEPS_WITH_AN_END else 1]:
             granted = limit + min(GRANTED * distance(eager, exact), GRANTED_AT_MOST)
-            checks.append(Check(name, distance(mode, eager), granted))
+            checks.append(Check(name, distance(mode, eager), granted, mode.name))
         if tolerance is not None:
             checks[1].limit = tolerance
     return checks

@@ -133,6 +133,7 @@ class Report:
             what_was_won(
                 mode,
                 by_name[mode.reference],
+                by_name.get(by_name[mode.reference].reference or ""),
                 self.args.batch_size,
                 self.seconds(mode) / self.seconds(by_name[mode.reference]),
                 self.passed,

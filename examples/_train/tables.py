@@ -47,8 +47,13 @@ def build_table(
 
 
 def show_checks(console: Console, checks: Sequence[Check], verdict: str) -> None:
-    """Every check, and the verdict where one has failed."""
-    for check in checks:
+    """Every check, those of a mode together, and the verdict where one has failed."""
+    modes = list(dict.fromkeys(check.mode for check in checks))
+    headed = ""
+    for check in sorted(checks, key=lambda check: modes.index(check.mode)):
+        if check.mode != headed:
+            headed = check.mode
+            console.print(headed or "all modes", highlight=False)
         colour, word = ("green", "ok") if check.passed else ("red", "FAILED")
         console.print(
             f"[{colour}]{word:>6}[/] {check.name} {check.value:.2g} (limit {check.limit:.2g})",

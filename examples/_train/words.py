@@ -11,17 +11,22 @@ from _train.modes import Mode
 LITTLE = 0.9
 
 
-def what_was_won(mode: Mode, eager: Mode, batch: int, time: float, passed: bool) -> str:
+def what_was_won(
+    mode: Mode, eager: Mode, exact: Mode | None, batch: int, time: float, passed: bool
+) -> str:
     """A sentence: losses, memory kept for backward, time, and the batch that fits this memory.
 
     Args:
         mode: the fused one.
         eager: its reference.
+        exact: the reference of that, whose losses differ from it by rounding, too.
         batch: images of a micro-batch.
         time: of a step, as a ratio to the eager one's.
         passed: whether all checks of the run passed.
     """
-    difference = f"largest difference {curve_difference(mode, eager):.2g}"
+    difference = f"largest difference at any step {curve_difference(mode, eager):.2g}"
+    if exact is not None:
+        difference += f", {eager.name} from {exact.name} {curve_difference(eager, exact):.2g}"
     losses = f"{'same losses' if passed else 'losses NOT shown to be the same'} ({difference})"
     kept = mode.saved_bytes / eager.saved_bytes
     images = fitting_batch(mode, eager, batch)

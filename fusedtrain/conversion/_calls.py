@@ -179,13 +179,14 @@ def left_calls(
 def left_modules(flow: Flow, worth: Worth, known: set[int]) -> Iterator[Left]:
     """Modules that look like an activation, and are none that is known."""
     for name, module in flow.model.named_modules():
+        if id(module) in known or not is_bare(module):
+            continue
+        if function := worth.applied(module):
+            reason = f"its forward applies {function}, a torch.autograd.Function"
+            yield Left(name, title(type(module)), reason)
+            continue
         trace = flow.trace_of(module)
-        if (
-            id(module) in known
-            or trace is None
-            or not is_bare(module)
-            or not worth.mentions(module)
-        ):
+        if trace is None or not worth.mentions(module):
             continue
         if not any(map(matches_of, trace.graphs)):
             yield Left(name, title(type(module)), "no fused version of its formula")

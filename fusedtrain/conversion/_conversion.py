@@ -230,8 +230,9 @@ class Conversion:
         known = self.known | {id(norm) for norm in self.norms}
         report.left += left_modules(self.flow, self.worth, known)
         report.left_calls += left_calls(self.flow, self.worth, known, self._reasons())
+        passing = {id(module) for module in self.model.modules() if passes_on(module)}
         report.looked_at = LookedAt(
-            len(self.flow.names), len(self.flow.traces), len(self.flow.failed)
+            len(self.flow.names), len(self.flow.traces), len(self.flow.failed.keys() - passing)
         )
         report.overwriting = [
             self.flow.names[id(module)]

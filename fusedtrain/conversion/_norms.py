@@ -18,6 +18,7 @@ from .. import nn as fused_nn
 from .._graph.flow import Flow, Trace, Value, is_sum
 from .._graph.forward import obstacle_of, passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from .._graph.tracer import IN_PLACE
 from .._graph.unseen_calls import UnseenCalls
 from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
 from ._formulas import Match, call_of, matches_of, name_of_call
@@ -215,7 +216,7 @@ class Finder:
             if len(users) != 1:
                 kinds = [self._step(trace, value, user) for user in users]
                 shared = any(isinstance(kind, Step) for kind in kinds)
-                return _Walk(steps, False, "its output is used elsewhere, too" if shared else "")
+                return _Walk(steps, False, _why_shared(value) if shared else "")
             user = users[0]
             if user.op == "output":
                 return _Walk(steps, user.args[0] is value)
@@ -282,6 +283,14 @@ def _activation(trace: Trace, match: Match) -> Step | str:
     if made is None:
         return _no_kernel(match.name)
     return Step("act", trace, (match.root,), made, matches=(match,))
+
+
+def _why_shared(value: fx.Node) -> str:
+    for user in value.users:
+        name = str(getattr(user.target, "__name__", user.target))
+        if user.args[:1] == (value,) and (name.endswith("_") or name in IN_PLACE):
+            return f"{name} writes over its output"
+    return "its output is used elsewhere, too"
 
 
 def _no_kernel(name: str) -> str:

@@ -94,7 +94,7 @@ def run(
         arguments, named = arguments_of(example)
         # Backward is under it too: there torch.utils.checkpoint computes again, in the same way.
         with _perturbed(ids) if noise else nullcontext():
-            with _recording(model, done, errors, reference):
+            with _recording(model, done, errors, reference), _naming(arguments, named):
                 output = model(*arguments, **named)
             leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
             done.outputs = [leaf.detach() for leaf in leaves]
@@ -109,6 +109,28 @@ def run(
     if reference is not None:
         _compare(done, reference, errors)
     return done, errors
+
+
+@contextmanager
+def _naming(arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
+    """Notes in what the model raises with what it was called: a batch of a loader, say, is two
+    arguments."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11
+            values = [*map(_described, arguments)]
+            values += [f"{name}={_described(value)}" for name, value in named.items()]
+            error.add_note(
+                f"with example_inputs the model was called as model({', '.join(values)})"
+            )
+        raise
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def excess(errors: Errors, noise: Errors) -> tuple[float, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from .._graph.report import Left, counted, left_lines, shown
 
@@ -152,6 +154,13 @@ class ConversionReport:
     def __len__(self) -> int:
         swapped = {entry.name for entry in self.converted} | {norm.name for norm in self.norms}
         return len(swapped.union(self.rewritten))
+
+    def __getattr__(self, name: str) -> Any:
+        """Only for names that it lacks: `model = convert(model)` is an easy mistake."""
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if hasattr(nn.Module, name) and not name.startswith("__"):
+            text += ": convert changes the model in place and returns its report, not the model"
+        raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         counts = {"converted": len(self.converted)}

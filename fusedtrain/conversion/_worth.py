@@ -3,6 +3,9 @@ a branch."""
 
 from __future__ import annotations
 
+import inspect
+
+import torch
 from torch import nn
 
 from .._graph.mentions import mentioned
@@ -49,6 +52,20 @@ class Worth:
     def names(self, module: nn.Module) -> list[str]:
         """Of the activations that a forward may call."""
         return sorted(self._words[module] & _NAMES) if self.mentions(module) else []
+
+    def applied(self, module: nn.Module) -> str:
+        """The name of the user's torch.autograd.Function that a forward applies, if its forward
+        calls what activations are made of: `MemoryEfficientSwish`."""
+        forward = type(module).forward
+        if _is_others(module) or not inspect.isfunction(forward):
+            return ""
+        outside = inspect.getclosurevars(forward)
+        for value in (*outside.globals.values(), *outside.nonlocals.values()):
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                code = getattr(value.forward, "__code__", None)
+                if code is not None and _WORDS & set(code.co_names):
+                    return value.__name__
+        return ""
 
     def _may_be_activation(self, module: nn.Module) -> bool:
         return is_activation(module) or (is_bare(module) and self.mentions(module))

@@ -271,3 +271,45 @@ def test_other_changes_of_a_model_do_not_warn() -> None:
         fusedtrain.revert(model)
         again = small()
         again[2] = nn.Hardswish()
+
+
+class SwishFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = torch.sigmoid(x)
+        return gradient * sigmoid * (1 + x * (1 - sigmoid))
+
+
+class ReversedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class MemoryEfficientSwish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return SwishFunction.apply(x)
+
+
+class Reverses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ReversedGradient.apply(x)
+
+
+def test_an_activation_that_is_an_autograd_function_is_listed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), MemoryEfficientSwish(), Reverses(), nn.SiLU())
+    report = fusedtrain.convert(model, torch.randn(2, 3))
+    assert [(left.name, left.reason) for left in report.left] == [
+        ("1", "its forward applies SwishFunction, a torch.autograd.Function")
+    ]
+    assert len(report.converted) == 1

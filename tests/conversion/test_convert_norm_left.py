@@ -65,6 +65,20 @@ class Lonely(nn.Module):
         return y, self.act(y)
 
 
+class HandDrop(nn.Module):
+    """Stochastic depth that is written over the norm's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.bn(x)
+        if self.training:
+            y.div_(0.8)
+        return y + x
+
+
 def _hooked(module: nn.Module) -> nn.Module:
     module.register_forward_hook(lambda *_: None)
     return module
@@ -107,6 +121,7 @@ def _left() -> dict[str, tuple[nn.Module, str]]:
             "LeakyReLU has no kernel inside of batch norm",
         ),
         "used twice": (Lonely(), "its output is used elsewhere, too"),
+        "written over": (HandDrop(), "div_ writes over its output"),
         "loop": (Loop(), "torch.fx cannot trace the model ("),
         "mode": (
             Moody(), "its forward depends on the mode of training",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from typing import Any
 
@@ -45,6 +46,35 @@ def test_converted_before_needs_no_help() -> None:
     text = str(fusedtrain.convert(model))
     assert "already fused: 1 module" in text
     assert "what would help" not in text
+
+
+def test_what_a_norm_has_taken_over_does_not_count_as_untraced() -> None:
+    model = small()
+    looked_at = fusedtrain.convert(model).looked_at
+    assert fusedtrain.convert(model, memory="recompute").looked_at == looked_at
+
+
+def test_the_report_is_not_the_model() -> None:
+    report = fusedtrain.convert(small_linear())
+    words = dict.fromkeys(("parameters", "train", "to"), "in place and returns its report")
+    for name, text in (words | {"lefts": "no attribute 'lefts'$"}).items():
+        with pytest.raises(AttributeError, match=text):
+            getattr(report, name)
+    assert copy.deepcopy(report) == report
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.11 has notes")
+def test_what_the_model_raises_for_the_example_names_its_arguments() -> None:
+    batch = (torch.randn(2, 5), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(TypeError, match="positional arguments") as raised:
+        fusedtrain.convert(small_linear(), batch)
+    assert raised.value.__notes__ == [
+        "with example_inputs the model was called as model(float32[2, 5], int64[2])"
+    ]
+    with pytest.raises(TypeError) as raised:
+        fusedtrain.convert(small_linear(), {"x": batch[0]})
+    assert raised.value.__notes__[0].endswith("model(x=float32[2, 5])")
 
 
 @pytest.mark.parametrize("memory", ["store", "recompute", "q8"])
