@@ -438,6 +438,6 @@ def test_unusual_calls_take_no_short_way(monkeypatch: Any) -> None:
     assert ways == ["short", "short"]
     norm.train()
     with forward_ad.dual_level():
-        norm(_inputs()[0])
+        norm(forward_ad.make_dual(_inputs()[0], torch.ones(4, CHANNELS, 2, 3)))
     norm.double()(_inputs()[0].double())
     assert ways == ["short", "short", "long", "short"]
