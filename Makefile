@@ -29,7 +29,7 @@ mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at 
 occupancy: build  ## what the CUDA kernels can reach, predicted without a GPU (ARGS="-k pool --arch 90")
 	$(PY) tools/occupancy.py $(ARGS)
 
-optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB")
+optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB --shard 1/8")
 	$(PY) tools/mutants.py $(ARGS)
 
 kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --shard 1/4")

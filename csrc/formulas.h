@@ -3,6 +3,7 @@
 // forward(x) is the function; backward(g, saved) is g times its derivative, where `saved` is the
 // output for the formulas that say so and the input for all others. T is float (also for half and
 // bfloat16 tensors, which are converted at the edges) or double. No loops, dtypes or tensors here.
+// channelwise_formulas.h has the activations with parameters for each channel.
 //
 // At the infinities a formula returns the limit of its function: torch's silu(-inf), mish(-inf),
 // gelu(+-inf), hardswish(-inf) and softsign(+-inf) are nan. NaN stays NaN.
@@ -42,11 +43,6 @@
   X(relu_squared, ReluSquared, 0, false, kInput) \
   X(hard_mish, HardMish, 0, false, kInput)       \
   X(squareplus, Squareplus, 1, false, kInput)
-
-// name of the op, struct, number of parameter tensors (one value a channel, or one in all)
-#define FT_CHANNELWISE(X)   \
-  X(prelu, Prelu, 1)        \
-  X(star_relu, StarRelu, 2)
 
 FT_BEGIN_NAMESPACE
 
@@ -411,31 +407,6 @@ struct Squareplus {
     const T s = root(x), a = math::abs(x);
     const T y = x < T(0) ? T(0.5) * b / (s + a) : T(0.5) * s + T(0.5) * a;
     return g * (s == T(0) ? T(0.5) : y / s);
-  }
-};
-
-// Channelwise: backward also adds to the gradients of the parameters.
-
-template <class T>
-struct Prelu {
-  static FT_METHOD T forward(T x, T weight, T) { return x > T(0) ? x : weight * x; }
-  static FT_METHOD T backward(T g, T x, T weight, T, T& weight_grad, T&) {
-    weight_grad = x > T(0) ? T(0) : g * x;
-    return x > T(0) ? g : weight * g;
-  }
-};
-
-template <class T>
-struct StarRelu {
-  static FT_METHOD T forward(T x, T scale, T bias) {
-    const T r = math::at_least(x, T(0));
-    return scale * r * r + bias;
-  }
-  static FT_METHOD T backward(T g, T x, T scale, T, T& scale_grad, T& bias_grad) {
-    const T r = math::at_least(x, T(0));
-    scale_grad = g * (r * r);
-    bias_grad = g;
-    return x <= T(0) ? T(0) : g * (T(2) * scale * r);
   }
 };
 

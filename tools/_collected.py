@@ -76,7 +76,7 @@ def _name(nodeid: str) -> str:
     return nodeid.split("/")[-1]
 
 
-def _is_of(nodeid: str, tests: str) -> bool:
+def is_of(nodeid: str, tests: str) -> bool:
     """`tests` is a file, or file::beginning of a name."""
     file, _, beginning = tests.partition("::")
     return nodeid.startswith(f"{file}::{beginning}")
@@ -111,7 +111,7 @@ def _serve(
         def pytest_runtestloop(self, session: Any) -> bool:
             for line in requests:
                 files, seconds, first = json.loads(line)
-                matching = [i for f in files for i in session.items if _is_of(i.nodeid, f)]
+                matching = [i for f in files for i in session.items if is_of(i.nodeid, f)]
                 items = list(dict.fromkeys(matching))
                 order = {name: place for place, name in enumerate(first)}
                 items.sort(key=lambda item: order.get(_name(item.nodeid), len(order)))

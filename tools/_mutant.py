@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+T = TypeVar("T")
 Key = tuple[str, str, str]
 
 
@@ -61,6 +62,14 @@ def mutant(
 
     line, column = text.count("\n", 0, start) + 1, start - first
     return Mutant(file, line, column, old, new, what, function, lines(old), lines(new))
+
+
+def of_shard(items: list[T], shard: str) -> list[T]:
+    """The i-th of n parts, which is i/n: every n-th item."""
+    index, count = (int(number) for number in shard.split("/"))
+    if not 1 <= index <= count:
+        raise SystemExit("--shard: i/n with i from 1 to n")
+    return items[index - 1 :: count]
 
 
 class Kind(Protocol):

@@ -108,6 +108,7 @@ _TESTS: dict[str, list[str]] = {
         f"{_NUMBERS}::test_a_grid",
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
+        *_CHAINS,
     ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
@@ -130,7 +131,7 @@ PARTS = {
     "widen": "silu",
 }  # fmt: skip
 # Not what compiles, or starts a process.
-_CHOSEN = [
+CHOSEN = [
     "-k",
     "triton and not (test_code or test_launches or compilations or test_import or registered)",
 ]
@@ -308,7 +309,7 @@ def tests_of(mutant: Mutant) -> tuple[str, ...]:
 def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
     tests = sorted({test for m in mutants for test in tests_of(m)})
     paths = sorted({test.split("::")[0] for test in tests})
-    _collected.append(Collected(tree, [*paths, *_CHOSEN], _MODULES, TRITON_INTERPRET="1"))
+    _collected.append(Collected(tree, [*paths, *CHOSEN], _MODULES, TRITON_INTERPRET="1"))
     return _collected[0].run(tests, 20 * seconds)
 
 

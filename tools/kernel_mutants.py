@@ -24,7 +24,7 @@ from typing import cast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT / "tools")
-from _mutant import Kind, Mutant  # noqa: E402
+from _mutant import Kind, Mutant, of_shard  # noqa: E402
 
 KINDS = tuple(k for k in ("triton", "cuda") if (ROOT / f"tools/_{k}_mutants.py").exists())
 
@@ -46,10 +46,7 @@ def one_of_each(mutants: list[Mutant]) -> Iterator[Mutant]:
 def chosen(mutants: list[Mutant], part: str, shard: str, every: bool) -> list[Mutant]:
     selected = mutants if every else list(one_of_each(mutants))
     selected = [m for m in selected if re.search(part, m.name)]
-    index, count = (int(n) for n in shard.split("/"))
-    if not 1 <= index <= count:
-        raise SystemExit("--shard: i/n with i from 1 to n")
-    return selected[index - 1 :: count]
+    return of_shard(selected, shard)
 
 
 def copy(tree: Path) -> None:

@@ -141,13 +141,13 @@ def included(files: Iterable[Path]) -> list[Path]:
 
 
 def rows_of(formulas: str, macro: str) -> list[tuple[str, ...]]:
-    """The lines of a table of formulas.h, in their order: name, struct and columns."""
+    """The lines of a table of activations, in their order: name, struct and columns."""
     body = formulas.split(f"#define {macro}(X)")[1].split("\n\n")[0]
     return [tuple(row.split(", ")) for row in re.findall(r"X\(([^)]*)\)", body)]
 
 
 def activation_rows(reference: str) -> list[tuple[str, ...]]:
-    """The rows of reference/activations.py as formulas.h would have them, without the struct."""
+    """The rows of reference/activations.py as the formulas would have them, without the struct."""
     rows = []
     for call in ast.walk(ast.parse(reference)):
         if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Activation"):
@@ -164,18 +164,18 @@ def activation_rows(reference: str) -> list[tuple[str, ...]]:
 
 
 def forbid_two_tables(formulas: str, reference: str) -> None:
-    """Ops take the number of a row: names, columns and order are those of formulas.h."""
+    """Ops take the number of a row: names, columns and order are those of the formulas."""
     header = rows_of(formulas, "FT_POINTWISE") + rows_of(formulas, "FT_CHANNELWISE")
     expected = [(name, *columns) for name, _, *columns in header]
     table = activation_rows(reference)
     for row in [row for row in expected if row not in table]:
-        FOUND.append(f"one table: reference/activations.py has no row {row}, as formulas.h has")
+        FOUND.append(f"one table: reference/activations.py has no row {row}, as the formulas have")
     for row in [row for row in table if row not in expected]:
-        FOUND.append(f"one table: formulas.h has no row {row}, as reference/activations.py has")
+        FOUND.append(f"one table: the formulas have no row {row}, as reference/activations.py has")
     if sorted(table) == sorted(expected) and table != expected:
         place = next(i for i, row in enumerate(table) if row != expected[i])
         FOUND.append(
-            "one table: reference/activations.py has another order than formulas.h, "
+            "one table: reference/activations.py has another order than the formulas, "
             f"{table[place][0]} where {expected[place][0]} comes"
         )
 
@@ -191,14 +191,14 @@ def functions_of(source: str) -> set[str]:
 
 
 def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -> None:
-    """An activation of formulas.h has a public function and two Triton twins of its name."""
+    """An activation of the formulas has a public function and two Triton twins of its name."""
     public = set().union(*map(functions_of, sources))
     files = ", ".join(FUNCTIONS)
     # functional.gelu reaches gelu_tanh by its argument, as torch's does.
     for name in sorted(declared - public - {"gelu_tanh"}):
-        FOUND.append(f"one name everywhere: formulas.h has {name}, no public function of {files}")
+        FOUND.append(f"one name everywhere: formulas have {name}, no public function of {files}")
     for name in sorted(public - declared):
-        FOUND.append(f"one name everywhere: the functions have {name}, no row of formulas.h")
+        FOUND.append(f"one name everywhere: functions have {name}, no row of the formulas")
     for name in sorted(declared):
         for twin in (f"{name}_forward", f"{name}_backward"):
             if not re.search(rf"^def {twin}\(", twins, re.M):
@@ -232,8 +232,9 @@ def main() -> int:
         [p for p in included((CSRC / "cpu/isa").iterdir()) if p.name != "optimizer_rules.h"],
         "instruction-set units include no library (an inline function could be shared)",
     )
-    formulas = (CSRC / "formulas.h").read_text()
-    forbid(r"\bfor\s*\(|\bwhile\s*\(", [CSRC / "formulas.h"], "a formula knows no loop")
+    files = [CSRC / "formulas.h", CSRC / "channelwise_formulas.h"]
+    formulas = "\n".join(path.read_text() for path in files)
+    forbid(r"\bfor\s*\(|\bwhile\s*\(", files, "a formula knows no loop")
 
     forbid_circles(PACKAGE)
     forbid_upward(PACKAGE)

@@ -3,7 +3,7 @@
 Works in a temporary copy of the repository, rebuilt without optimisation where a mutation is in
 C++. Prints which test noticed; exits with 1 where none did.
 
-    python tools/mutants.py [-k part of a name] [--tests test_optimizer_numbers.py ...]
+    python tools/mutants.py [-k part of a name] [--shard 1/4] [--tests FILE ...]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
+from _mutant import of_shard  # noqa: E402
 from _test_files import all_located  # noqa: E402
 from helpers import models  # noqa: E402
 
@@ -366,10 +367,12 @@ def copy(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("-k", default="", help="only mutants with this in their names")
+    parser.add_argument("--shard", default="1/1", help="the i-th of n parts: i/n")
     parser.add_argument("--tests", nargs="+", default=TESTS)
     arguments = parser.parse_args()
     cheap_first = sorted(MUTANTS.items(), key=lambda item: BUILD.get(item[1][0], 0))
-    chosen = {name: mutant for name, mutant in cheap_first if arguments.k in name}
+    named = [(name, mutant) for name, mutant in cheap_first if arguments.k in name]
+    chosen = dict(of_shard(named, arguments.shard))
     models.timm()
     survivors, stale = [], False
     with tempfile.TemporaryDirectory() as temporary:

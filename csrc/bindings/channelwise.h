@@ -5,7 +5,7 @@
 // channelwise() of both calls of ops/channelwise.h.
 #pragma once
 
-#include "../formulas.h"
+#include "../channelwise_formulas.h"
 #include "../ops/channelwise.h"
 #include "checks.h"
 

@@ -5,7 +5,7 @@
 // channel, and walks over the rows. Both sum the gradients of the parameters in a block, and blocks
 // leave their shares to be added up by a second kernel: the order of the sums is fixed for a
 // device.
-#include "../formulas.h"
+#include "../channelwise_formulas.h"
 #include "../ops/channelwise.h"
 #include "launch.cuh"
 #include "reduce.cuh"

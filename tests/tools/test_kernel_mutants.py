@@ -4,9 +4,12 @@ tree."""
 from __future__ import annotations
 
 import ast
+import os
+import re
+import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,13 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield triton_mutants
     sys.path[:] = kept
+
+
+@pytest.fixture
+def cuda_tools(tools: Any) -> Any:
+    import _cuda_mutants
+
+    return _cuda_mutants
 
 
 def test_mutants_of_a_kernel(tools: Any, tmp_path: Path) -> None:
@@ -83,6 +93,52 @@ def test_mutants_of_all_kernels(tools: Any) -> None:
         ast.parse(m.applied((ROOT / m.file).read_text()))
 
 
+def collected(kind: Any) -> list[str]:
+    """The tests that prepare() of a kind of mutants collects."""
+    files = sorted({row.split("::")[0] for rows in kind.TESTS.values() for row in rows})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *files, *kind.CHOSEN], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def without_tests(rows: Iterable[str], tests: list[str]) -> list[str]:
+    """Rows with which the name of no test begins: such a row judges nothing."""
+    from _collected import is_of
+
+    return [row for row in rows if not any(is_of(test, row) for test in tests)]
+
+
+def test_rows_of_triton_name_tests(tools: Any) -> None:
+    tests = collected(tools)
+    expanded: dict[str, set[str]] = {}  # of each row: a {} is another name for each function
+    for m in tools.mutants(ROOT):
+        names = tools.tests_of(m)
+        for row, name in zip(tools.TESTS[Path(m.file).name], names, strict=True):
+            expanded.setdefault(row, set()).add(name)
+    missing = {row: without_tests(names, tests) for row, names in expanded.items()}
+    nameless = set().union(*missing.values())
+    assert {row for row, names in missing.items() if len(names) == len(expanded[row])} == set()
+    assert {m.function for m in tools.mutants(ROOT) if nameless >= set(tools.tests_of(m))} == set()
+
+
+def test_rows_of_cuda_name_tests(cuda_tools: Any) -> None:
+    rows = [row for rows in cuda_tools.TESTS.values() for row in rows]
+    assert without_tests(rows, collected(cuda_tools)) == []
+
+
+def test_words_that_choose_tests_are_in_their_names(tools: Any, cuda_tools: Any) -> None:
+    from _test_files import files
+
+    texts = "\n".join(path.name + path.read_text() for path in files().values())
+    chosen = f"{tools.CHOSEN} {cuda_tools.CHOSEN}"
+    words = set(re.findall(r"[\w.]+", chosen)) - {"and", "or", "not"}
+    assert {word for word in words if word not in texts} == set()
+
+
 def test_tests_run_in_forks(tools: Any, tmp_path: Path) -> None:
     from _collected import Collected
 
@@ -121,8 +177,6 @@ assert tests.run(file, 60) == ""
 assert tests.run(["tests/test_none.py"], 60) == "there are no tests"
 tests.close()
 """
-    import subprocess
-
     assert Collected.__module__ == "_collected"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
@@ -162,13 +216,6 @@ BROKEN = {
     "never": "if (lane == 0 && false && n > 0) y[0] = sum;",
     ">= for >": "if (lane == 0 && n >= 0) y[0] = sum;",
 }
-
-
-@pytest.fixture
-def cuda_tools(tools: Any) -> Any:
-    import _cuda_mutants
-
-    return _cuda_mutants
 
 
 def test_mutants_of_a_cuda_kernel(cuda_tools: Any, tmp_path: Path) -> None:

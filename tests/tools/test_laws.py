@@ -270,9 +270,9 @@ def test_the_tables_of_activations_agree(laws: Any, table: str) -> None:
 NAMES = {
     '__all__ = ["a", "b"]\ndef a(): ...\ndef b(): ...\ndef _c(): ...': "",
     "def a(): ...\ndef b(): ...": "",
-    '__all__ = ["a"]\ndef a(): ...\ndef b(): ...': "formulas.h has b, no public function",
-    '__all__ = ["a"]\ndef a(): ...\ndef bb(): ...': "formulas.h has b, no public function",
-    "def a(): ...\ndef b(): ...\ndef c(): ...": "the functions have c, no row of formulas.h",
+    '__all__ = ["a"]\ndef a(): ...\ndef b(): ...': "formulas have b, no public function",
+    '__all__ = ["a"]\ndef a(): ...\ndef bb(): ...': "formulas have b, no public function",
+    "def a(): ...\ndef b(): ...\ndef c(): ...": "functions have c, no row of the formulas",
 }
 
 

@@ -27,29 +27,34 @@ struct WithNorm {
   }
 };
 
+// Members of one type are set by name: in a list of values two could change places unnoticed.
 template <class By, class Format>
 static constexpr auto batch_norm_kernels() {
-  using S = typename Format::Stored;
   using T = typename Format::Number;
-  using Tile = NormTile<S, T>;
-  return BatchNormKernels<S, T>{
-      FT_ISA::norm_collect<By, Format, Tile>,
-      FT_ISA::norm_forward<By, Format, FT_ISA::Identity, Tile>,
-#define FT_NORM_FORWARD(name, Formula, n, rounds, saved)              \
-  WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>::forward(),
-#define FT_NORM_BACKWARD(name, Formula, n, rounds, saved)              \
-  WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>::backward(),
-      {FT_POINTWISE(FT_NORM_FORWARD)},
-      FT_ISA::norm_restore<By, Format, Tile>,
-      FT_ISA::norm_reduce<By, Format, Tile>,
-      {FT_POINTWISE(FT_NORM_BACKWARD)},
-      FT_ISA::norm_grad_input<By, Format, Tile, T>,
-      FT_ISA::move_sums<T>,
-  };
+  using Tile = NormTile<typename Format::Stored, T>;
+  TableOf<BatchNormKernels, Format> kernels = {};
+  kernels.collect = FT_ISA::norm_collect<By, Format, Tile>;
+  kernels.normalise = FT_ISA::norm_forward<By, Format, FT_ISA::Identity, Tile>;
+  kernels.restore = FT_ISA::norm_restore<By, Format, Tile>;
+  kernels.reduce = FT_ISA::norm_reduce<By, Format, Tile>;
+  kernels.grad_input = FT_ISA::norm_grad_input<By, Format, Tile, T>;
+  kernels.move_sums = FT_ISA::move_sums<T>;
+  int op = 0;
+#define FT_NORM_FORMULA(name, Formula, n, rounds, saved)                     \
+  {                                                                          \
+    using Kernels = WithNorm<By, Format, FT_ISA::Formula, saved == kOutput>; \
+    kernels.forward[op] = Kernels::forward();                                \
+    kernels.backward[op++] = Kernels::backward();                            \
+  }
+  FT_POINTWISE(FT_NORM_FORMULA)
+  return kernels;
 }
 template <class Format>
-static constexpr TableOf<BatchNormLayouts, Format> batch_norm_layouts() {
-  return {batch_norm_kernels<FT_ISA::Column, Format>(), batch_norm_kernels<FT_ISA::Row, Format>()};
+static constexpr auto batch_norm_layouts() {
+  TableOf<BatchNormLayouts, Format> layouts = {};
+  layouts.by_column = batch_norm_kernels<FT_ISA::Column, Format>();
+  layouts.by_row = batch_norm_kernels<FT_ISA::Row, Format>();
+  return layouts;
 }
 
 constexpr ByDtype<BatchNormLayouts> tables::FT_ISA::norm = FT_BY_DTYPE(batch_norm_layouts);

@@ -6,6 +6,7 @@
 
 #include <stdint.h>
 
+#include "../../channelwise_formulas.h"
 #include "../../few_bit.h"
 #include "../../formulas.h"
 #include "../../ops/pool.h"
@@ -201,8 +202,10 @@ using JoinChannels = void (*)(const uint8_t* planes, int64_t stride, int64_t cha
 using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t* planes,
                                int64_t stride, int64_t n);
 
-// type, name; each is defined in the unit of its family
+// type, name; each is defined in the unit of its family, the converters in all.cpp
 #define FT_TABLES(X)                             \
+  X(Format, half)                                \
+  X(Format, bfloat16)                            \
   X(ByDtype<PointwiseKernels>, pointwise)        \
   X(ByNumber<ChannelwiseKernels>, channelwise)   \
   X(ByDtype<FewBitKernels>, few_bit)             \
@@ -218,9 +221,9 @@ using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t*
   X(JoinChannels, join_channels)                 \
   X(SplitChannels, split_channels)
 
+// Struct and initialiser are both made of FT_TABLES: each table reaches the member of its name.
 struct Kernels {
   const char* name;
-  Format half, bfloat16;
 #define FT_MEMBER(Table, name) const Table& name;
   FT_TABLES(FT_MEMBER)
 #undef FT_MEMBER
