@@ -18,7 +18,7 @@ from .._graph.forward import has_foreign_forward
 from .._graph.modules import is_hooked
 from .._graph.report import Left
 from .._graph.unseen_calls import UnseenCalls
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._calls import only_activation

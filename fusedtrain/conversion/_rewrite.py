@@ -19,7 +19,7 @@ from .._graph.forward import PassesOn, Rewritten, install, remove, restore
 from .._graph.records import assign, record_of
 from .._graph.report import Left
 from .._graph.unseen_calls import numbers_of
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
 from ._calls import Call
