@@ -8,6 +8,7 @@ import sys
 
 from . import _autograd_build, backend_info
 from ._backends import build_autograd, machine_info
+from ._pipes import quiet_pipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,4 +40,5 @@ def _build() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with quiet_pipe():
+        sys.exit(main())

@@ -51,27 +51,27 @@ def autocasts(input: Tensor, device_type: str = "") -> bool:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:  # `any` of a generator takes 0.5 us more
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def fits(model: Tensor, *others: Tensor | None) -> bool:
     """Whether kernels can take all tensors together now: plain ones of one dtype and device."""
     if not takes(model):
         return False
+    dtype, device = model.dtype, model.device
     for t in others:
-        if t is not None and not (
-            is_plain(t) and t.dtype is model.dtype and t.device == model.device
-        ):
+        if t is not None and not (is_plain(t) and t.dtype is dtype and t.device == device):
             return False
+    if not needs_grad(model, *others):
+        return True
     # Inference tensors cannot be saved for backward.
-    tensors = (model, *others)
-    return not (
-        needs_grad(*tensors)
-        and (
-            torch.is_inference_mode_enabled()
-            or any(t is not None and t.is_inference() for t in tensors)
-        )
-    )
+    if torch.is_inference_mode_enabled() or model.is_inference():
+        return False
+    return not any(t is not None and t.is_inference() for t in others)
 
 
 def plain_backward(grad: Tensor) -> bool:

@@ -170,7 +170,7 @@ inline std::tuple<Tensor, Tensor, Tensor> run_forward(const BatchNormCall& c) {
       maybe(c.running_mean), maybe(c.running_var), c.training, c.momentum, c.eps, c.op, c.a, c.b);
 }
 
-// Saves what `save_for_backward` of ops/batch_norm.py says, with the same reasons.
+// Saves what `save_for_backward` of ops/batch_norm_autograd.py says, with the same reasons.
 inline Tensor recorded(const BatchNormCall& c) {
   RECORD_FUNCTION("BatchNormAct", std::vector<c10::IValue>({c.input}), at::sequence_number::peek());
   auto node = make_node<BatchNormNode>();

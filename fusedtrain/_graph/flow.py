@@ -36,11 +36,13 @@ from .tracer import (
     collector_paused,
     context_now,
     has_with,
+    noting_mode,
     random_states,
     same_generators,
 )
 
 _MOST_WAYS = 16
+_ASKED = "what its forward does depends on its input"
 _TRACING = ("torch.fx", "fusedtrain")
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
@@ -60,13 +62,15 @@ class Trace:
 
     `inexact` says why a graph cannot take the place of the forward, "" where it can. If that is
     its mode of training alone (`by_training`), the first graph is that of training, the second that
-    of evaluation.
+    of evaluation. If that is the truth of values alone, `ways` has the graph of each row of
+    answers, in the order in which the forward asks.
     """
 
     module: nn.Module
     graphs: list[fx.Graph] = field(default_factory=list)
     inexact: str = ""
     by_training: bool = False
+    ways: dict[tuple[bool, ...], fx.Graph] = field(default_factory=dict)
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
@@ -79,10 +83,16 @@ class Trace:
             self.graphs.append(graph)
         for node, twin in zip(graph.nodes, same.nodes):
             twin.meta.update({key: node.meta[key] for key in (KEPT,) if key in node.meta})
-        self.inexact = self.inexact or tracer.guessed
+        asked = _ASKED if tracer.choices.made else ""
+        self.inexact = self.inexact or tracer.guessed or asked
         self.lists = self.lists or tracer.lists
         self.bypassed |= {id(self.module.get_submodule(name)) for name in tracer.bypassed}
         return same
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the forward does what its graphs do, and nothing else."""
+        return not self.inexact or self.by_training or bool(self.ways)
 
     @staticmethod
     def is_kept(node: fx.Node) -> bool:
@@ -184,7 +194,8 @@ def _traced(
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            graph = tracer.trace(clone, defaults or None)
+            with noting_mode(tracer, clone):
+                graph = tracer.trace(clone, defaults or None)
         tracer.mark_kept()
         drawn = random_states() != states
     if watch.computed or drawn:
@@ -219,6 +230,22 @@ def trace(
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+@dataclass
+class _Modes:
+    """Those in which a forward has to be traced: all if it has asked for the training flag, and
+    otherwise one with gradients and one without."""
+
+    modes: tuple[Mode, ...]
+    asked: bool = False
+
+    def __iter__(self) -> Iterator[Mode]:
+        seen = set()
+        for mode in self.modes:
+            if self.asked or mode[2] not in seen:
+                seen.add(mode[2])
+                yield mode
+
+
 def _trace_all(
     module: nn.Module, optional: dict[str, Any] | None, converted: bool, modes: tuple[Mode, ...]
 ) -> Trace:
@@ -228,34 +255,46 @@ def _trace_all(
     else:
         result.inexact = "its forward has optional arguments"
     by_mode: dict[bool | None, list[fx.Graph]] = {}
-    for mode in modes:
+    ways: list[dict[tuple[bool, ...], fx.Graph]] = []  # of each mode
+    known = not result.inexact  # whether all ways are known, and depend on nothing but decisions
+    chosen = _Modes(modes)  # other modes have the same graphs
+    for mode in chosen:
         for defaults in [{}, optional] if optional else [{}]:
             pending: list[tuple[bool, ...]] = [()]
-            ways = 0
+            ways.append({})
+            count = 0
             while pending:
-                ways += 1
-                if ways > _MOST_WAYS:
+                count += 1
+                if count > _MOST_WAYS:
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    graph = result.add(*_trace_once(module, choices, mode, defaults, converted))
+                    traced, tracer = _trace_once(module, choices, mode, defaults, converted)
+                    graph = result.add(traced, tracer)
                     by_mode.setdefault(mode[0], []).append(graph)
+                    ways[-1][tuple(choices.made)] = graph
+                    known = known and not tracer.guessed
+                    chosen.asked |= tracer.asks_mode
                 except Exception as raised:  # of an assertion, say: other ways remain
-                    error = raised
+                    error, known, chosen.asked = raised, False, True
                     result.partial = result.partial or not _is_refusal(raised)
                     if not choices.made and not optional:
                         raise
-                    result.inexact = result.inexact or "what its forward does depends on its input"
+                    result.inexact = result.inexact or _ASKED
                 pending += [
                     (*choices.made[:i], not choices.made[i])
                     for i in range(len(choices.forced), len(choices.made))
                 ]
+        chosen.asked |= any(w != ways[0] for w in ways)
     if not result.graphs and error is not None:
         raise error
     code = getattr(_forward_of(module, converted), "__code__", None)
-    if code is not None and "print" in code.co_names:
+    prints = code is not None and "print" in code.co_names
+    if prints:
         result.inexact = result.inexact or "its forward prints"
     asks = asks_results(type(module))
+    if known and not (prints or asks) and len(ways[0]) > 1 and all(w == ways[0] for w in ways):
+        result.ways = ways[0]
     if len(result.graphs) > 1 and not result.inexact:
         result.inexact = "its forward depends on the mode of training"
         each = [len(set(map(id, by_mode.get(training, ())))) for training in (True, False)]
@@ -284,21 +323,25 @@ def _is_indifferent(
     """Whether a forward has no optional arguments, or takes one way whatever they are."""
     if not optional:
         return optional is not None
-    for mode in modes:
+    chosen = _Modes(modes)
+    for mode in chosen:
         try:
             plain, tracer = _trace_once(module, Choices(), mode, {}, converted)
         except Exception:
             return False
-        if tracer.guessed:
+        chosen.asked |= tracer.asks_mode
+        if tracer.guessed or tracer.choices.made:
             return False
         for number, values in enumerate(trials(optional)):
             try:
                 traced, tracer = _trace_once(module, Choices(), mode, values, converted)
             except Exception:
+                chosen.asked = True
                 if number == 0:
                     return False
                 continue  # the forward would not take that either
-            if tracer.guessed or looks_at(plain, values, traced):
+            chosen.asked |= tracer.asks_mode
+            if tracer.guessed or tracer.choices.made or looks_at(plain, values, traced):
                 return False
     return True
 

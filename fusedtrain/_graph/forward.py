@@ -288,7 +288,7 @@ def _partners(root: nn.Module) -> dict[nn.Module, set[nn.Module]]:
                 partners.setdefault(part, set()).add(module)
         forward = rewritten_of(module)
         if forward is not None and any(
-            path.endswith(":gated") for path in forward.imports.values()
+            path.endswith((":gated", ":gated_formula")) for path in forward.imports.values()
         ):
             for part in filter(passes_on, module.modules()):
                 partners.setdefault(part, set()).add(module)

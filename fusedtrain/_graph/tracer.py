@@ -22,6 +22,7 @@ from torch import fx, nn
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
+DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
 _PLAIN = (dict, list, tuple, torch.Size, fx.immutable_collections.immutable_dict,
           fx.immutable_collections.immutable_list)  # fmt: skip
 _MOST_CHOICES = 64
@@ -85,6 +86,7 @@ class Tracer(fx.Tracer):
         self.context = context_now()
         self.proxies: list[weakref.ref[fx.Proxy]] = []
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
+        self.asks_mode = False  # whether the forward reads the training flag of a module
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -130,7 +132,7 @@ class Tracer(fx.Tracer):
         return [node for node in nodes if node.op not in ("placeholder", "get_attr")]
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        self.guessed = "what its forward does depends on its input"
+        self.create_node("call_function", DECISION, (obj.node,), {})
         return self.choices.choose(False)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -142,6 +144,8 @@ class Tracer(fx.Tracer):
     def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
         """A tensor at first, then a list."""
         flat = kinds if isinstance(kinds, tuple) else (kinds,)
+        if obj.node.op == "get_attr" and torch.Tensor in flat:
+            return isinstance(_registered(self.root, str(obj.node.target)), kinds)
         if not {torch.Tensor, list, tuple} & set(flat):
             if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
                 self.guessed = "its forward asks for the type of its input"
@@ -150,6 +154,14 @@ class Tracer(fx.Tracer):
         if obj.node not in self.kinds:
             self.kinds[obj.node] = self.choices.choose(True)
         return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+def _registered(module: nn.Module, path: str) -> Any:
+    """A parameter or buffer, while `getattr` gives its stand-in."""
+    *parts, name = path.split(".")
+    for part in parts:
+        module = vars(module)["_modules"][part]
+    return vars(module)["_parameters"].get(name, vars(module)["_buffers"].get(name))
 
 
 @contextmanager
@@ -227,6 +239,37 @@ def has_with(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
     return code is not None and any(step.opname in names for step in dis.get_instructions(code))
+
+
+@contextmanager
+def noting_mode(tracer: Tracer, root: nn.Module) -> Iterator[None]:
+    """Notes whether a forward reads the training flag of a module: of any that has no attribute of
+    this name in its class, and not from `__dict__`."""
+    code = getattr(type(root).forward, "__code__", None)
+    tracer.asks_mode = code is None or not {"__dict__", "vars"}.isdisjoint(code.co_names)
+    kinds = {cls for kind in {type(m) for m in root.modules()} for cls in kind.__mro__}
+    tracer.asks_mode |= any("training" in vars(cls) for cls in kinds)
+
+    def read(module: nn.Module) -> bool:
+        tracer.asks_mode = True
+        try:
+            flag: bool = vars(module)["training"]
+        except KeyError:  # a scripted module has it elsewhere
+            raise AttributeError("training") from None
+        return flag
+
+    def write(module: nn.Module, flag: bool) -> None:
+        vars(module)["training"] = flag
+
+    if "training" in vars(nn.Module):  # another trace in this one, or in another thread
+        tracer.asks_mode = True
+        yield
+        return
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.training
 
 
 @contextmanager

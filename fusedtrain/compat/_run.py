@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .._pipes import quiet_pipe
 from .install import install_apex
 
 
@@ -31,7 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedtrain.compat", description=__doc__)
     parser.add_argument("script", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    options = parser.parse_args(argv)
+    with quiet_pipe():  # of the help; what the script prints is its own affair
+        options = parser.parse_args(argv)
     if not Path(options.script).exists():
         parser.error(f"there is no file {options.script}")
     sys.argv = [_Script(options.script), *options.args]

@@ -77,7 +77,8 @@ _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.v
 
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
-    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates"}
+    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
+             "gated_formula": "_gates"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)
@@ -112,15 +113,16 @@ def convert(
     that wraps, which compiles anew at the next call. Converting again changes nothing;
     :func:`revert` undoes it, and is due before the structure of a converted model is changed.
 
-    With `example_inputs` (a tensor, a tuple of arguments, a dict of named ones, or a function
-    without arguments that returns one of these and may draw random numbers: the states of
-    generators stay) the model runs forward and backward on it before and after, in its mode of
-    training and with the same random numbers, and the report tells the bytes saved for backward and
-    the largest differences. Allowed is 32 times what the stock model shows when its layers' outputs
-    are off by rounding (at least 32 units in the last place of the dtype); where that says little,
-    the two run in float64, too. A swap that differs by more is undone. Gradients, buffers and
-    random number generators stay. The report says so where there was nothing to compare: in
-    inference mode no parameter has a gradient.
+    With `example_inputs` (a tensor, a tuple of arguments, a dict of named ones; the shape of one
+    tensor, whose normal random numbers have the dtype and device of the first floating-point
+    parameter; or a function without arguments that returns one of these and may draw random
+    numbers: the states of generators stay) the model runs forward and backward on it before and
+    after, in its mode of training and with the same random numbers, and the report tells the bytes
+    saved for backward and the largest differences. Allowed is 32 times what the stock model shows
+    when its layers' outputs are off by rounding (at least 32 units in the last place of the dtype);
+    where that says little, the two run in float64, too. A swap that differs by more is undone.
+    Gradients, buffers and random number generators stay. The report says so where there was nothing
+    to compare: in inference mode no parameter has a gradient.
 
     `verify=False` leaves the comparison out, for models that are too large to run twice;
     `dry_run=True` returns the report and leaves the model as it is.
@@ -163,8 +165,9 @@ def convert(
 
     Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module,
     `example_inputs` of another type or `exclude` lists something else than names and types,
-    ValueError if no module has such a name, `memory` is none of these, or "recompute" meets a model
-    whose own forward is patched, compiled or scripted, RuntimeError if swaps that are
+    ValueError if no module has such a name, `memory` is none of these, `example_inputs` are several
+    shapes or a shape for a model that begins with an embedding, or "recompute" meets a model whose
+    own forward is patched, compiled or scripted, RuntimeError if swaps that are
     right one by one are wrong together, and what the model raises for the example; nothing is
     changed then.
 

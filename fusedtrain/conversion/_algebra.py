@@ -127,7 +127,19 @@ def _quotient(atoms: Atoms, one: Polynomial, other: Polynomial) -> Polynomial:
     if other.keys() <= {()}:
         divisor = _constant(other)
         return _scaled(one, 1 / divisor if divisor else math.inf)
-    return _product(one, atoms.of("inverse", other))
+    return _product(one, _logistic(atoms, other) or atoms.of("inverse", other))
+
+
+def _logistic(atoms: Atoms, divisor: Polynomial) -> Polynomial:
+    """Of c + c exp(-z) the inverse, sigmoid(z) / c; nothing of others."""
+    (first, c), *others = sorted(divisor.items())
+    if first != () or len(others) != 1 or not is_close(c, others[0][1]):
+        return {}
+    try:
+        argument = atoms.argument_of(others[0][0], "exp")
+    except NoFormula:
+        return {}
+    return _scaled(atoms.of("sigmoid", _scaled(argument, -1.0)), 1 / c)
 
 
 def _clamp(atoms: Atoms, value: Polynomial, low: Any = None, high: Any = None) -> Polynomial:
@@ -173,6 +185,7 @@ _RULES: dict[str, _Rule] = {
     "div": _quotient,
     "truediv": _quotient,
     "divide": _quotient,
+    "reciprocal": lambda t, a: _quotient(t, {(): 1.0}, a),
     "pow": lambda _, a, b: _power(a, b),
     "square": lambda _, a: _product(a, a),
     "clamp": _clamp,
@@ -186,6 +199,8 @@ _RULES: dict[str, _Rule] = {
     ),
     "hardsigmoid": _hardsigmoid,
     "softplus": _softplus,
+    "expit": lambda t, a: t.of("sigmoid", a),
+    "ndtr": lambda t, a: _scaled(_sum(_number(1.0), t.of("erf", _scaled(a, 0.5**0.5))), 0.5),
     "log": _log,
     "log1p": _log1p,
     **{
@@ -194,11 +209,12 @@ _RULES: dict[str, _Rule] = {
     },
 }
 # Under autocast, CUDA computes these in float32 and gives float32.
-WIDENING = {"softplus", "pow", "square", "exp", "log", "log1p"}
+WIDENING = {"softplus", "pow", "square", "exp", "log", "log1p", "reciprocal"}
+_NO_METHODS = ("relu6", "hardtanh", "softplus", "expit", "ndtr")
 # Functions without which an expression is no activation.
 TELLING = {
-    "abs", "clamp", "clamp_max", "clamp_min", "clip", "erf", "hardsigmoid", "hardtanh", "relu",
-    "relu6", "sigmoid", "tanh",
+    "abs", "clamp", "clamp_max", "clamp_min", "clip", "erf", "exp", "expit", "hardsigmoid",
+    "hardtanh", "ndtr", "relu", "relu6", "sigmoid", "tanh",
 }  # fmt: skip
 _KEYWORDS = {
     "input": 0, "other": 1, "exponent": 1, "min": 1, "max": 2, "min_val": 1, "max_val": 2,
@@ -209,7 +225,7 @@ _KEYWORDS = {
 def _functions() -> dict[Any, str]:
     functions: dict[Any, str] = {}
     for name in _RULES:
-        for space in (torch, F, operator):
+        for space in (torch, torch.special, F, operator):
             if callable(getattr(space, name, None)):
                 functions[getattr(space, name)] = name
     return functions
@@ -224,7 +240,7 @@ def rule_of(node: fx.Node) -> str:
         name = str(node.target)
         named = {"__add__": "add", "__mul__": "mul", "absolute": "abs", "negative": "neg"}
         name = named.get(name, name)
-        return name if name in _RULES and name not in ("relu6", "hardtanh", "softplus") else ""
+        return name if name in _RULES and name not in _NO_METHODS else ""
     return _FUNCTIONS.get(node.target, "") if node.op == "call_function" else ""
 
 

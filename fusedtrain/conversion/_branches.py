@@ -18,10 +18,7 @@ from torch.nn.utils import parametrize
 
 from .._graph.flow import Flow, Trace, is_product, is_sum
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
-from ..nn.norm import (
-    branch_scale_of,
-    is_stochastic_depth,
-)
+from ..nn.parts import branch_scale_of, is_stochastic_depth
 from ..ops.scale_add import residual_add
 
 _LAYER_SCALE = ("timm", "LayerScale")

@@ -8,7 +8,7 @@ nothing else, gets the fused class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,16 @@ from .._graph.records import Found, record_of
 from .._graph.report import Left, title
 from .._graph.unseen_calls import numbers_of
 from ..reference.pointwise import INDEX, POINTWISE
-from ._formulas import FUNCTIONS, Match, activated, matches_of, name_of_call, number_of
+from ._formulas import (
+    FUNCTIONS,
+    Match,
+    activated,
+    is_clamp_of_relu,
+    matches_of,
+    name_of_call,
+    name_of_other,
+    other_call_of,
+)
 from ._norms import MODULE_OF
 from ._worth import Worth, is_bare
 
@@ -45,34 +54,47 @@ class Call:
         return self.match.root
 
     @property
+    def title(self) -> str:
+        return self.match.name
+
+    @property
     def kept(self) -> tuple[fx.Node, ...]:
         """What the fused function keeps for backward, where it does not say so by a copy."""
         if self.match.in_place:
+            return ()
+        if self.match.name not in INDEX:  # torch keeps as much
             return ()
         row = POINTWISE[INDEX[self.match.name]]
         if row.saves == "input":
             return (self.match.input,)
         return () if self.match.name in _KEEP_OUTPUT else (self.node,)
 
-    def replacement(self, graph: fx.Graph, input: fx.Node) -> fx.Node:
+    def replacement(self, graph: fx.Graph, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
         """The call in a copy of the graph."""
         match = self.match
+        input = copy_of(match.input)
         if match.is_formula:
-            arguments = (input, match.name, number_of(match), match.widens)
+            arguments = (input, match.name, match.number, match.widens)
             return graph.call_function(activated, arguments, dict(match.parameters))
         function = getattr(fused_functional, match.name)
-        return graph.call_function(function, (input,), dict(match.parameters))
+        parameters = {
+            key: copy_of(value) if isinstance(value, fx.Node) else value
+            for key, value in match.parameters.items()
+        }
+        return graph.call_function(function, (input,), parameters)
 
 
 def find_calls(flow: Flow, excluded: set[int]) -> list[Call]:
     """All of a model, in the order of its forwards, that may be replaced where they stand."""
     calls = []
     for trace in flow.traces:
-        if id(trace.module) in excluded or (trace.inexact and not trace.by_training):
+        if id(trace.module) in excluded or not trace.is_known:
             continue
         name = flow.names[id(trace.module)]
         for graph in trace.graphs:
-            calls += [Call(trace, name, match) for match in matches_of(graph).values()]
+            others = filter(None, map(other_call_of, graph.nodes))
+            matches = (*matches_of(graph).values(), *others)
+            calls += [Call(trace, name, match) for match in matches]
     return calls
 
 
@@ -92,7 +114,8 @@ def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Fo
             yield entry
 
 
-def _activation(flow: Flow, module: nn.Module) -> Found | None:
+def only_activation(flow: Flow, module: nn.Module) -> Match | None:
+    """The activation that a module is, and nothing else."""
     trace = flow.trace_of(module)
     if trace is None or trace.inexact or not is_bare(module) or not _is_simple(module):
         return None
@@ -100,7 +123,12 @@ def _activation(flow: Flow, module: nn.Module) -> Found | None:
     match = matches_of(trace.graphs[0]).get(last.args[0])
     if match is None or match.input is not first or list(match.nodes) != between:
         return None
-    if match.widens or match.in_place or match.name not in MODULE_OF:
+    return None if match.in_place or match.name not in MODULE_OF else match
+
+
+def _activation(flow: Flow, module: nn.Module) -> Found | None:
+    match = only_activation(flow, module)
+    if match is None or match.widens:
         return None
     if any(node.kwargs or len(node.args) != 1 for _, node in flow.calls(module)):
         return None
@@ -168,8 +196,13 @@ def left_calls(
         inner = {n for graph in trace.graphs for m in matches_of(graph).values() for n in m.nodes}
         for node in (node for graph in trace.graphs for node in graph.nodes):
             match = matches_of(node.graph).get(node)
-            function = match.name if match else name_of_call(node) if node not in inner else ""
-            reason = reasons.get(node, "its arguments are not numbers" if match is None else None)
+            function = match.name if match else ""
+            if match is None and node not in inner:
+                function = name_of_call(node) or name_of_other(node)
+            unfit = match is None and other_call_of(node) is None
+            reason = reasons.get(node, "its arguments are not numbers" if unfit else None)
+            if node not in inner and is_clamp_of_relu(node):
+                function, reason = "clamp", "its slope at 0 is 1, and that of ReLU is 0"
             if function and reason != "":
                 left.setdefault(function, reason or trace.inexact or "it stays as it is")
         for function, reason in left.items():

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from .._graph.effects import Effects
-from .._graph.example import check_example
+from .._graph.example import example_for
 from .._graph.flow import Flow
 from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
-from .._graph.tracer import same_generators
 from .._torch_private import BatchNormBase, pytree
 from ..nn.norm import BatchNormActBase
 from ..nn.saving import SavingActivation
 from ._branches import find_branches
-from ._calls import find_calls, find_modules, left_calls, left_modules, target_of
-from ._gates import find_products
+from ._calls import Call, find_calls, find_modules, left_calls, left_modules, target_of
+from ._gates import Product, find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, Site, Step, fused_class, has_own_steps, obstacle
 from ._proof import Errors, Run, excess, is_doubtful, run
@@ -99,7 +98,11 @@ class Conversion:
         self.left = {}
         sites = [site for norm in self.norms if (site := self._site(finder, norm, chosen))]
         # Now that timm's activations have classes which are known.
-        products = [p for p in find_products(self.flow, self.excluded) if chosen(p.trace.module)]
+        products, self.left_products = find_products(self.flow, self.excluded)
+        for product in products:
+            if reason := self.undone.get(id(product.trace.module), ""):
+                self.left_products[product.node] = Left(product.name, product.title, reason)
+        products = [p for p in products if chosen(p.trace.module)]
         branches = [b for b in find_branches(self.flow, self.excluded) if chosen(b.trace.module)]
         calls = [
             call
@@ -212,17 +215,15 @@ class Conversion:
                     report.shared[name] = entry.names
         for site in self.plan.sites:
             report.norms.append(self._fused(site))
-        for product in self.plan.products:
+        for product in _of_one_way(self.plan.products):
             kind = title(type(product.trace.module))
             report.products.append(Gated(product.name, kind, product.title))
         for branch in self.plan.branches:
             kind = title(type(branch.trace.module))
             report.branches.append(Branched(branch.name, kind, branch.parts))
-        for call in self.plan.calls:
+        for call in _of_one_way(self.plan.calls):
             kind = title(type(call.trace.module))
-            # One call of a forward that has two ways, for training and for evaluation.
-            if call.node.graph is call.trace.graphs[0]:
-                report.calls.append(Called(call.name, kind, call.match.name))
+            report.calls.append(Called(call.name, kind, call.title))
         for norm in self.norms:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
@@ -231,6 +232,9 @@ class Conversion:
         report.left += left_modules(self.flow, self.worth, known)
         report.left_calls += left_calls(self.flow, self.worth, known, self._reasons())
         passing = {id(module) for module in self.model.modules() if passes_on(module)}
+        left_products = self.left_products | self.plan.left_products
+        # One line for all ways through a forward.
+        report.left_products += dict.fromkeys(left_products.values())
         report.looked_at = LookedAt(
             len(self.flow.names), len(self.flow.traces), len(self.flow.failed.keys() - passing)
         )
@@ -261,6 +265,19 @@ class Conversion:
         return FusedNorm(site.name, self.sources[id(site.norm)], title(fused), tuple(parts))
 
 
+_Unit = TypeVar("_Unit", Product, Call)
+
+
+def _of_one_way(units: Iterable[_Unit]) -> Iterator[_Unit]:
+    """Of a forward with several ways those of one way: the first that has most of a kind."""
+    groups: dict[tuple[int, str], dict[fx.Graph, list[_Unit]]] = {}
+    for unit in units:
+        ways = groups.setdefault((id(unit.trace), unit.title), {})
+        ways.setdefault(unit.node.graph, []).append(unit)
+    for ways in groups.values():
+        yield from max(ways.values(), key=len)
+
+
 def _is_done(norm: nn.Module) -> bool:
     ours = type(norm).__module__.startswith("fusedtrain.")
     return record_of(norm) is not None or (ours and has_own_steps(norm))
@@ -281,10 +298,7 @@ def prove(conversion: Conversion, example: Any) -> ConversionReport:
     Raises:
         RuntimeError: what is right one by one is not right together. Nothing is converted then.
     """
-    if callable(example):
-        with same_generators():
-            example = example()
-    check_example(example)
+    example = example_for(conversion.model, example)
     try:
         return _prove(conversion, _Trials(conversion, example))
     except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,13 +30,16 @@ from ._algebra import (
     Polynomial,
     are_equal,
     polynomial_of,
-    rule_of as _rule_of,
+    rule_of,
 )
 
 _MOST_CALLS = 24  # in one formula
+_PLAIN = (int, float, bool, str, type(None))
 
 # The functions of fusedtrain.functional that people write by hand, as eager torch computes them.
-# At infinities, where a formula has inf * 0, a function has its limit.
+# At infinities, where a formula has inf * 0, a function has its limit. Pickles have the numbers of
+# the rows: new ones come last. 1 / (1 + exp(-x)) is none: its gradient is more exact than that of
+# the sigmoid, which is computed from the rounded output.
 FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
     ("silu", {}, lambda x: x * torch.sigmoid(x)),
     ("quick_gelu", {}, lambda x: x * torch.sigmoid(1.702 * x)),
@@ -68,12 +72,16 @@ class Match(NamedTuple):
     parameters: dict[str, Any]
     input: fx.Node
     nodes: tuple[fx.Node, ...]
-    is_formula: bool = False  # of several calls
+    number: int = -1  # of a formula: its place in FORMULAS
     widens: bool = False  # under autocast CUDA would compute it in float32
 
     @property
     def root(self) -> fx.Node:
         return self.nodes[-1]
+
+    @property
+    def is_formula(self) -> bool:
+        return self.number >= 0
 
     def computes(self, value: fx.Node) -> bool:
         """Whether it is a formula of this value, and all that is done with it."""
@@ -95,14 +103,6 @@ def activated(input: Any, name: str, number: int, widens: bool, **parameters: An
 
 
 activated.__module__ = "fusedtrain.conversion"  # the name in pickles
-
-
-def number_of(match: Match) -> int:
-    return next(
-        i
-        for i, (name, parameters, _) in enumerate(FORMULAS)
-        if (name, parameters) == (match.name, match.parameters)
-    )
 
 
 def _functions() -> dict[Any, tuple[str, bool]]:
@@ -133,22 +133,57 @@ def call_of(node: fx.Node) -> Match | None:
     name = name_of_call(node)
     if not name or len(node.all_input_nodes) != 1:
         return None
-    bind: Callable[..., Any] = inspect.signature(getattr(fused_functional, name)).bind
-    try:
-        parameters = dict(bind(*node.args, **node.kwargs).arguments)
-    except TypeError:
-        return None
-    input = parameters.pop("input")
+    parameters = _arguments(name, node)
+    input = parameters.pop("input", None)
     if FUNCTIONS.get(node.target, ("", False))[1]:
         parameters["inplace"] = True
-    plain = (int, float, bool, str, type(None))
-    if not isinstance(input, fx.Node) or any(type(v) not in plain for v in parameters.values()):
+    if not isinstance(input, fx.Node) or any(type(v) not in _PLAIN for v in parameters.values()):
         return None
     if parameters.get("inplace") and not _takes_in_place(name):
         return None
     if parameters.get("inplace") is False:
         del parameters["inplace"]
     return Match(name, parameters, input, (node,))
+
+
+def _arguments(name: str, node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call, as the function of fusedtrain.functional names them."""
+    bind: Callable[..., Any] = inspect.signature(getattr(fused_functional, name)).bind
+    try:
+        return dict(bind(*node.args, **node.kwargs).arguments)
+    except TypeError:
+        return {}
+
+
+# Functions that are no activation of one tensor and numbers.
+OTHERS: dict[Any, str] = {
+    torch_functional.glu: "glu",
+    torch_functional.max_pool2d: "max_pool2d", torch.max_pool2d: "max_pool2d",
+    torch_functional.prelu: "prelu", torch.prelu: "prelu", "prelu": "prelu",
+}  # fmt: skip
+
+
+def other_call_of(node: fx.Node) -> Match | None:
+    """One call of a function of `OTHERS` that fusedtrain.functional has with the same arguments:
+    numbers, and the weight of PReLU."""
+    name = name_of_other(node)
+    parameters = _arguments(name, node) if name else {}
+    input, weight = parameters.pop("input", None), parameters.get("weight")
+    tensors = [value for value in (input, weight) if isinstance(value, fx.Node)]
+    values = [v for v in parameters.values() if v is not weight]
+    items = [i for v in values for i in (v if isinstance(v, (list, tuple)) else [v])]
+    if not tensors or not isinstance(input, fx.Node) or parameters.get("return_indices"):
+        return None
+    if any(type(item) not in _PLAIN for item in items) or node.all_input_nodes != tensors:
+        return None
+    return Match(name, parameters, input, (node,))
+
+
+def name_of_other(node: fx.Node) -> str:
+    """The function of `OTHERS` that a call is of, by name; '' if of none."""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    return OTHERS.get(node.target, "")
 
 
 def _takes_in_place(name: str) -> bool:
@@ -167,10 +202,10 @@ def _table() -> tuple[Atoms, list[Polynomial]]:
 
 def formula_of(root: fx.Node) -> Match | None:
     """The formula whose last call `root` is, if it is one that is known."""
-    if _rule_of(root) in ("", "add", "relu", "clamp"):
+    if rule_of(root) in ("", "relu", "clamp", "sigmoid"):
         return None
     region = _region(root)
-    if not any(_rule_of(node) in TELLING for node in region):
+    if not any(rule_of(node) in TELLING for node in region):
         return None
     known_atoms, rows = _table()
     for leaf in dict.fromkeys(n for node in region for n in node.all_input_nodes):
@@ -179,19 +214,38 @@ def formula_of(root: fx.Node) -> Match | None:
             value = polynomial_of(root, leaf, Atoms(known_atoms), between)
         except NoFormula:
             continue
-        for (name, parameters, _), row in zip(FORMULAS, rows):
+        for number, row in enumerate(rows):
             if are_equal(value, row):
+                name, parameters, _ = FORMULAS[number]
                 nodes = tuple(node for node in root.graph.nodes if node in between)
-                widens = any(_rule_of(node) in WIDENING for node in nodes)
-                return Match(name, parameters, leaf, nodes, True, widens)
+                widens = any(map(_widens, nodes))
+                return Match(name, parameters, leaf, nodes, number, widens)
     return None
+
+
+def is_clamp_of_relu(node: fx.Node) -> bool:
+    """Whether a call has the values of ReLU or ReLU6, and at the kinks another slope."""
+    if rule_of(node) not in ("clamp", "clip", "clamp_min") or len(node.all_input_nodes) != 1:
+        return False
+    atoms = Atoms()
+    try:
+        value = polynomial_of(node, node.all_input_nodes[0], atoms, {})
+    except NoFormula:
+        return False
+    return any(value == atoms.clamped({(0,): 1.0}, 0.0, high) for high in (math.inf, 6.0))
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether CUDA's autocast computes a call in float32: `1 / x` is a reciprocal to it."""
+    divides = rule_of(node) in ("div", "truediv", "divide")
+    return rule_of(node) in WIDENING or (divides and not isinstance(node.args[0], fx.Node))
 
 
 def _region(root: fx.Node) -> list[fx.Node]:
     """The calls before a node of which a formula may consist."""
     region = [root]
     for node in region:
-        fresh = [n for n in node.all_input_nodes if n not in region and _rule_of(n)]
+        fresh = [n for n in node.all_input_nodes if n not in region and rule_of(n)]
         region += fresh[: _MOST_CALLS - len(region)]
     return region
 

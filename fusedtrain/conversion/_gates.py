@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._calls import is_plain
+from .._calls import autocasts, is_plain
 from .._graph.flow import Flow, Trace, is_product
+from .._graph.forward import has_foreign_forward
 from .._graph.modules import is_hooked
+from .._graph.report import Left
 from .._graph.unseen_calls import UnseenCalls
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
-from ._formulas import Match, matches_of
+from ._calls import only_activation
+from ._formulas import Match, activated, matches_of
 from ._norms import is_activation, module_of
 
 
@@ -35,6 +38,7 @@ class Product:
     other: fx.Node
     module: nn.Module | None
     match: Match | None = None
+    inner: Match | None = None  # the formula that the forward of the module is
     aside: bool = False  # the module goes on doing its work for callers that nobody sees
 
     @property
@@ -53,8 +57,9 @@ class Product:
     @property
     def activation(self) -> tuple[str, dict[str, Any]]:
         """Name of the function in fusedtrain.functional, and its parameters."""
-        if self.match is not None:
-            return self.match.name, self.match.parameters
+        match = self.match or self.inner
+        if match is not None:
+            return match.name, match.parameters
         assert self.module is not None
         pointwise = activation_of(self.module)
         assert pointwise is not None
@@ -63,76 +68,133 @@ class Product:
         tanh = row.name == "gelu_tanh"
         return ("gelu", {"approximate": "tanh"}) if tanh else (row.name, values)
 
+    def replacement(self, graph: fx.Graph, other: Any, opened: Any) -> fx.Node:
+        """The call in a copy of the graph, of the activation's input `opened`."""
+        name, parameters = self.activation
+        match = self.match or self.inner
+        if match is None or not match.is_formula:
+            return graph.call_function(gated, (other, opened, name), parameters)
+        arguments = (other, opened, name, match.number, match.widens)
+        return graph.call_function(gated_formula, arguments, dict(parameters))
 
-def gated_by(input: Tensor, gate: Tensor, module: nn.Module) -> Tensor:
-    """``input * module(gate)``, as one op where the module is an activation without hooks."""
+    def call_aside(self, graph: fx.Graph, other: Any, gate: fx.Node) -> fx.Node:
+        """The same where the module decides at each call; `gate` calls it in the copy."""
+        arguments = (other, gate.args[0], graph.get_attr(str(gate.target)))
+        if self.inner is None or not self.inner.is_formula:
+            return graph.call_function(gated_by, arguments)
+        name, parameters = self.activation
+        formula = (name, self.inner.number, self.inner.widens)
+        return graph.call_function(gated_by, (*arguments, *formula), dict(parameters))
+
+
+def gated_formula(
+    input: Any, gate: Any, name: str, number: int, widens: bool, **parameters: Any
+) -> Any:
+    """``input * activated(gate, ...)``, as one op where that gives the dtype of the formula."""
+    wide = widens and autocasts(gate) and not autocasts(gate, "cpu")
+    if wide or not is_plain(gate):
+        return input * activated(gate, name, number, widens, **parameters)
+    return gated(input, gate, name, **parameters)
+
+
+gated_formula.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
+def gated_by(
+    input: Tensor, gate: Tensor, module: nn.Module, *formula: Any, **parameters: Any
+) -> Tensor:
+    """``input * module(gate)``, as one op where the module is an activation without hooks.
+    `formula`: what :func:`gated_formula` takes, of a module whose forward is that."""
     traced = torch.compiler.is_compiling() or not is_plain(gate)
+    if formula and not (traced or is_hooked(module) or has_foreign_forward(module)):
+        product: Tensor = gated_formula(input, gate, *formula, **parameters)
+        return product
     in_place = getattr(module, "inplace", False)  # the gate changes, then
     activation = None if traced or in_place else activation_of(module)
     if activation is None or activation.op < 0:
-        product: Tensor = input * module(gate)
+        product = input * module(gate)
         return product
     row = POINTWISE[activation.op]
     values = dict(zip(row.parameters, (activation.a, activation.b)))
     return gated(input, gate, row.name, **values)
 
 
+_NO_KERNEL = "no fused version of its gate"
 gated_by.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def find_products(flow: Flow, excluded: set[int]) -> list[Product]:
-    """All products of a model, in the order of its forwards."""
-    products = []
+def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[fx.Node, Left]]:
+    """All products of a model, in the order of its forwards, and those that have to stay."""
+    products: list[Product] = []
+    left: dict[fx.Node, Left] = {}
     unseen = UnseenCalls(flow)
     for trace in flow.traces:
-        if trace.inexact or id(trace.module) in excluded:
-            continue
-        for node in trace.graphs[0].nodes:
-            product = _product(flow, trace, node, excluded)
-            if product is None:
-                continue
-            if product.module is not None and unseen.obstacle(product.module):
-                product.aside = True
-            products.append(product)
-    return products
+        for graph in trace.graphs:
+            inner = {n for match in matches_of(graph).values() for n in match.nodes}
+            for node in filter(is_product, graph.nodes):
+                if node in inner:  # x * x.sigmoid() is one activation
+                    continue
+                product = _product(flow, trace, node, excluded, unseen)
+                if isinstance(product, Product):
+                    products.append(product)
+                elif product is not None:
+                    left[node] = product
+    return products, left
 
 
-def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | None:
-    if not is_product(node):
+def _product(
+    flow: Flow, trace: Trace, node: fx.Node, excluded: set[int], unseen: UnseenCalls
+) -> Product | Left | None:
+    """A product, or why it has to stay; None of one without a gate."""
+    first, second = node.args
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
         return None
-    matches = matches_of(node.graph)
-    if node in matches:
-        return None  # x * x.sigmoid() is one activation
+    name, left = flow.names[id(trace.module)], None
     # x * gate(s) is the usual order where both are activations.
-    for gate, other in (node.args[::-1], node.args):
-        match = matches.get(gate) if isinstance(gate, fx.Node) else None
-        if match is not None and isinstance(other, fx.Node) and _opens(trace, match, node, other):
-            return Product(
-                trace, flow.names[id(trace.module)], node, match.root, other, None, match
-            )
-        module = trace.callee(gate)
-        if module is None or not isinstance(gate, fx.Node) or not isinstance(other, fx.Node):
+    for gate, other in ((second, first), (first, second)):
+        module, match = trace.callee(gate), matches_of(node.graph).get(gate)
+        known = module is not None and is_activation(module)
+        inner = None if module is None or known else only_activation(flow, module)
+        if match is None and inner is None and not known:
             continue
-        plain = gate is not other and len(gate.users) == 1 and len(gate.args) == 1
-        plain = plain and not gate.kwargs
-        if plain and _replaceable(module) and id(module) not in excluded:
-            return Product(trace, flow.names[id(trace.module)], node, gate, other, module)
-    return None
+        caller = "" if module is None else unseen.obstacle(module)
+        if id(trace.module) in excluded:
+            reason = "excluded"
+        elif module is not None and id(module) in excluded:
+            reason = "its gate is excluded"
+        elif not trace.is_known:
+            reason = trace.inexact
+        else:
+            reason = _obstacle(trace, gate, node) or _unfitness(module, match or inner)
+        product = Product(trace, name, node, gate, other, module, match, inner, bool(caller))
+        if not reason:
+            return product
+        left = left or Left(name, product.title, reason)
+    return left
 
 
-def _opens(trace: Trace, match: Match, product: fx.Node, other: fx.Node) -> bool:
-    """Whether a product can do the work of an activation that is its factor."""
-    if match.root is other or match.in_place or match.widens or len(match.root.users) != 1:
-        return False
-    if trace.is_kept(match.root) or not trace.are_alike(match.root, product):
-        return False
-    return module_of(match) is not None
+def _obstacle(trace: Trace, gate: fx.Node, product: fx.Node) -> str:
+    if len(gate.users) != 1:
+        return "the value of its gate is used elsewhere, too"
+    if trace.is_kept(gate):
+        return "the value of its gate is stored"
+    if not trace.are_alike(gate, product):
+        return "its gate is computed under another no_grad, autocast or checkpoint"
+    if gate.op == "call_module" and (len(gate.args) != 1 or gate.kwargs):
+        return "its gate is called with more than its input"
+    return ""
 
 
-def _replaceable(module: nn.Module) -> bool:
-    if not is_activation(module) or "forward" in vars(module):
-        return False
-    hooked = is_hooked(module)
-    pointwise = None if hooked else activation_of(module)
-    # In place, it would overwrite what others read.
-    return pointwise is not None and pointwise.op >= 0 and not getattr(module, "inplace", False)
+def _unfitness(module: nn.Module | None, match: Match | None) -> str:
+    """Why a product cannot do the work of a module, a call or a formula."""
+    if module is not None and is_hooked(module):
+        return "its gate has hooks"
+    if module is not None and "forward" in vars(module):
+        return "the forward of its gate is patched"
+    if getattr(module, "inplace", False) or (match is not None and match.in_place):
+        return "its gate works in place"  # it would overwrite what others read
+    if match is not None:
+        return "" if module_of(match._replace(widens=False)) else _NO_KERNEL
+    assert module is not None
+    pointwise = activation_of(module)
+    return _NO_KERNEL if pointwise is None or pointwise.op < 0 else ""

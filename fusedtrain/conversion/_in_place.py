@@ -11,7 +11,7 @@ from .._graph.effects import Effects
 from .._graph.flow import Trace, Value
 from .._graph.modules import CONVOLUTIONS, is_hooked
 from .._torch_private import has_global_forward_hooks
-from ..nn.norm import activation_of
+from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
 

@@ -20,11 +20,7 @@ from .._graph.forward import obstacle_of, passes_on
 from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
 from .._graph.tracer import IN_PLACE
 from .._graph.unseen_calls import UnseenCalls
-from ..nn.norm import (
-    ROW_OF,
-    activation_of,
-    is_stochastic_depth,
-)
+from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
 from ._formulas import Match, call_of, matches_of, name_of_call
 
 _TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -17,6 +17,36 @@ _HELP = """\
   what would help: activations as modules or as calls of torch.nn.functional, in forwards that
   torch.fx can trace; batch norms with an activation after them; see docs/convert.md"""
 
+# Words of a reason -> what helps; docs/convert.md has the same.
+HELP: dict[str, str] = {
+    "torch.fx cannot trace": "move the activations into a module of its own, or into a forward "
+    "without `len(x)`, `float(x)`, numpy",
+    "depends on its input": "put what follows a decision into modules, and assertions around the "
+    "call of the module",
+    "depends on the mode of training": "one `if self.training:` is understood; asking a part for "
+    "its mode is not",
+    "has optional arguments": "call the activation in a module of its own",
+    "under no_grad": "put the `with` around the call of the module",
+    "under another no_grad": "put the `with` around the call of the module",
+    "has a with statement": "put the `with` around the call of the module",
+    "arguments are not numbers": "pass numbers, not tensors or parameters",
+    "writes over its output": "the same out of place; stochastic depth becomes part of a norm as a "
+    "module: `fusedtrain.nn.DropPath`, timm's, torchvision's",
+    "torch.autograd.Function": "the plain module: `torch.nn.SiLU`, `model.set_swish(False)` of "
+    "efficientnet_pytorch",
+    "overwritten": "write `y = y + z`, not `y += z`",
+    "no fused version": "`fusedtrain.functional` has what there is",
+    "slope at 0": "write `torch.nn.functional.relu(x)` or `relu6(x)`, where x = 0 does not matter",
+    "subclass of": "use the class itself, if its forward is all that is needed",
+    "hooks": "put the hook on the module around it",
+    "is patched": "convert before the forward is replaced",
+    "works in place": "set `inplace=False`",
+    "used elsewhere": "multiply by that value once; a fused product does not keep it",
+    "called elsewhere": "make one activation module for each product",
+    "is stored": "store the input of the gate instead",
+    "called with more": "call the gate with its input alone, `act(x)`",
+}
+
 
 class Converted(NamedTuple):
     """One module which `convert` changed; a shared one goes by its first name."""
@@ -122,9 +152,10 @@ class ConversionReport:
     added or called what is part of a norm now, and activation and drop modules that hand on their
     input, since a norm does their work. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
-    fused ones compute now, `left_calls` those that stay (`type` is the function). `looked_at`
-    counts what was searched. `memory` and `dry_run` are what was asked for. `proof` is None where
-    the model was not run, and `unproven` says why. The length is the number of changed modules.
+    fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products`
+    the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched.
+    `memory` and `dry_run` are what was asked for. `proof` is None where the model was not run, and
+    `unproven` says why. The length is the number of changed modules.
 
     >>> import fusedtrain, torch
     >>> print(fusedtrain.convert(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.RReLU())))
@@ -132,6 +163,8 @@ class ConversionReport:
       1 x torch.nn.SiLU -> fusedtrain.nn.SiLU
     left 1 module
       1 x torch.nn.RReLU: no fused version (1)
+    what would help
+      no fused version: `fusedtrain.functional` has what there is
     """
 
     converted: list[Converted] = field(default_factory=list)
@@ -143,6 +176,7 @@ class ConversionReport:
     branches: list[Branched] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     left_calls: list[Left] = field(default_factory=list)
+    left_products: list[Left] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
@@ -214,19 +248,31 @@ class ConversionReport:
         if self.left_calls:
             lines.append(f"left {counted(len(self.left_calls), 'call')} in forwards")
             lines += left_lines(self.left_calls)
+        if self.left_products:
+            lines.append(f"left {counted(len(self.left_products), 'product')} with a gate")
+            lines += left_lines(self.left_products)
+        helps = self._helps()
         if not (self or self.products or self.branches):
-            lines += self._nothing()
+            lines += self._nothing(bool(helps))
+        lines += helps
         return "\n".join(lines)
 
-    def _nothing(self) -> list[str]:
-        """What was looked at where nothing changes, and what would help."""
+    def _helps(self) -> list[str]:
+        """For each sort of reason what would help."""
+        reasons = {left.reason for left in (*self.left, *self.left_calls, *self.left_products)}
+        helps = {words: text for words, text in HELP.items() if any(words in r for r in reasons)}
+        lines = dict.fromkeys(f"  {words}: {text}" for words, text in helps.items())
+        return ["what would help", *lines] if lines else []
+
+    def _nothing(self, helped: bool) -> list[str]:
+        """What was looked at where nothing changes. `helped`: it is told what would help."""
         modules, forwards, untraced = self.looked_at
         text = f"  looked at {_modules(modules)} and into {counted(forwards, 'forward')}"
         if untraced:
             text += f"; torch.fx cannot trace {untraced} more"
         known = self.left or self.left_calls or self.already
         lines = [text if known else f"{text}: no activation modules found, and no calls of one"]
-        return lines if self.already and not self.left_calls else [*lines, _HELP]
+        return lines if helped or self.already else [*lines, _HELP]
 
     def _table(self, rows: list[tuple[str, str, str]]) -> list[str]:
         """A line for each kind of swap."""

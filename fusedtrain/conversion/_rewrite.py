@@ -17,17 +17,25 @@ from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.forward import PassesOn, Rewritten, install, remove, restore
 from .._graph.records import assign, record_of
+from .._graph.report import Left
 from .._graph.unseen_calls import numbers_of
-from ..nn.norm import activation_of
-from ..ops.gated import gated
+from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
 from ._calls import Call
 from ._formulas import Match
-from ._gates import Product, gated_by
+from ._gates import Product
 from ._norms import Site, Step, fused_class, has_own_steps
 from ._reordering import Unit, obstacle_of, places_of
-from ._source import Source, copied, joined, source_of
+from ._source import (
+    Disagreement,
+    Source,
+    copied,
+    joined,
+    number_names,
+    source_of,
+    woven,
+)
 
 
 @dataclass
@@ -41,6 +49,7 @@ class Plan:
     calls: list[Call] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
     left_calls: dict[fx.Node, str] = field(default_factory=dict)
+    left_products: dict[fx.Node, Left] = field(default_factory=dict)
     passing: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -48,16 +57,20 @@ class Plan:
         self.flow = self.effects.flow
         self._arbitrate()
         self._settle()
-        while self._reorders():
+        while self._reorders() or self._disagrees():
             self._settle()
+        # A gate that hands on its input computes nothing.
+        handed = [c for c in self.calls if id(c.trace.module) in self.passing]
+        self.calls = [c for c in self.calls if c not in handed]
+        self.handed = {n for call in handed for n in call.match.nodes}
 
     def _settle(self) -> None:
         """Leaves what all of this can be done together."""
         while self._truncate():
             pass
-        self.products = [
-            p for p in self.products if p.match or p.aside or id(p.module) in self.passing
-        ]
+        for product in self.products[:]:
+            if not (product.match or product.aside or id(product.module) in self.passing):
+                self._leave(product, "its gate is called elsewhere, too")
         taken = {n for site in self.sites for step in site.steps for n in step.calls}
         taken |= {n for p in self.products for n in (p.node, *p.opened)}
         self.branches = [
@@ -68,7 +81,7 @@ class Plan:
         taken |= {n for b in self.branches for n in (b.node, *b.gone)}
         calls = []
         for call in self.calls:
-            reason = self._unfitness(call.trace, by_training=True)
+            reason = self._unfitness(call.trace, several_ways=True)
             if not taken.isdisjoint(call.match.nodes):
                 continue
             if reason:
@@ -80,7 +93,7 @@ class Plan:
     def gone(self) -> set[fx.Node]:
         """Calls of activations that something else computes."""
         gone = {n for site in self.sites for step in site.steps for n in step.calls}
-        gone |= {n for p in self.products for n in p.opened}
+        gone |= {n for p in self.products for n in p.opened} | self.handed
         return gone | {n for call in self.calls for n in call.match.nodes}
 
     def owners(self) -> list[nn.Module]:
@@ -124,9 +137,10 @@ class Plan:
             for node in step.nodes
         }
         taken |= {n for site in self.sites for step in site.steps for n in step.calls}
-        self.products = [
-            p for p in self.products if taken.isdisjoint(p.opened) and not self._unfitness(p.trace)
-        ]
+        for product in self.products[:]:
+            reason = self._unfitness(product.trace, several_ways=True)
+            if reason or not taken.isdisjoint(product.opened):
+                self._leave(product, reason or "its gate is part of a batch norm")
         taken |= {p.gate for p in self.products if not p.aside}
         steps = [step for site in self.sites for step in site.steps if step.is_call]
         self.passing = {}
@@ -156,7 +170,8 @@ class Plan:
             if isinstance(unit, Site):
                 assert step is not None
                 self._cut(unit, step, reason)
-            self.products = [p for p in self.products if p is not unit]
+            if isinstance(unit, Product):
+                self._leave(unit, reason)
             self.branches = [b for b in self.branches if b is not unit]
             if isinstance(unit, Call):
                 self.left_calls[unit.node] = reason
@@ -164,11 +179,32 @@ class Plan:
             return True
         return False
 
+    def _leave(self, product: Product, reason: str) -> None:
+        self.products = [p for p in self.products if p is not product]
+        self.left_products[product.node] = Left(product.name, product.title, reason)
+
+    def _disagrees(self) -> bool:
+        """Takes back all of one forward whose ways would no longer begin with the same calls.
+        Returns whether there was one."""
+        units: list[Product | Call] = [*self.products, *self.calls]
+        for trace in {id(unit.trace): unit.trace for unit in units if unit.trace.ways}.values():
+            products = [p for p in self.products if p.trace is trace]
+            calls = [c for c in self.calls if c.trace is trace]
+            try:
+                _Edit(trace, products=products, calls=calls).rewritten()
+            except Disagreement:
+                for product in products:
+                    self._leave(product, trace.inexact)
+                self.calls = [c for c in self.calls if c.trace is not trace]
+                self.left_calls |= dict.fromkeys((c.node for c in calls), trace.inexact)
+                return True
+        return False
+
     def _obstacle(self, site: Site, step: Step) -> str:
         if step.kind != "add":
             passes = step.is_call and id(step.module) in self.passing
             functions = not step.is_call
-            return "" if passes else self._unfitness(step.trace, by_training=functions)
+            return "" if passes else self._unfitness(step.trace, several_ways=functions)
         traces = [trace for trace, _ in site.levels]
         level = traces.index(step.trace)
         reasons = [self._unfitness(trace) for trace in traces[: level + 1]]
@@ -176,11 +212,11 @@ class Plan:
             return "the sum is written over its other operand"
         return next(filter(None, reasons), "")
 
-    def _unfitness(self, trace: Trace, by_training: bool = False) -> str:
-        """Why a forward cannot be rewritten; '' where it can. `by_training`: it may have two ways,
-        for training and for evaluation."""
+    def _unfitness(self, trace: Trace, several_ways: bool = False) -> str:
+        """Why a forward cannot be rewritten; '' where it can. `several_ways`: it may have several
+        ways, for training and for evaluation or by the truth of values."""
         key, name = id(trace.module), self.flow.names[id(trace.module)] or "the model"
-        if trace.inexact and not (by_training and trace.by_training):
+        if trace.inexact and not (several_ways and trace.is_known):
             return f"{name} cannot be rewritten: {trace.inexact}"
         if key not in self._unfit:
             reason = ""
@@ -288,7 +324,9 @@ class _Edit:
         """The present numbers of the module and of its gates, which stand in the source."""
         numbers = numbers_of(self.trace.module)
         for product in self.products:
-            if product.module is None or product.aside:
+            if product.inner is not None:
+                numbers[f"{product.gate.target}.__class__"] = type(product.module)
+            if product.module is None or product.aside or product.inner is not None:
                 continue
             row = POINTWISE[activation_of(product.module).op]  # type: ignore[union-attr]
             for name in (*row.parameters, "approximate"):
@@ -298,9 +336,14 @@ class _Edit:
 
     def rewritten(self) -> Source:
         module, graphs = self.trace.module, self.trace.graphs
-        if not self.trace.by_training:
-            return source_of(module, self._edited(graphs[0]))
-        return joined(*(source_of(module, self._edited(graph)) for graph in graphs))
+        edited = {graph: self._edited(graph) for graph in graphs}
+        if self.trace.ways:
+            for graph in edited.values():
+                number_names(graph)
+        sources = {graph: source_of(module, edited[graph]) for graph in graphs}
+        if self.trace.ways:
+            return woven({a: (edited[g], sources[g]) for a, g in self.trace.ways.items()})
+        return joined(*sources.values()) if self.trace.by_training else sources[graphs[0]]
 
     def _edited(self, original: fx.Graph) -> fx.Graph:
         graph, new = copied(original)
@@ -340,19 +383,16 @@ class _Edit:
             call.kwargs = {keyword: other}
             replace(total, branch)
         # Operands are read off the calls as they are by now: one may be another sum or product.
-        for product in self.products:
+        for product in (p for p in self.products if p.node.graph is original):
             node, gate = new[product.node], new[product.gate]
-            name, parameters = product.activation
             with graph.inserting_before(node):
                 if product.aside:
-                    module = graph.get_attr(str(gate.target))
-                    call = graph.call_function(gated_by, (_other(node, gate), gate.args[0], module))
+                    call = product.call_aside(graph, _other(node, gate), gate)
                 else:
                     # An activation module hands on its input: its call stays for its hooks.
                     match = product.match
                     opened = gate if match is None else present(new[match.input])
-                    arguments = (_other(node, gate), opened, name)
-                    call = graph.call_function(gated, arguments, parameters)
+                    call = product.replacement(graph, _other(node, gate), opened)
             replace(node, call)
             if product.match is not None or product.aside:
                 _erase(graph, [new[n] for n in product.opened])
@@ -375,7 +415,7 @@ class _Edit:
             if activation.node.graph is original:
                 nodes = [new[n] for n in activation.match.nodes]
                 with graph.inserting_before(nodes[-1]):
-                    call = activation.replacement(graph, present(new[activation.match.input]))
+                    call = activation.replacement(graph, lambda node: present(new[node]))
                 replace_all(nodes, call)
         return graph
 

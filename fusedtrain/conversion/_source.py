@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import types
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import fx, nn
 
 from .._graph.forward import resolve
 from .._graph.modules import attribute_of
+from .._graph.tracer import DECISION
 
 _SPECIAL = {"NoneType": "types:NoneType", "device": "torch:device"}
+_LINE = re.compile(r"(.*?)(?:;  ((?:\w+ = )+)None)?")  # a call, and the values that it frees
 # Code, what its names stand for, and why it cannot be used ("" if it can).
 Source = tuple[str, dict[str, str], str]
 
@@ -57,6 +61,97 @@ def joined(training: Source, evaluation: Source) -> Source:
     return "\n".join((*sources, _BY_TRAINING)), training[1] | evaluation[1], ""
 
 
+def number_names(graph: fx.Graph) -> None:
+    """Names values by their places: calls that begin two ways alike get the same names."""
+    arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
+    stem = "value"
+    while any(name.startswith(stem) for name in arguments):
+        stem += "s"
+    for number, node in enumerate(graph.nodes):
+        if node.op != "placeholder":
+            node.name = f"{stem}_{number}"
+
+
+class Disagreement(Exception):
+    """Two ways through a forward do not begin with the same calls."""
+
+
+class _Line(NamedTuple):
+    text: str
+    deleted: frozenset[str]  # names that are set to None, so that their tensors are freed
+
+
+def woven(ways: Mapping[tuple[bool, ...], tuple[fx.Graph, Source]]) -> Source:
+    """One forward of those that stand for the answers at its decisions.
+
+    Raises:
+        Disagreement: what they do before a decision differs.
+    """
+    bodies: dict[tuple[bool, ...], list[list[_Line]]] = {}
+    head, imports = "", dict[str, str]()
+    for answers, (graph, (source, names, _)) in ways.items():
+        before, _, body = source.partition("def forward(")
+        signature, _, body = body.partition(":\n")
+        head = f"{before}def forward({signature}:\n"
+        bodies[answers] = _segments(graph, body.rstrip().splitlines())
+        imports |= names
+    return head + "\n".join(_branches(bodies, 0, {})) + "\n", imports, ""
+
+
+def _segments(graph: fx.Graph, lines: list[str]) -> list[list[_Line]]:
+    """The lines of a way, cut after each decision."""
+    decisions = [node for node in graph.nodes if node.target is DECISION]
+    asked = {f"{node.name} =": node.args[0] for node in decisions}
+    segments: list[list[_Line]] = [[]]
+    for line in filter(str.strip, lines):
+        text, names = _LINE.fullmatch(line).groups("")  # type: ignore[union-attr]
+        deleted = frozenset(re.findall(r"\w+", names))
+        value = next((v for start, v in asked.items() if text.strip().startswith(start)), None)
+        if value is None:
+            segments[-1].append(_Line(text, deleted))
+        else:
+            deleted -= {text.split()[0]}
+            segments[-1].append(_Line(f"    if {value}:", deleted))
+            segments.append([])
+    return segments
+
+
+def _branches(
+    ways: dict[tuple[bool, ...], list[list[_Line]]],
+    depth: int,
+    unused: dict[tuple[bool, ...], frozenset[str]],
+) -> Iterator[str]:
+    """The lines of all ways that begin with the same answers, from decision `depth` on. `unused`:
+    what each way has no more use for, and another may have."""
+    indent = "    " * depth
+    first = next(iter(ways))
+    common = frozenset.intersection(*(unused.get(answers, frozenset()) for answers in ways))
+    if common:
+        yield f"{indent}    {' = '.join(sorted(common))} = None"
+    unused = {answers: unused.get(answers, frozenset()) - common for answers in ways}
+    segments = [body[depth] for body in ways.values()]
+    if len({tuple(line.text for line in segment) for segment in segments}) > 1:
+        raise Disagreement
+    for lines in zip(*segments, strict=True):
+        common = frozenset.intersection(*(line.deleted for line in lines))
+        for answers, line in zip(ways, lines):
+            unused[answers] |= line.deleted - common
+        deleted = f";  {' = '.join(sorted(common))} = None" if common else ""
+        is_decision = len(first) > depth and lines[0] is ways[first][depth][-1]
+        if is_decision:
+            for answers in ways:
+                unused[answers] |= common
+            deleted = ""
+        yield f"{indent}{lines[0].text}{deleted}"
+    if len(first) == depth:
+        return
+    for answer in (True, False):
+        if not answer:
+            yield f"{indent}    else:"
+        chosen = {a: body for a, body in ways.items() if a[depth] is answer}
+        yield from _branches(chosen, depth + 1, unused)
+
+
 def _names(code: types.CodeType) -> set[str]:
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
@@ -71,7 +166,13 @@ def _path(name: str, value: Any) -> str:
     path = _SPECIAL.get(name) or (
         f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     )
+    # Functions that torch makes within another one, max_pool1d for one, have a name outside, too.
+    outer = f"{getattr(value, '__module__', '')}:{getattr(value, '__name__', '')}"
+    return next((p for p in (path, outer) if _leads_to(p, value)), "")
+
+
+def _leads_to(path: str, value: Any) -> bool:
     try:
-        return path if resolve(path) is value else ""
+        return resolve(path) is value
     except (ImportError, AttributeError, ValueError):
-        return ""
+        return False

@@ -14,10 +14,11 @@ from .._torch_private import BatchNormBase
 from ..reference.pointwise import POINTWISE
 from ._algebra import TELLING
 from ._branches import may_have_branches
+from ._formulas import OTHERS
 from ._norms import is_activation
 
 _AMBIGUOUS = {"threshold"}  # the name of many things
-_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS
+_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
 _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
 
 

@@ -3,7 +3,6 @@
 Numerics, layouts and saved tensors: :func:`fusedtrain.functional.batch_norm_act`.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,91 +12,19 @@ from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
-from .._graph.forward import follow, passes_on
+from .._graph.forward import follow
 from .._graph.fx import handle as _handle, path_of
-from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
 from .._graph.records import record_of
 from .._torch_private import BatchNormBase, backward_number, verify_batch_size
 from ..ops import batch_norm as _batch_norm
-from ..ops.activations import pointwise
+from ..ops.batch_norm_autograd import recomputed_as_torch
 from ..reference.batch_norm import Norm
-from ..reference.pointwise import POINTWISE, Pointwise
-from . import activation as _activations
+from ..reference.pointwise import Pointwise
 from .act_layer import create_activation
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
+from .parts import activation_of, branch_scale_of, call_part, is_stochastic_depth
 
 _NOTHING = Pointwise()
-_ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
-
-
-def _find_rows() -> dict[type, Any]:
-    """Class of an activation module (torch.nn's and ours) -> its row in the table."""
-    rows = {}
-    for name, cls in vars(_activations).items():
-        row = _ROWS.get(name.lower())
-        if isinstance(cls, type) and row is not None:
-            rows[cls] = row
-            if hasattr(nn, name):
-                rows[getattr(nn, name)] = row
-    return rows
-
-
-ROW_OF = _find_rows()
-
-
-def activation_of(module: nn.Module) -> Pointwise | None:
-    """A module's activation as the ops take it; None if the ops cannot replace the module.
-
-    Ops cannot replace a class that is not in the table, parameters without an exact kernel, or a
-    module with hooks.
-    """
-    cls = type(module)
-    if cls is nn.Identity:
-        return _NOTHING
-    row = ROW_OF.get(cls)
-    if row is None or not _replaceable(module):
-        return None
-    name = row.name
-    if name == "gelu":
-        if module.approximate not in ("none", "tanh"):
-            return None
-        name = "gelu" if module.approximate == "none" else "gelu_tanh"
-    return pointwise(name, *(getattr(module, p) for p in row.parameters))
-
-
-def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
-    """The samples' factors in a module of stochastic depth, drawn as the module draws them."""
-    probability: float = getattr(module, STOCHASTIC_DEPTH[package_and_name(module)])
-    if probability == 0.0 or not module.training:
-        return None
-    keep = 1 - probability
-    scale = input.new_empty([input.shape[0]] + [1] * (input.dim() - 1)).bernoulli_(keep)
-    if keep > 0.0 and getattr(module, "scale_by_keep", True):
-        scale.div_(keep)
-    return scale.flatten()
-
-
-def is_stochastic_depth(module: nn.Module) -> bool:
-    """Whether :func:`branch_scale_of` can take the module's place."""
-    known = package_and_name(module) in STOCHASTIC_DEPTH
-    return known and _replaceable(module) and getattr(module, "mode", "row") == "row"
-
-
-def _replaceable(module: nn.Module) -> bool:
-    """Whether the op can skip the module's call. If convert made the module hand on its input, that
-    call still comes and fires the hooks."""
-    state = vars(module)
-    plain = "forward" not in state and not any(state[hooks] for hooks in HOOKS)
-    return plain or passes_on(module)
-
-
-def _apply(module: nn.Module, z: Tensor) -> Tensor:
-    """Calls a module that is not part of the op."""
-    call: Any = module
-    if passes_on(module):
-        call = functools.partial(type(module).forward, module)
-    output: Tensor = call(z)
-    return output
 
 
 def _plus(z: Tensor, residual: Any) -> Tensor:
@@ -221,6 +148,11 @@ class BatchNormActBase(BatchNormBase):
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None, alone: bool = False) -> Tensor:
+        # `is`: under torch.fx `alone` may be a proxy, which has no truth.
+        if alone is False and not torch.compiler.is_compiling() and type(self) in _RANKS:
+            output = self._usual(input, residual)
+            if output is not None:
+                return output
         if _has(input) and isinstance(input, torch.fx.Proxy):
             return self._traced(input, residual)
         if residual is None and self._adds and not alone:
@@ -230,7 +162,7 @@ class BatchNormActBase(BatchNormBase):
             )
         if self._as_torch and residual is None and not self.overwrite_input:
             output = BatchNormBase.forward(self, input)
-            _batch_norm.recomputed_as_torch(self, input, output)
+            recomputed_as_torch(self, input, output)
             return output
         self._check_input_dim(input)
         in_place = self._adds == "in place" and not alone
@@ -255,10 +187,53 @@ class BatchNormActBase(BatchNormBase):
         if not unfused:
             return z
         if drop is not None:
-            z = _apply(drop, z)
+            z = call_part(drop, z)
         if residual is not None:
             z = z.add_(residual) if in_place else z + residual
-        return _apply(act, z)
+        return call_part(act, z)
+
+    def _usual(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
+        """The forward of a module and call without anything special; else None, and nothing has
+        happened. All state is read at each call, so a change of the module acts at the next one.
+
+        Reads dictionaries: an attribute that nn.Module.__getattr__ finds takes 0.6 us, and a call
+        needs eight.
+        """
+        if type(input) is not Tensor:
+            return None
+        ranks = _RANKS[type(self)]
+        if (ranks and input.dim() not in ranks) or self.overwrite_input:
+            return None
+        if residual is None and (self._adds or self._as_torch):
+            return None
+        state = self.__dict__
+        children, parameters, buffers = state["_modules"], state["_parameters"], state["_buffers"]
+        try:
+            drop = state["drop"] if "drop" in state else children["drop"]
+            act = state["act"] if "act" in state else children["act"]
+            weight, bias = parameters["weight"], parameters["bias"]
+            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+            batches = buffers["num_batches_tracked"]
+            training, momentum, eps = state["training"], state["momentum"], state["eps"]
+            tracks = training and state["track_running_stats"]
+        except KeyError:  # weight_norm, or a pickle of another version
+            return None
+        if type(drop) is not nn.Identity or type(momentum) is not float or type(eps) is not float:
+            return None
+        activation = activation_of(act)
+        if activation is None:
+            return None
+        updates = tracks and backward_number() == -1
+        if training and not updates:
+            running_mean = running_var = None
+        by_batch = training or (running_mean is None and running_var is None)
+        output = _batch_norm.quick(
+            input, residual, weight, bias, running_mean, running_var, by_batch, momentum, eps,
+            activation,
+        )  # fmt: skip
+        if updates and batches is not None and output is not None:
+            batches.add_(1)
+        return output
 
     def _own_parts(self) -> tuple[nn.Module, nn.Module]:
         """Activation and drop layer, but not those that convert took from other modules."""
@@ -429,3 +404,9 @@ class BatchNormAddAct(BatchNormActBase):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+# Of the inputs; empty: any from 2. Not of subclasses, which may change any part of the forward.
+_RANKS: dict[type, tuple[int, ...]] = {
+    BatchNormAct1d: (2, 3), BatchNormAct2d: (4,), BatchNormAct3d: (5,), BatchNormAddAct: (),
+}  # fmt: skip

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from .. import _calls
 from .._torch_private import BatchNormBase
 from ..ops._library import op
-from ..ops.batch_norm import save_for_backward
+from ..ops.batch_norm_autograd import save_for_backward
 from ..reference.batch_norm import Norm, Statistics
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
@@ -48,7 +48,7 @@ def _merge(input: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SyncBatchNormActFunction(torch.autograd.Function):
-    """As ops/batch_norm.py's BatchNormAct, with one collective forward and one backward."""
+    """As BatchNormAct (ops/batch_norm_autograd.py), with one collective in each pass."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:

@@ -8,6 +8,7 @@ The dispatcher chooses the kernel: the C++ one of the device, else the plain-tor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -297,10 +298,19 @@ def as_function(name: str, parameters: dict[str, Any]) -> Callable[[Tensor], Ten
 def chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
     """The activation in the form that ops take (None where no kernel is exact), and as a
     function."""
+    return _chosen(activation, parameters) if parameters else _chosen_alone(activation)
+
+
+def _chosen(activation: str | None, parameters: dict[str, Any]) -> tuple[Pointwise | None, Any]:
     fused = activation_of(activation, parameters)
     if fused is not None:
         return fused, fused.forward
     return None, as_function(str(activation), parameters)
+
+
+@functools.cache
+def _chosen_alone(activation: str | None) -> tuple[Pointwise | None, Any]:
+    return _chosen(activation, {})
 
 
 def pointwise(name: str, *values: float) -> Pointwise | None:

@@ -6,7 +6,7 @@ have the dtype that is computed in: float64 for float64 input, else float32. ``a
 the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are its parameters.
 ``saved`` is the output where `saves_output` of the activation (reference/pointwise.py), else the
 residual; without either, backward computes from the input what it needs. Outputs that were not
-requested have no elements. `batch_norm.py` puts autograd in front.
+requested have no elements. `batch_norm_autograd.py` puts autograd in front.
 """
 
 from __future__ import annotations

@@ -62,14 +62,13 @@ class BiasAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
-        activation: Pointwise, gain: float, clamp: float, p: float,
+        ctx: Any, input: Tensor, bias: Tensor | None, seed: Tensor | None, rest: tuple[Any, ...],
+        by_output: bool,
     ) -> Tensor:  # fmt: skip
-        rest = (dim, *activation, gain, clamp, p)
         output: Tensor = _bias_act(input, bias, seed, *rest)
-        by_output = activation.saves_output
+        activation, clamp = rest[1], rest[5]
         # Without an activation the derivative is that of a clamp, or constant.
-        needs = by_output or activation.op >= 0 or clamp >= 0
+        needs = by_output or activation >= 0 or clamp >= 0
         ctx.save_for_backward((output if by_output else input) if needs else None, bias, seed)
         ctx.rest, ctx.strides = rest, output.stride()
         scope = _recompute.scope()
@@ -88,7 +87,7 @@ class BiasAct(torch.autograd.Function):
         op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
         gradients = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
         grad_bias = gradients[1].view(-1).to(bias.dtype) if needs_bias else None
-        return (gradients[0], grad_bias, *(None,) * 6)
+        return gradients[0], grad_bias, None, None, None
 
 
 _apply_bias_act = apply_of(BiasAct)
@@ -117,9 +116,10 @@ def run_bias_act(
     if clamp >= 0:
         clamp = _rounded(clamp, input.dtype)
     seed = new_seed(input) if p > 0 else None
+    rest = (dim, *activation, gain, clamp, p)
     if needs_grad(input, bias):
-        return _apply_bias_act(input, bias, seed, dim, activation, gain, clamp, p)
-    output: Tensor = _bias_act(input, bias, seed, dim, *activation, gain, clamp, p)
+        return _apply_bias_act(input, bias, seed, rest, activation.saves_output)
+    output: Tensor = _bias_act(input, bias, seed, *rest)
     return output
 
 

@@ -83,15 +83,14 @@ class GatedHalves(torch.autograd.Function):
     """Saves the packed tensor; the gradient is written into halves of one."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, dim: int, gate_last: bool, activation: Pointwise
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, layout: tuple[int, bool], activation: Pointwise) -> Tensor:
+        dim, gate_last = layout
         output = _gated_halves(input, dim, gate_last, *activation)
         ctx.save_for_backward(input)
-        ctx.layout, ctx.activation = (dim, gate_last), activation
+        ctx.layout, ctx.activation = layout, activation
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, _gated_halves, (input,), (dim, gate_last, *activation))
+            scope.tag(output, _gated_halves, (input,), (*layout, *activation))
         return output
 
     @staticmethod
@@ -101,10 +100,10 @@ class GatedHalves(torch.autograd.Function):
         gate, value = halves(input, dim, gate_last)
         if _plain_gated_backward(grad):
             gradients = reference.gated_gradients(grad, gate, value, *ctx.activation)
-            return torch.cat(gradients[::-1] if gate_last else gradients, dim), None, None, None
+            return torch.cat(gradients[::-1] if gate_last else gradients, dim), None, None
         grad_input = torch.empty_like(input)
         _gated_backward(grad, gate, value, *halves(grad_input, dim, gate_last), *ctx.activation)
-        return grad_input, None, None, None
+        return grad_input, None, None
 
 
 _apply_gated, _apply_halves = apply_of(Gated), apply_of(GatedHalves)
@@ -120,7 +119,7 @@ def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
 
 def run_halves(input: Tensor, dim: int, gate_last: bool, activation: Pointwise) -> Tensor:
     if needs_grad(input):
-        return _apply_halves(input, dim, gate_last, activation)
+        return _apply_halves(input, (dim, gate_last), activation)
     return _gated_halves(input, dim, gate_last, *activation)
 
 
@@ -312,15 +311,18 @@ def gated(
     else:
         row = POINTWISE[fused.op]
         opened = KERNELS[row.name](gate, False, *(fused.a, fused.b)[: len(row.parameters)])
-    if not _spreads(opened, input) or not fits(input, opened):
+    shape = _spread_shape(opened, input)
+    # The activation of a gate that fits does, too.
+    if shape is None or (fused is None and not fits(input, opened)):
         return input * opened
-    return run_scale(input, opened.reshape(input.shape[:2]), None, 1)
+    return run_scale(input, opened.view(shape), None, 1)
 
 
-def _spreads(scale: Tensor, input: Tensor) -> bool:
-    """Whether it is one value for each sample and channel, [N, C, 1, ...]."""
-    return (
-        scale.dim() == input.dim() >= 2
-        and scale.shape[:2] == input.shape[:2]
-        and scale.numel() == input.shape[0] * input.shape[1]
-    )
+def _spread_shape(scale: Tensor, input: Tensor) -> torch.Size | None:
+    """[N, C] where `scale` is one value for each sample and channel, [N, C, 1, ...]."""
+    shape, of_input = scale.shape, input.shape
+    if len(shape) != len(of_input) or len(shape) < 2:
+        return None
+    each = shape[:2]
+    spreads = each == of_input[:2] and scale.numel() == each[0] * each[1]
+    return each if spreads else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.stochastic_rounding import seed_after
+from ._makers import foreign_maker, states_of
 from ._plan import Needs, Numbers, Store
 
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
@@ -158,6 +159,13 @@ class Checkpoints(torch.optim.Optimizer):
                 f"has groups with {', '.join(sorted(saved['param_groups'][0]))}, and states "
                 f"{', '.join(named) or 'of no parameter'}"
             ) from None
+        maker = foreign_maker(type(self), saved)
+        if maker is not None:
+            theirs, ours = (", ".join(sorted(states_of(one))) for one in (maker, type(self)))
+            raise ValueError(
+                f"state_dict: of {maker.__name__} (states {theirs}), not of {type(self).__name__} "
+                f"(states {ours})"
+            )
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""

@@ -21,7 +21,7 @@ from helpers import ROOT, environment
 
 
 def test_families_are_those_of_the_files() -> None:
-    assert len(store.FAMILIES) == 10
+    assert len(store.FAMILIES) == 11
     assert set(BOUNDED) < set(store.FAMILIES)
     assert {"bounded", "kept"} == set(ALLOCATORS)
 

@@ -274,6 +274,8 @@ def test_report_text() -> None:
             "  shared, counted once: 3 = 12",
             "left 6 modules",
             f"  6 x {__name__}.OwnReLU: subclass of torch.nn.ReLU (13, 14, 15, 16 and 2 more)",
+            "what would help",
+            "  subclass of: use the class itself, if its forward is all that is needed",
         ]
     )
     assert len(report) == 12

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as T
 from torch import Tensor, fx
 
+import fusedtrain
 from fusedtrain import functional as F
 from fusedtrain.conversion import _formulas
 from fusedtrain.conversion._formulas import FORMULAS, activated, matches_of
@@ -25,6 +26,10 @@ SPELLINGS: dict[str, list[Function]] = {
         lambda x: x * x.sigmoid(),
         lambda x: torch.sigmoid(x).mul(x),
         lambda x: torch.mul(T.sigmoid(x), x),
+        lambda x: x * torch.special.expit(x),
+        lambda x: x / (1 + torch.exp(-x)),
+        lambda x: x * torch.reciprocal((-x).exp() + 1.0),
+        lambda x: 2 * x * (1 / (2 * torch.exp(-x) + 2)),
     ],
     "mish": [
         lambda x: x * T.softplus(x).tanh(),
@@ -45,7 +50,11 @@ SPELLINGS: dict[str, list[Function]] = {
         lambda x: x * 0.5 * (1.0 + torch.erf(x / 1.41421356)),
         lambda x: (0.5 + 0.5 * torch.erf(x * 0.7071067811865476)) * x,
         lambda x: x * (torch.erf(x / math.sqrt(2)) + 1) / 2,
+        lambda x: 0.5 * x + 0.5 * x * torch.erf(x / math.sqrt(2)),
+        lambda x: x * torch.special.ndtr(x),
+        lambda x: torch.special.ndtr(x).mul(x),
         lambda x: 0.5 * x * (1.0 + torch.tanh(_GELU * (x + 0.044715 * torch.pow(x, 3.0)))),
+        lambda x: 0.5 * x + 0.5 * x * torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3.0)),
         lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
         lambda x: x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x**3)),
     ],
@@ -75,6 +84,12 @@ OTHERS: dict[str, Function] = {
     "a scaled one": lambda x: 2 * T.relu(x) * T.relu(x),
     "rounded": lambda x: torch.div(x, 1 + x.abs(), rounding_mode="floor"),
     "alpha": lambda x: torch.sub(x, torch.tanh(x), alpha=2),
+    # Far from 0 its gradient is more exact than the sigmoid's, which is made of the output.
+    "sigmoid by exp": lambda x: 1 / (1 + torch.exp(-x)),
+    "other logistic": lambda x: x / (1 + torch.exp(-2 * x)),
+    "logistic of two and one": lambda x: 2 * x / (2 + torch.exp(-x)),
+    "logistic of two": lambda x: x / (2 + torch.exp(-x)),
+    "a residual sum": lambda x: x + x * torch.erf(x / math.sqrt(2)),
     "times zero": lambda x: x * torch.sigmoid(0 * x),
 }
 
@@ -218,7 +233,65 @@ def test_numbers_are_no_tensors() -> None:
 
     graph = fx.Tracer().trace(function)
     (match,) = matches_of(graph).values()
-    assert activated(3, match.name, _formulas.number_of(match), False) == 0.75
+    assert activated(3, match.name, match.number, False) == 0.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in SPELLINGS if name != "softsign"])
+def test_a_function_is_as_exact_as_its_spellings(name: str, dtype: torch.dtype) -> None:
+    """Against float64, forward and gradient, and where a spelling has infinities on the way."""
+    x = torch.cat([torch.linspace(-30, 30, 601), torch.tensor([0.0, -0.0, 90.0, -90.0])]).to(dtype)
+    for function in SPELLINGS[name]:
+        (match,) = matches(function)
+        results = []
+        for one in (lambda x, f=function: f(x), lambda x, m=match: activated(  # type: ignore[misc]
+            x, m.name, m.number, False, **m.parameters
+        )):  # fmt: skip
+            leaf = x.clone().requires_grad_()
+            y = one(leaf)
+            results.append((y.detach(), torch.autograd.grad(y.sum(), leaf)[0]))
+        wide = x.double().requires_grad_()
+        y = getattr(F, name)(wide, **match.parameters)
+        truth = (y.detach(), torch.autograd.grad(y.sum(), wide)[0])
+        kinks = torch.isin(x.abs(), torch.tensor([0.0, 2.0, 3.0], dtype=dtype))
+        for formula, fused, exact, mask in zip(*results, truth, (kinks & False, kinks)):
+            # Rounding the argument by eps changes exp(-x^2) by x^2 eps; 1 + erf(x), and a slope
+            # near its zero, are differences of numbers of about 1.
+            eps, size = torch.finfo(dtype).eps, x.double().abs()
+            unit = eps * (exact.abs() * (1 + size**2) + (size < 7)) + 1e-14  # as exact as float64
+            error, allowed = (fused - exact).abs(), (formula.nan_to_num() - exact).abs()
+            assert (error <= allowed + 8 * unit)[~mask].all(), ((error - allowed) / unit).max()
+            assert fused.dtype is dtype
+            assert fused.isfinite().all()
+
+
+@pytest.mark.parametrize("how", [
+    lambda x: x.clamp(0, 6), lambda x: x.clamp(min=0), lambda x: torch.clamp(x, min=0),
+    lambda x: x.clip(0.0), lambda x: torch.maximum(x, torch.zeros(())),
+])  # fmt: skip
+def test_a_clamp_keeps_its_slope_at_zero(how: Function) -> None:
+    """Weights that start as zeros learn through a clamp, and would not through ReLU."""
+
+    class Clamping(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return how(x)
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), Clamping())
+    torch.nn.init.zeros_(model[0].weight)
+    torch.nn.init.zeros_(model[0].bias)
+    fusedtrain.convert(model)
+    model(torch.randn(4, 3)).sum().backward()
+    assert (model[0].bias.grad > 0).all()
+
+
+def test_a_clamp_that_stays_is_in_the_report() -> None:
+    class Clamping(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.clamp(min=0) + x.clamp(1, 2)
+
+    report = fusedtrain.convert(torch.nn.Sequential(Clamping()))
+    assert [tuple(left)[:2] for left in report.left_calls] == [("0", "clamp")]
+    assert "slope at 0: write `torch.nn.functional.relu(x)`" in str(report)
 
 
 def test_widening_is_noticed() -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import optim
+from fusedtrain.optim import _makers
+from helpers.optimizers import NAMES
 
 
 def parameter() -> Tensor:
@@ -180,6 +182,60 @@ def test_state_dicts_of_other_optimizers(saved: str, into: str, word: str) -> No
     assert torch.equal(p, weights)
     assert str(optimizer.state_dict()) == str(before)
     optimizer.step()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [
+        ("AdamW", "Lion"), ("Adam", "Lion"), ("NAdamW", "Lion"), ("LAMB", "Lion"),
+        ("NovoGrad", "AdamW"), ("Adam", "Adagrad"), ("RMSprop", "Adagrad"),
+    ],
+)  # fmt: skip
+def test_state_dicts_with_all_that_another_optimizer_asks_for(
+    saved: str, into: str, stepped: bool
+) -> None:
+    """Their keys are there, or have defaults; what the numbers mean is something else."""
+    other = getattr(optim, saved)([parameter()], lr=0.5)
+    if stepped:
+        other.step()
+    p = parameter()
+    optimizer = getattr(optim, into)([p], lr=0.25)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=rf"state_dict: of {saved} \(.*\), not of {into} \("):
+        optimizer.load_state_dict(other.state_dict())
+    assert str(optimizer.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "into"), [("AdamW", "LAMB"), ("AdamW", "NAdamW"), ("NAdamW", "AdamW"),
+                        ("LAMB", "Adam"), ("Adam", "AdamW"), ("LARS", "SGD"), ("SGD", "SGDW")],
+)  # fmt: skip
+def test_state_dicts_with_the_same_states(saved: str, into: str, stepped: bool) -> None:
+    other = getattr(optim, saved)([parameter()], lr=0.5)
+    if stepped:
+        other.step()
+    state_dict = other.state_dict()
+    state_dict["param_groups"][0].setdefault("bias_correction", True)  # LAMB asks for it
+    state_dict["param_groups"][0].setdefault("grad_averaging", True)
+    state_dict["param_groups"][0].setdefault("max_grad_norm", 1.0)
+    state_dict["param_groups"][0]["name"] = "a key of the user's"
+    p = parameter()
+    optimizer = getattr(optim, into)([p], lr=0.25)
+    optimizer.load_state_dict(state_dict)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_keys_of_a_class_are_its_arguments(name: str) -> None:
+    optimizer = getattr(optim, name)([parameter()], lr=0.5)
+    differ = set(optimizer.defaults) ^ _makers.keys_of(type(optimizer))
+    assert differ <= {"decoupled_weight_decay"}
+    assert _makers.foreign_maker(type(optimizer), optimizer.state_dict()) is None
 
 
 def test_dicts_that_are_no_state_dict() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
-from fusedtrain.nn.norm import ROW_OF, activation_of, is_stochastic_depth
+from fusedtrain.nn.parts import ROW_OF, activation_of, is_stochastic_depth
 from fusedtrain.reference.pointwise import POINTWISE
 from helpers.batch_norm_modules import (
     MODULES,

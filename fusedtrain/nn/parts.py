@@ -1,0 +1,98 @@
+"""Modules beside a norm or a gate whose work an op can do: activations and stochastic depth."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._graph.forward import passes_on
+from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
+from ..ops.activations import pointwise
+from ..reference.pointwise import POINTWISE, Pointwise
+from . import activation as _activations
+
+_ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
+
+
+def _find_rows() -> dict[type, Any]:
+    """Class of an activation module (torch.nn's and ours) -> its row in the table."""
+    rows = {}
+    for name, cls in vars(_activations).items():
+        row = _ROWS.get(name.lower())
+        if isinstance(cls, type) and row is not None:
+            rows[cls] = row
+            if hasattr(nn, name):
+                rows[getattr(nn, name)] = row
+    return rows
+
+
+ROW_OF = _find_rows()
+_WITHOUT_PARAMETERS = {
+    cls: pointwise(row.name)
+    for cls, row in ROW_OF.items()
+    if not row.parameters and row.name != "gelu"
+}
+
+
+def activation_of(module: nn.Module) -> Pointwise | None:
+    """A module's activation as the ops take it; None if the ops cannot replace the module.
+
+    Ops cannot replace a class that is not in the table, parameters without an exact kernel, or a
+    module with hooks.
+    """
+    cls = type(module)
+    if cls is nn.Identity:
+        return Pointwise()
+    row = ROW_OF.get(cls)
+    if row is None or not _replaceable(module):
+        return None
+    alone = _WITHOUT_PARAMETERS.get(cls)
+    if alone is not None:
+        return alone
+    name = row.name
+    if name == "gelu":
+        if module.approximate not in ("none", "tanh"):
+            return None
+        name = "gelu" if module.approximate == "none" else "gelu_tanh"
+    return pointwise(name, *(getattr(module, p) for p in row.parameters))
+
+
+def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
+    """The samples' factors in a module of stochastic depth, drawn as the module draws them."""
+    probability: float = getattr(module, STOCHASTIC_DEPTH[package_and_name(module)])
+    if probability == 0.0 or not module.training:
+        return None
+    keep = 1 - probability
+    scale = input.new_empty([input.shape[0]] + [1] * (input.dim() - 1)).bernoulli_(keep)
+    if keep > 0.0 and getattr(module, "scale_by_keep", True):
+        scale.div_(keep)
+    return scale.flatten()
+
+
+def is_stochastic_depth(module: nn.Module) -> bool:
+    """Whether :func:`branch_scale_of` can take the module's place."""
+    known = package_and_name(module) in STOCHASTIC_DEPTH
+    return known and _replaceable(module) and getattr(module, "mode", "row") == "row"
+
+
+def _replaceable(module: nn.Module) -> bool:
+    """Whether the op can skip the module's call. If convert made the module hand on its input, that
+    call still comes and fires the hooks."""
+    state = vars(module)
+    if "forward" in state:
+        return passes_on(module)
+    for hooks in HOOKS:  # noqa: SIM110 (a generator takes twice the time)
+        if state[hooks]:
+            return False
+    return True
+
+
+def call_part(module: nn.Module, z: Tensor) -> Tensor:
+    """Calls a module that is not part of the op."""
+    call: Any = module
+    if passes_on(module):
+        call = functools.partial(type(module).forward, module)
+    output: Tensor = call(z)
+    return output

@@ -1,0 +1,145 @@
+"""The benchmark of host time: its gate, its cases, its targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import bench_host as bench
+from benchmarks.harness import calls
+from benchmarks.harness.calls import CALLS, Contestant, check
+from benchmarks.harness.cases import LAYOUTS, Options
+from benchmarks.harness.guards import NotTheJob
+from benchmarks.harness.rows import Row
+from benchmarks.harness.tables import Limits
+from helpers.benchmarks import measured, mistakes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", CALLS)
+def test_right_ones_pass(op: str, layout: str) -> None:
+    for maker in (CALLS[op].ours, CALLS[op].eager):
+        check(CALLS[op], maker, LAYOUTS[layout], "cpu")
+
+
+@pytest.mark.parametrize("mistake", mistakes(torch.relu))
+@pytest.mark.parametrize("op", ["bn_relu", "silu", "glu", "gate", "bias_gelu_dropout"])
+def test_wrong_ones_do_not(op: str, mistake: str) -> None:
+    def wrong(device: str, dtype: torch.dtype) -> Contestant:
+        right = CALLS[op].eager(device, dtype)
+        return replace(right, function=mistakes(right.function)[mistake])
+
+    with pytest.raises((NotTheJob, RuntimeError)):
+        check(CALLS[op], wrong, torch.contiguous_format, "cpu")
+
+
+def test_wrong_from_the_second_call_on() -> None:
+    """A running statistic is spoilt from the third call on."""
+
+    class Stale(nn.Module):
+        def __init__(self, right: Contestant) -> None:
+            super().__init__()
+            self.right, self.calls = right, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            y: Tensor = self.right.function(x)
+            if self.calls > 2:
+                self.right.state[0].data.mul_(0.9)  # unseen by autograd
+            return y
+
+    def stale(device: str, dtype: torch.dtype) -> Contestant:
+        right = CALLS["bn_relu"].eager(device, dtype)
+        return replace(right, function=Stale(right))
+
+    with pytest.raises(NotTheJob, match="running statistics"):
+        check(CALLS["bn_relu"], stale, torch.contiguous_format, "cpu")
+
+
+def test_wrong_layout() -> None:
+    call = CALLS["silu"]
+
+    def other(device: str, dtype: torch.dtype) -> Contestant:
+        return Contestant(lambda x: nn.functional.silu(x).contiguous())
+
+    check(call, other, torch.contiguous_format, "cpu")
+    with pytest.raises(NotTheJob, match="strides"):
+        check(call, other, torch.channels_last, "cpu")
+
+
+def test_cases() -> None:
+    cases = bench.select(Options())
+    assert len(set(map(str, cases))) == len(cases)
+    assert {case.op for case in cases} == {*CALLS, "adamw step", "sgd step", "train"}
+    assert {case.model for case in cases} == {"", "resnet50", "efficientnet_b0"}
+    targets = {(case.op, case.pass_name): case.target for case in cases}
+    assert targets["bn_silu", "forward+backward"] == targets["gate", "forward"] == 1.0
+    assert (targets["silu", "no gradients"], targets["silu", "forward+backward"]) == (1.0, 1.35)
+    assert (targets["adamw step", "clip"], targets["train", "forward+backward"]) == (0.6, 0.95)
+    assert {c.op for c in bench.select(Options(quick=True))} == {"bn_relu", "silu", "adamw step"}
+    assert {c.model for c in bench.select(Options(models=("resnet50",)))} == {"resnet50"}
+    assert len(bench.select(Options(ops=("gate",)))) == 6
+
+
+def test_rows() -> None:
+    threads = torch.get_num_threads()
+    rows = [measured(bench, case) for case in bench.select(Options(quick=True))]
+    assert torch.get_num_threads() == threads
+    assert all(row.threads == 1 for row in rows)
+    assert [row["pass"] for row in rows] == [*calls.PASSES, *calls.PASSES, "clip"]
+    assert [list(row.ratio) for row in rows] == [["eager"]] * 6 + [["fused"]]
+    titles = [bench.REPORT.title(row) for row in rows]
+    assert titles[0] == "host time, calls at [1, 16, 2, 2], float32"
+    assert titles[-1] == "host time, optimizer steps of 161 tensors of [16], float32"
+    counts = [row["counts"] for row in rows]
+    assert counts[0]["fusedtrain"] < counts[0]["eager"]
+    assert counts[3] == {"fusedtrain": 1, "eager": 1}
+
+
+def test_a_network(monkeypatch: Any) -> None:
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(8, 1000),
+    )  # fmt: skip
+    monkeypatch.setattr(bench.networks, "build", lambda setup, device: network)
+    bench._network.cache_clear()
+    case = next(case for case in bench.select(Options()) if case.model == "resnet50")
+    row = measured(bench, case)
+    assert set(row.ratio) == {"eager"}
+    assert "batch 2, 32 px" in bench.REPORT.title(row)
+    bench._network.cache_clear()
+
+
+def _row(ours: float, at_most: float, high: float) -> Row:
+    return Row(
+        dtype="float32", device="cpu", device_type="cpu", backend="default", torch="2", date="2026",
+        threads=1, ns={"fusedtrain": ours, "eager": 1000.0}, ns_min={}, ratio={"eager": 1e3 / ours},
+        ratio_interval={"eager": [0.1, high]}, family="host", op="silu",
+        extra={"at_most": at_most, "pass": "forward", "counts": {"fusedtrain": 1, "eager": 2}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ours", "at_most", "high", "met", "slower"),
+    [
+        (990.0, 1.0, 1.1, True, False),
+        (1300.0, 1.35, 0.8, True, False),
+        (590.0, 0.6, 1.8, True, False),
+        (700.0, 0.6, 1.5, False, True),
+        (1300.0, 1.0, 0.8, False, True),
+        (1300.0, 1.0, 1.1, False, False),  # not surely
+        (1030.0, 1.0, 0.99, False, False),  # within the tolerance
+    ],
+)
+def test_targets(ours: float, at_most: float, high: float, met: bool, slower: bool) -> None:
+    row = _row(ours, at_most, high)
+    assert bench.is_met(row) is met
+    assert (bench.REPORT.loses_to(row, Limits()) is not None) is slower
+    cells = {column.name: column.cell(row) for column in bench.REPORT.columns}
+    assert cells["target"] == ("met" if met else "missed")
+    assert cells["launches"] == "1 / 2 ops"
+    assert list(bench.REPORT.notes([row])) == [f"  targets met: {int(met)} of 1"]
