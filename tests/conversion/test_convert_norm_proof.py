@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.conversion import _conversion
-from fusedtrain.ops import batch_norm as _batch_norm
+from fusedtrain.ops import batch_norm as _batch_norm, batch_norm_autograd as _autograd
 from helpers.conversion import Block, image, small, snapshot
 from helpers.norm_models import make
 
@@ -21,13 +21,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def _plant(monkeypatch: pytest.MonkeyPatch, only: Callable[..., bool] = lambda *_: True) -> None:
     """A kernel of the backward that has a wrong sign."""
-    right = _batch_norm._backward
+    right = _autograd._backward
 
     def wrong(grad: Tensor, *rest: Any) -> Any:
         gradients = right(grad, *rest)
         return (-gradients[0], *gradients[1:]) if only(grad) else gradients
 
-    monkeypatch.setattr(_batch_norm, "_backward", wrong)
+    monkeypatch.setattr(_batch_norm, "_cpp", None)
+    monkeypatch.setattr(_autograd, "_backward", wrong)
+
+
+def _replace_forward(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any]) -> None:
+    """In all calls of the op that Python makes, which are all."""
+    monkeypatch.setattr(_batch_norm, "_cpp", None)
+    for module in (_batch_norm, _autograd):
+        monkeypatch.setattr(module, "_forward", forward)
 
 
 def test_wrong_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +69,7 @@ def test_wrong_forward_is_caught(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     def wrong(input: Tensor, residual: Tensor | None, *rest: Any) -> Any:
         return right(input, None if residual is None else -residual, *rest)
 
-    monkeypatch.setattr(_batch_norm, "_forward", wrong)
+    _replace_forward(monkeypatch, wrong)
     report = fusedtrain.convert(nn.Sequential(Block()).to(dtype), image(channels=4, dtype=dtype))
     assert [norm.name for norm in report.norms] == ["0.bn1"]
     left = {entry.name: entry.reason for entry in report.left}
@@ -77,7 +85,7 @@ def test_wrong_statistics_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments[5].mul_(1.01)
         return output
 
-    monkeypatch.setattr(_batch_norm, "_forward", wrong)
+    _replace_forward(monkeypatch, wrong)
     report = fusedtrain.convert(small(), image())
     assert not report.norms
     assert report.left[0].reason.startswith("undone: the buffer 1.running_mean")
@@ -97,7 +105,7 @@ def test_wrong_together_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.clear()
         return run(*arguments, **options)
 
-    monkeypatch.setattr(_batch_norm, "_forward", counting)
+    _replace_forward(monkeypatch, counting)
     monkeypatch.setattr(_conversion, "run", fresh)
     _plant(monkeypatch, lambda grad: len(calls) > 1)
     with pytest.raises(RuntimeError, match=r"differs from the original one .*; nothing is conv"):

@@ -305,7 +305,8 @@ def test_exit_status(
     assert status == (1 if failed else 0)
     assert ("FAILED" in capsys.readouterr().out) == bool(failed)
     results = json.loads((tmp_path / "new" / "results.json").read_text())
-    wrong = [check["name"] for check in results["checks"] if not check["passed"]]
+    checks = (check for check in results["checks"] if not check["passed"])
+    wrong = [f"{check['mode']}: {check['name']}" for check in checks]
     assert bool(wrong) == bool(failed)
     assert all(any(name.startswith(part) for name in wrong) for part in failed)
     assert not any("first 3" in name for name in wrong) or "late" not in change

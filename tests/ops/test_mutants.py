@@ -36,14 +36,15 @@ MUTANTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }  # fmt: skip
 
 
-def home_of(name: str) -> dict[str, Any]:
-    """The names of the module that has the function, its kernel among them."""
+def home_of(name: str) -> tuple[dict[str, Any], str]:
+    """Where the function looks its kernel up, and by which name: in its module, or in a table."""
     names: dict[str, Any] = getattr(F, name).__globals__
-    return names
+    return (names, f"_{name}") if f"_{name}" in names else (names["_F"], name)
 
 
 def mutate(name: str, mutant: str) -> Callable[..., Tensor]:
-    kernel: Callable[..., Tensor] = home_of(name)[f"_{name}"]
+    names, key = home_of(name)
+    kernel: Callable[..., Tensor] = names[key]
     on_forward, on_backward = MUTANTS[mutant]
 
     class Mutant(torch.autograd.Function):
@@ -74,7 +75,7 @@ def mutate(name: str, mutant: str) -> Callable[..., Tensor]:
 def test_a_wrong_kernel_fails(
     name: str, mutant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(home_of(name), f"_{name}", mutate(name, mutant))
+    monkeypatch.setitem(*home_of(name), mutate(name, mutant))
     with pytest.raises(AssertionError):
         check_every_layout(name, dtype)
 
@@ -84,7 +85,7 @@ def test_the_wrapper_alone_passes(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """So that the failures above come from the mutation."""
     MUTANTS["none"] = (lambda right, x: right, lambda right, g: right)
     try:
-        monkeypatch.setitem(home_of(name), f"_{name}", mutate(name, "none"))
+        monkeypatch.setitem(*home_of(name), mutate(name, "none"))
         check_every_layout(name, torch.float32)
     finally:
         del MUTANTS["none"]

@@ -168,7 +168,7 @@ def test_a_build_with_an_older_nvcc(
 
 
 @pytest.mark.parametrize(("cores", "together"), [(2, False), (16, True)])
-def test_with_many_cores_both_files_are_built_at_once(
+def test_with_many_cores_all_files_are_built_at_once(
     setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, together: bool
 ) -> None:
     """And one of them that cannot be built is no reason against the other."""
@@ -183,6 +183,10 @@ def test_with_many_cores_both_files_are_built_at_once(
         begun.set()
         raise setup.CannotBuild("no nvcc")
 
+    def build_autograd(out: Path, work: Path) -> dict[str, object]:
+        return {"autograd": "torch"}
+
+    monkeypatch.setattr(setup, "build_autograd", build_autograd)
     monkeypatch.setattr(setup, "build_cpu", build_cpu)
     monkeypatch.setattr(setup, "build_cuda", build_cuda)
     monkeypatch.setattr(setup, "ROOT", tmp_path)
@@ -192,7 +196,7 @@ def test_with_many_cores_both_files_are_built_at_once(
     command.inplace = True
     command.run()
     record = json.loads((tmp_path / "fusedtrain/_build_info.json").read_text())
-    assert record == {"compiler": "c++", "cuda_not_built": "no nvcc"}
+    assert record == {"compiler": "c++", "cuda_not_built": "no nvcc", "autograd": "torch"}
     assert seen == [together]
     monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "cuda")
     with pytest.raises(SystemExit, match="no nvcc"):
