@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 
@@ -19,8 +20,11 @@ def saved_bytes(net: nn.Module, loss_of: Callable[[], Tensor], device: torch.dev
         loss = loss_of()
         kept = torch.cuda.memory_allocated(device) - before
     else:
+        gc.collect()  # tensors from before, freed within, make torch write a line to stderr
+        gc.disable()
         with torch.autograd.profiler.profile(profile_memory=True, use_kineto=False) as profile:
             loss = loss_of()
+        gc.enable()
         kept = sum(event.self_cpu_memory_usage for event in profile.function_events or ())
     del loss
     restore(net, buffers)
