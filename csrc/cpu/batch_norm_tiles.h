@@ -82,8 +82,9 @@ struct Task {
     columns_a_channel = by_row ? 1 : n.inner;
     columns = columns_a_row = n.channels * columns_a_channel;
     whole_rows = !by_row && columns <= kRun;
-    // The longest run without a rest, or the longest.
-    for (int64_t k = columns_a_row; whole_rows && k <= kRun; k += columns_a_row)
+    // The longest run without a rest, or the longest; of a small tensor all.
+    const int64_t longest = smaller(kRun, n.rows * columns_a_row);
+    for (int64_t k = columns_a_row; whole_rows && k <= longest; k += columns_a_row)
       if (k % kNormStep == 0 || columns % kNormStep != 0) columns = k;
     first = 0;
     last = all();
