@@ -81,7 +81,7 @@ const char* capability() { return kernels().name; }
 bool fills_new_memory = false;  // with NaN, for tests
 
 void prepare_output(void* data, int64_t bytes) {
-  if (fills_new_memory) memset(data, 0xff, static_cast<size_t>(bytes));
+  if (fills_new_memory && bytes > 0) memset(data, 0xff, static_cast<size_t>(bytes));
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   // Smaller ones mostly come from the heap, already mapped: at 4 MiB the call cost more than it
   // gave.
