@@ -128,8 +128,8 @@ def quick(
     eps: float,
     activation: Pointwise,
 ) -> Tensor | None:
-    """The op for a usual call; None, and nothing is computed or modified, for any other, which is
-    :func:`run`'s: for the latter there are no errors here, either.
+    """The op for a usual call. For any other it returns None, and has computed, modified and raised
+    nothing: :func:`run` takes those.
 
     A usual call has tensors of torch's own classes in the dtypes of the op, no transform around it,
     and a gradient that autograd can record. The caller has seen that neither torch.compile nor
