@@ -16,7 +16,7 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, dtype_name
 from benchmarks.harness.guards import admit
 from benchmarks.harness.race import Race
-from fusedtrain.contestants.activations import TENSORS, check, ours
+from fusedtrain.contestants.activations import CHOSEN, GATE, TENSORS, check, ours
 from fusedtrain.reference import ACTIVATIONS
 from fusedtrain.timing import Call, Function, compiled
 
@@ -24,25 +24,11 @@ FAMILY = "activations"
 REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))
 SIZES = tuple(2**power for power in (10, 16, 20, 23, 25))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# One of each kind: native and composed in eager torch, saving the input and saving the output,
-# with exp and without.
-CHOSEN = (
-    "mish",
-    "silu",
-    "gelu",
-    "quick_gelu",
-    "leaky_relu",
-    "hardswish",
-    "elu",
-    "softplus",
-    "relu_squared",
-)
 QUICK_OPS = ("mish", "relu")
 # torch.compile builds a kernel per size, dtype and pass: 1 to 2 s each on the CPU.
 COMPILED_SIZES = (2**20, 2**23)
 # Unless --full: on the CPU float16 moves the bytes of bfloat16 and costs a quarter of the run.
 CPU_FLOAT16_LIMIT = 2**23
-GATE = 2**16  # elements that the gate looks at
 
 
 @dataclass(frozen=True)

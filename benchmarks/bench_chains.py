@@ -14,12 +14,11 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.contestants.chains import CHAINS, IMAGE, check
+from fusedtrain.contestants.chains import CHAINS, IMAGE, PASSES, check
 from fusedtrain.timing import Call, Function, compiled
 
 FAMILY = "chains"
 REPORT = ops.report(FAMILY)
-PASSES = ("forward", "forward+backward")
 SIZES = {"cpu": (2**22, 2**24), "cuda": (2**22, 2**26)}
 QUICK_SIZE = 2**16
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}

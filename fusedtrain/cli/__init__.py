@@ -22,7 +22,9 @@ _PLAIN = {
     "build-autograd": "compile the autograd nodes in C++ for this torch and this Python",
 }
 # Each is a module of this package, in which `command` is a click command that returns an Exit.
-_WITH_EXTRA: dict[str, str] = {}
+_WITH_EXTRA = {
+    "bench": "fusedtrain's kernels against eager torch on this machine",
+}
 _EXTRA = ("click", "matplotlib", "rich")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,8 @@ import torch.nn.functional as T
 from torch import Tensor
 
 from .. import functional as F
-from ..timing import CHAIN, Function, NotTheJob, agrees, first_call
+from ..timing import CHAIN, Call, Function, NotTheJob, agrees, compiled, first_call
+from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
 
 IMAGE = 96 * 56 * 56
 P = 0.1  # of dropout
@@ -133,3 +134,48 @@ def check(chain: Chain, function: Function, tensors: tuple[Tensor, ...], grad: T
     for number, (actual, expected) in enumerate(zip(results, truth, strict=True)):
         what = f"gradient {number}" if number else "output"
         agrees(what, actual, expected, CHAIN[grad.dtype])
+
+
+# --- the command `bench` ---
+
+PASSES = ("forward", "forward+backward")
+
+
+def entries(options: Options) -> Iterator[Entry]:
+    """The rows of the family."""
+    numel = options.elements(2**22, 2**26, 2**16)
+    for op in ("swiglu", "bias_gelu") if options.quick else CHAINS:
+        chain = CHAINS[op]
+        shapes = chain.shapes(max(numel, IMAGE) if chain.image else max(numel, 4096))
+        for layout in LAYOUTS if chain.image else ("",):
+            for part in PASSES[options.quick :]:
+                make = partial(_match, options, chain, shapes, part, layout)
+                yield Entry("chains", op, part, shape_text(shapes[0]), make, layout)
+
+
+def _match(
+    options: Options, chain: Chain, shapes: Sequence[tuple[int, ...]], part: str, layout: str
+) -> Match:
+    kind = layout or "contiguous"
+    tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
+    output = chain.eager(*tensors)
+    gradient = options.random(*output.shape, seed=len(shapes), layout=kind)
+    functions: dict[str, Function] = {OURS: chain.ours, EAGER: chain.eager}
+    if options.compiled:
+        functions[COMPILE] = compiled(chain.eager)
+
+    def gate(who: str) -> None:
+        check(chain, functions[who], tensors, gradient)
+
+    trained = len(tensors) - chain.constants
+    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
+
+    def call(function: Function) -> Call:
+        if part == "forward":
+            return lambda: function(*tensors)
+        return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
+
+    calls = {who: call(function) for who, function in functions.items()}
+    forward, backward = chain.tensors
+    moved = forward if part == "forward" else forward + backward
+    return Match(calls, gate, moved * tensors[0].nbytes, tensors[0])

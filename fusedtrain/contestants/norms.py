@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..nn import BatchNormAct2d, BatchNormAddAct
-from ..timing import NotTheJob, Tolerance, agrees, same_kind
+from ..timing import Call, NotTheJob, Tolerance, agrees, same_kind
+from ._match import COMPILE, LAYOUTS, Entry, Match, Options, shape_text
 
 PASSES = ("forward", "forward+backward")
 Layer = Callable[[Tensor, Tensor | None], Tensor]
@@ -177,3 +179,50 @@ def _close(what: str, actual: Tensor | None, expected: Tensor, dtype: torch.dtyp
     magnitude = expected.detach().square().mean().sqrt()
     allowed = Tolerance(EACH[dtype], EACH[dtype] * magnitude, WHOLE[dtype])
     agrees(what, actual, expected, allowed)
+
+
+# --- the command `bench` ---
+
+STANDARD = ("bn_relu", "bn_silu", "bn_add_relu", "frozen_bn_relu")
+GATE_BATCH = 8  # images that the gate looks at; of a contestant that is compiled, all
+
+
+def entries(options: Options) -> Iterator[Entry]:
+    """The rows of the family: a batch norm of 96 channels."""
+    pixels = 14 if options.quick else 56
+    image = 96 * pixels**2
+    batch = max(1, options.elements(16 * image, 256 * image, 2 * image) // image)
+    shape = (batch, 96, pixels, pixels)
+    for op in STANDARD[1:2] if options.quick else STANDARD:
+        for layout in LAYOUTS:
+            for part in PASSES[options.quick :]:
+                make = partial(_match, options, op, part, shape, layout)
+                yield Entry("norm", op, part, shape_text(shape), make, layout)
+
+
+def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layout: str) -> Match:
+    op, device = OPS[name], options.device
+    x, residual, gradient = (options.random(*shape, seed=n, layout=layout) for n in range(3))
+    x = 0.5 + 2 * x
+    wanted = CONTESTANTS.items()
+    entrants = {w: m for w, m in wanted if w != COMPILE or options.compiled}
+
+    def gate(who: str) -> None:
+        batch = None if who == COMPILE else GATE_BATCH  # it compiles for one size
+        few, more, change = x[:batch], residual[:batch], gradient[:batch]
+        added = more if op.add else None
+        entrant = entrants[who](op, shape[1], device)
+        check(entrant, exact(op, few, added, change), few, added)
+
+    def call(contestant: Contestant) -> Call:
+        function = contestant.function
+        if part == "forward":
+            added = residual if op.add else None
+            return lambda: function(x, added)
+        leaf = x.detach().requires_grad_()
+        more = residual.detach().requires_grad_() if op.add else None
+        leaves = contestant.leaves(leaf, more)
+        return lambda: torch.autograd.grad(function(leaf, more), leaves, gradient)
+
+    calls = {who: call(make(op, shape[1], device)) for who, make in entrants.items()}
+    return Match(calls, gate, op.tensors(part) * x.nbytes, x)
