@@ -332,6 +332,11 @@ def machine_info() -> dict[str, str]:
     return rows | {"settings": ", ".join(settings) or "none"}
 
 
+def environment(**defaults: str) -> dict[str, str]:
+    """The environment for a child process: this one's, with the defaults where it says nothing."""
+    return {**defaults, **os.environ}
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

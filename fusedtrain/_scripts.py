@@ -24,6 +24,8 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ._backends import environment
+
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 _GRACE = 20  # seconds after Ctrl-C in which the child may write its results
 
@@ -81,7 +83,9 @@ def in_fresh_process(
         command = [sys.executable, "-m", module, str(task), script, *arguments]
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
-        process = subprocess.Popen(command, stdout=output)
+        # Kineto would otherwise write two lines to stderr for each use of the profiler.
+        settings = environment(KINETO_LOG_LEVEL="99")
+        process = subprocess.Popen(command, stdout=output, env=settings)
         try:
             status = process.wait()
         except KeyboardInterrupt:

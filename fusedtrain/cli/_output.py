@@ -104,8 +104,8 @@ def output_options(function: Command) -> Command:
     """Adds ``--json``, ``--plot`` and ``--html``; the function gets them as ``outputs``."""
 
     @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
-    @click.option("--plot", type=_NewFile(), help="Draw a chart into this PNG file.")
-    @click.option("--html", "page", type=_NewFile(), help="Write the report as one HTML file.")
+    @click.option("--plot", type=NewFile(), help="Draw a chart into this PNG file.")
+    @click.option("--html", "page", type=NewFile(), help="Write the report as one HTML file.")
     @functools.wraps(function)
     def with_outputs(
         *arguments: Any, as_json: bool, plot: Path | None, page: Path | None, **options: Any
@@ -115,7 +115,7 @@ def output_options(function: Command) -> Command:
     return with_outputs  # type: ignore[return-value]
 
 
-class _NewFile(click.Path):
+class NewFile(click.Path):
     """A file to be written. That its folder exists is checked before any work is done."""
 
     def __init__(self) -> None:

@@ -32,8 +32,8 @@ TOLERANCE = 0.05  # of --fail-slower
 LEGEND = (
     "vs X: X's time / fusedtrain's, the median over rounds in which both took a turn; above 1 "
     "fusedtrain is faster. 99 %: the interval of vs eager.",
-    "GB/s: the bytes that the job must read and write at least / time. % copy: of what a copy of the "
-    "same size reached in the same rounds (x.clone(); in amp-step, which allocates nothing, "
+    "GB/s: the bytes that the job must read and write at least / time. % copy: of what a copy of "
+    "that size reached in the same rounds (x.clone(); in amp-step, which allocates nothing, "
     "out.copy_(x)). GFLOP/s: eager torch's arithmetic / time; % matmul: of a matrix product's.",
 )
 
