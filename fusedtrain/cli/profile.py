@@ -116,6 +116,8 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
                 "by the names of kernels"
             )
         notes += [f"{name}: {what}" for what in seen.get("conversion", ())]
+        if "no_lines" in seen:
+            notes.append(f"{name}: {seen['no_lines']}")
         if run.end == ENDED and _saw(run) and seen["steps"] < steps:
             notes.append(f"{name}: the script ended after {run.steps} optimizer steps; "
                          f"{seen['steps']} of {steps} were profiled")  # fmt: skip
@@ -154,7 +156,7 @@ def _json(seen: Mapping[str, Any]) -> dict[str, Any]:
 def _partial(run: Run) -> str:
     taken = f"{run.steps} optimizer step{'s' * (run.steps != 1)}"
     if run.end == RAISED:
-        return f"the script raised after {taken}; its traceback is above"
+        return f"the script raised after {taken}; its traceback is on stderr"
     if run.end == STOPPED:
         return f"stopped after {taken}"
     if run.end not in (DONE, ENDED):

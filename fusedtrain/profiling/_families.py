@@ -37,7 +37,7 @@ _RULES = tuple(
         ("conv", r"conv(?!ert) | winograd | wgrad | dgrad | fprop | im2col | col2im"),
         ("matmul", r"""
             gemm | gemv | matmul | cutlass | nvjet | fmha | flash | attention | einsum
-            | (?<!bi)linear | ::(add|b|badd)?mm(_out)?$ | ::addmv | ::mv$ | ::dot$
+            | (?<!bi)linear | ::(add|b|baddb)?mm(_out)?$ | ::addmv | ::mv$ | ::dot$
             | (Mm|Bmm|Addmm)Backward"""),
         ("pointwise", r"""
             elementwise | triton_poi | dropout | [ceg]?elu | silu | mish | swish | sigmoid | tanh

@@ -87,10 +87,13 @@ def recording(events: Iterable[Any], wall_us: float, steps: int) -> Recording:
     records, busy = [], []
     for event in events:
         span = event.time_range
+        # A range of the host has a twin on the GPU's time line, which is no work.
         if event.device_type.name != "CPU":
-            busy.append((span.start, span.end))
+            if not event.is_user_annotation:
+                busy.append((span.start, span.end))
             continue
-        kernels = tuple(Kernel(k.name, float(k.duration)) for k in event.kernels)
+        launched = () if event.is_user_annotation else event.kernels
+        kernels = tuple(Kernel(k.name, float(k.duration)) for k in launched)
         records.append(
             Record(
                 event.name, float(event.self_cpu_time_total), float(span.start),

@@ -21,6 +21,8 @@ class ProfilingWatcher:
     After ``warmup`` steps come ``steps`` with the profiler, ``steps`` without, which are timed, and
     one with the profiler and with the lines of Python. With ``convert``, the models of the script
     are converted at its first step.
+
+    A script with torch.compile is not asked for lines: it would compile anew for that step.
     """
 
     def __init__(self, task: Mapping[str, Any]) -> None:
@@ -56,6 +58,8 @@ class ProfilingWatcher:
             wait_for_device()
             self._times.append(time.perf_counter() - self._before)
         if count == second:
+            if "no_lines" in self._results:
+                return True
             self._open(lines=True)
         elif count > second:
             self._close()
@@ -90,6 +94,8 @@ class ProfilingWatcher:
                 self._results["top_operators"] = top_operators(seen)
         elif self._profiled:
             self._results |= summary(seen)
+            if any(r.name.startswith("Torch-Compiled Region") for r in seen.records):
+                self._results["no_lines"] = "torch.compile: no operators with lines of Python"
             if self._trace:
                 self._window.profiler.export_chrome_trace(self._trace)
         self._window = None
