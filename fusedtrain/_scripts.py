@@ -7,6 +7,7 @@ Python runs a script. A step is an optimizer's ``step()``, of whichever optimize
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -28,6 +29,9 @@ from ._backends import environment
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 _GRACE = 20  # seconds after Ctrl-C in which the child may write its results
+# Seconds in which a script that was ended may clean up. A thread of its own that waits for work
+# would keep the process for ever.
+_CLEAN_UP = 60.0
 
 
 class Watcher(Protocol):
@@ -87,7 +91,7 @@ def in_fresh_process(
         settings = environment(KINETO_LOG_LEVEL="99")
         process = subprocess.Popen(command, stdout=output, env=settings)
         try:
-            status = process.wait()
+            status = _wait(process, Path(folder, "results.json"))
         except KeyboardInterrupt:
             status = _wait_after_interrupt(process)
         except BaseException:
@@ -98,6 +102,17 @@ def in_fresh_process(
         if written.exists():
             return Run(**json.loads(written.read_text()), status=status)
     return Run("died", 0, status)
+
+
+def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
+    """Until the process ends; of a script that was ended and does not, the process is killed."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        if results.exists() and json.loads(results.read_text())["end"] == DONE:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_CLEAN_UP)
+            process.kill()
 
 
 def _wait_after_interrupt(process: subprocess.Popen[bytes]) -> int:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 import rich.box
@@ -199,9 +199,16 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 
 def _boxed(table: Table) -> RichTable:
-    shown = RichTable(title=table.title or None, box=rich.box.SIMPLE_HEAD, title_justify="left")
+    shown = RichTable(
+        title=table.title or None,
+        box=rich.box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 0, 0, 1),
+    )
     for column in table.columns:
-        shown.add_column(column.name, justify="left" if column.left else "right")
+        # On a narrow terminal words are folded, and numbers stay whole.
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        shown.add_column(column.name, justify=justify, no_wrap=not column.left, overflow="fold")
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown

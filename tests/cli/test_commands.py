@@ -131,6 +131,18 @@ def test_a_terminal_gets_a_table(
     assert "PARTIAL: half of it" in shown
 
 
+def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
+    cells = ["an operator with a long name", "train.py:1234", "0.78-0.99", "1234.5 ms"]
+    names = [Column("op", left=True), Column("line", left=True), Column("99 %"), Column("time")]
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=40)
+    console.print(_output._boxed(Table("", names, [cells])))
+    shown = written.getvalue()
+    assert "0.78-0.99" in shown
+    assert "1234.5 ms" in shown
+    assert "…" not in shown
+
+
 def test_html_is_one_file_and_escapes(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     Outputs(html=path).write(REPORT)

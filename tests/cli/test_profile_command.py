@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fusedtrain import _scripts
 from fusedtrain._scripts import Run
 from fusedtrain.cli import main, profile
 from fusedtrain.cli._exit import Exit
@@ -187,6 +188,45 @@ def test_a_process_that_dies(
     script = in_folder(tmp_path, monkeypatch, "import os\nos.kill(os.getpid(), 9)\n")
     assert main(["profile", script]) == Exit.SCRIPT_RAISED
     assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
+
+
+STUBBORN = """\
+import threading, time, torch
+p = torch.nn.Parameter(torch.ones(2))
+p.grad = torch.ones(2)
+optimizer = torch.optim.SGD([p], lr=0.1)
+"""
+
+
+LOOPS = {
+    "catches all": """
+while True:
+    try:
+        optimizer.step()
+    except BaseException:
+        pass
+""",
+    "leaves a thread": """
+threading.Thread(target=time.sleep, args=(1000,)).start()
+while True:
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_scripts_that_do_not_want_to_end(
+    loop: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_scripts, "_CLEAN_UP", 0.2)
+    script = in_folder(tmp_path, monkeypatch, STUBBORN + LOOPS[loop])
+    assert main(["profile", "--json", "--steps", "2", script]) == Exit.DONE
+    result = json.loads(capfd.readouterr().out)
+    assert result["partial"] is None
+    assert result["runs"][0]["steps"] == 3 + 2 + 2 + 1
 
 
 def test_steps_of_the_warm_up_alone(
