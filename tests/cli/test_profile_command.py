@@ -185,7 +185,10 @@ def test_a_script_with_one_step(
 def test_a_process_that_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = in_folder(tmp_path, monkeypatch, "import os\nos.kill(os.getpid(), 9)\n")
+    script = in_folder(tmp_path, monkeypatch, "")
+    # In place of the child, which would import torch first.
+    (tmp_path / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(profile, "MODULE", "dying")
     assert main(["profile", script]) == Exit.SCRIPT_RAISED
     assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
 
