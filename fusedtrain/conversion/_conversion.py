@@ -128,6 +128,9 @@ class Conversion:
         """Gives activations their class back that are part of nothing and gain nothing."""
         parts = {id(step.module) for site in self.plan.sites for step in site.steps}
         parts |= {id(product.module) for product in self.plan.products} | self.plan.passing.keys()
+        for module in self.model.modules():
+            if isinstance(module, BatchNormActBase):
+                parts.update(map(id, module.children()))
         self.idle = {
             id(entry.module)
             for entry in self.swapped
