@@ -233,7 +233,10 @@ def build_autograd() -> Path:
 def _in_words(built_for: Any) -> str:
     if not isinstance(built_for, dict):
         return "an unknown torch"
-    return f"torch {built_for.get('torch')}, {built_for.get('python')}"
+    return (
+        f"torch {built_for.get('torch')}, {built_for.get('python')}, "
+        f"interface {built_for.get('interface', 1)}"
+    )
 
 
 def load(library: torch.library.Library) -> None:

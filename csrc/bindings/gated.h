@@ -7,7 +7,6 @@
 #include "activations.h"
 
 #include <algorithm>
-#include <vector>
 
 namespace fusedtrain {
 namespace {
@@ -21,18 +20,37 @@ struct GatedProducts {
     bool fits = true;
     Runs(const Tensor& t, const Tensor& model) {
       const auto sizes = t.sizes(), strides = t.strides(), order = model.strides();
-      std::vector<size_t> dims;
-      for (size_t d = 0; d < sizes.size(); ++d)
-        if (sizes[d] != 1) dims.push_back(d);
-      std::stable_sort(dims.begin(), dims.end(),
-                       [&](size_t a, size_t b) { return order[a] < order[b]; });
-      size_t i = 0;
-      for (; i < dims.size() && strides[dims[i]] == n; ++i) n *= sizes[dims[i]];
-      int64_t expected = stride = i < dims.size() ? strides[dims[i]] : n;
-      for (; i < dims.size(); ++i) {
-        fits = fits && strides[dims[i]] == expected && expected >= n;
-        expected *= sizes[dims[i]];
+      bool whole = true;  // so far no gap
+      int64_t expected = 1;
+      // The next dimension: of the smallest stride, the first of several. Memory for an order of
+      // all would cost more than to look for each.
+      for (size_t d = next(sizes, order, sizes.size()); d < sizes.size();
+           d = next(sizes, order, d)) {
+        if (whole && strides[d] == n) {
+          n *= sizes[d];
+          continue;
+        }
+        if (whole) expected = stride = strides[d];
+        whole = false;
+        fits = fits && strides[d] == expected && expected >= n;
+        expected *= sizes[d];
       }
+      if (whole) stride = n;
+    }
+    // The dimension behind `last` in the order of strides; the number of dimensions, too, is both
+    // what comes before the first and what comes behind the last. Those of one element are left
+    // out.
+    template <class Numbers>
+    static size_t next(const Numbers& sizes, const Numbers& order, size_t last) {
+      const size_t dims = sizes.size();
+      size_t found = dims;
+      for (size_t d = 0; d < dims; ++d) {
+        if (sizes[d] == 1) continue;
+        const bool behind =
+            last == dims || order[d] > order[last] || (order[d] == order[last] && d > last);
+        if (behind && (found == dims || order[d] < order[found])) found = d;
+      }
+      return found;
     }
     // The same as runs of m elements.
     bool cut(int64_t m) {
@@ -42,6 +60,12 @@ struct GatedProducts {
       return true;
     }
   };
+
+  // A dense tensor in whose order `value` is best walked; the gradient mostly is one.
+  static Tensor dense_model(const Tensor& value, const Tensor& grad) {
+    if (is_dense(value)) return value;
+    return is_dense(grad) && Runs(value, grad).fits ? grad : torch::stable::empty_like(value);
+  }
 
   // Lays out a call; copies inputs that cannot be walked as they are.
   static void lay_out(Gated& call, Tensor& gate, Tensor& value, const Tensor& dense_one,
@@ -94,13 +118,16 @@ struct GatedProducts {
     call.parameters[1] = b;
     if (value.numel() == 0) return;
     const Backend backend(value);
-    const Tensor model = torch::stable::empty_like(value);
+    const Tensor model = dense_model(value, grad);
     const Tensor g = dense_like(grad, model);
     // Where the gradients cannot be walked together, by way of dense ones.
     Tensor to_gate = grad_gate, to_value = grad_value;
     Runs out_gate(to_gate, model), out_value(to_value, model);
     lay_out(call, gate, value, model, std::min(out_gate.n, out_value.n));
-    if (!out_gate.cut(call.n)) (out_gate = Runs(to_gate = model, model)).cut(call.n);
+    if (!out_gate.cut(call.n)) {
+      to_gate = torch::stable::empty_like(model);
+      (out_gate = Runs(to_gate, model)).cut(call.n);
+    }
     if (!out_value.cut(call.n)) {
       to_value = torch::stable::empty_like(model);
       (out_value = Runs(to_value, model)).cut(call.n);

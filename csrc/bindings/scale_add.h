@@ -32,7 +32,7 @@ struct ScaledSums {
     check_scale(op, scale, input, dim);
     const Backend backend(input);
     const Tensor x = with_channels(op, input, dim, scale.sizes()[0], call.shape);
-    const Tensor s = torch::stable::contiguous(scale);
+    const Tensor s = in_order(scale);
     Tensor r;
     if (residual.has_value()) {
       check_device<Backend>(op, "residual", *residual, input);
@@ -61,10 +61,10 @@ struct ScaledSums {
     check_scale(op, scale, grad, dim);
     const Backend backend(grad);
     const Tensor x = with_channels(op, model, dim, scale.sizes()[0], call.shape);
-    const Tensor g = dense_like(grad, x), s = torch::stable::contiguous(scale);
-    Tensor gx = needs_input ? Backend::new_output(x) : torch::stable::new_empty(grad, {0});
-    Tensor sums = input.has_value() ? sums_for(grad, call.shape)
-                                    : torch::stable::new_empty(grad, {0}, wide_type(grad));
+    const Tensor g = dense_like(grad, x), s = in_order(scale);
+    Tensor gx =
+        needs_input ? Backend::new_output(x) : Backend::new_matrix(grad, 0, 0, grad.scalar_type());
+    Tensor sums = sums_for<Backend>(grad, call.shape, input.has_value());
     if (g.numel() > 0) {
       call.grad = read_data(g);
       call.scale = read_data(s);

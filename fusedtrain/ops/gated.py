@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _recompute
+from .. import _backends, _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
 from .._torch_private import is_legacy_batched
@@ -29,6 +30,7 @@ from .scale_add import run_scale
 __all__ = ["bilinear_glu", "gated", "geglu", "glu", "reglu", "swiglu"]
 
 _IDENTITY = Pointwise()
+_cpp = _backends.autograd()
 
 define("gated", reference.gated, lambda gate, value, *_: torch.empty_like(value))
 # Both gradients may be halves of one tensor.
@@ -96,17 +98,29 @@ class GatedHalves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (input,) = ctx.saved_tensors
-        dim, gate_last = ctx.layout
-        gate, value = halves(input, dim, gate_last)
         if _plain_gated_backward(grad):
-            gradients = reference.gated_gradients(grad, gate, value, *ctx.activation)
-            return torch.cat(gradients[::-1] if gate_last else gradients, dim), None, None
+            return _halves_gradient(grad, input, *ctx.layout, *ctx.activation), None, None
         grad_input = torch.empty_like(input)
-        _gated_backward(grad, gate, value, *halves(grad_input, dim, gate_last), *ctx.activation)
+        gate, value = halves(input, *ctx.layout)
+        _gated_backward(grad, gate, value, *halves(grad_input, *ctx.layout), *ctx.activation)
         return grad_input, None, None
 
 
 _apply_gated, _apply_halves = apply_of(Gated), apply_of(GatedHalves)
+
+
+def _halves_gradient(
+    grad: Tensor, input: Tensor, dim: int, gate_last: bool, activation: int, a: float, b: float
+) -> Tensor:
+    """Backward of :class:`GatedHalves` in torch operators."""
+    gate, value = halves(input, dim, gate_last)
+    gradients = reference.gated_gradients(grad, gate, value, activation, a, b)
+    return torch.cat(gradients[::-1] if gate_last else gradients, dim)
+
+
+if _cpp is not None:
+    _cpp.prepare_gated(reference.gated_gradients)
+    _cpp.prepare_gated_halves(_halves_gradient)
 
 
 def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
@@ -126,6 +140,14 @@ def run_halves(input: Tensor, dim: int, gate_last: bool, activation: Pointwise) 
 def _glu(
     activation: Pointwise, input: Tensor, value: Tensor | None, dim: int, gate_last: bool
 ) -> Tensor:
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any
+        if value is None:
+            output = _cpp.gated_halves(input, dim, gate_last, activation)
+        else:
+            output = _cpp.gated(input, value, False, activation)
+        if output is not NotImplemented:
+            return output
     if value is None:
         size = input.size(dim)
         if size % 2:
@@ -166,6 +188,10 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     """
     if _scripting():
         return torch_functional.glu(input, dim)
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any = _cpp.gated_halves(input, dim, True, _SIGMOID)
+        if output is not NotImplemented:
+            return output
     if _has_any((input,)):
         return _handle(glu, (input,), input, dim=dim)
     if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
@@ -300,6 +326,10 @@ def gated(
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     fused, function = chosen(activation, parameters)
+    if _cpp is not None and fused is not None and not _is_dynamo_compiling():
+        output: Any = _cpp.gated(gate, input, True, fused)
+        if output is not NotImplemented:
+            return output
     if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:
