@@ -2,8 +2,9 @@
 // broadcast, the activation of the gate and a scaled sum.
 #pragma once
 
+#include <tuple>
+
 #include "activations.h"
-#include "scale_add.h"
 #include "tensors.h"
 
 namespace fusedtrain {
@@ -12,6 +13,11 @@ struct GatedOps {
   Op<Tensor(const Tensor&, const Tensor&, int64_t, double, double)> forward = "fusedtrain::gated";
   Op<void(const Tensor&, const Tensor&, const Tensor&, Tensor&, Tensor&, int64_t, double, double)>
       backward = "fusedtrain::gated_backward";
+  Op<Tensor(const Tensor&, const Tensor&, int64_t, double, double)> spread =
+      "fusedtrain::gated_spread";
+  Op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const MaybeTensor&, int64_t, double,
+                                double, bool)>
+      spread_backward = "fusedtrain::gated_spread_backward";
 
   static const GatedOps& all() {
     static const GatedOps ops;
@@ -32,6 +38,27 @@ struct GatedRule {
     at::AutoDispatchBelowADInplaceOrView below;
     Tensor grad_gate = new_like(gate), grad_value = new_like(value);
     GatedOps::all().backward.call(grad, gate, value, grad_gate, grad_value, f.op, f.a, f.b);
+    return {std::move(grad_gate), std::move(grad_value)};
+  }
+
+  void collect(torch::autograd::CompiledNodeArgs& args) const { f.collect(args); }
+};
+
+// With a gate of [N, C, 1, ...].
+struct GatedSpreadRule {
+  static constexpr size_t kSaved = 2, kEdges = 2;
+  static constexpr const char* kLabel = "GatedSpreadBackward";
+  enum Edge { kToGate, kToValue };
+  Pointwise f;
+
+  variable_list gradients(const Tensor& grad, const SavedTensors<GatedSpreadRule>& saved,
+                          const Needs<GatedSpreadRule>& needs) const {
+    const auto& [gate, value] = saved;
+    if (!takes_op(grad, saved))
+      return call_formula(formula_of<GatedSpreadRule>(), grad, gate, value, f.op, f.a, f.b);
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [grad_gate, grad_value] = GatedOps::all().spread_backward.call(
+        grad, gate, needs[kToGate] ? maybe(value) : std::nullopt, f.op, f.a, f.b, needs[kToValue]);
     return {std::move(grad_gate), std::move(grad_value)};
   }
 
@@ -112,17 +139,22 @@ inline bool is_spread(const Tensor& gate, const Tensor& value) {
          gate.size(1) == value.size(1) && gate.numel() == gate.size(0) * gate.size(1);
 }
 
+// Saves the gate, and the value where the gate is trained.
 inline Tensor run_spread(const Tensor& gate, const Tensor& value, const Pointwise& f) {
-  Tensor opened = gate;
-  const bool records = torch::autograd::compute_requires_grad(gate);
-  if (f.op >= 0) {
-    const double p[2] = {f.a, f.b};
-    opened = records ? recorded(f.row(), gate, p) : run_forward(f.row(), gate, p);
-  }
-  // A view of the gate itself shares its version.
-  const bool is_own = f.op >= 0 && !records;
-  return run_scale(value, is_own ? rows_of(opened) : opened.view(opened.sizes().slice(0, 2)),
-                   Tensor(), 1);
+  const auto run = [&] {
+    pybind11::gil_scoped_release no_gil;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return GatedOps::all().spread.call(gate, value, f.op, f.a, f.b);
+  };
+  if (!torch::autograd::compute_requires_grad(gate, value)) return run();
+  RECORD_FUNCTION("GatedSpread", std::vector<c10::IValue>({gate, value}),
+                  at::sequence_number::peek());
+  const auto node = rule_node(GatedSpreadRule{f}, gate, value);
+  Tensor output = run();
+  torch::autograd::set_history(output, node);
+  node->save(0, gate);
+  if (node->should_compute_output(GatedSpreadRule::kToGate)) node->save(1, value);
+  return output;
 }
 
 // gated(gate, value, spreads, activation) -> output, or NotImplemented for an unusual call.

@@ -21,6 +21,7 @@ PyMethodDef methods[] = {{"prepare_batch_norm", prepare_batch_norm, METH_VARARGS
                          {"prepare_bias_act", prepare_bias_act, METH_VARARGS, nullptr},
                          {"prepare_gated", prepare<GatedRule>, METH_O, nullptr},
                          {"prepare_gated_halves", prepare<GatedHalvesRule>, METH_O, nullptr},
+                         {"prepare_gated_spread", prepare<GatedSpreadRule>, METH_O, nullptr},
                          {"prepare_scale_add", prepare<ScaleRule>, METH_O, nullptr},
                          {"batch_norm_act", fast(batch_norm_act), METH_FASTCALL, nullptr},
                          {"bias_act", fast(bias_act), METH_FASTCALL, nullptr},

@@ -23,9 +23,7 @@ inline Tensor new_like(const Tensor& t) {
   return at::empty_like(t);
 }
 
-// Views, below autograd.
-
-// The halves along a dimension of even size.
+// The halves along a dimension of even size: views, below autograd.
 inline std::pair<Tensor, Tensor> halves(const Tensor& t, int64_t dim) {
   if (c10::impl::dispatch_mode_enabled()) {
     const auto both = t.chunk(2, dim);
@@ -35,12 +33,6 @@ inline std::pair<Tensor, Tensor> halves(const Tensor& t, int64_t dim) {
   const int64_t each = sizes[static_cast<size_t>(dim)] /= 2, start = t.storage_offset();
   return {at::native::as_strided_tensorimpl(t, sizes, t.strides(), start),
           at::native::as_strided_tensorimpl(t, sizes, t.strides(), start + each * t.stride(dim))};
-}
-
-// [N, C, 1, ...] as [N, C].
-inline Tensor rows_of(const Tensor& t) {
-  if (c10::impl::dispatch_mode_enabled()) return t.view(t.sizes().slice(0, 2));
-  return at::native::as_strided_tensorimpl(t, t.sizes().slice(0, 2), t.strides().slice(0, 2));
 }
 
 // Two random numbers of the device's generator, as torch.empty(2, dtype=torch.int64).random_().

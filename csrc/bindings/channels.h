@@ -58,6 +58,8 @@ inline ScalarType wide_type(const Tensor& t) {
 template <class Backend>
 Tensor sums_for(const Tensor& model, const Channels& shape, bool needed) {
   if (!needed) return Backend::new_matrix(model, 0, 0, wide_type(model));
+  if (shape.samples == 0)
+    return torch::stable::new_empty(model, {0, shape.channels}, wide_type(model));
   return Backend::new_matrix(model, shape.samples, shape.channels, wide_type(model));
 }
 

@@ -12,6 +12,9 @@ constexpr Parallel kThreads = {
     }};
 
 struct Cpu {
+  static constexpr int64_t kSmall =
+      2048;  // bytes of the host's memory that may take a tensor's place
+
   explicit Cpu(const Tensor&) {}
 
   static bool on_device(const Tensor& t) { return t.is_cpu(); }

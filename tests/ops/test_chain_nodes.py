@@ -56,6 +56,8 @@ CASES: dict[str, Case] = {
     ),
     "dropout": (partial(F.dropout, p=0.25), (IMAGE,)),
 }  # fmt: skip
+# The last node saves a seed, or factors.
+SAVES_NO_ARGUMENT = ("dropout", "bias_act_dropout, bounded", "residual_add, drops")
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
     "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
@@ -71,7 +73,7 @@ def made(name: str, dtype: torch.dtype, layout: str, needed: Any = None) -> list
     leaves = []
     for i, shape in enumerate(CASES[name][1]):
         leaf = torch.randn(shape, generator=generator).to(dtype)
-        if leaf.shape == IMAGE or layout == "channels_last" and leaf.dim() == 4:
+        if leaf.shape == IMAGE or (layout == "channels_last" and leaf.dim() == 4):
             leaf = LAYOUTS[layout](leaf)
         leaves.append(leaf.detach().requires_grad_(needed is None or i in needed))
     return leaves
@@ -203,6 +205,7 @@ def test_gradients_of_other_layouts_and_dtypes(name: str) -> None:
         torch.testing.assert_close(ours, python, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that of anomaly mode
 @pytest.mark.parametrize("name", CASES)
 def test_errors_hooks_and_anomalies(name: str) -> None:
     leaves = made(name, torch.float32, "contiguous")
@@ -221,20 +224,19 @@ def test_errors_hooks_and_anomalies(name: str) -> None:
     own = [t * 1 for t in leaves]
     y = function(*own)
     assert y.grad_fn is not None
-    kept = [t for t in (*own, y) if any(t is s for s in y.grad_fn.saved_tensors)]
+    saved_tensors = y.grad_fn.saved_tensors  # type: ignore[attr-defined]
+    saved = {s.data_ptr() for s in saved_tensors if s is not None}
+    kept = [t for t in (*own, y) if t.data_ptr() in saved]
+    assert kept or name in SAVES_NO_ARGUMENT
     for tensor in kept[:1]:
         with torch.no_grad():
             tensor.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-    y = function(*leaves)
-    with (
-        pytest.raises(RuntimeError, match=r"Backward' returned nan"),
-        pytest.warns(UserWarning, match="Error detected in"),
-        torch.autograd.detect_anomaly(check_nan=True),
-    ):
+    with torch.autograd.detect_anomaly(check_nan=True):
         y = function(*leaves)
-        y.backward(torch.full_like(y, float("nan")))
+        with pytest.raises(RuntimeError, match=r"Backward' returned nan"):
+            y.backward(torch.full_like(y, float("nan")))
 
 
 class Labelled(Tensor):
@@ -255,22 +257,18 @@ def test_unusual_calls_are_left_to_python(name: str) -> None:
     assert is_cpp(function(*parameters))
     for dtype in (torch.complex64, torch.int64):
         others = [t.detach().to(dtype) for t in leaves]
-        messages = []
-        for _ in range(2):
-            try:
-                torch.manual_seed(1)
-                messages.append(str(function(*others)))
-            except Exception as error:
-                messages.append(f"{type(error)}: {error}")
-            if len(messages) == 1:
-                with python_route():
-                    torch.manual_seed(1)
-                    try:
-                        messages.append(str(function(*others)))
-                    except Exception as error:
-                        messages.append(f"{type(error)}: {error}")
-                break
-        assert messages[0] == messages[1]
+        ours = result_or_error(function, others)
+        with python_route():
+            python = result_or_error(function, others)
+        assert ours == python
+
+
+def result_or_error(function: Callable[..., Tensor], tensors: list[Tensor]) -> str:
+    torch.manual_seed(1)
+    try:
+        return str(function(*tensors))
+    except Exception as error:  # what is compared
+        return f"{type(error)}: {error}"
 
 
 @pytest.mark.parametrize("name", CASES)
