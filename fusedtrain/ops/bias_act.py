@@ -136,7 +136,7 @@ def run_bias_act(
     if clamp >= 0:
         clamp = _rounded(clamp, input.dtype)
     if _cpp is not None and not _is_dynamo_compiling():
-        result: Any = _cpp.bias_act(input, bias, dim, activation, gain, clamp, p)
+        result: Any = _cpp.bias_act(input, bias, dim, activation, float(gain), clamp, p)
         if result is not NotImplemented:
             return result
     seed = new_seed(input) if p > 0 else None
