@@ -40,9 +40,10 @@ inline Tensor with_channels(const char* op, const Tensor& input, int64_t dim, in
   return x;
 }
 
-// `result`, made in the layout of a copy, with the strides that the op promises.
-inline Tensor as_promised(const Tensor& result, const Tensor& input) {
-  if (is_dense(input) && same_layout(result, input)) return result;
+// `result`, made in the layout of `walked`, with the strides that the op promises. `walked` is the
+// input or a copy.
+inline Tensor as_promised(const Tensor& result, const Tensor& walked, const Tensor& input) {
+  if (walked.get() == input.get()) return result;
   Tensor promised = torch::stable::empty_like(input);
   if (same_layout(result, promised)) return result;
   torch::stable::copy_(promised, result);

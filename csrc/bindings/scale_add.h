@@ -64,7 +64,7 @@ struct ScaledSums {
       call.y = write_data(y);
       backend.scale_add(call);
     }
-    return as_promised(y, input);
+    return as_promised(y, x, input);
   }
 
   static std::tuple<Tensor, Tensor> backward(const char* op, Dtype dtype, const Tensor& grad,
@@ -91,7 +91,7 @@ struct ScaledSums {
     } else if (input.has_value()) {
       torch::stable::zero_(sums);
     }
-    return {needs_input ? as_promised(gx, model) : gx, sums};
+    return {needs_input ? as_promised(gx, x, model) : gx, sums};
   }
 };
 

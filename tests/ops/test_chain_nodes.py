@@ -366,3 +366,27 @@ def test_a_seed_is_drawn_as_torch_draws() -> None:
     seed = torch.empty(2, dtype=torch.int64).random_()
     assert y.grad_fn is not None
     assert torch.equal(y.grad_fn.saved_tensors[2], seed)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_views_of_a_leaf(name: str) -> None:
+    """Gradients reach the base, and an edge inside of the graph can be asked for."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(5)
+        leaves = made(name, torch.float32, "contiguous", ())
+        bases = [torch.stack([t, t]).requires_grad_() for t in leaves]
+        views = [base[1] for base in bases]
+        y = CASES[name][0](*views)
+        edges = [torch.autograd.graph.get_gradient_edge(view) for view in views]
+        inner = torch.autograd.grad(y.sum(), edges, retain_graph=True)
+        return [*inner, *torch.autograd.grad(y.sum(), bases)]
+
+    ours = run()
+    with python_route():
+        python = run()
+    torch.testing.assert_close(ours, python, rtol=0, atol=0)
+    half = len(ours) // 2
+    for inner, outer in zip(ours[:half], ours[half:], strict=True):
+        assert torch.equal(inner, outer[1])
+        assert not outer[0].any()
