@@ -161,8 +161,7 @@ inline NodePtr new_node(const ActivationRow& row, bool in_place, const Tensor& i
 }
 
 inline Tensor run_forward(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  pybind11::gil_scoped_release no_gil;
-  at::AutoDispatchBelowADInplaceOrView below;
+  const BelowAutograd below(input);
   return row.ops.forward(input, p[0], p[1]);
 }
 
@@ -178,8 +177,7 @@ inline Tensor recorded(const ActivationRow& row, const Tensor& input, const doub
 
 inline void run_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
   {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(input);
     row.ops.in_place(input, p[0], p[1]);
   }
   input.unsafeGetTensorImpl()->bump_version();

@@ -131,8 +131,7 @@ inline bool fits(const BatchNormCall& c) {
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> run_forward(const BatchNormCall& c) {
-  pybind11::gil_scoped_release no_gil;
-  at::AutoDispatchBelowADInplaceOrView below;
+  const BelowAutograd below(c.input);
   return BatchNormOps::all().forward.call(
       c.input, maybe(c.residual), maybe(c.branch_scale), maybe(c.weight), maybe(c.bias),
       maybe(c.running_mean), maybe(c.running_var), c.training, c.momentum, c.eps, c.op, c.a, c.b);

@@ -28,8 +28,7 @@ struct BiasActSettings {
     static const Op<Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, int64_t, int64_t,
                            double, double, double, double, double)>
         op = "fusedtrain::bias_act";
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(input);
     return op.call(input, maybe(bias), maybe(seed), dim, f.op, f.a, f.b, gain, clamp, p);
   }
 

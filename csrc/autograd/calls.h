@@ -46,6 +46,20 @@ class Op<Result(Arguments...)> {
   c10::TypedOperatorHandle<Result(Arguments...)> handle_;
 };
 
+// What a forward runs under: below autograd, and without the GIL where that gives others time to
+// run. To release it and take it again is 0.15 us of the 1.2 us of a small activation.
+class BelowAutograd {
+ public:
+  explicit BelowAutograd(const Tensor& input) {
+    if (!input.is_cpu() || input.numel() > kBrief) no_gil_.emplace();
+  }
+
+ private:
+  static constexpr int64_t kBrief = 4096;  // elements: some microseconds
+  std::optional<pybind11::gil_scoped_release> no_gil_;
+  at::AutoDispatchBelowADInplaceOrView below_;
+};
+
 // Tensors with other keys are wrapped, sparse, quantised, negated, or on another device.
 inline bool has_usual_keys(const Tensor& t) {
   using c10::DispatchKey;

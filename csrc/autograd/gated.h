@@ -80,8 +80,7 @@ struct GatedHalvesRule {
   }
 
   Tensor output(const Tensor& input) const {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(input);
     const auto [gate, value] = parts(input);
     return GatedOps::all().forward.call(gate, value, f.op, f.a, f.b);
   }
@@ -109,8 +108,7 @@ struct GatedHalvesRule {
 
 inline Tensor run_gated(const Tensor& gate, const Tensor& value, const Pointwise& f) {
   const auto run = [&] {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(value);
     return GatedOps::all().forward.call(gate, value, f.op, f.a, f.b);
   };
   if (!torch::autograd::compute_requires_grad(gate, value)) return run();
@@ -142,8 +140,7 @@ inline bool is_spread(const Tensor& gate, const Tensor& value) {
 // Saves the gate, and the value where the gate is trained.
 inline Tensor run_spread(const Tensor& gate, const Tensor& value, const Pointwise& f) {
   const auto run = [&] {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(value);
     return GatedOps::all().spread.call(gate, value, f.op, f.a, f.b);
   };
   if (!torch::autograd::compute_requires_grad(gate, value)) return run();

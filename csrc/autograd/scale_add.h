@@ -44,8 +44,7 @@ struct ScaleRule {
 inline Tensor run_scale(const Tensor& input, const Tensor& scale, const Tensor& residual,
                         int64_t dim) {
   const auto run = [&] {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(input);
     return ScaleOps::all().forward.call(input, scale, maybe(residual), dim);
   };
   if (!torch::autograd::compute_requires_grad(input, scale, residual)) return run();
