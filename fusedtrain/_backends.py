@@ -203,10 +203,11 @@ def _load_autograd(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
     built_for = record.get("autograd")
     present = _autograd_build.built_for(torch.__version__)
     if built_for != present:
-        return None, (
-            f"{path.name} was built for {_in_words(built_for)}, this is {_in_words(present)} "
-            f"({_autograd_build.COMMAND} builds it anew)"
-        )
+        then, now = _in_words(built_for), _in_words(present)
+        what = f"was built for {then}, this is {now}"
+        if then == now:
+            what = "was built from other sources of fusedtrain"
+        return None, f"{path.name} {what} ({_autograd_build.COMMAND} builds it anew)"
     name = f"{__package__}.{path.stem}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
