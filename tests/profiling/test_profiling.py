@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fusedtrain.profiling import (
     top_operators,
     uses_tensor_cores,
 )
+from fusedtrain.profiling._records import recording
 
 BACKWARD = "autograd::engine::evaluate_function: ConvolutionBackward0"
 NAMES = {
@@ -140,6 +142,45 @@ def test_lines_reach_the_backward() -> None:
         ("sgemm", "backward", "train.py:7"),
     ]
     assert top[0]["share"] == pytest.approx(0.3)  # of all, the optimizer's included
+
+
+def event(name: str, start: float, end: float, device: str = "CPU", **more: Any) -> SimpleNamespace:
+    """As torch.profiler's; those of a GPU cannot be had here."""
+    made = SimpleNamespace(
+        name=name, time_range=SimpleNamespace(start=start, end=end), kernels=[], thread=1,
+        device_type=SimpleNamespace(name=device), is_user_annotation=False, sequence_nr=-1,
+        self_cpu_time_total=end - start, cpu_parent=None,
+    )  # fmt: skip
+    made.__dict__.update(more)
+    return made
+
+
+def test_events_of_a_gpu() -> None:
+    """A range of the host has a twin among the GPU's events, and among the range's kernels."""
+    kernel = SimpleNamespace(name="s16816gemm", duration=40.0)
+    twin = SimpleNamespace(name="Optimizer.step#SGD.step", duration=90.0)
+    node = event("autograd::engine::evaluate_function: MmBackward0", 0, 50, sequence_nr=7)
+    step = event(twin.name, 50, 99, kernels=[twin], is_user_annotation=True)
+    seen = recording(
+        [
+            node,
+            event("aten::mm", 5, 20, cpu_parent=node, kernels=[kernel], sequence_nr=9),
+            step,
+            event("s16816gemm", 30, 70, "CUDA"),
+            event(twin.name, 10, 100, "CUDA", is_user_annotation=True),
+        ],
+        100.0,
+        1,
+    )
+    assert seen.busy == [(30, 70)]
+    assert [record.kernels for record in seen.records] == [(), (Kernel("s16816gemm", 40.0),), ()]
+    product = seen.records[1]
+    assert product.backward
+    assert product.sequence == 7  # the node's, by which the forward is found
+    ms = times(summary(seen))
+    assert ms["matmul"] == pytest.approx(0.04)
+    assert ms["optimizer"] == 0.0
+    assert ms["idle"] == pytest.approx(0.06)
 
 
 def test_other_threads_do_not_count_on_the_host() -> None:
