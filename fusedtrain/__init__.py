@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from . import (
         compat as compat,
         conversion as conversion,
+        diagnosis as diagnosis,
         folding as folding,
         fp16_utils as fp16_utils,
         memory as memory,
     )
     from .conversion import ConversionReport, convert, revert
+    from .diagnosis import Diagnosis, doctor
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 _LATER = {
     "compat": (),
     "conversion": ("ConversionReport", "convert", "revert"),
+    "diagnosis": ("Diagnosis", "doctor"),
     "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
@@ -35,6 +38,7 @@ _LATER = {
 __all__ = [
     "BackendInfo",
     "ConversionReport",
+    "Diagnosis",
     "FoldReport",
     "MemoryReport",
     "__version__",
@@ -42,6 +46,7 @@ __all__ = [
     "backend_info",
     "compat",
     "convert",
+    "doctor",
     "drop_redundant_bias",
     "fold_conv_bn",
     "fp16_utils",

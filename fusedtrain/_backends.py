@@ -332,6 +332,12 @@ def machine_info() -> dict[str, str]:
     return rows | {"settings": ", ".join(settings) or "none"}
 
 
+def local_ranks() -> int:
+    """Processes that torchrun has started on this machine; 1 without it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(count), 1) if count.isdecimal() else 1
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

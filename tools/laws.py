@@ -31,8 +31,8 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 FLOORS = (
     "_version", "_pipes", "_scripts", "_torch_private", "_autograd_build", "_gpus", "_calls",
     "_recompute", "reference", "triton", "_backends", "_graph", "ops", "functional", "nn", "optim",
-    "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory", "__init__",
-    "cli", "__main__",
+    "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory", "diagnosis",
+    "__init__", "cli", "__main__",
 )  # fmt: skip
 
 
