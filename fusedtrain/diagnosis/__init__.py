@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .._scripts import DONE, ENDED, in_fresh_process
 from ._collect import collect
 from ._facts import Facts
-from ._report import Diagnosis, decide, finding_lines
+from ._report import Diagnosis, decide
 from ._rule import Change, Cost, Finding, Rule
 from ._watch import Watch
 from .rules import RULES

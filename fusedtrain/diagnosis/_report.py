@@ -10,8 +10,7 @@ from ._edits import diff_of
 from ._facts import Facts
 from ._rule import Finding, milliseconds
 from .rules import RULES
-
-_WIDTH = 100
+from .wording import WIDTH, device_in_words, finding_lines
 
 
 @dataclass(repr=False)
@@ -87,11 +86,10 @@ class Diagnosis:
         """One line: how much was found, in how long a run, where."""
         facts = self.facts
         count = len(self.findings)
-        device = "a GPU is assumed" if facts.assumed else facts.device
         step = f", {milliseconds(facts.step)} each" if facts.step else ""
         return (
             f"{count or 'no'} finding{'s' * (count != 1)} in {facts.steps} steps{step} "
-            f"({device}; {len(RULES) - len(self.not_checked)} of {len(RULES)} rules apply)"
+            f"({device_in_words(facts)}; {len(RULES) - len(self.not_checked)} of {len(RULES)} rules apply)"
         )
 
     def not_checked_lines(self) -> list[str]:
@@ -100,20 +98,7 @@ class Diagnosis:
         for rule, reason in self.not_checked.items():
             reasons.setdefault(reason, []).append(rule)
         text = (f"not checked, {reason}: {', '.join(ids)}" for reason, ids in reasons.items())
-        return [line for one in text for line in textwrap.wrap(one, _WIDTH, subsequent_indent="  ")]
-
-
-def finding_lines(finding: Finding) -> list[str]:
-    """A finding as text: where, what, how much, what to do."""
-    where = f"{finding.site}: " if finding.site else ""
-    lines = [f"{where}{finding.title} [{finding.rule}]"]
-    if finding.site and finding.site.code and finding.site.line > 1:
-        lines.append(f"    > {finding.site.code}")
-    rows = {"seen": finding.evidence, "cost": str(finding.cost), "do": finding.remedy}
-    for name, text in rows.items():
-        lines += textwrap.wrap(f"{name}: {text}", _WIDTH, initial_indent="    ",
-                               subsequent_indent=" " * (6 + len(name)))  # fmt: skip
-    return lines
+        return [line for one in text for line in textwrap.wrap(one, WIDTH, subsequent_indent="  ")]
 
 
 def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
