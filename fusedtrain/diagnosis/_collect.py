@@ -146,7 +146,7 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
         for r in watch.loaders
     ]
     facts.kept = [watch.kept] if watch.kept else []
-    for site, module in watch.parallel:
+    for site, module in {site: (site, module) for site, module in watch.parallel}.values():
         inner = next(module.children(), module)
         size = sum(p.nbytes for p in module.parameters())
         facts.parallel.append(Layer("", type(inner).__name__, site, size))
@@ -241,8 +241,11 @@ class _Model:
         nothing: set[str] = set()
         taken = attempt(lambda: _trials.tuned_norms(self.module), nothing) if trials else nothing
         for layer in self._layers(chosen):
-            layer.note = "tune_mode" if layer.name in taken else ""
-            facts.frozen.append(layer)
+            norm = self.module.get_submodule(layer.name)
+            trains = any(p.requires_grad for p in norm.parameters())
+            layer.note = "tune_mode" if layer.name in taken or not trials else ""
+            if layer.note or not trains:  # a weight that trains needs the input
+                facts.frozen.append(layer)
 
     def _biases(self, facts: Facts) -> None:
         layers = [m for m in self.module.modules() if isinstance(m, _CONVOLUTIONS)]

@@ -200,6 +200,8 @@ def _convert(source: _Source, change: Change) -> _Made:
     for node in source.within(ast.Assign, change.line):
         assert isinstance(node, ast.Assign)
         target = node.targets[0]
+        if "DataParallel" in ast.unparse(node.value):  # convert comes before the wrapper
+            break
         if isinstance(target, (ast.Name, ast.Attribute)) and len(node.targets) == 1:
             name, indent = ast.unparse(target), source.indentation(node.lineno)
             text = f"{indent}fusedtrain.convert({name}{change.options['arguments']})\n"

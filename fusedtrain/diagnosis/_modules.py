@@ -103,7 +103,7 @@ class Calls:
         if threading.get_ident() != self._thread:
             return
         if backward_number() != -1:
-            if isinstance(module, _PLAIN_NORMS) and _moves(module):
+            if isinstance(module, BatchNormBase) and _moves(module):
                 self.norms.moved[id(module)] += 1
                 self.norms.modules[id(module)] = module
             return
@@ -126,7 +126,9 @@ class Calls:
                 push_saved_tensors_hooks(self._pack, _unpack)
             self._stack.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """`rest`: named arguments and the output; the output alone, None, after an error."""
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         if threading.get_ident() != self._thread or backward_number() != -1:
             return
         if isinstance(output, Tensor) and getattr(module, "bias", None) is not None:
@@ -194,7 +196,9 @@ class Calls:
 
 
 def _moves(norm: Any) -> bool:
-    return bool(norm.training and norm.track_running_stats and "forward" not in vars(norm))
+    """Norms of fusedtrain know that a checkpoint repeats a forward."""
+    ours = type(norm).__module__.startswith("fusedtrain.") or "forward" in vars(norm)
+    return bool(norm.training and norm.track_running_stats and not ours)
 
 
 def _has_parameters(module: nn.Module) -> bool:

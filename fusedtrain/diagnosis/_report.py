@@ -86,10 +86,11 @@ class Diagnosis:
         """One line: how much was found, in how long a run, where."""
         facts = self.facts
         count = len(self.findings)
+        apply = len(RULES) - len(self.not_checked)
         step = f", {milliseconds(facts.step)} each" if facts.step else ""
         return (
             f"{count or 'no'} finding{'s' * (count != 1)} in {facts.steps} steps{step} "
-            f"({device_in_words(facts)}; {len(RULES) - len(self.not_checked)} of {len(RULES)} rules apply)"
+            f"({device_in_words(facts)}; {apply} of {len(RULES)} rules apply)"
         )
 
     def not_checked_lines(self) -> list[str]:

@@ -106,5 +106,9 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
+def times(count: float) -> str:
+    return "once" if count == 1 else f"{count:.3g} times"
+
+
 def of_a_step(seconds: float, facts: Facts) -> str:
     return f"{milliseconds(seconds)} of {milliseconds(facts.step)} a step"

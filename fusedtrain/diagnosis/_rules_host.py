@@ -17,6 +17,7 @@ from ._rule import (
     milliseconds,
     of_a_step,
     share,
+    times,
 )
 
 _FAULTS = 0.05  # of a step
@@ -33,7 +34,7 @@ def syncs(rule: Rule, facts: Facts) -> Iterator[Finding]:
         else:
             cost = Cost(AT_MOST, of_a_step(event.seconds, facts), event.seconds)
         yield rule.finding(
-            event.site, f"{event.what}, {event.count:.3g} times a step", event.count, cost
+            event.site, f"{event.what}, {times(event.count)} a step", event.count, cost
         )
 
 

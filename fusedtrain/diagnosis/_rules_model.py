@@ -16,6 +16,7 @@ from ._rule import (
     change,
     megabytes,
     of_a_step,
+    times,
 )
 from ._sites import Site
 
@@ -63,8 +64,7 @@ def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
         size, count = sum(e.bytes for e in events), sum(e.count for e in events)
         yield rule.finding(
             sites[0] if sites else None,
-            f"{what} in place, {count:.3g} times a step: autograd copies the input first, "
-            f"{megabytes(size)}",
+            f"{what} in place, {times(count)} a step: the input is copied first, {megabytes(size)}",
             size,
             Cost(
                 MEASURED,
@@ -80,8 +80,8 @@ def moved_twice(rule: Rule, facts: Facts) -> Iterator[Finding]:
         count = layers[0].count
         yield rule.finding(
             site,
-            f"{_named(layers)}: {count:.3g} calls in backward for each one in forward move the "
-            "running statistics again",
+            f"{_named(layers)}: {count:.3g} calls in backward for each call in forward "
+            "move the running statistics again",
             count,
             Cost(NOT_MEASURED, "no time: the averages follow the last batch too closely"),
         )
@@ -91,13 +91,14 @@ def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for site, layers in _by_site(facts.frozen):
         size = sum(layer.bytes for layer in layers)
         taken = all(layer.note == "tune_mode" for layer in layers)
-        way = "fusedtrain.tune_mode(model)" if taken else "fusedtrain.convert(model)"
+        remedy = "" if taken else "Put a fused one in its place, such as fusedtrain.nn."
+        remedy += "" if taken else "BatchNormAct2d: with frozen weights it keeps nothing."
         yield rule.finding(
             site,
             f"{_named(layers)} in eval mode within a model that trains",
             len(layers),
             Cost(AT_MOST, f"{megabytes(size)} kept for backward", bytes=size),
-            f"Call {way}: frozen norms then keep nothing that is not needed.",
+            remedy,
         )
 
 
@@ -177,7 +178,7 @@ RULES = (
         "frozen-norm-keeps",
         "a frozen batch norm keeps its input",
         "batch norms in eval mode within a model in training mode, with a gradient",
-        "Call fusedtrain.tune_mode(model).",
+        "Call fusedtrain.tune_mode(model): the convolution does the work of the norm.",
         frozen,
     ),
     Rule(

@@ -13,7 +13,10 @@ _FEW = 4  # calls a step
 
 
 def _top(facts: Facts) -> Site | None:
-    return Site(facts.script, 1) if facts.script else None
+    """The file whose top has the settings: the script, or the file that makes the model."""
+    if facts.script:
+        return Site(facts.script, 1)
+    return Site(facts.model_site.file, 1) if facts.model_site else None
 
 
 def _single(facts: Facts) -> float:

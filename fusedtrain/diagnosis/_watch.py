@@ -143,9 +143,10 @@ class Watch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._inside:
-            self._entered = time.perf_counter()
             if self._observing and self.calls.autocast.get("float16"):
-                self._count_zeros(optimizer)
+                with self.operators.paused():
+                    self._count_zeros(optimizer)
+            self._entered = time.perf_counter()
         self._inside += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
