@@ -99,6 +99,7 @@ def _times(facts: Facts, watch: Watch, trials: bool) -> None:
     facts.timed = len(usual)
     if usual:
         facts.step = median(step.seconds for step in usual)
+        facts.busy = median(step.busy for step in usual)
         facts.wait = median(step.wait for step in usual)
         facts.loading = median(step.loading for step in usual)
         facts.faults = median(step.faults for step in usual)

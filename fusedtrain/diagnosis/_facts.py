@@ -139,6 +139,7 @@ class Facts:
     steps: int = 0
     timed: int = 0
     step: float = 0.0  # seconds, the median
+    busy: float = 0.0  # of which the main thread runs, other processes do not
     wait: float = 0.0  # of which the training loop waits for loaders
     loading: float = 0.0  # seconds of the processor while the loop waits
     clearing: float = 0.0  # seconds of three passes over what memsets clear

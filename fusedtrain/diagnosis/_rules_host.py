@@ -21,7 +21,7 @@ from ._rule import (
 )
 
 _FAULTS = 0.05  # of a step
-_HOST = 0.5  # of a step
+_HOST = 0.4  # of a step
 _DRAINED = 0.05  # of a step
 _SMALL = 1 << 14  # elements: an operator on these takes about as long as its call
 _SLOWER = 1.15
@@ -53,13 +53,13 @@ def small_tensors(rule: Rule, facts: Facts) -> Iterator[Finding]:
         )
         return
     calls = facts.operators * facts.operator
-    if facts.elements > _SMALL or calls < _HOST * facts.step:
+    if facts.elements > _SMALL or calls < _HOST * facts.busy:
         return
     yield rule.finding(
         facts.model_site,
         f"{facts.operators:.0f} operators a step, half of them with at most {facts.elements:.0f} "
         f"elements; as many calls of the smallest operator take {milliseconds(calls)}, "
-        f"{share(min(calls, facts.step), facts.step)} of a step",
+        f"{share(min(calls, facts.busy), facts.busy)} of the processor's time in a step",
         facts.operators,
         Cost(AT_MOST, of_a_step(min(calls, facts.step), facts), min(calls, facts.step)),
     )

@@ -59,6 +59,7 @@ class Step:
     """Of a whole step. `usual`: no evaluation within."""
 
     seconds: float
+    busy: float  # of the main thread
     optimizer: float
     wait: float
     loading: float  # seconds of the processor within `wait`
@@ -91,7 +92,7 @@ class Watch:
         self._others: set[int] = set()  # optimizers that stepped since
         self._inside = 0  # of optimizers' steps
         self._loading = 0
-        self._entered = self._began = 0.0
+        self._entered = self._began = self._began_busy = 0.0
         self._optimizer = self._wait = self._cpu = 0.0
         self._faults = 0
         self._addresses: tuple[int, set[int]] = (-1, set())
@@ -184,7 +185,8 @@ class Watch:
             seconds = time.perf_counter() - self._began
             usual = self.taken not in self.unusual
             faults = _minor_faults() - self._faults
-            step = Step(seconds, self._optimizer, self._wait, self._cpu, faults, drain, usual)
+            busy = time.thread_time() - self._began_busy
+            step = Step(seconds, busy, self._optimizer, self._wait, self._cpu, faults, drain, usual)
             self.timed.append(step)
         if self.kept is None:
             self._look_for_graphs()
@@ -200,7 +202,7 @@ class Watch:
     def _begin(self) -> None:
         self._optimizer = self._wait = self._cpu = 0.0
         self._faults = _minor_faults()
-        self._began = time.perf_counter()
+        self._began, self._began_busy = time.perf_counter(), time.thread_time()
 
     def _look_for_graphs(self) -> None:
         """Graphs of two steps that are alive two steps later belong to a loss that is kept."""
