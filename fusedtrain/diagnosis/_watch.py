@@ -33,7 +33,7 @@ OBSERVED = 3  # steps
 @dataclass
 class LoaderRecord:
     site: Site | None
-    loader: weakref.ref[DataLoader[Any]]
+    loader: Callable[[], DataLoader[Any] | None]
     workers: int
     pinned: bool
     iterable: bool
@@ -83,6 +83,7 @@ class Watch:
         self.kept: Kept | None = None
         self.threads_site: Site | None = None
         self.sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
         self.zeros: list[float] = []
         self.calls = Calls(lambda: self.taken, examples)
         self.operators = Operators(self._gradients, self._reads_the_host)
@@ -277,7 +278,7 @@ class Watch:
             if record is None:
                 record = _loader_record(loader, user_site())
                 self.loaders.append(record)
-            iterator._fusedtrain_record = record
+            self._iterators[iterator] = record
 
         return init
 
@@ -291,9 +292,11 @@ class Watch:
                 seconds = time.perf_counter() - start
                 self._wait += seconds
                 self._cpu += time.thread_time() - cpu
-                record = getattr(iterator, "_fusedtrain_record", None)
-                if record is not None and not self._observing:
-                    record.waits.append(seconds)
+                if iterator not in self._iterators:  # made before the watch began
+                    self._iterators[iterator] = _iterator_record(iterator, user_site())
+                    self.loaders.append(self._iterators[iterator])
+                if not self._observing:
+                    self._iterators[iterator].waits.append(seconds)
 
         return advance
 
@@ -348,6 +351,12 @@ def _loader_record(loader: DataLoader[Any], site: Site | None) -> LoaderRecord:
     iterable = isinstance(loader.dataset, IterableDataset)
     reference = weakref.ref(loader)
     return LoaderRecord(site, reference, loader.num_workers, loader.pin_memory, iterable)
+
+
+def _iterator_record(iterator: Any, site: Site | None) -> LoaderRecord:
+    iterable = isinstance(getattr(iterator, "_dataset", None), IterableDataset)
+    workers, pinned = getattr(iterator, "_num_workers", 0), getattr(iterator, "_pin_memory", False)
+    return LoaderRecord(site, lambda: None, workers, pinned, iterable)
 
 
 def _minor_faults() -> int:
