@@ -47,6 +47,7 @@ def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None 
         seen = [one for one in seen if parts is None or id(one.module) in parts]
         if seen:
             facts.model_site = max(seen, key=lambda one: one.size).site
+        facts.compiled = any(one.compiled for one in seen)
         for one in seen:
             one.tell(facts, trials and facts.step < _SLOW)
     return facts
@@ -194,6 +195,10 @@ class _Model:
         while isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             module = module.module
         self.module = original_of(module, "doctor")
+        parts = self.module.modules()
+        self.compiled = self.module is not module or any(
+            getattr(part, "_compiled_call_impl", None) is not None for part in parts
+        )
         self.watch, self.example = watch, root.example
         self.site = watch.sites.get(self.module)
         self.names = {id(m): name for name, m in self.module.named_modules()}
@@ -268,7 +273,7 @@ class _Model:
             facts.biases.append(layer)
 
     def _fusable(self, facts: Facts) -> None:
-        if self.example is None:
+        if self.example is None or self.compiled:
             return
         args, kwargs = self.example
         if args and kwargs:  # convert takes one sort of arguments

@@ -162,6 +162,7 @@ class Facts:
     single_convolutions: float = 0.0  # of these in float32
     contiguous: float = 0.0  # of these with an input that is not channels_last
     shapes_vary: bool = False
+    compiled: bool = False  # by torch.compile, at least one model
     autotuner: bool = False
     deterministic: bool = False
     tf32_matmul: bool = False

@@ -104,11 +104,10 @@ class Operators(TorchDispatchMode):
         if namespace == "profiler":
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        what = _SYNCS.get(name, "")
-        if not what and name in _INDEXING and _by_booleans(args):
-            what = "an index of booleans"
+        what = _waits(name, first, args, kwargs)
         if what and first is not None and not self._inside:
-            with self.sync(what, first.device.type):
+            device = args[1].device.type if name == "copy_" else first.device.type
+            with self.sync(what, device):
                 result = func(*args, **kwargs)
         else:
             self._before(name, first, args, kwargs)
@@ -136,8 +135,7 @@ class Operators(TorchDispatchMode):
         elif name == "_to_copy" and first is not None and kwargs.get("device") is not None:
             self._copy(first, torch.device(kwargs["device"]), bool(kwargs.get("non_blocking")))
         elif name == "copy_" and first is not None and isinstance(args[1], Tensor):
-            blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            self._copy(args[1], first.device, not blocking)
+            self._copy(args[1], first.device, _non_blocking(args, kwargs))
 
     def _copy(self, source: Tensor, device: torch.device, non_blocking: bool) -> None:
         kinds = (source.device.type, device.type)
@@ -145,8 +143,6 @@ class Operators(TorchDispatchMode):
             entry = self.steps[-1].copies[user_site(), source.is_pinned(), non_blocking]
             entry[0] += 1
             entry[1] += source.nbytes
-        elif kinds == ("cuda", "cpu") and not non_blocking and not self._inside:
-            self._count("sync", user_site(), "a copy to the host", "cuda", source.nbytes)
 
     def _after(self, func: Any, name: str, args: tuple[Any, ...], result: Any) -> None:
         step = self.steps[-1]
@@ -168,6 +164,27 @@ class Operators(TorchDispatchMode):
             formats = {4: torch.channels_last, 5: torch.channels_last_3d}
             if x.dim() in formats and not x.is_contiguous(memory_format=formats[x.dim()]):
                 step.convolutions["contiguous"] += 1
+
+
+def _waits(name: str, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """For what the host waits in this operator; "" where it does not."""
+    if name in _SYNCS:
+        return _SYNCS[name]
+    if name in _INDEXING and _by_booleans(args):
+        return "an index of booleans"
+    if first is None:
+        return ""
+    source, device = first, kwargs.get("device")
+    if name == "copy_" and isinstance(args[1], Tensor):
+        source, device = args[1], first.device
+    elif name != "_to_copy" or device is None:
+        return ""
+    to_host = (source.device.type, torch.device(device).type) == ("cuda", "cpu")
+    return "a copy to the host" if to_host and not _non_blocking(args, kwargs) else ""
+
+
+def _non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
 
 
 def _by_booleans(args: tuple[Any, ...]) -> bool:

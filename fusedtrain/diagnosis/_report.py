@@ -69,6 +69,7 @@ class Diagnosis:
                 for finding in self.findings
             ],
             "not_checked": self.not_checked,
+            "guide": "docs/doctor.md#the-rules",
         }
 
     def __str__(self) -> str:

@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """`needs`: "timing" (steps that were timed), "gpu" or nothing."""
+    """`needs`: "timing" (steps that were timed), "gpu", "eager" (no torch.compile) or nothing."""
 
     id: str
     title: str
@@ -84,6 +84,8 @@ class Rule:
             return "for GPUs; this run was on the CPU"
         if "timing" in self.needs and not facts.timed:
             return "no step was timed: the script took too few"
+        if "eager" in self.needs and facts.compiled:
+            return "a model is compiled: torch.compile decides"
         return ""
 
 

@@ -34,13 +34,19 @@ def _waiting(facts: Facts) -> Loader | None:
     return longest
 
 
+def _workers(facts: Facts) -> int:
+    """As many as load a batch in the time of the computation, but no more than cores."""
+    rest = max(facts.step - facts.wait, 1e-9)
+    return max(1, min(facts.cores, math.ceil(facts.wait / rest)))
+
+
 def _gain(facts: Facts) -> float:
-    """The seconds that loading beside the computation can save, if nothing else is in the way."""
-    rest = facts.step - facts.wait
+    """The seconds that workers can save, if nothing else is in the way."""
+    rest, loads = facts.step - facts.wait, facts.wait / _workers(facts)
     if facts.on_gpu:
-        return facts.step - max(rest, facts.wait / max(facts.cores, 1))
-    busy = rest * min(facts.threads, facts.cores) + facts.loading
-    return facts.step - max(rest, busy / facts.cores)
+        return facts.step - max(rest, loads)
+    busy = rest * min(facts.threads, facts.cores) + facts.loading  # of the cores together
+    return facts.step - max(rest, loads, busy / facts.cores)
 
 
 def no_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
@@ -50,8 +56,7 @@ def no_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
     gain = _gain(facts)
     if gain < _SHARE * facts.step:
         return
-    rest = max(facts.step - facts.wait, 1e-9)
-    workers = str(max(1, min(facts.cores, math.ceil(facts.wait / rest))))
+    workers = str(_workers(facts))
     changes = change("keywords", loader.site, "DataLoader", num_workers=workers,
                      persistent_workers="True")  # fmt: skip
     remedy = f"Load in {workers} worker process{'es' * (workers != '1')}: num_workers={workers}, "

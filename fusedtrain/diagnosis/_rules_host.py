@@ -32,7 +32,8 @@ def syncs(rule: Rule, facts: Facts) -> Iterator[Finding]:
         if facts.assumed:
             cost = Cost(NOT_MEASURED, "on a GPU the host waits until all enqueued work is done")
         else:
-            cost = Cost(AT_MOST, of_a_step(event.seconds, facts), event.seconds)
+            seconds = min(event.seconds, facts.step)
+            cost = Cost(AT_MOST, f"{of_a_step(seconds, facts)} (the wait, observed)", seconds)
         yield rule.finding(
             event.site, f"{event.what}, {times(event.count)} a step", event.count, cost
         )
@@ -138,7 +139,7 @@ RULES = (
         "is left when the host has enqueued a step",
         "Make fewer and larger calls: a larger batch, torch.compile, CUDA graphs on a GPU.",
         small_tensors,
-        ("timing",),
+        ("timing", "eager"),
     ),
     Rule(
         "data-parallel",

@@ -165,6 +165,7 @@ RULES = (
         "autograd's clone right before an operator that works in place",
         "Leave inplace out: the derivative needs the input.",
         clones,
+        ("eager",),
     ),
     Rule(
         "norm-moves-twice",
@@ -180,6 +181,7 @@ RULES = (
         "batch norms in eval mode within a model in training mode, with a gradient",
         "Call fusedtrain.tune_mode(model): the convolution does the work of the norm.",
         frozen,
+        ("eager",),
     ),
     Rule(
         "convert-fuses",
@@ -187,6 +189,7 @@ RULES = (
         "fusedtrain.convert(dry_run=True) on a batch of the run, and the bytes kept for backward",
         "Call fusedtrain.convert(model, example).",
         fusable,
+        ("eager",),
     ),
     Rule(
         "graph-kept",

@@ -50,7 +50,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
     if not times:
         return
     best = min(times, key=lambda name: times[name])
-    gain = optimizer.seconds * (1 - times[best] / timing.now)
+    gain = min(optimizer.seconds, timing.now) * (1 - times[best] / timing.now)
     if timing.now < _FASTER * times[best] or gain < _SHARE * facts.step:
         return
     listed = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in times.items())

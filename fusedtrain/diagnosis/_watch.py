@@ -87,7 +87,7 @@ class Watch:
         self.zeros: list[float] = []
         self.calls = Calls(lambda: self.taken, examples)
         self.operators = Operators(self._gradients, self._reads_the_host)
-        self._patches = Patches()
+        self._patches, self._closely = Patches(), Patches()  # for the run, for the first steps
         self._running = self._observing = False
         self._primary: torch.optim.Optimizer | None = None
         self._others: set[int] = set()  # optimizers that stepped since
@@ -112,10 +112,6 @@ class Watch:
         wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
         wrap(torch.amp.GradScaler, "scale", self._scale)
         wrap(torch, "set_num_threads", self._set_num_threads)
-        for name in ("__repr__", "tolist", "cpu"):
-            wrap(Tensor, name, self._waits(name))
-        for name in ("empty_cache", "synchronize"):
-            wrap(torch.cuda, name, self._waits(f"torch.cuda.{name}"))
         self._running = True
         self._observe(True)
         _watches.append(self)
@@ -136,9 +132,14 @@ class Watch:
         self._observing = on
         if on:
             self.calls.listen()
+            for name in ("__repr__", "tolist", "cpu"):
+                self._closely.wrap(Tensor, name, self._waits(name))
+            for name in ("empty_cache", "synchronize"):
+                self._closely.wrap(torch.cuda, name, self._waits(f"torch.cuda.{name}"))
             self.operators.__enter__()
         else:
             self.operators.__exit__(None, None, None)
+            self._closely.undo()
             self.calls.rest()
 
     # Steps.
@@ -336,8 +337,6 @@ class Watch:
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if not self._observing:
-                    return original(*args, **kwargs)
                 device = args[0].device.type if args and isinstance(args[0], Tensor) else "cuda"
                 with self.operators.sync(words.get(what, what), device):
                     return original(*args, **kwargs)

@@ -243,3 +243,12 @@ def test_report_in_words() -> None:
     assert "not checked, for GPUs" in text
     assert diagnosis.to_json()["steps"] == 4
     assert repr(diagnosis).startswith("Diagnosis(")
+
+
+def test_a_compiled_model_is_left_to_the_compiler() -> None:
+    model = network()
+    step = training(torch.compile(model, backend="aot_eager"), torch.randn(2, 3, 6, 6))
+    diagnosis = doctor(step, steps=5)
+    for rule in ("convert-fuses", "in-place-clone", "small-tensors", "frozen-norm-keeps"):
+        assert "torch.compile" in diagnosis.not_checked[rule]
+    assert "bias-before-norm" in rules(diagnosis)

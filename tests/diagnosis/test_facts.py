@@ -116,7 +116,7 @@ def test_gain_of_workers_is_bounded_by_the_cores() -> None:
 def test_optimizer_gain_is_a_share_of_the_measured_step() -> None:
     timing = Timing(now=4e-3, torch_fused=1e-3, fusedtrain=2e-3)
     (finding,) = decide(gpu(optimizers=[replace(ADAM, timing=timing)])).findings
-    assert finding.cost.seconds == pytest.approx(5e-3 * 0.75)
+    assert finding.cost.seconds == pytest.approx(4e-3 * 0.75)
     assert dict(finding.changes[0].options) == {"fused": "True"}
     timing = Timing(now=4e-3, fusedtrain=1e-3)
     (finding,) = decide(gpu(optimizers=[replace(ADAM, timing=timing)])).findings

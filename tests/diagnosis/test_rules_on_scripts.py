@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusedtrain.diagnosis import RULES
+from helpers import ROOT
 from helpers.diagnosis import examined, lines, rules
 
 # Rule: the script with the fault, whether a GPU is assumed, and the lines.
@@ -73,6 +74,15 @@ def test_every_rule_has_a_script_or_facts() -> None:
     assert set(FAULTS) | BY_FACTS == {rule.id for rule in RULES}
 
 
+def test_every_rule_is_in_the_guide() -> None:
+    """And those for GPUs say so there."""
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    for rule in RULES:
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{rule.id}`"))
+        assert (", GPU" in row.split("|")[1]) == ("gpu" in rule.needs), row
+    assert page.count("\n| `") == len(RULES)
+
+
 @pytest.mark.parametrize("rule", FAULTS)
 def test_the_fault_is_seen_at_its_line(rule: str) -> None:
     name, assume_gpu, expected = FAULTS[rule]
@@ -90,6 +100,14 @@ def test_the_fault_is_seen_at_its_line(rule: str) -> None:
 def test_nothing_is_seen_where_the_fault_is_not(rule: str) -> None:
     name = WITHOUT.get(rule, "healthy")
     assert not lines(examined(name, FAULTS[rule][1]), rule)
+
+
+def test_threads_that_the_script_has_chosen() -> None:
+    """Whether they cost time is a matter of the clock: test_facts.py."""
+    facts = examined("norms", True).facts
+    assert facts.threads == 64
+    assert facts.threads_site is not None
+    assert facts.threads_site.code == "torch.set_num_threads(64)"
 
 
 def test_a_healthy_script_has_no_findings() -> None:
