@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,10 @@ class Watcher:
         return self.watch.after_step(optimizer)
 
     def finish(self) -> dict[str, Any]:
+        """After Ctrl-C nobody waits for trials."""
         self.watch.stop()
-        return collect(self.watch, self.script, trials=self.trials).to_json()
+        trials = self.trials and not isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        return collect(self.watch, self.script, trials=trials).to_json()
 
 
 def _in_this_process(

@@ -111,7 +111,7 @@ class Calls:
             self._norm(module, args)
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and args:
             self.shapes.setdefault(id(module), set()).add(tuple(args[0].shape))
-        for device in ("cuda", "cpu"):
+        for device in ("cuda", "cpu") if torch.is_grad_enabled() else ():
             if torch.is_autocast_enabled(device):
                 dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
                 self.autocast[dtype] += 1

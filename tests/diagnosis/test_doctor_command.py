@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedtrain.cli import Exit, main
 from helpers import ROOT
 from helpers.diagnosis import SCRIPTS
 
@@ -111,27 +112,64 @@ def test_script_that_raises_shows_its_traceback_and_the_findings_so_far(folder: 
     assert "[in-place-clone]" in run.stdout
 
 
-def test_script_without_a_step_is_told_so(folder: Path) -> None:
+def called(
+    *words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """The command in this process, which saves an import of torch; the script has its own."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    status = main(["doctor", *words])
+    return status, *capfd.readouterr()
+
+
+def test_script_without_a_step_is_told_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "train.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
-    run = doctor("train.py", cwd=folder)
-    assert run.returncode == 2, run.stderr
-    assert "PARTIAL: the script took no step of an optimizer" in run.stdout
-    assert "tensor(2.)" in run.stdout
+    status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.USAGE
+    assert "PARTIAL: the script took no step of an optimizer" in output
+    assert "tensor(2.)" in output
 
 
-def test_fix_prints_a_diff_and_nothing_else(folder: Path) -> None:
-    source = (SCRIPTS / "tiny.py").read_text()
+def test_fix_prints_a_diff_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        (SCRIPTS / "tiny.py").read_text().replace("losses = []", "losses = print('of it') or []")
+    )
     (folder / "train.py").write_text(source)
-    run = doctor("--fix", "--steps", "6", "train.py", cwd=folder)
-    assert run.returncode == 1, run.stderr
-    assert run.stdout.startswith("--- train.py\n+++ train.py\n@@ ")
-    assert "+        losses.append(loss.detach())\n" in run.stdout
-    assert "[graph-kept]" in run.stderr
+    words = ("--fix", "--steps", "6", "--no-trials", "train.py")
+    status, output, errors = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    assert output.startswith("--- train.py\n+++ train.py\n@@ ")
+    assert "+        losses.append(loss.detach())\n" in output
+    assert "of it\n" in errors
+    assert "[graph-kept]" in errors
     assert (folder / "train.py").read_text() == source
 
 
-def test_there_is_no_such_script(folder: Path) -> None:
-    run = doctor("missing.py", cwd=folder)
-    assert run.returncode == 2
-    assert "missing.py" in run.stderr
-    assert "Traceback" not in run.stderr
+def test_files_of_the_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A chart, where a finding has a time; and a page."""
+    (folder / "train.py").write_text((SCRIPTS / "faults.py").read_text())
+    words = ("--plot", "a.png", "--html", "a.html", "--steps", "6", "train.py")
+    status, output, _ = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    assert "[loader-without-workers]" in output
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "a.html").read_text()
+    assert "loader-without-workers" in page
+    assert "data:image/png;base64" in page
+
+
+def test_there_is_no_such_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, output, errors = called(
+        "missing.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd
+    )
+    assert (status, output) == (Exit.USAGE, "")
+    assert "missing.py" in errors

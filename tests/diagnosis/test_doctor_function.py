@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import fusedtrain
-from fusedtrain.diagnosis import doctor
+from fusedtrain.diagnosis import Facts, Watcher, doctor
 from helpers.diagnosis import lines, rules, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,6 +195,41 @@ def test_evaluation_within_training() -> None:
 
     found = lines(doctor(step, steps=5), "eval-with-grad")
     assert found == ["target = target + wasteful(x).detach()"]
+
+
+def test_after_an_interrupt_nothing_is_tried() -> None:
+    watcher = Watcher("train.py", steps=8, assume_gpu=False, trials=True)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    count = 0
+    watcher.begin()
+    try:
+        for count in range(1, 7):
+            model(torch.randn(2, 3, 6, 6)).square().mean().backward()
+            optimizer.step()
+            assert not watcher.step(count, optimizer)
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        facts = Facts.from_json(watcher.finish())
+    assert facts.steps == count
+    assert [o.timing for o in facts.optimizers] == [None]
+    assert not facts.fusable
+    assert facts.clones  # what was seen stays
+
+
+def test_autocast_of_an_evaluation_is_not_that_of_training() -> None:
+    model = network()
+    train = training(model, torch.randn(2, 3, 6, 6))
+
+    def step() -> None:
+        train()
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            model(torch.randn(2, 3, 6, 6))
+        model.train()
+
+    diagnosis = doctor(step, steps=5, assume_gpu=True, trials=False)
+    assert "fp16-without-scaler" not in rules(diagnosis)
 
 
 def test_several_optimizers_and_accumulated_gradients() -> None:
