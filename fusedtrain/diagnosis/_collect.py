@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections import Counter
@@ -24,7 +25,7 @@ from ._sites import Site
 from ._watch import OBSERVED, OptimizerRecord, Watch
 
 _ASSUMED = (9, 0)  # the capability of a GPU that is assumed
-_SLOW = 20.0  # seconds a step: a model is not run again on copies
+_SLOW = 5.0  # seconds a step: a model is not run again, which takes about 20 steps
 _IN_PLACE = {
     "SiLU": "silu_", "Mish": "mish_", "Hardswish": "hardswish_", "Hardsigmoid": "hardsigmoid_",
     "GELU": "gelu_", "ELU": "elu_", "CELU": "celu_", "SELU": "elu_",
@@ -47,9 +48,10 @@ def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None 
         seen = [one for one in seen if parts is None or id(one.module) in parts]
         if seen:
             facts.model_site = max(seen, key=lambda one: one.size).site
+        facts.tried = trials and facts.step < _SLOW
         facts.compiled = any(one.compiled for one in seen)
         for one in seen:
-            one.tell(facts, trials and facts.step < _SLOW)
+            one.tell(facts, facts.tried)
     return facts
 
 
@@ -187,6 +189,20 @@ def _outermost(watch: Watch) -> list[Root]:
     return [root for root in roots if id(root.module) not in parts]
 
 
+def _example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments as `convert` takes them: by place or by name."""
+    if not kwargs:
+        return args if len(args) != 1 else args[0]
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and name in named:
+            return None
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
 class _Model:
     """One model of the script, without the wrappers around it."""
 
@@ -273,12 +289,12 @@ class _Model:
             facts.biases.append(layer)
 
     def _fusable(self, facts: Facts) -> None:
-        if self.example is None or self.compiled:
+        arguments = self.example
+        if arguments is None or self.compiled:
             return
-        args, kwargs = self.example
-        if args and kwargs:  # convert takes one sort of arguments
+        example = attempt(lambda: _example(self.module, *arguments), None)
+        if example is None:
             return
-        example: Any = kwargs or (args if len(args) != 1 else args[0])
         counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0))
         if counts[0]:
             facts.fusable.append(Fusable(type(self.module).__name__, self.site, *counts))

@@ -161,6 +161,7 @@ class Facts:
     half_convolutions: float = 0.0  # of these in 16 bits
     single_convolutions: float = 0.0  # of these in float32
     contiguous: float = 0.0  # of these with an input that is not channels_last
+    tried: bool = True  # models were copied and run again
     shapes_vary: bool = False
     compiled: bool = False  # by torch.compile, at least one model
     autotuner: bool = False

@@ -56,7 +56,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """`needs`: "timing" (steps that were timed), "gpu", "eager" (no torch.compile) or nothing."""
+    """`needs`: "timing" (steps that were timed), "gpu", "eager" (no torch.compile), "trials"
+    (copies of models were run) or nothing."""
 
     id: str
     title: str
@@ -84,6 +85,8 @@ class Rule:
             return "for GPUs; this run was on the CPU"
         if "timing" in self.needs and not facts.timed:
             return "no step was timed: the script took too few"
+        if "trials" in self.needs and not facts.tried:
+            return "trials were left out, or a step takes longer than 5 s"
         if "eager" in self.needs and facts.compiled:
             return "a model is compiled: torch.compile decides"
         return ""
@@ -95,6 +98,8 @@ def change(action: str, site: Site | None, *names: str, **options: str) -> tuple
 
 
 def milliseconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} us"
 
 

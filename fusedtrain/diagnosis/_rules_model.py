@@ -158,6 +158,7 @@ RULES = (
         "(fusedtrain.drop_redundant_bias on a copy)",
         "Construct the layer with bias=False, or call fusedtrain.drop_redundant_bias(model).",
         biases,
+        ("trials",),
     ),
     Rule(
         "in-place-clone",
@@ -189,7 +190,7 @@ RULES = (
         "fusedtrain.convert(dry_run=True) on a batch of the run, and the bytes kept for backward",
         "Call fusedtrain.convert(model, example).",
         fusable,
-        ("eager",),
+        ("eager", "trials"),
     ),
     Rule(
         "graph-kept",

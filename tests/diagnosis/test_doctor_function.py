@@ -232,6 +232,36 @@ def test_autocast_of_an_evaluation_is_not_that_of_training() -> None:
     assert "fp16-without-scaler" not in rules(diagnosis)
 
 
+class Named(nn.Module):
+    """Takes arguments by place and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: torch.Tensor, *, scale: float, **more: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * scale + more["offset"]
+
+
+def test_a_model_that_takes_named_arguments() -> None:
+    model = Named()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = model(torch.randn(2, 3, 6, 6), scale=0.5, offset=torch.ones(2))
+        y.square().mean().backward()
+        optimizer.step()
+
+    assert {"convert-fuses", "bias-before-norm"} <= rules(doctor(step, steps=4))
+
+
+def test_rules_that_need_trials_say_so() -> None:
+    diagnosis = doctor(training(network(), torch.randn(2, 3, 6, 6)), steps=4, trials=False)
+    for rule in ("convert-fuses", "bias-before-norm"):
+        assert "trials were left out" in diagnosis.not_checked[rule]
+
+
 def test_several_optimizers_and_accumulated_gradients() -> None:
     """A step ends with the optimizer that steps first."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
