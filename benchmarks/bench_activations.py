@@ -1,7 +1,7 @@
 """Activations against eager torch and torch.compile, forward and forward+backward.
 
 Every op at 2^20 float32, and a chosen few over all sizes and dtypes; ``--full`` runs the cross
-product. Rivals take turns within one test (see ``clock.interleave``).
+product. Rivals take turns within one test (see ``fusedtrain.timing``).
 """
 
 from __future__ import annotations
@@ -14,38 +14,21 @@ from torch import Tensor
 
 from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, dtype_name
-from benchmarks.harness.clock import Call
-from benchmarks.harness.guards import CHAIN, FORWARD, GRADIENT, admit, agrees, first_call
-from benchmarks.harness.race import Function, Race, compiled
-from fusedtrain import functional
+from benchmarks.harness.guards import admit
+from benchmarks.harness.race import Race
+from fusedtrain.contestants.activations import CHOSEN, GATE, TENSORS, check, ours
 from fusedtrain.reference import ACTIVATIONS
+from fusedtrain.timing import Call, Function, compiled
 
 FAMILY = "activations"
 REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))
 SIZES = tuple(2**power for power in (10, 16, 20, 23, 25))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tensors that the cheapest exact scheme reads and writes. Backward reads the gradient and the one
-# saved tensor and writes the gradient of the input.
-TENSORS = {"forward": 2, "forward+backward": 5}
-# One of each kind: native and composed in eager torch, saving the input and saving the output,
-# with exp and without.
-CHOSEN = (
-    "mish",
-    "silu",
-    "gelu",
-    "quick_gelu",
-    "leaky_relu",
-    "hardswish",
-    "elu",
-    "softplus",
-    "relu_squared",
-)
 QUICK_OPS = ("mish", "relu")
 # torch.compile builds a kernel per size, dtype and pass: 1 to 2 s each on the CPU.
 COMPILED_SIZES = (2**20, 2**23)
 # Unless --full: on the CPU float16 moves the bytes of bfloat16 and costs a quarter of the run.
 CPU_FLOAT16_LIMIT = 2**23
-GATE = 2**16  # elements that the gate looks at
 
 
 @dataclass(frozen=True)
@@ -86,31 +69,11 @@ def select(options: Options) -> list[Case]:
     return cases
 
 
-def _ours(name: str) -> Function:
-    """The activation with its example parameters."""
-    if name == "gelu_tanh":
-        return lambda x: functional.gelu(x, approximate="tanh")
-    function, row = getattr(functional, name), ACTIVATIONS[name]
-    return lambda x: function(x, *row.arguments_for(x))
-
-
 @lru_cache(maxsize=1)
 def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, gradient = (torch.randn(numel, generator=generator).to(device, dtype) for _ in range(2))
     return x, gradient
-
-
-def check(op: str, who: str, function: Function, x: Tensor, gradient: Tensor) -> None:
-    """Raise NotTheJob unless forward and gradient match eager torch in float64.
-
-    Eager torch itself may be several operators, each of which rounds.
-    """
-    exact = first_call(ACTIVATIONS[op].eager, [x.double()], gradient.double())
-    results = first_call(function, [x], gradient)
-    tolerances = (FORWARD, GRADIENT) if who == "fusedtrain" else (CHAIN, CHAIN)
-    for what, actual, expected, allowed in zip(("forward", "gradient"), results, exact, tolerances):
-        agrees(what, actual, expected, allowed[x.dtype])
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +82,7 @@ def _entrants(
 ) -> dict[str, Function]:
     """Those that passed the gate, for both passes."""
     x, gradient = _tensors(numel, dtype, device)
-    contestants: dict[str, Function] = {"fusedtrain": _ours(op), "eager": ACTIVATIONS[op].eager}
+    contestants: dict[str, Function] = {"fusedtrain": ours(op), "eager": ACTIVATIONS[op].eager}
     if with_compile:
         contestants["compile"] = compiled(ACTIVATIONS[op].eager)
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
 from benchmarks.harness.chart import FASTER, Panel
-from benchmarks.harness.clock import Call
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Prepare, Race, copy_buffers
 from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import DEEPSPEED, JOBS, KINDS, RULES, Contestant, does
 from benchmarks.harness.tables import STRONGEST, Column, Report, counted, size_text
+from fusedtrain.timing import Call
 
 FAMILY = "amp_step"
 # On the CPU the largest takes 13 to 20 GB and a minute a row: only by --model.

@@ -17,7 +17,6 @@ from benchmarks.harness import apex
 from benchmarks.harness.apex import INSIDE, JOBS, OWN, RIVALS, RULES, Data
 from benchmarks.harness.cases import Options
 from benchmarks.harness.chart import Panel
-from benchmarks.harness.clock import Call
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, copy_buffers
 from benchmarks.harness.rows import Row, medians
@@ -32,6 +31,7 @@ from benchmarks.harness.tables import (
     size_text,
 )
 from fusedtrain.amp._functions import switch_autocast
+from fusedtrain.timing import Call
 
 FAMILY = "apex"
 NETWORKS = ("resnet50", "efficientnet_b0")

@@ -14,18 +14,19 @@ from torch import Tensor
 import fusedtrain.functional as F
 from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, dtype_name
-from benchmarks.harness.guards import (
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
+from fusedtrain.reference import ACTIVATIONS
+from fusedtrain.timing import (
     FORWARD,
     GRADIENT,
+    Function,
     NotTheJob,
     Tolerance,
-    admit,
     agrees,
+    compiled,
     first_call,
-    refuse_the_reference,
 )
-from benchmarks.harness.race import PASSES, Function, Race, call_of, compiled, kept_bytes
-from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "few_bit"
 REPORT = ops.report(FAMILY)

@@ -19,11 +19,11 @@ import fusedtrain
 from benchmarks.harness import calls, networks, steps
 from benchmarks.harness.cases import LAYOUTS, Options
 from benchmarks.harness.chart import FASTER, Panel
-from benchmarks.harness.clock import Call
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text
+from fusedtrain.timing import Call
 
 FAMILY = "host"
 STEP = "clip"  # of steps.JOBS: GradScaler, clipping, step

@@ -13,8 +13,9 @@ from torch import Tensor
 import fusedtrain.functional as F
 from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import Tolerance, admit, agrees, refuse_the_reference, same_kind
-from benchmarks.harness.race import Function, Race, compiled
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.race import Race
+from fusedtrain.timing import Function, Tolerance, agrees, compiled, same_kind
 
 FAMILY = "images"
 REPORT = ops.report(FAMILY)

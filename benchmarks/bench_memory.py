@@ -22,12 +22,12 @@ import fusedtrain
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
 from benchmarks.harness.chart import Panel
-from benchmarks.harness.clock import Call
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.networks import Setup
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report
+from fusedtrain.timing import Call
 
 FAMILY = "memory"
 CASES: dict[str, tuple[Setup, ...]] = {

@@ -13,15 +13,9 @@ from torch import Tensor
 import fusedtrain.functional as F
 from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import (
-    GRADIENT,
-    Tolerance,
-    admit,
-    agrees,
-    first_call,
-    refuse_the_reference,
-)
-from benchmarks.harness.race import PASSES, Function, Race, call_of, compiled, kept_bytes
+from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
+from fusedtrain.timing import GRADIENT, Function, Tolerance, agrees, compiled, first_call
 
 FAMILY = "pool"
 REPORT = ops.report(FAMILY)

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         folding as folding,
         fp16_utils as fp16_utils,
         memory as memory,
+        profiling as profiling,
     )
     from .conversion import ConversionReport, convert, revert
     from .diagnosis import Diagnosis, doctor
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
+    from .profiling import profile
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
 _LATER = {
@@ -33,6 +35,7 @@ _LATER = {
     "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
+    "profiling": ("profile",),
 }
 
 __all__ = [
@@ -55,6 +58,7 @@ __all__ = [
     "memory_report",
     "nn",
     "optim",
+    "profile",
     "recompute",
     "revert",
     "tune_mode",

@@ -203,10 +203,11 @@ def _load_autograd(record: dict[str, Any]) -> tuple[ModuleType | None, str]:
     built_for = record.get("autograd")
     present = _autograd_build.built_for(torch.__version__)
     if built_for != present:
-        return None, (
-            f"{path.name} was built for {_in_words(built_for)}, this is {_in_words(present)} "
-            f"({_autograd_build.COMMAND} builds it anew)"
-        )
+        then, now = _in_words(built_for), _in_words(present)
+        what = f"was built for {then}, this is {now}"
+        if then == now:
+            what = "was built from other sources of fusedtrain"
+        return None, f"{path.name} {what} ({_autograd_build.COMMAND} builds it anew)"
     name = f"{__package__}.{path.stem}"
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
@@ -336,6 +337,11 @@ def local_ranks() -> int:
     """Processes that torchrun has started on this machine; 1 without it."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(int(count), 1) if count.isdecimal() else 1
+
+
+def environment(**defaults: str) -> dict[str, str]:
+    """The environment for a child process: this one's, with the defaults where it says nothing."""
+    return {**defaults, **os.environ}
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ Python runs a script. A step is an optimizer's ``step()``, of whichever optimize
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -24,8 +25,13 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ._backends import environment
+
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 _GRACE = 20  # seconds after Ctrl-C in which the child may write its results
+# Seconds in which a script that was ended may clean up. A thread of its own that waits for work
+# would keep the process for ever.
+_CLEAN_UP = 60.0
 
 
 class Watcher(Protocol):
@@ -81,9 +87,11 @@ def in_fresh_process(
         command = [sys.executable, "-m", module, str(task), script, *arguments]
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
-        process = subprocess.Popen(command, stdout=output)
+        # Kineto would otherwise write two lines to stderr for each use of the profiler.
+        settings = environment(KINETO_LOG_LEVEL="99")
+        process = subprocess.Popen(command, stdout=output, env=settings)
         try:
-            status = process.wait()
+            status = _wait(process, Path(folder, "results.json"))
         except KeyboardInterrupt:
             status = _wait_after_interrupt(process)
         except BaseException:
@@ -94,6 +102,17 @@ def in_fresh_process(
         if written.exists():
             return Run(**json.loads(written.read_text()), status=status)
     return Run("died", 0, status)
+
+
+def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
+    """Until the process ends; of a script that was ended and does not, the process is killed."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        if results.exists() and json.loads(results.read_text())["end"] == DONE:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_CLEAN_UP)
+            process.kill()
 
 
 def _wait_after_interrupt(process: subprocess.Popen[bytes]) -> int:

@@ -29,10 +29,10 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 
 # What is right under fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
-    "_version", "_pipes", "_scripts", "_torch_private", "_autograd_build", "_gpus", "_calls",
-    "_recompute", "reference", "triton", "_backends", "_graph", "ops", "functional", "nn", "optim",
-    "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory", "diagnosis",
-    "__init__", "cli", "__main__",
+    "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_calls", "_recompute",
+    "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops", "functional", "nn",
+    "optim", "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory",
+    "contestants", "profiling", "diagnosis", "__init__", "cli", "__main__",
 )  # fmt: skip
 
 

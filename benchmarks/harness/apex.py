@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.harness.guards import NotTheJob, Tolerance, agrees
 from benchmarks.harness.shapes import Shape
 from benchmarks.harness.steps import (
     MAX_NORM,
@@ -31,6 +30,7 @@ from fusedtrain import amp
 from fusedtrain.amp._functions import switch_autocast
 from fusedtrain.amp._raw import set_raw_grad
 from fusedtrain.compat.optimizers import FusedAdam, FusedSGD
+from fusedtrain.timing import NotTheJob, Tolerance, agrees
 
 SCALE = 2.0**16  # where amp starts
 JOBS = {"step": "scale_loss and step", "clip": "and clip_grad_norm_ of the master parameters"}

@@ -16,9 +16,8 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain.functional as F
-from benchmarks.harness.guards import FORWARD, GRADIENT, NotTheJob, Tolerance, agrees
-from benchmarks.harness.race import Function
 from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct
+from fusedtrain.timing import FORWARD, GRADIENT, Function, NotTheJob, Tolerance, agrees
 
 CHANNELS = 16
 SHAPE = (1, CHANNELS, 2, 2)

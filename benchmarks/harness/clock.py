@@ -1,25 +1,15 @@
-"""Time: the interleaved clock, the ratios of rivals, and what a row says of the machine."""
+"""What a row says of the machine, and a clock for pytest-benchmark."""
 
 from __future__ import annotations
 
-import gc
-import math
 import os
-import platform
-import random
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 
-Call = Callable[[], object]
-Clock = Callable[[Call, int], float]
+from fusedtrain.timing import device_name
 
 # What glibc does with memory that is freed, and what a process needs in its environment for it.
 # "bounded": buffers up to 32 MiB are reused. Left alone, glibc decides by the history of the
@@ -30,115 +20,6 @@ ALLOCATORS = {
     "bounded": {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)},
     "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
 }
-
-
-def cpu_clock(call: Call, calls: int) -> float:
-    """Nanoseconds per call on the host."""
-    start = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - start) / calls
-
-
-def cuda_clock(call: Call, calls: int) -> float:
-    """Nanoseconds per call between two events of the current stream.
-
-    Back-to-back calls: whichever is longer of the kernel and the host's work to launch it.
-    """
-    start = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e6 / calls
-
-
-class FlushingCudaClock:
-    """Like cuda_clock, one call at a time, with the L2 cache overwritten before each.
-
-    The flush takes longer than the host needs to launch the call, so this is the kernel alone.
-    """
-
-    # Twice the largest L2 of the GPUs this is written for (B200: 126 MB).
-    FLUSH_BYTES = 1 << 28
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(self.FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-    def __call__(self, call: Call, calls: int) -> float:
-        del calls
-        self._buffer.zero_()
-        return cuda_clock(call, 1)
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long one row may take. A sample is as many calls as fill ``sample_ns``."""
-
-    min_rounds: int
-    max_rounds: int
-    seconds: float
-    sample_ns: float
-
-
-# Eight rounds are the least whose range is a 99 % interval of the median.
-NORMAL = Effort(min_rounds=8, max_rounds=100, seconds=0.25, sample_ns=200_000)
-QUICK = Effort(min_rounds=3, max_rounds=9, seconds=0.02, sample_ns=50_000)
-
-
-def interleave(
-    calls: Mapping[str, Call],
-    clock: Clock,
-    effort: Effort,
-    prepare: Callable[[str], object] | None = None,
-) -> dict[str, list[float]]:
-    """Nanoseconds per call of every rival, one sample of each per round, in shuffled order.
-
-    A neighbour who takes half of the machine for a second then slows all rivals alike, and the
-    ratios of a round stay true. ``prepare`` is called before each sample, with the name of who is
-    next, and not timed.
-    """
-
-    def sample(name: str, times: int) -> float:
-        if prepare is not None:
-            prepare(name)
-        return clock(calls[name], times)
-
-    repeats = {}
-    for name in calls:
-        sample(name, 1)
-        estimate = min(sample(name, 1) for _ in range(2))
-        repeats[name] = max(1, math.ceil(effort.sample_ns / estimate))
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    shuffle = random.Random(0).shuffle
-    gc.collect()
-    gc.disable()
-    try:
-        deadline = time.perf_counter() + effort.seconds
-        for done in range(effort.max_rounds):
-            if done >= effort.min_rounds and time.perf_counter() >= deadline:
-                break
-            shuffle(order)
-            for name in order:
-                samples[name].append(sample(name, repeats[name]))
-    finally:
-        gc.enable()
-    return samples
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 99 % interval of the median by order statistics (the range, below 8 values)."""
-    ordered = sorted(values)
-    cut, below = 0, 0.0
-    for k in range(len(ordered) // 2):
-        below += math.comb(len(ordered), k) / 2 ** len(ordered)
-        if below > 0.005:
-            break
-        cut = k
-    return ordered[cut], ordered[-1 - cut]
 
 
 def setting(device: str) -> dict[str, Any]:
@@ -161,16 +42,6 @@ def allocator() -> str:
             return name
     others = sorted(name for name in os.environ if name.startswith("MALLOC_"))
     return f"with {', '.join(others)}" if others else "default"
-
-
-def compare(samples: Mapping[str, Sequence[float]], rivals: Iterable[str]) -> dict[str, Any]:
-    """Each rival's time / fusedtrain's: medians over the rounds, and their 99 % intervals."""
-    result: dict[str, Any] = {"ratio": {}, "ratio_interval": {}}
-    for rival in rivals:
-        ratios = [a / b for a, b in zip(samples[rival], samples["fusedtrain"], strict=True)]
-        result["ratio"][rival] = statistics.median(ratios)
-        result["ratio_interval"][rival] = median_interval(ratios)
-    return result
 
 
 class ReplayClock:
@@ -198,20 +69,3 @@ class ReplayClock:
 
 
 REPLAY = ReplayClock()  # of all benchmarks
-
-
-def device_name(device: str) -> str:
-    """The GPU's name, or the CPU's model name where the system tells it."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def device_slug(device: str) -> str:
-    """The device's name as a file name: ``NVIDIA H100 80GB HBM3`` -> ``nvidia-h100-80gb-hbm3``."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+
+from fusedtrain.timing import NotTheJob
 
 T = TypeVar("T")
-
-
-class NotTheJob(AssertionError):
-    """The contestant's numbers are wrong: it is not timed."""
 
 
 @cache
@@ -64,86 +60,3 @@ def admit(
         else:
             admitted[who] = contestant
     return admitted
-
-
-class Tolerance(NamedTuple):
-    """Allowed error: ``atol + rtol * |expected|`` of an element, ``norm`` of the whole's norm."""
-
-    rtol: float = 0.0
-    atol: float | Tensor = 0.0
-    norm: float = math.inf
-
-
-ANY = math.inf  # an rtol, where the norm decides alone
-# Half types: one ulp forward. Backward may start from an output that was rounded to the same type,
-# which costs one more rounding of a value of magnitude 1: hence the absolute term.
-FORWARD = {
-    torch.float64: Tolerance(1e-10, 1e-10),
-    torch.float32: Tolerance(1e-5, 1e-6),
-    torch.float16: Tolerance(2**-10, 1e-5),
-    torch.bfloat16: Tolerance(2**-7, 1e-5),
-}
-GRADIENT = {
-    # torch's own hardsigmoid multiplies by 1/6 rounded to float32 here: 3e-8 off.
-    torch.float64: Tolerance(1e-7, 1e-10),
-    torch.float32: Tolerance(1e-5, 1e-6),
-    torch.float16: Tolerance(2**-9, 2**-10),
-    torch.bfloat16: Tolerance(2**-6, 2**-7),
-}
-# Of operators in a row, each of which rounds.
-CHAIN = {
-    torch.float64: Tolerance(ANY, norm=1e-7),
-    torch.float32: Tolerance(ANY, norm=1e-5),
-    torch.float16: Tolerance(ANY, norm=4e-3),
-    torch.bfloat16: Tolerance(ANY, norm=2e-2),
-}
-
-
-def agrees(what: str, actual: Tensor | None, expected: Tensor, tolerance: Tolerance) -> None:
-    """Raise NotTheJob unless ``actual`` is ``expected``, in float64, to within the tolerance."""
-    if actual is None:
-        raise NotTheJob(f"no {what}")
-    if actual.shape != expected.shape:
-        raise NotTheJob(f"wrong {what}: shape {tuple(actual.shape)}")
-    exact = expected.detach().double()
-    off = actual.detach().to(exact.device).double() - exact
-    if tolerance.norm < math.inf:
-        norm = float(off.norm() / exact.norm())
-        if not norm <= tolerance.norm:  # written so that NaN is wrong, here and below
-            raise NotTheJob(
-                f"wrong {what}: off by {norm:.1e} of its norm ({tolerance.norm:.1e} allowed)"
-            )
-    if tolerance.rtol < ANY:
-        allowed = tolerance.atol + tolerance.rtol * exact.abs()
-        if not bool((off.abs() <= allowed).all()):
-            worst = float((off.abs() / allowed).nan_to_num(math.inf).max())
-            raise NotTheJob(f"wrong {what}: off by {worst:.2g} times what is allowed")
-
-
-def same_kind(actual: Tensor, like: Tensor) -> None:
-    """Raise NotTheJob unless dtype, shape and layout are those of ``like``."""
-    kind, wanted = ((t.dtype, tuple(t.shape), t.stride()) for t in (actual, like))
-    if kind != wanted:
-        raise NotTheJob(f"returned {' '.join(map(str, kind))}")
-
-
-def first_call(
-    function: Callable[..., Tensor],
-    tensors: Sequence[Tensor],
-    gradient: Tensor,
-    *,
-    constants: int = 0,
-) -> list[Tensor]:
-    """The output and the gradients of all tensors but the last ``constants``.
-
-    Raises NotTheJob where the output is of another kind than ``gradient``, or has no graph.
-    """
-    trained = len(tensors) - constants
-    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
-    output = function(*leaves)
-    same_kind(output, gradient)
-    if not output.requires_grad:
-        raise NotTheJob("the output does not require a gradient")
-    # torch.compile makes a backward that can be repeated where the first call asks for it.
-    gradients = torch.autograd.grad(output, leaves[:trained], gradient, retain_graph=True)
-    return [output.detach(), *gradients]

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
-from benchmarks.harness.clock import Call
-from benchmarks.harness.guards import NotTheJob
 from benchmarks.harness.race import kept_bytes
 from benchmarks.harness.steps import import_module
+from fusedtrain.timing import Call, NotTheJob
 
 JOBS = {
     "train": "training step",

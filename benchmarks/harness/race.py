@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cases import dtype_name
-from benchmarks.harness.clock import (
-    REPLAY,
+from benchmarks.harness.clock import REPLAY
+from benchmarks.harness.rows import make_row
+from fusedtrain.timing import (
     Call,
     Clock,
     Effort,
     FlushingCudaClock,
+    Function,
     cpu_clock,
     cuda_clock,
     interleave,
 )
-from benchmarks.harness.rows import make_row
 
-Function = Callable[..., Tensor]
 # Of a function of one tensor, which in all of them requires a gradient.
 PASSES = ("forward", "backward", "forward+backward")
 # A copy goes through as much memory as a step, but not more than this each way: several times the
@@ -121,14 +121,6 @@ def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> 
         y = function(leaf)
         return lambda: torch.autograd.grad(y, leaf, gradient, retain_graph=True)
     return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
-
-
-def compiled(function: Function) -> Function:
-    """torch.compile of the function; it compiles at its first call, for the sizes of that."""
-    # Dynamo keeps at most 8 variants of one function; rows must not meet that limit.
-    torch.compiler.reset()
-    result: Function = torch.compile(function, fullgraph=True, dynamic=False)
-    return result
 
 
 def kept_bytes(run: Callable[[], object], without: Iterable[Tensor] = ()) -> int:

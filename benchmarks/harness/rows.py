@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.clock import compare, setting
+from benchmarks.harness.clock import setting
 from benchmarks.harness.store import FAMILIES
+from fusedtrain.timing import compare
 
 # Not contestants: into memory that exists, and into a new tensor.
 COPIES = ("copy", "copy_fresh")

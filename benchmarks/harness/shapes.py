@@ -127,7 +127,7 @@ def count(of: list[Shape]) -> int:
 
 
 class Layer(NamedTuple):
-    """A batch norm: the op (in ``bench_batch_norm.OPS``), and the input without the batch."""
+    """A batch norm: the op (in ``contestants.norms.OPS``), and the input without the batch."""
 
     op: str
     channels: int

@@ -56,6 +56,33 @@ struct ActivationRow {
   NodePtr (*make_in_place_node)();
 };
 
+// Of all activations, by their numbers.
+inline std::vector<const ActivationRow*>& activation_rows() {
+  static std::vector<const ActivationRow*> rows;
+  return rows;
+}
+
+// An activation with the values of its parameters, as an argument of other ops; -1 is none.
+struct Pointwise {
+  int64_t op = -1;
+  double a = 0, b = 0;
+
+  const ActivationRow& row() const { return *activation_rows()[static_cast<size_t>(op)]; }
+  bool saves_output() const { return op >= 0 && row().saves_output; }
+  void collect(torch::autograd::CompiledNodeArgs& args) const {
+    args.collect(op);
+    args.collect(a);
+    args.collect(b);
+  }
+};
+
+inline bool read(PyObject* object, Pointwise& f) {
+  return PyTuple_Check(object) && PyTuple_GET_SIZE(object) == 3 &&
+         read(PyTuple_GET_ITEM(object, 0), f.op) && read(PyTuple_GET_ITEM(object, 1), f.a) &&
+         read(PyTuple_GET_ITEM(object, 2), f.b) && f.op >= -1 &&
+         f.op < static_cast<int64_t>(activation_rows().size());
+}
+
 struct ActivationRule {
   static constexpr size_t kSaved = 1, kEdges = 1;
   const ActivationRow* row;
@@ -63,19 +90,13 @@ struct ActivationRule {
 
   variable_list gradients(const Tensor& grad, const SavedTensors<ActivationRule>& saved,
                           const Needs<ActivationRule>&) const {
-    // Under create_graph the formula in torch operators is differentiated again.
-    if (!at::GradMode::is_enabled() && is_usual_gradient(grad) && is_usual(saved[0]) &&
-        !is_transformed()) {
+    if (takes_op(grad, saved)) {
       at::AutoDispatchBelowADInplaceOrView below;
       return {row->ops.backward(grad, saved[0], a, b)};
     }
-    pybind11::gil_scoped_acquire gil;
-    std::vector<THPObjectPtr> arguments;
-    arguments.push_back(python_tensor(grad));
-    arguments.push_back(python_tensor(saved[0]));
-    for (int i = 0; i < row->ops.count; ++i)
-      arguments.emplace_back(PyFloat_FromDouble(i == 0 ? a : b));
-    return call_python(row->formula, arguments);
+    if (row->ops.count == 0) return call_formula(row->formula, grad, saved[0]);
+    if (row->ops.count == 1) return call_formula(row->formula, grad, saved[0], a);
+    return call_formula(row->formula, grad, saved[0], a, b);
   }
 
   void collect(torch::autograd::CompiledNodeArgs& args) const {
@@ -140,8 +161,7 @@ inline NodePtr new_node(const ActivationRow& row, bool in_place, const Tensor& i
 }
 
 inline Tensor run_forward(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  pybind11::gil_scoped_release no_gil;
-  at::AutoDispatchBelowADInplaceOrView below;
+  const BelowAutograd below(input);
   return row.ops.forward(input, p[0], p[1]);
 }
 
@@ -157,8 +177,7 @@ inline Tensor recorded(const ActivationRow& row, const Tensor& input, const doub
 
 inline void run_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
   {
-    pybind11::gil_scoped_release no_gil;
-    at::AutoDispatchBelowADInplaceOrView below;
+    const BelowAutograd below(input);
     row.ops.in_place(input, p[0], p[1]);
   }
   input.unsafeGetTensorImpl()->bump_version();
@@ -249,7 +268,7 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
                                    &class_name, &parameters, &saves_output, &in_place_by_output,
                                    &formula, &valid, &fallback))
     return nullptr;
-  static size_t made = 0;
+  const size_t made = activation_rows().size();
   constexpr auto kNumbers = std::make_index_sequence<40>();
   const NodeClass& nodes = node_class<false>(made, kNumbers);
   const NodeClass& in_place_nodes = node_class<true>(made, kNumbers);
@@ -262,7 +281,7 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
                                 in_place_nodes.make};
   nodes.register_as(row->node_name.c_str());
   in_place_nodes.register_as(row->in_place_node_name.c_str());
-  made += 1;
+  activation_rows().push_back(row);
   auto* self = reinterpret_cast<Activation*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->vectorcall = call_activation;

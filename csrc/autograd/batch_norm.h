@@ -1,17 +1,12 @@
 // Batch norm with what follows it: `batch_norm_act`, and its node.
 #pragma once
 
-#include <optional>
 #include <string>
 #include <tuple>
 
 #include "node.h"
 
 namespace fusedtrain {
-
-using MaybeTensor = std::optional<Tensor>;
-
-inline MaybeTensor maybe(const Tensor& t) { return t.defined() ? MaybeTensor(t) : std::nullopt; }
 
 // What Python says of batch norm, once: `prepare_batch_norm`.
 struct BatchNormRow {
@@ -25,31 +20,19 @@ inline BatchNormRow& batch_norm_row() {
 }
 
 struct BatchNormOps {
-  c10::TypedOperatorHandle<std::tuple<Tensor, Tensor, Tensor>(
+  Op<std::tuple<Tensor, Tensor, Tensor>(
       const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
       const MaybeTensor&, const MaybeTensor&, bool, double, double, int64_t, double, double)>
-      forward;
-  c10::TypedOperatorHandle<std::tuple<Tensor, Tensor, Tensor, Tensor>(
+      forward = "fusedtrain::batch_norm_act";
+  Op<std::tuple<Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
       const MaybeTensor&, const Tensor&, const Tensor&, bool, int64_t, double, double, bool, bool,
       bool)>
-      backward;
+      backward = "fusedtrain::batch_norm_act_backward";
 
   static const BatchNormOps& all() {
-    static const BatchNormOps ops = {
-        find<decltype(forward)>("fusedtrain::batch_norm_act"),
-        find<decltype(backward)>("fusedtrain::batch_norm_act_backward")};
+    static const BatchNormOps ops;
     return ops;
-  }
-  template <class Handle>
-  static Handle find(const char* name) {
-    return typed(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""),
-                 static_cast<Handle*>(nullptr));
-  }
-  template <class Signature>
-  static c10::TypedOperatorHandle<Signature> typed(const c10::OperatorHandle& op,
-                                                   c10::TypedOperatorHandle<Signature>*) {
-    return op.typed<Signature>();
   }
 };
 
@@ -81,7 +64,7 @@ struct BatchNormRule {
                           const Needs<BatchNormRule>& needs) const {
     const bool added = op < 0;  // A residual that is only added gets the gradient itself.
     variable_list all;
-    if (is_plain(grad, s)) {
+    if (takes_op(grad, s)) {
       at::AutoDispatchBelowADInplaceOrView below;
       auto [input, residual, weight, bias] = BatchNormOps::all().backward.call(
           grad, maybe(s[kInput]), maybe(s[kActivated]), maybe(s[kBranchScale]), maybe(s[kWeight]),
@@ -104,24 +87,9 @@ struct BatchNormRule {
   }
 
  private:
-  static bool is_plain(const Tensor& grad, const Tensors& s) {
-    if (at::GradMode::is_enabled() || !is_usual_gradient(grad)) return false;
-    for (const Tensor& t : s)
-      if (t.defined() && !is_usual(t)) return false;
-    return !is_transformed();
-  }
-
   variable_list by_formula(const Tensor& grad, const Tensors& s) const {
-    pybind11::gil_scoped_acquire gil;
-    std::vector<THPObjectPtr> arguments;
-    arguments.push_back(python_tensor(grad));
-    for (const Tensor& t : s) arguments.push_back(python_tensor(t));
-    arguments.emplace_back(PyBool_FromLong(training));
-    arguments.emplace_back(PyFloat_FromDouble(eps));
-    arguments.emplace_back(PyLong_FromLongLong(op));
-    arguments.emplace_back(PyFloat_FromDouble(a));
-    arguments.emplace_back(PyFloat_FromDouble(b));
-    variable_list all = call_python(batch_norm_row().formula, arguments);
+    variable_list all = call_formula(batch_norm_row().formula, grad, s[0], s[1], s[2], s[3], s[4],
+                                     s[5], s[6], training, eps, op, a, b);
     TORCH_CHECK(all.size() == 4, "fusedtrain: batch norm has four gradients");
     return all;
   }
@@ -163,8 +131,7 @@ inline bool fits(const BatchNormCall& c) {
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> run_forward(const BatchNormCall& c) {
-  pybind11::gil_scoped_release no_gil;
-  at::AutoDispatchBelowADInplaceOrView below;
+  const BelowAutograd below(c.input);
   return BatchNormOps::all().forward.call(
       c.input, maybe(c.residual), maybe(c.branch_scale), maybe(c.weight), maybe(c.bias),
       maybe(c.running_mean), maybe(c.running_var), c.training, c.momentum, c.eps, c.op, c.a, c.b);
@@ -195,29 +162,6 @@ inline Tensor recorded(const BatchNormCall& c) {
   node->save(Rule::kMean, mean);
   node->save(Rule::kInvstd, invstd);
   return output;
-}
-
-// Reads an argument; false where Python must look at it.
-inline bool read(PyObject* object, Tensor& t) {
-  if (object == Py_None) return true;
-  if (!THPVariable_CheckExact(object)) return false;
-  t = THPVariable_Unpack(object);
-  return true;
-}
-inline bool read(PyObject* object, double& number) {
-  if (!PyFloat_CheckExact(object)) return false;
-  number = PyFloat_AS_DOUBLE(object);
-  return true;
-}
-inline bool read(PyObject* object, bool& flag) {
-  flag = object == Py_True;
-  return flag || object == Py_False;
-}
-inline bool read(PyObject* object, int64_t& number) {
-  if (!PyLong_CheckExact(object)) return false;
-  int overflow = 0;
-  number = PyLong_AsLongLongAndOverflow(object, &overflow);
-  return overflow == 0;
 }
 
 // batch_norm_act(input, residual, branch_scale, weight, bias, running_mean, running_var, training,

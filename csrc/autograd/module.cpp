@@ -5,6 +5,9 @@
 
 #include "activations.h"
 #include "batch_norm.h"
+#include "bias_act.h"
+#include "gated.h"
+#include "scale_add.h"
 
 namespace {
 
@@ -12,10 +15,20 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-PyMethodDef methods[] = {
-    {"prepare_batch_norm", fusedtrain::prepare_batch_norm, METH_VARARGS, nullptr},
-    {"batch_norm_act", fast(fusedtrain::batch_norm_act), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+using namespace fusedtrain;
+
+PyMethodDef methods[] = {{"prepare_batch_norm", prepare_batch_norm, METH_VARARGS, nullptr},
+                         {"prepare_bias_act", prepare_bias_act, METH_VARARGS, nullptr},
+                         {"prepare_gated", prepare<GatedRule>, METH_O, nullptr},
+                         {"prepare_gated_halves", prepare<GatedHalvesRule>, METH_O, nullptr},
+                         {"prepare_gated_spread", prepare<GatedSpreadRule>, METH_O, nullptr},
+                         {"prepare_scale_add", prepare<ScaleRule>, METH_O, nullptr},
+                         {"batch_norm_act", fast(batch_norm_act), METH_FASTCALL, nullptr},
+                         {"bias_act", fast(bias_act), METH_FASTCALL, nullptr},
+                         {"gated", fast(gated), METH_FASTCALL, nullptr},
+                         {"gated_halves", fast(gated_halves), METH_FASTCALL, nullptr},
+                         {"scale_add", fast(scale_add), METH_FASTCALL, nullptr},
+                         {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_autograd", nullptr, -1, methods};
 
@@ -24,7 +37,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C_autograd", nullptr, -1, met
 PyMODINIT_FUNC PyInit__C_autograd() {
   THPObjectPtr module(PyModule_Create(&definition));
   if (!module) return nullptr;
-  PyObject* activation = fusedtrain::activation_type();
+  PyObject* activation = activation_type();
   if (activation == nullptr || PyModule_AddObject(module, "Activation", activation) < 0)
     return nullptr;
   return module.release();

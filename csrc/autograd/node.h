@@ -47,6 +47,16 @@ using SavedTensors = std::array<Tensor, Rule::kSaved>;
 template <class Rule>
 using Needs = std::array<bool, Rule::kEdges>;
 
+// Whether backward is the op. Else, under create_graph for one, it is the formula in torch
+// operators.
+template <size_t count>
+bool takes_op(const Tensor& grad, const std::array<Tensor, count>& saved) {
+  if (at::GradMode::is_enabled() || !is_usual_gradient(grad)) return false;
+  for (const Tensor& t : saved)
+    if (t.defined() && !is_plain(t)) return false;
+  return !is_transformed();
+}
+
 template <class Rule>
 struct RuleNode : FusedNode {
   Rule rule = {};
@@ -158,7 +168,7 @@ inline PyObject* saved_tensors_of(PyObject* self, void*) {
   THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   if (!result) throw_python_error();
   for (size_t i = 0; i < tensors.size(); ++i)
-    PyTuple_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), python_tensor(tensors[i]).release());
+    PyTuple_SET_ITEM(result.get(), static_cast<Py_ssize_t>(i), to_python(tensors[i]).release());
   return result.release();
   END_HANDLE_TH_ERRORS
 }
@@ -183,6 +193,33 @@ void register_class(const char* name) {
   auto* type = new PyTypeObject{};
   _initFunctionPyTypeObject(*type, name, properties, methods);
   registerCppFunction(typeid(Node), type);
+}
+
+// What Python says of a rule, once: its backward in torch operators.
+template <class Rule>
+PyObject*& formula_of() {
+  static PyObject* formula = nullptr;
+  return formula;
+}
+
+// prepare(formula), for a Rule with the name of its nodes: kLabel.
+template <class Rule>
+PyObject* prepare(PyObject*, PyObject* formula) {
+  HANDLE_TH_ERRORS
+  if (formula_of<Rule>() == nullptr) register_class<RuleNode<Rule>>(Rule::kLabel);
+  formula_of<Rule>() = Py_NewRef(formula);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// A node with edges to these tensors.
+template <class Rule, class... Tensors>
+auto rule_node(const Rule& rule, const Tensors&... inputs) {
+  auto node = make_node<RuleNode<Rule>>();
+  node->label = Rule::kLabel;
+  node->rule = rule;
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  return node;
 }
 
 }  // namespace fusedtrain

@@ -19,6 +19,9 @@ enum PointwiseOp { FT_POINTWISE(FT_ENUM) };
 #define FT_NAME(name, ...) #name,
 constexpr const char* kPointwiseNames[] = {FT_POINTWISE(FT_NAME)};
 #undef FT_NAME
+#define FT_TAKES(name, Formula, n, rounds, saved) saved == kOutput,
+constexpr bool kTakesOutput[] = {FT_POINTWISE(FT_TAKES)};
+#undef FT_TAKES
 
 // What ops that take an activation by its number check.
 inline void check_activation(const char* op, int64_t activation) {

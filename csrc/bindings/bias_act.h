@@ -38,14 +38,14 @@ struct BiasActivation {
                         "fusedtrain::", op, ": bias must have one element for each channel");
         STD_TORCH_CHECK(given->scalar_type() == input.scalar_type(), "fusedtrain::", op,
                         ": bias must have the dtype of input");
-        bias = torch::stable::contiguous(*given);
+        bias = in_order(*given);
         call.bias = read_data(bias);
       }
       if (random.has_value() && p > 0) {
         check_device<Backend>(op, "seed", *random, input);
         STD_TORCH_CHECK(random->scalar_type() == ScalarType::Long && random->numel() == 2,
                         "fusedtrain::", op, ": seed must be two int64 numbers");
-        seed = torch::stable::contiguous(*random);
+        seed = in_order(*random);
         call.seed = static_cast<const int64_t*>(read_data(seed));
         call.threshold = uint32_t(p * 4294967296.0);
         call.keep = 1 / (1 - p);
@@ -86,8 +86,7 @@ struct BiasActivation {
     const Tensor x = with_channels(op, saved, channels ? dim : -1, 1, call.shape);
     const Tensor g = dense_like(grad, x);
     Tensor gx = Backend::new_output(x);
-    Tensor sums = needs_bias ? sums_for(saved, call.shape)
-                             : torch::stable::new_empty(saved, {0}, wide_type(saved));
+    Tensor sums = sums_for<Backend>(saved, call.shape, needs_bias);
     if (x.numel() > 0) {
       call.grad = read_data(g);
       call.saved = read_data(x);

@@ -40,8 +40,10 @@ inline Tensor with_channels(const char* op, const Tensor& input, int64_t dim, in
   return x;
 }
 
-// `result`, made in the layout of a copy, with the strides that the op promises.
-inline Tensor as_promised(const Tensor& result, const Tensor& input) {
+// `result`, made in the layout of `walked`, with the strides that the op promises. `walked` is the
+// input or a copy.
+inline Tensor as_promised(const Tensor& result, const Tensor& walked, const Tensor& input) {
+  if (walked.get() == input.get()) return result;
   Tensor promised = torch::stable::empty_like(input);
   if (same_layout(result, promised)) return result;
   torch::stable::copy_(promised, result);
@@ -53,8 +55,13 @@ inline ScalarType wide_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline Tensor sums_for(const Tensor& model, const Channels& shape) {
-  return torch::stable::new_empty(model, {shape.samples, shape.channels}, wide_type(model));
+// A sum for each sample and channel; without elements where not needed.
+template <class Backend>
+Tensor sums_for(const Tensor& model, const Channels& shape, bool needed) {
+  if (!needed) return Backend::new_matrix(model, 0, 0, wide_type(model));
+  if (shape.samples == 0)
+    return torch::stable::new_empty(model, {0, shape.channels}, wide_type(model));
+  return Backend::new_matrix(model, shape.samples, shape.channels, wide_type(model));
 }
 
 }  // namespace

@@ -119,6 +119,12 @@ inline Tensor dense(const Tensor& t) {
   return copy;
 }
 
+// The tensor in order of its indices, copied only where it is in another. torch::stable::contiguous
+// looks the operator up by name: 0.5 us.
+inline Tensor in_order(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
 // `t` with the layout of `model`, copied only where it differs.
 inline Tensor dense_like(const Tensor& t, const Tensor& model) {
   if (is_dense(t) && same_layout(t, model)) return t;
@@ -143,6 +149,35 @@ inline Tensor new_strided(const Tensor& model, int64_t dims, const int64_t* size
 inline Tensor empty_strided(const Tensor& model, const int64_t* strides,
                             torch::headeronly::ScalarType dtype) {
   return new_strided(model, model.dim(), model.sizes().data(), strides, dtype);
+}
+
+// As torch.empty_like of a tensor that is not dense, without the look-up by name (0.4 us): dense,
+// in the order of the tensor's strides, as at::infer_dense_strides sorts them.
+inline Tensor empty_like_strided(const Tensor& t) {
+  constexpr int kMaxDims = 8;
+  const auto sizes = t.sizes(), strides = t.strides();
+  const int dims = int(sizes.size());
+  if (dims > kMaxDims) return torch::stable::empty_like(t);
+  int order[kMaxDims];  // the dimension of the smallest stride first
+  for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+  for (int i = 1; i < dims; ++i) {
+    int at = i;
+    for (int j = i - 1; j >= 0; --j) {
+      const int a = order[j], b = order[at];
+      if (strides[a] == 0 || strides[b] == 0) continue;  // says nothing
+      if (strides[a] < strides[b]) break;
+      if (strides[a] == strides[b] && sizes[a] <= sizes[b]) continue;
+      order[j] = b;
+      order[at] = a;
+      at = j;
+    }
+  }
+  int64_t result[kMaxDims], next = 1;
+  for (int i = 0; i < dims; ++i) {
+    result[order[i]] = next;
+    if (sizes[order[i]] > 1) next *= sizes[order[i]];
+  }
+  return empty_strided(t, result, t.scalar_type());
 }
 
 // A dense tensor as rows x channels x inner in memory order, channels being dimension 1.

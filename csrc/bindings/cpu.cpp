@@ -12,11 +12,14 @@ constexpr Parallel kThreads = {
     }};
 
 struct Cpu {
+  static constexpr int64_t kSmall =
+      2048;  // bytes of the host's memory that may take a tensor's place
+
   explicit Cpu(const Tensor&) {}
 
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
   static Tensor new_output(const Tensor& model) {
-    if (!is_dense(model)) return prepared(torch::stable::empty_like(model));
+    if (!is_dense(model)) return prepared(empty_like_strided(model));
     return prepared(empty_strided(model, model.strides().data(), model.scalar_type()));
   }
   static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns,

@@ -39,6 +39,8 @@ struct Place {
 #endif
 
 struct Cuda {
+  static constexpr int64_t kSmall = 1;  // kernels cannot read the host's memory
+
   explicit Cuda(const Tensor& t) : model(t), place(t) {}
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }

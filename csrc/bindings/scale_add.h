@@ -27,12 +27,29 @@ struct ScaledSums {
 
   static Tensor scale_add(Tensor input, Tensor scale, MaybeTensor residual, int64_t dim) {
     const char* op = "scale_add";
-    ScaleForward call = {};
-    call.dtype = dtype_of(input, op, "input");
+    const Dtype dtype = dtype_of(input, op, "input");
     check_scale(op, scale, input, dim);
+    const Tensor s = in_order(scale);
+    return forward(op, dtype, input, read_data(s), scale.sizes()[0], residual, dim);
+  }
+
+  static std::tuple<Tensor, Tensor> scale_add_backward(Tensor grad, MaybeTensor input, Tensor scale,
+                                                       int64_t dim, bool needs_input) {
+    const char* op = "scale_add_backward";
+    const Dtype dtype = dtype_of(grad, op, "grad");
+    check_scale(op, scale, grad, dim);
+    const Tensor s = in_order(scale);
+    return backward(op, dtype, grad, input, read_data(s), scale.sizes()[0], dim, needs_input);
+  }
+
+  // The same, by the address of the scale, which the caller has checked.
+
+  static Tensor forward(const char* op, Dtype dtype, const Tensor& input, const void* scale,
+                        int64_t samples, const MaybeTensor& residual, int64_t dim) {
+    ScaleForward call = {};
+    call.dtype = dtype;
     const Backend backend(input);
-    const Tensor x = with_channels(op, input, dim, scale.sizes()[0], call.shape);
-    const Tensor s = torch::stable::contiguous(scale);
+    const Tensor x = with_channels(op, input, dim, samples, call.shape);
     Tensor r;
     if (residual.has_value()) {
       check_device<Backend>(op, "residual", *residual, input);
@@ -43,31 +60,30 @@ struct ScaledSums {
     Tensor y = Backend::new_output(x);
     if (x.numel() > 0) {
       call.x = read_data(x);
-      call.scale = read_data(s);
+      call.scale = scale;
       call.y = write_data(y);
       backend.scale_add(call);
     }
-    return as_promised(y, input);
+    return as_promised(y, x, input);
   }
 
-  static std::tuple<Tensor, Tensor> scale_add_backward(Tensor grad, MaybeTensor input, Tensor scale,
-                                                       int64_t dim, bool needs_input) {
-    const char* op = "scale_add_backward";
+  static std::tuple<Tensor, Tensor> backward(const char* op, Dtype dtype, const Tensor& grad,
+                                             const MaybeTensor& input, const void* scale,
+                                             int64_t samples, int64_t dim, bool needs_input) {
     ScaleBackward call = {};
+    call.dtype = dtype;
     const Tensor& model = input.has_value() ? *input : grad;
-    call.dtype = dtype_of(grad, op, "grad");
     check_device<Backend>(op, "input", model, grad);
     check_same(grad, model, op, "grad", "input");
-    check_scale(op, scale, grad, dim);
     const Backend backend(grad);
-    const Tensor x = with_channels(op, model, dim, scale.sizes()[0], call.shape);
-    const Tensor g = dense_like(grad, x), s = torch::stable::contiguous(scale);
-    Tensor gx = needs_input ? Backend::new_output(x) : torch::stable::new_empty(grad, {0});
-    Tensor sums = input.has_value() ? sums_for(grad, call.shape)
-                                    : torch::stable::new_empty(grad, {0}, wide_type(grad));
+    const Tensor x = with_channels(op, model, dim, samples, call.shape);
+    const Tensor g = dense_like(grad, x);
+    Tensor gx =
+        needs_input ? Backend::new_output(x) : Backend::new_matrix(grad, 0, 0, grad.scalar_type());
+    Tensor sums = sums_for<Backend>(grad, call.shape, input.has_value());
     if (g.numel() > 0) {
       call.grad = read_data(g);
-      call.scale = read_data(s);
+      call.scale = scale;
       if (input.has_value()) call.x = read_data(x);
       if (needs_input) call.grad_input = write_data(gx);
       if (input.has_value()) call.grad_scale = write_data(sums);
@@ -75,7 +91,7 @@ struct ScaledSums {
     } else if (input.has_value()) {
       torch::stable::zero_(sums);
     }
-    return {needs_input ? as_promised(gx, model) : gx, sums};
+    return {needs_input ? as_promised(gx, x, model) : gx, sums};
   }
 };
 

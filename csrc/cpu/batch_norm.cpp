@@ -40,123 +40,103 @@ struct Sums : Tasks {
       : Tasks(n, parallel), shares(2 * count * n.channels) {}
 
   double* of(const BatchNorm& n, int64_t task) { return shares.data() + 2 * task * n.channels; }
+  // Those of all tasks, in their order, in the place of the first.
+  double* total(const BatchNorm& n) {
+    const int64_t size = 2 * n.channels;
+    for (int64_t task = 1; task < count; ++task)
+      for (int64_t i = 0; i < size; ++i) shares[i] += shares[task * size + i];
+    return shares.data();
+  }
 };
 
-// A sum of all tasks, in their order.
-double sum_shares(const BatchNorm& n, const Sums& work, int64_t which, int64_t channel) {
-  double sum = 0;
-  for (int64_t task = 0; task < work.count; ++task)
-    sum += work.shares[(2 * task + which) * n.channels + channel];
-  return sum;
-}
+// As `norm_moments` of isa/batch_norm_channels.h says it.
+bool is_far(double distance, double variance) { return distance * distance > 64 * variance; }
 
 template <class T>
-void write(void* p, int64_t i, double value) {
-  if (p != nullptr) static_cast<T*>(p)[i] = static_cast<T>(value);
+void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const double* sums) {
+  const T* invstd = static_cast<const T*>(n.invstd);
+  for (int64_t c = 0; c < n.channels; ++c) {
+    b.sums[c] = sums[c];
+    b.sums[n.channels + c] = sums[n.channels + c] * double(invstd[c]);
+  }
+  const auto write = [&](void* to, const double* from) {
+    for (int64_t c = 0; to != nullptr && c < n.channels; ++c)
+      static_cast<T*>(to)[c] = static_cast<T>(from[c]);
+  };
+  write(b.grad_bias, b.sums);
+  write(b.grad_weight, b.sums + n.channels);
+}
+
+// Mean and inverse standard deviation of running statistics.
+template <class T>
+void evaluate_channels(const BatchNorm& n, const BatchNormStatistics& s) {
+  const T *mean = static_cast<const T*>(s.running_mean),
+          *var = static_cast<const T*>(s.running_var);
+  for (int64_t c = 0; c < n.channels; ++c) {
+    static_cast<T*>(n.mean)[c] = mean[c];
+    static_cast<T*>(n.invstd)[c] = static_cast<T>(1 / sqrt(double(var[c]) + s.eps));
+  }
 }
 
 // What the data of the channels are centred by, a guess of their mean: the median of three elements
 // from where an image has no border.
-template <class Read>
-void guess_means(const BatchNorm& n, double* means, const Read& read) {
+template <class S, class T>
+void guess(const BatchNorm& n, const BatchNormStatistics& s,
+           const BatchNormChannels<S, T>& kernels) {
   static constexpr double kProbes[] = {0.29, 0.53, 0.83};
   int64_t index[3];  // of channel 0
   for (int i = 0; i < 3; ++i) {
     const int64_t k = int64_t(kProbes[i] * double(n.rows * n.inner));
     index[i] = k / n.inner * n.channels * n.inner + k % n.inner;
   }
-  for (int64_t c = 0; c < n.channels; ++c) {
-    const double x = read(index[0] + c * n.inner), y = read(index[1] + c * n.inner);
-    const double z = read(index[2] + c * n.inner);
-    const double low = x < y ? x : y, high = x < y ? y : x;
-    const double median = z < low ? low : z > high ? high : z;
-    means[c] = median - median == 0 ? median : 0;
-  }
+  kernels.guess(static_cast<const S*>(n.x), index, n.inner, s.average, n.channels);
 }
 
-// Whether the guess of a mean was so far from it that the variance, a difference, lost digits: then
-// a second look, with the mean that was found, mends it.
-bool is_far(double distance, double variance) { return distance * distance > 64 * variance; }
+// Average and variance. A guess that was far from the mean costs the variance digits: a second look
+// from the mean that was found mends it.
+template <class S, class T>
+void measure(const BatchNorm& n, const BatchNormStatistics& s,
+             const BatchNormChannels<S, T>& kernels, Parallel parallel) {
+  Sums work(n, parallel);
+  double* distance = nullptr;  // from the guesses to the means
+  const auto look = [&] {
+    work.run(
+        n, false, [&](auto& worker) { worker.fill_centers(s); },
+        [&](auto& worker, int64_t task) { worker.statistics(work.of(n, task)); });
+    distance = work.total(n);
+    return kernels.moments(distance, distance + n.channels, double(n.rows) * double(n.inner),
+                           s.variance, n.channels);
+  };
+  guess(n, s, kernels);
+  if (look()) {
+    for (int64_t c = 0; c < n.channels; ++c)
+      if (is_far(distance[c], s.variance[c])) s.average[c] += distance[c];
+    look();
+  }
+  kernels.center(distance, s.average, s.variance, n.channels);
+}
 
-template <class T>
-void settle_channels(const BatchNorm& n, const BatchNormStatistics& s, const Sums& work) {
+// What the statistics tell.
+template <class S, class T>
+void settle(const BatchNorm& n, const BatchNormStatistics& s,
+            const BatchNormChannels<S, T>& kernels) {
+  if (n.mean == nullptr) return;
+  kernels.settle(s.average, s.variance, s.eps, static_cast<T*>(n.mean), static_cast<T*>(n.invstd),
+                 n.channels);
+  if (s.running_mean == nullptr) return;
   const double count = double(n.rows) * double(n.inner);
-  for (int64_t c = 0; c < n.channels; ++c) {
-    const double sum = sum_shares(n, work, 0, c), squares = sum_shares(n, work, 1, c);
-    const double average = sum / count, variance = squares / count - average * average;
-    s.average[c] += average;
-    s.variance[c] = variance < 0 ? 0 : variance;
-    if (n.mean == nullptr) continue;
-    write<T>(n.mean, c, s.average[c]);
-    write<T>(n.invstd, c, 1 / sqrt(s.variance[c] + s.eps));
-    if (s.running_mean == nullptr) continue;
-    const double keep = 1 - s.momentum, unbiased = s.variance[c] * (count / (count - 1));
-    write<T>(s.running_mean, c,
-             keep * double(value<T>(s.running_mean, c)) + s.momentum * s.average[c]);
-    write<T>(s.running_var, c, keep * double(value<T>(s.running_var, c)) + s.momentum * unbiased);
-  }
-}
-
-template <class T>
-void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const Sums& work) {
-  for (int64_t c = 0; c < n.channels; ++c) {
-    b.sums[c] = sum_shares(n, work, 0, c);
-    b.sums[n.channels + c] = sum_shares(n, work, 1, c) * double(value<T>(n.invstd, c));
-    write<T>(b.grad_bias, c, b.sums[c]);
-    write<T>(b.grad_weight, c, b.sums[n.channels + c]);
-  }
-}
-
-// What the sums of a call tell.
-template <class What>
-void settle(const BatchNorm& n, const What& what, const Sums& work) {
-  if (n.dtype == Dtype::kFloat64)
-    settle_channels<double>(n, what, work);
-  else
-    settle_channels<float>(n, what, work);
-}
-
-// s.average becomes what the sums are centred by.
-void guess(const BatchNorm& n, const BatchNormStatistics& s) {
-  if (n.dtype == Dtype::kFloat64)
-    return guess_means(n, s.average, [&](int64_t i) { return value<double>(n.x, i); });
-  if (n.dtype == Dtype::kFloat32)
-    return guess_means(n, s.average, [&](int64_t i) { return double(value<float>(n.x, i)); });
-  const Format& format = format_of(n.dtype);
-  guess_means(n, s.average, [&](int64_t i) {
-    float number;
-    format.load(static_cast<const uint16_t*>(n.x) + i, &number, 1);
-    return double(number);
-  });
-}
-
-// Mends the guesses that were bad. False: there were none.
-bool guess_again(const BatchNorm& n, const BatchNormStatistics& s, const Sums& work) {
-  const double count = double(n.rows) * double(n.inner);
-  bool any = false;
-  for (int64_t c = 0; c < n.channels; ++c) {
-    const double distance = sum_shares(n, work, 0, c) / count;
-    const double variance = sum_shares(n, work, 1, c) / count - distance * distance;
-    if (!is_far(distance, variance)) continue;
-    s.average[c] += distance;
-    any = true;
-  }
-  return any;
+  kernels.track(static_cast<T*>(s.running_mean), s.average, 1, s.momentum, n.channels);
+  kernels.track(static_cast<T*>(s.running_var), s.variance, count / (count - 1), s.momentum,
+                n.channels);
 }
 
 }  // namespace
 
 void statistics(const BatchNorm& n, const BatchNormStatistics& s, Parallel parallel) {
-  Sums work(n, parallel);
-  const auto sum = [&] {
-    work.run(
-        n, false, [&](auto& worker) { worker.fill_centers(s); },
-        [&](auto& worker, int64_t task) { worker.statistics(work.of(n, task)); });
-  };
-  guess(n, s);
-  sum();
-  if (guess_again(n, s, work)) sum();
-  settle(n, s, work);
+  by_dtype(n.dtype, kernels().norm, [&](const auto& layouts) {
+    measure(n, s, layouts.channels, parallel);
+    settle(n, s, layouts.channels);
+  });
 }
 
 // The second sweep goes backwards: what the first one read last is still in the cache.
@@ -169,15 +149,10 @@ void normalise(const BatchNorm& n, const BatchNormForward& f, Parallel parallel)
 
 void evaluate(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
               Parallel parallel) {
-  for (int64_t c = 0; c < n.channels; ++c) {
-    if (n.dtype == Dtype::kFloat64) {
-      write<double>(n.mean, c, value<double>(s.running_mean, c));
-      write<double>(n.invstd, c, 1 / sqrt(value<double>(s.running_var, c) + s.eps));
-    } else {
-      write<float>(n.mean, c, double(value<float>(s.running_mean, c)));
-      write<float>(n.invstd, c, 1 / sqrt(double(value<float>(s.running_var, c)) + s.eps));
-    }
-  }
+  if (n.dtype == Dtype::kFloat64)
+    evaluate_channels<double>(n, s);
+  else
+    evaluate_channels<float>(n, s);
   normalise(n, f, parallel);
 }
 
@@ -191,9 +166,12 @@ void restore(const BatchNorm& n, const BatchNormRestore& r, Parallel parallel) {
 void reduce(const BatchNorm& n, const BatchNormBackward& b, Parallel parallel) {
   Sums work(n, parallel);
   work.run(
-      n, false, [](auto& worker) { worker.fill_reduce(); },
+      n, false, [&](auto& worker) { worker.fill_reduce(b); },
       [&](auto& worker, int64_t task) { worker.reduce(b, work.of(n, task)); });
-  settle(n, b, work);
+  if (n.dtype == Dtype::kFloat64)
+    settle_channels<double>(n, b, work.total(n));
+  else
+    settle_channels<float>(n, b, work.total(n));
 }
 
 void grad_input(const BatchNorm& n, const BatchNormBackward& b, Parallel parallel) {

@@ -13,12 +13,6 @@ namespace fusedtrain {
 namespace cpu {
 namespace {
 
-// A value of a vector; 0 where there is none.
-template <class T>
-T value(const void* p, int64_t i) {
-  return p == nullptr ? T(0) : static_cast<const T*>(p)[i];
-}
-
 // Works on the tasks of a thread in type T, stored as S.
 template <class S, class T>
 struct Worker {
@@ -35,7 +29,8 @@ struct Worker {
   Array<T> ones, factor_scale;
   Array<T> sums, slopes;  // of the last few runs
   Array<double> all_sums, all_slopes;
-  int64_t runs = 0;  // that are in `sums`
+  int64_t runs = 0;    // that are in `sums`
+  bool moved = false;  // whether some are in `all_sums`
   alignas(64) T x_buffer[2 * kTile], g_buffer[2 * kTile], saved_buffer[2 * kTile], work[2 * kTile];
 
   template <class Layouts>
@@ -93,6 +88,7 @@ struct Worker {
       memcpy(out.data + row * out.stride, in.data + row * in.stride, t.n * sizeof(S));
   }
 
+  static const T* vector(const void* p) { return static_cast<const T*>(p); }
   bool by_sample() const { return call.branch_scale != nullptr; }
 
   // What the loops over a tile have in common.
@@ -104,7 +100,7 @@ struct Worker {
     o.mean = &mean[t.column];
     o.scale = &scale[t.column];
     o.bias = &bias[t.column];
-    o.factor = by_sample() ? value<T>(call.branch_scale, t.sample) : T(1);
+    o.factor = by_sample() ? vector(call.branch_scale)[t.sample] : T(1);
     o.parameters = parameters;
     return o;
   }
@@ -116,24 +112,33 @@ struct Worker {
   }
 
   void fill_forward() {
-    for (Array<T>* a : {&mean, &scale, &bias}) a->assign(task.columns, T(0));
-    task.each_channel([&](int64_t column, int64_t c) {
-      const T invstd = value<T>(call.invstd, c);
-      task.fill(mean, column, value<T>(call.mean, c));
-      task.fill(scale, column, call.weight == nullptr ? invstd : invstd * value<T>(call.weight, c));
-      task.fill(bias, column, value<T>(call.bias, c));
-    });
+    for (Array<T>* a : {&mean, &scale, &bias}) a->allocate(task.columns);
+    const T *means = vector(call.mean), *invstd = vector(call.invstd);
+    const T *weight = vector(call.weight), *offset = vector(call.bias);
+    task.fill(mean, [&](int64_t c) { return means[c]; });
+    if (weight != nullptr)
+      task.fill(scale, [&](int64_t c) { return invstd[c] * weight[c]; });
+    else
+      task.fill(scale, [&](int64_t c) { return invstd[c]; });
+    if (offset != nullptr)
+      task.fill(bias, [&](int64_t c) { return offset[c]; });
+    else
+      std::fill_n(&bias[0], task.columns, T(0));
   }
 
   // Shares of a task: two numbers for each of its channels.
   void clear_sums() {
-    all_sums.assign(task.columns, 0.0);
-    all_slopes.assign(task.columns, 0.0);
     sums.assign(task.columns, T(0));
     slopes.assign(task.columns, T(0));
     runs = 0;
+    moved = false;
   }
   void add_sums(int64_t begin, int64_t end) {
+    if (!moved) {
+      all_sums.assign(task.columns, 0.0);
+      all_slopes.assign(task.columns, 0.0);
+      moved = true;
+    }
     stored.move_sums(&sums[begin], &all_sums[begin], end - begin);
     stored.move_sums(&slopes[begin], &all_slopes[begin], end - begin);
   }
@@ -146,24 +151,19 @@ struct Worker {
     runs = 0;
   }
   void leave_sums(double* shares) {
+    if (!moved) {  // a small tensor
+      task.total(sums, shares);
+      task.total(slopes, shares + call.channels);
+      return;
+    }
     add_sums(0, task.columns);
-    double* first = shares;
-    double* second = first + call.channels;
-    std::fill_n(shares, 2 * call.channels, 0.0);
-    task.each_channel([&](int64_t column, int64_t c) {
-      double sum = 0, slope_sum = 0;
-      for (int64_t i = column; i < column + task.columns_a_channel; ++i) {
-        sum += all_sums[i];
-        slope_sum += all_slopes[i];
-      }
-      first[c] += sum;
-      second[c] += slope_sum;
-    });
+    task.total(all_sums, shares);
+    task.total(all_slopes, shares + call.channels);
   }
 
   void fill_centers(const BatchNormStatistics& s) {
-    for (Array<T>* a : {&mean, &scale, &bias}) a->assign(task.columns, T(0));
-    task.each_channel([&](int64_t column, int64_t c) { task.fill(mean, column, T(s.average[c])); });
+    for (Array<T>* a : {&mean, &scale, &bias}) a->allocate(task.columns);
+    task.fill(mean, [&](int64_t c) { return s.average[c]; });
   }
   void statistics(double* shares) {
     clear_sums();
@@ -239,15 +239,17 @@ struct Worker {
   static bool at_once(const BatchNormBackward& b) {
     return b.averages == nullptr && b.grad_input != nullptr && b.grad_residual == nullptr;
   }
-  void fill_reduce() {
+  void fill_reduce(const BatchNormBackward& b) {
     fill_forward();
-    ones.assign(task.columns, T(1));
-    factor_scale.assign(task.columns, T(0));
+    if (!at_once(b))
+      ones.assign(task.columns, T(1));
+    else if (by_sample())
+      factor_scale.assign(task.columns, T(0));
   }
   const T* out_scale(const BatchNormBackward& b, const Tile& t, int64_t count) {
     if (!at_once(b)) return &ones[t.column];
     if (!by_sample()) return &scale[t.column];
-    const T factor = value<T>(call.branch_scale, t.sample);
+    const T factor = vector(call.branch_scale)[t.sample];
     for (int64_t i = t.column; i < t.column + count; ++i) factor_scale[i] = factor * scale[i];
     return &factor_scale[t.column];
   }
@@ -293,13 +295,19 @@ struct Worker {
 
   void fill_backward(const BatchNormBackward& b) {
     fill_forward();
-    average.assign(task.columns, T(0));
-    slope.assign(task.columns, T(0));
-    if (b.averages == nullptr) return;
-    task.each_channel([&](int64_t column, int64_t c) {
-      const double scales = double(value<T>(call.invstd, c)) * double(scale[column]);
-      task.fill(average, column, T(b.averages[c] / b.count));
-      task.fill(slope, column, T(b.averages[call.channels + c] / b.count * scales));
+    average.allocate(task.columns);
+    slope.allocate(task.columns);
+    if (b.averages == nullptr) {
+      std::fill_n(&average[0], task.columns, T(0));
+      std::fill_n(&slope[0], task.columns, T(0));
+      return;
+    }
+    const T *invstd = vector(call.invstd), *weight = vector(call.weight);
+    const double *sum = b.averages, *slopes = b.averages + call.channels;
+    task.fill(average, [&](int64_t c) { return sum[c] / b.count; });
+    task.fill(slope, [&](int64_t c) {
+      const T scale_of = weight == nullptr ? invstd[c] : invstd[c] * weight[c];
+      return slopes[c] / b.count * (double(invstd[c]) * double(scale_of));
     });
   }
   void grad_input(const BatchNormBackward& b) {

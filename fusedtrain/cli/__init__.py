@@ -22,7 +22,9 @@ _PLAIN = {
     "build-autograd": "compile the autograd nodes in C++ for this torch and this Python",
 }
 # Each is a module of this package, in which `command` is a click command that returns an Exit.
-_WITH_EXTRA: dict[str, str] = {
+_WITH_EXTRA = {
+    "bench": "fusedtrain's kernels against eager torch on this machine",
+    "profile": "where the time of a training script goes, before and after fusedtrain",
     "doctor": "what costs a training script time, memory or accuracy; a diff that removes it",
 }
 _EXTRA = ("click", "matplotlib", "rich")

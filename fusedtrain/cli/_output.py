@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 import rich.box
@@ -104,8 +104,8 @@ def output_options(function: Command) -> Command:
     """Adds ``--json``, ``--plot`` and ``--html``; the function gets them as ``outputs``."""
 
     @click.option("--json", "as_json", is_flag=True, help="JSON instead of tables.")
-    @click.option("--plot", type=_NewFile(), help="Draw a chart into this PNG file.")
-    @click.option("--html", "page", type=_NewFile(), help="Write the report as one HTML file.")
+    @click.option("--plot", type=NewFile(), help="Draw a chart into this PNG file.")
+    @click.option("--html", "page", type=NewFile(), help="Write the report as one HTML file.")
     @functools.wraps(function)
     def with_outputs(
         *arguments: Any, as_json: bool, plot: Path | None, page: Path | None, **options: Any
@@ -115,7 +115,7 @@ def output_options(function: Command) -> Command:
     return with_outputs  # type: ignore[return-value]
 
 
-class _NewFile(click.Path):
+class NewFile(click.Path):
     """A file to be written. That its folder exists is checked before any work is done."""
 
     def __init__(self) -> None:
@@ -199,9 +199,16 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 
 def _boxed(table: Table) -> RichTable:
-    shown = RichTable(title=table.title or None, box=rich.box.SIMPLE_HEAD, title_justify="left")
+    shown = RichTable(
+        title=table.title or None,
+        box=rich.box.SIMPLE_HEAD,
+        title_justify="left",
+        padding=(0, 0, 0, 1),
+    )
     for column in table.columns:
-        shown.add_column(column.name, justify="left" if column.left else "right")
+        # On a narrow terminal words are folded, and numbers stay whole.
+        justify: Literal["left", "right"] = "left" if column.left else "right"
+        shown.add_column(column.name, justify=justify, no_wrap=not column.left, overflow="fold")
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
+import torch
 
+from .. import __version__
 from ..diagnosis import Diagnosis, doctor
-from ..diagnosis.wording import device_in_words, finding_lines, milliseconds
+from ..diagnosis.wording import finding_lines, milliseconds
+from ..timing import device_name
 from ._exit import Exit
-from ._output import Column, Outputs, Report, Table, output_options, say, today
+from ._output import Column, Outputs, Report, Table, output_options, progress, say, today
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +23,8 @@ _COLUMNS = (Column("line", left=True), Column("rule", left=True), Column("cost a
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    help=__doc__,
+    epilog="Exit codes: 0 no findings; 1 findings, or no optimizer step was taken; 2 wrong usage; "
+    "3 the script raised; 4 stopped. What was seen until then is shown.",
 )
 @click.option("--steps", default=20, type=click.IntRange(min=4), show_default=True,
               help="Optimizer steps; the first three are observed, the others timed.")  # fmt: skip
@@ -43,10 +47,17 @@ def command(
     fix: bool,
     outputs: Outputs,
 ) -> Exit:
-    diagnosis = doctor(
-        script, arguments, steps=steps, assume_gpu=assume_gpu, trials=not no_trials,
-        script_prints_to_stderr=fix or outputs.json,
-    )  # fmt: skip
+    """Runs SCRIPT with its ARGUMENTS for some steps, and names what costs time, memory or accuracy.
+
+    The script runs in a fresh process, and is ended after enough optimizer steps. Options of this
+    command come before SCRIPT.
+    """
+    with progress("doctor", 1) as begins:
+        begins(script)
+        diagnosis = doctor(
+            script, arguments, steps=steps, assume_gpu=assume_gpu, trials=not no_trials,
+            script_prints_to_stderr=fix or outputs.json,
+        )  # fmt: skip
     if fix and not outputs.json:
         say(str(diagnosis))
         print(diagnosis.diff(), end="")
@@ -56,9 +67,7 @@ def command(
         return Exit.SCRIPT_RAISED
     if diagnosis.end == "stopped":
         return Exit.STOPPED
-    if not diagnosis.facts.steps:
-        return Exit.USAGE
-    return Exit.FOUND if diagnosis.findings else Exit.DONE
+    return Exit.FOUND if diagnosis.findings or not diagnosis.facts.steps else Exit.DONE
 
 
 def _report(diagnosis: Diagnosis, script: str) -> Report:
@@ -69,14 +78,20 @@ def _report(diagnosis: Diagnosis, script: str) -> Report:
         cost = milliseconds(seconds) if seconds else "-"
         rows.append((str(finding.site or "-"), finding.rule, cost, finding.cost.kind))
     tables = [Table("", _COLUMNS, rows)] if rows else []
-    facts = diagnosis.facts
+    data = {**diagnosis.to_json(), "diff": diagnosis.diff()}
+    del data["partial"]  # the report has it
     times = any(finding.cost.seconds for finding in diagnosis.findings)
     return Report(
         title=f"{script}: {diagnosis.headline()}",
-        data={**diagnosis.to_json(), "diff": diagnosis.diff()},
+        data=data,
         tables=tables,
         notes=diagnosis.not_checked_lines(),
-        facts={"device": device_in_words(facts), "date": today()},
+        facts={
+            "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+            "torch": torch.__version__,
+            "fusedtrain": __version__,
+            "date": today(),
+        },
         figure=(lambda: _figure(diagnosis)) if times else None,
         partial=diagnosis.partial,
         text="\n".join(lines).rstrip(),

@@ -99,15 +99,17 @@ def convert(
     An activation is converted if its type is exactly an activation class of torch.nn or timm, or if
     its forward is one activation and it has nothing else (the classes of transformers.activations,
     a Swish of your own); max pooling if it is exactly torch.nn.MaxPool2d. So are the calls of
-    activations in forwards, `F.gelu(x)` and `x.relu()`, and formulas, `x * x.sigmoid()`, `F.relu6(x
+    activations in forwards, `F.gelu(x)` and `x.tanh()`, and formulas, `x * x.sigmoid()`, `F.relu6(x
     + 3) / 6 * x`, in any order (docs/convert.md lists these). A batch norm is converted if its type
     is exactly that of torch.nn or timm's BatchNormAct2d, and all that is done with its output is
     stochastic depth, the addition of another tensor, and an activation (a module or a call such as
     `F.relu(x)`), each of which may be missing: these become part of it. A product of which one
     factor comes straight from an activation (a gated linear unit, `silu(gate(x)) * up(x)`, the gate
     of squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its
-    layer scale and stochastic depth. That is read off the dataflow (torch.fx) of each module's
-    forward. Where only a forward can drop a sum or a call, that one module gets another `forward`;
+    layer scale and stochastic depth. An activation on its own that gains neither time nor memory
+    stays torch's: ReLU, and LeakyReLU, ReLU6 and Hardtanh in place. That is read off the dataflow
+    (torch.fx) of each module's forward. Where only a forward can drop a sum or a call, that one
+    module gets another `forward`;
     no module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in
     the report with the reason. Call it before `torch.compile`: of a compiled model it converts what
     that wraps, which compiles anew at the next call. Converting again changes nothing;
@@ -181,7 +183,8 @@ def convert(
     True
     """
     # Tracing and comparing take as long to import as half of the package.
-    from ._conversion import Conversion, prove
+    from ._conversion import Conversion
+    from ._trials import prove
 
     _check_module(model)
     if memory not in MEMORY:

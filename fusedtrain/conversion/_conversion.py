@@ -1,30 +1,27 @@
-"""What `convert` does to one model: chooses, swaps, runs both ways, and undoes what is wrong."""
+"""What `convert` does to one model: chooses, swaps, takes back, and reports."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .._graph.effects import Effects
-from .._graph.example import example_for
 from .._graph.flow import Flow
 from .._graph.forward import passes_on, restore, rewritten_of, set_recomputing
 from .._graph.modules import is_quantized
 from .._graph.records import Found, assign, record_of
 from .._graph.report import Left, title
-from .._torch_private import BatchNormBase, pytree
+from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
+from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
 from ._branches import find_branches
 from ._calls import Call, find_calls, find_modules, left_calls, left_modules, target_of
 from ._gates import Product, find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, Site, Step, fused_class, has_own_steps, obstacle
-from ._proof import Errors, Run, excess, is_doubtful, run
 from ._report import (
     Branched,
     Called,
@@ -32,12 +29,10 @@ from ._report import (
     Converted,
     FusedNorm,
     Gated,
-    Layer,
     LookedAt,
-    Proof,
 )
 from ._rewrite import Plan, apply, undo
-from ._worth import Worth
+from ._worth import GAINS_NOTHING, Worth, gains
 
 
 class Conversion:
@@ -76,6 +71,8 @@ class Conversion:
         self.swapped: list[Found] = []
         self.plan = Plan(self.effects, [])
         self.left: dict[int, str] = {}
+        self.idle: set[int] = set()  # ids of activations
+        self.idle_calls: set[fx.Node] = set()
 
     def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> Plan:
         """Swaps what is chosen, as far as it was not found to be wrong."""
@@ -109,6 +106,9 @@ class Conversion:
             for call in find_calls(self.flow, self.excluded | self.known)
             if chosen(call.trace.module)
         ]
+        idle = [c for c in calls if not gains(c.match.name, c.match.in_place, self.memory)]
+        self.idle_calls = {c.node for c in idle if not c.match.is_formula}
+        calls = [call for call in calls if call.node not in self.idle_calls]
         self.plan = Plan(self.effects, sites, products, branches, calls)
         for site in sites:
             site.overwrites = self._overwrites(site.norm, site.steps)
@@ -117,11 +117,29 @@ class Conversion:
                 self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
         self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
         self.rewritten = apply(self.plan)
+        self._take_idle_back()
         for norm in self.before:
             if record_of(norm) is not None and norm not in self.norms:
                 norm.overwrite_input = not norm._adds and self._overwrites(norm, ())
         set_recomputing(self.model, self.memory == "recompute")
         return self.plan
+
+    def _take_idle_back(self) -> None:
+        """Gives activations their class back that are part of nothing and gain nothing."""
+        parts = {id(step.module) for site in self.plan.sites for step in site.steps}
+        parts |= {id(product.module) for product in self.plan.products} | self.plan.passing.keys()
+        for module in self.model.modules():
+            if isinstance(module, BatchNormActBase):
+                parts.update(map(id, module.children()))
+        self.idle = {
+            id(entry.module)
+            for entry in self.swapped
+            if id(entry.module) not in parts and not _gains(entry, self.memory)
+        }
+        for entry in self.swapped:
+            if id(entry.module) in self.idle:
+                restore(entry.module)
+        self.swapped = [entry for entry in self.swapped if id(entry.module) not in self.idle]
 
     def _site(
         self, finder: Finder, norm: nn.Module, chosen: Callable[[nn.Module], bool]
@@ -193,7 +211,7 @@ class Conversion:
             if step.is_call and id(step.module) not in self.plan.passing
         }
         gone |= {id(p.module) for p in self.plan.products}
-        after = [_place(site, self.plan) for site in self.plan.sites]
+        after = [place_of(site, self.plan) for site in self.plan.sites]
         acts = [entry.module for entry in self.swapped if id(entry.module) not in gone]
         owners = self.plan.owners()
         return [*after, *acts, *owners, self.model]
@@ -205,6 +223,7 @@ class Conversion:
             module, name = entry.module, entry.names[0]
             source = self.sources[id(module)]
             reason = entry.reason or self.undone.get(id(module), "")
+            reason = reason or (GAINS_NOTHING if id(module) in self.idle else "")
             if reason:
                 report.left.append(Left(name, source, reason))
             elif entry.fused is None:
@@ -248,7 +267,7 @@ class Conversion:
 
     def _reasons(self) -> dict[fx.Node, str]:
         """Of the calls of all graphs, why they stay; '' of those that are gone."""
-        reasons = dict(self.plan.left_calls)
+        reasons = dict.fromkeys(self.idle_calls, GAINS_NOTHING) | self.plan.left_calls
         for trace in self.flow.traces:
             key = id(trace.module)
             why = "excluded" if key in self.excluded else self.undone.get(key, "")
@@ -283,156 +302,20 @@ def _is_done(norm: nn.Module) -> bool:
     return record_of(norm) is not None or (ours and has_own_steps(norm))
 
 
-def _place(site: Site, plan: Plan) -> nn.Module:
+def _gains(entry: Found, memory: str) -> bool:
+    """Whether an activation module that has its fused class is worth it; all but torch's are."""
+    function = entry.attributes.get("activation")  # of torch's transformer layers
+    if function is not None:
+        return gains(function.__name__, False, memory)
+    record = record_of(entry.module)
+    row = None if record is None else ROW_OF.get(record.original)
+    return row is None or gains(row.name, getattr(entry.module, "inplace", False), memory)
+
+
+def place_of(site: Site, plan: Plan) -> nn.Module:
     """The module that returns what a site computes."""
     if not site.steps:
         return site.norm
     step = site.steps[-1]
     passes = step.is_call and step.module is not None and id(step.module) in plan.passing
     return step.module if passes and step.module is not None else step.trace.module
-
-
-def prove(conversion: Conversion, example: Any) -> ConversionReport:
-    """Installs what does not change results.
-
-    Raises:
-        RuntimeError: what is right one by one is not right together. Nothing is converted then.
-    """
-    example = example_for(conversion.model, example)
-    try:
-        return _prove(conversion, _Trials(conversion, example))
-    except BaseException:
-        conversion.uninstall()
-        raise
-
-
-def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
-    conversion.install()
-    tried: set[int] = set()
-    while wrong := proof.judge():
-        units = [module for module in _units(conversion) if id(module) not in tried]
-        if not units:
-            raise RuntimeError(
-                f"the converted model differs from the original one ({wrong}); nothing is converted"
-            )
-        conversion.uninstall()
-        for module in units:
-            tried.add(id(module))
-            conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
-            reason = proof.judge()
-            conversion.uninstall()
-            if reason:
-                conversion.undone[id(module)] = f"undone: {reason}"
-        # A norm may have lost a sum to one that is undone now, and is tried in the next round.
-        conversion.install()
-    report = conversion.report()
-    report.proof = proof.result()
-    return report
-
-
-def _units(conversion: Conversion) -> list[nn.Module]:
-    acts = [entry.module for entry in conversion.swapped]
-    owners = conversion.plan.owners()
-    return acts + [site.norm for site in conversion.plan.sites] + owners
-
-
-class _Trials:
-    """Compares the model as it is at the moment with the stock one."""
-
-    def __init__(self, conversion: Conversion, example: Any) -> None:
-        self.conversion, self.model, self.example = conversion, conversion.model, example
-        conversion.install()
-        watched = conversion.watched()
-        conversion.uninstall()
-        self.stock, _ = run(self.model, example, watched)
-        _, self.noise = run(self.model, example, watched, self.stock, noise=True)
-        self._wide: tuple[Run, Errors] | None = None
-
-    def judge(self) -> str:
-        """What is wrong; '' if nothing is."""
-        watched = self.conversion.watched()
-        try:
-            self.after, self.errors = run(self.model, self.example, watched, self.stock)
-        except Exception as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        factor, what = excess(self.errors, self.noise)
-        if is_doubtful(self.errors, self.noise, factor):
-            factor, what = self._in_float64(watched, (factor, what))
-        if factor == float("inf"):
-            return f"{what} differs altogether"
-        return f"{what} is off by {factor:.2g} times what rounding explains" if factor > 1 else ""
-
-    def _in_float64(self, watched: list[nn.Module], narrow: tuple[float, str]) -> tuple[float, str]:
-        """The same with copies in float64: that rounding grows into large errors, as in the last
-        layers for a small image, must not hide a mistake."""
-        example = pytree.tree_map(_widened, self.example)
-        try:
-            converted = copy.deepcopy(self.model).double()
-            if self._wide is None:
-                self.conversion.uninstall()
-                try:
-                    stock = copy.deepcopy(self.model).double()
-                finally:
-                    self.conversion.install()
-                self._wide = self._run_wide(stock, example, watched)
-            reference, noise = self._wide
-            _, errors = run(converted, example, (), reference)
-        except Exception:  # a model that insists on its dtype: the first verdict stays
-            return narrow
-        factor, what = excess(errors, noise)
-        return factor, f"{what}, in float64,"
-
-    def _run_wide(self, stock: nn.Module, example: Any, watched: list[nn.Module]) -> Any:
-        copies = dict(zip(map(id, self.model.modules()), stock.modules()))
-        places = [copies[id(module)] for module in watched]
-        reference, _ = run(stock, example, places)
-        _, noise = run(stock, example, places, reference, noise=True)
-        return reference, noise
-
-    def result(self) -> Proof:
-        conversion, plan = self.conversion, self.conversion.plan
-        layers = []
-        for site in plan.sites:
-            error = self.errors.layers.get(id(_place(site, plan)), 0.0)
-            before, after = self._saved(self.stock, site), self._saved(self.after, site)
-            layers.append(Layer(site.name, before, after, error))
-        taken = {id(step.module) for site in plan.sites for step in site.steps}
-        taken |= {id(part) for site in plan.sites for part in site.norm.modules()}
-        for entry in conversion.swapped:
-            if id(entry.module) not in taken:
-                error = self.errors.layers.get(id(entry.module), 0.0)
-                before = self.stock.bytes_of(entry.module)
-                after = self.after.bytes_of(entry.module)
-                layers.append(Layer(entry.names[0], before, after, error))
-        return Proof(
-            self.errors.outputs,
-            self.errors.gradient,
-            self.noise.outputs,
-            self.noise.gradient,
-            self.stock.saved.total(),
-            self.after.saved.total(),
-            layers,
-            len(self.after.outputs),
-            len(self.after.gradients),
-        )
-
-    @staticmethod
-    def _saved(done: Run, site: Site) -> int:
-        total = sum(done.bytes_of(part) for part in site.norm.modules())
-        for step in site.steps:
-            if step.is_call and step.module is not None:
-                total += done.saved[(id(step.module), id(step.trace.module), _ordinal(step))]
-        return total
-
-
-def _ordinal(step: Step) -> int:
-    """Which call of its module a step is, in the forward that makes it."""
-    nodes = step.trace.graphs[0].nodes
-    calls = [node for node in nodes if step.trace.callee(node) is step.module]
-    return calls.index(step.nodes[0])
-
-
-def _widened(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().to(torch.float64).requires_grad_(value.requires_grad)
-    return value

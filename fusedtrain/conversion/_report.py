@@ -45,6 +45,7 @@ HELP: dict[str, str] = {
     "called elsewhere": "make one activation module for each product",
     "is stored": "store the input of the gate instead",
     "called with more": "call the gate with its input alone, `act(x)`",
+    "gains nothing": 'nothing has to; `memory="recompute"` converts such ones, too',
 }
 
 

@@ -1,5 +1,5 @@
-"""Which forwards are worth tracing: those that may call a norm or an activation, or that may have
-a branch."""
+"""What is worth the work: forwards that may call a norm or an activation or have a branch are worth
+tracing, activations that gain time or memory are worth a swap."""
 
 from __future__ import annotations
 
@@ -20,6 +20,22 @@ from ._norms import is_activation
 _AMBIGUOUS = {"threshold"}  # the name of many things
 _NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
 _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
+
+# Activations of a few instructions that are one kernel in torch, too, forward and backward, and for
+# which torch saves as much: the output. Of those in _IN_PLACE torch saves it only in place.
+_ALWAYS = {"relu"}
+_IN_PLACE = {"relu", "relu6", "hardtanh", "leaky_relu"}
+GAINS_NOTHING = "gains nothing: torch's own is one kernel and saves as much"
+
+
+def gains(name: str, in_place: bool, memory: str) -> bool:
+    """Whether an activation that is part of nothing else is faster, or saves less, as a fused one.
+
+    Args:
+        name: of a line of ``FT_POINTWISE``, as torch's function or module computes it.
+        memory: of `convert`; "recompute" needs the fused ones.
+    """
+    return memory == "recompute" or name not in (_IN_PLACE if in_place else _ALWAYS)
 
 
 class Worth:

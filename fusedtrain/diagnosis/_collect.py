@@ -22,7 +22,7 @@ from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
 from ._modules import Root
 from ._operators import Account
 from ._sites import Site
-from ._watch import OBSERVED, OptimizerRecord, Watch
+from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
 
 _ASSUMED = (9, 0)  # the capability of a GPU that is assumed
 _SLOW = 5.0  # seconds a step: a model is not run again, which takes about 20 steps
@@ -103,8 +103,11 @@ def _times(facts: Facts, watch: Watch, trials: bool) -> None:
     if usual:
         facts.step = median(step.seconds for step in usual)
         facts.busy = median(step.busy for step in usual)
-        facts.wait = median(step.wait for step in usual)
-        facts.loading = median(step.loading for step in usual)
+        # A loader without workers takes about as long each time, but for other processes; workers
+        # hand over several batches at once.
+        usually = median if any(record.workers for record in watch.loaders) else _lower_quartile
+        facts.wait = usually([step.wait for step in usual])
+        facts.loading = usually([step.loading for step in usual])
         facts.faults = median(step.faults for step in usual)
         drains = [step.drain for step in usual if step.drain is not None]
         facts.drain = median(drains) if drains else None
@@ -146,7 +149,7 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
     records = {record.site: record for record in watch.optimizers.values() if record.seconds}
     facts.optimizers = [_optimizer(record, trials) for record in records.values()]
     facts.loaders = [
-        Loader(r.site, r.workers, r.pinned, len(r.waits), median(r.waits or [0.0]), r.iterable)
+        Loader(r.site, r.workers, r.pinned, len(r.waits), _usual_wait(r), r.iterable)
         for r in watch.loaders
     ]
     facts.kept = [watch.kept] if watch.kept else []
@@ -161,6 +164,15 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
             one = groups.setdefault(key, Evaluation(call.site, call.type, 0, 0))
             one.calls, one.bytes = one.calls + 1, max(one.bytes, call.bytes)
     facts.evaluations = list(groups.values())
+
+
+def _usual_wait(record: LoaderRecord) -> float:
+    waits = record.waits or [0.0]
+    return median(waits) if record.workers else _lower_quartile(waits)
+
+
+def _lower_quartile(values: list[float]) -> float:
+    return sorted(values)[len(values) // 4]
 
 
 def _optimizer(record: OptimizerRecord, trials: bool) -> Optimizer:

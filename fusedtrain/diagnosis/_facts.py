@@ -10,7 +10,7 @@ from ._sites import Site
 
 @dataclass
 class Loader:
-    """A DataLoader. `wait`: the median of the seconds a batch was waited for."""
+    """A DataLoader. `wait`: the seconds that a batch is usually waited for."""
 
     site: Site | None
     workers: int

@@ -22,7 +22,7 @@ from ..reference.batch_norm import Norm
 from ..reference.pointwise import Pointwise
 from .act_layer import create_activation
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
-from .parts import activation_of, branch_scale_of, call_part, is_stochastic_depth
+from .parts import activation_of, branch_scale_of, call_part, hands_on, is_stochastic_depth
 
 _NOTHING = Pointwise()
 
@@ -218,7 +218,7 @@ class BatchNormActBase(BatchNormBase):
             tracks = training and state["track_running_stats"]
         except KeyError:  # weight_norm, or a pickle of another version
             return None
-        if type(drop) is not nn.Identity or type(momentum) is not float or type(eps) is not float:
+        if not hands_on(drop) or type(momentum) is not float or type(eps) is not float:
             return None
         activation = activation_of(act)
         if activation is None:

@@ -71,6 +71,16 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
     return scale.flatten()
 
 
+def hands_on(module: nn.Module) -> bool:
+    """Whether a drop layer hands on its input as it is: none, or stochastic depth at rest."""
+    if type(module) is nn.Identity:
+        return True
+    name = STOCHASTIC_DEPTH.get(package_and_name(module))
+    if name is None or (module.training and getattr(module, name) != 0.0):
+        return False
+    return is_stochastic_depth(module)
+
+
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Whether :func:`branch_scale_of` can take the module's place."""
     known = package_and_name(module) in STOCHASTIC_DEPTH

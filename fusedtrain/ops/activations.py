@@ -323,3 +323,9 @@ def pointwise(name: str, *values: float) -> Pointwise | None:
     if row.valid is not None and not row.valid(*values):
         return None
     return Pointwise(INDEX[name], *map(float, values))
+
+
+# What `chosen` finds by a name alone, where the kernel is exact.
+BY_NAME: dict[str | None, Pointwise | None] = {
+    name: activation_of(name, {}) for name in (None, "identity", *INDEX)
+}

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _recompute
+from .. import _backends, _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
 from ..reference import bias_act as reference
 from ..reference.channels import channel_sums
 from ..reference.dtypes import laid_out, wide_of
-from ..reference.pointwise import INDEX, Pointwise
+from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from ._library import define, op
 from .activations import chosen
 
@@ -93,6 +94,25 @@ class BiasAct(torch.autograd.Function):
 _apply_bias_act = apply_of(BiasAct)
 
 
+def _formula(
+    grad: Tensor, saved: Tensor | None, bias: Tensor | None, seed: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Backward of :class:`BiasAct` in torch operators, for the node in C++."""
+    *rest, needs_bias, strides = others
+    if seed is not None:
+        grad = laid_out(grad, strides)
+        saved = None if saved is None else laid_out(saved, strides)
+    gradient, sums = _differentiable_bias_act(
+        grad, grad if saved is None else saved, bias, seed, *rest, needs_bias
+    )
+    return gradient, None if bias is None or not needs_bias else sums.view(-1).to(bias.dtype)
+
+
+_cpp = _backends.autograd()
+if _cpp is not None:
+    _cpp.prepare_bias_act(_formula, bytes(i in BOUNDED for i in range(len(POINTWISE))))
+
+
 def new_seed(input: Tensor) -> Tensor:
     """Two random numbers of the device's generator, left on the device: 16 bytes."""
     return torch.empty(2, dtype=torch.int64, device=input.device).random_()
@@ -115,6 +135,10 @@ def run_bias_act(
         bias, activation = None, Pointwise()
     if clamp >= 0:
         clamp = _rounded(clamp, input.dtype)
+    if _cpp is not None and not _is_dynamo_compiling():
+        result: Any = _cpp.bias_act(input, bias, dim, activation, float(gain), clamp, p)
+        if result is not NotImplemented:
+            return result
     seed = new_seed(input) if p > 0 else None
     rest = (dim, *activation, gain, clamp, p)
     if needs_grad(input, bias):
@@ -178,6 +202,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     _check_probability(p)
     if isinstance(input, Tensor) and (not training or p == 0.0):
         return input
+    if _cpp is not None and not inplace and not _is_dynamo_compiling():
+        result: Any = _cpp.bias_act(input, None, -1, _IDENTITY, 1.0, -1.0, p)
+        if result is not NotImplemented:
+            return result
     if not isinstance(input, Tensor) or inplace or p == 1.0 or not fits(input):
         return torch_functional.dropout(input, p, training, inplace)
     return run_bias_act(input, None, -1, _IDENTITY, p=p)
@@ -220,6 +248,10 @@ def bias_act_dropout(
         )  # fmt: skip
     fused, function = chosen(activation, parameters)
     _check_probability(p)
+    if _cpp is not None and fused is not None and not _is_dynamo_compiling():
+        result: Any = _cpp.bias_act(input, bias, dim, fused, 1.0, -1.0, p if training else 0.0)
+        if result is not NotImplemented:
+            return result
     if bias is not None:
         _check_bias(bias, input, dim)
     p = p if training else 0.0

@@ -13,28 +13,46 @@ from typing import Any
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _recompute
+from .. import _backends, _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
 from .._torch_private import is_legacy_batched
 from ..reference import gated as reference
+from ..reference.dtypes import wide_of
 from ..reference.pointwise import POINTWISE, Pointwise
 from ._library import define, op
-from .activations import KERNELS, chosen, pointwise
-from .scale_add import run_scale
+from .activations import BY_NAME, KERNELS, chosen, pointwise
 
 __all__ = ["bilinear_glu", "gated", "geglu", "glu", "reglu", "swiglu"]
 
 _IDENTITY = Pointwise()
+_cpp = _backends.autograd()
 
 define("gated", reference.gated, lambda gate, value, *_: torch.empty_like(value))
 # Both gradients may be halves of one tensor.
 _GRADIENTS = ("grad_gate", "grad_value")
 define("gated_backward", reference.gated_backward, lambda *_: None, writes=_GRADIENTS)
 _gated, _gated_backward = op("gated"), op("gated_backward")
+
+
+def _fake_spread_backward(
+    grad: Tensor, gate: Tensor, value: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    grad_value = (
+        torch.empty_like(grad if value is None else value) if rest[-1] else grad.new_empty(0)
+    )
+    if value is None:
+        return grad.new_empty(0, dtype=wide_of(grad)), grad_value
+    return torch.empty_like(gate, memory_format=torch.contiguous_format), grad_value
+
+
+define("gated_spread", reference.gated_spread, lambda gate, value, *_: torch.empty_like(value))
+define("gated_spread_backward", reference.gated_spread_backward, _fake_spread_backward)
+_gated_spread, _gated_spread_backward = op("gated_spread"), op("gated_spread_backward")
 
 
 def _plain_gated_backward(grad: Tensor) -> bool:
@@ -96,17 +114,59 @@ class GatedHalves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (input,) = ctx.saved_tensors
-        dim, gate_last = ctx.layout
-        gate, value = halves(input, dim, gate_last)
         if _plain_gated_backward(grad):
-            gradients = reference.gated_gradients(grad, gate, value, *ctx.activation)
-            return torch.cat(gradients[::-1] if gate_last else gradients, dim), None, None
+            return _halves_gradient(grad, input, *ctx.layout, *ctx.activation), None, None
         grad_input = torch.empty_like(input)
-        _gated_backward(grad, gate, value, *halves(grad_input, dim, gate_last), *ctx.activation)
+        gate, value = halves(input, *ctx.layout)
+        _gated_backward(grad, gate, value, *halves(grad_input, *ctx.layout), *ctx.activation)
         return grad_input, None, None
 
 
+class GatedSpread(torch.autograd.Function):
+    """Saves the gate, which is [N, C, 1, ...], and the value where the gate is trained."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
+        output: Tensor = _gated_spread(gate, value, *activation)
+        keeps = ctx.needs_input_grad[0]
+        ctx.save_for_backward(gate, value if keeps else None)
+        ctx.activation = activation
+        scope = _recompute.scope()
+        if scope is not None:
+            dropped = () if keeps else (value,)
+            scope.tag(output, _gated_spread, (gate, value), tuple(activation), dropped)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, value = ctx.saved_tensors
+        needs_gate, needs_value = ctx.needs_input_grad[:2]
+        if plain_backward(grad):
+            gradients = reference.gated_spread_gradients(grad, gate, value, *ctx.activation)
+        else:
+            gradients = _gated_spread_backward(
+                grad, gate, value if needs_gate else None, *ctx.activation, needs_value
+            )
+        return gradients[0] if needs_gate else None, gradients[1] if needs_value else None, None
+
+
 _apply_gated, _apply_halves = apply_of(Gated), apply_of(GatedHalves)
+_apply_spread = apply_of(GatedSpread)
+
+
+def _halves_gradient(
+    grad: Tensor, input: Tensor, dim: int, gate_last: bool, activation: int, a: float, b: float
+) -> Tensor:
+    """Backward of :class:`GatedHalves` in torch operators."""
+    gate, value = halves(input, dim, gate_last)
+    gradients = reference.gated_gradients(grad, gate, value, activation, a, b)
+    return torch.cat(gradients[::-1] if gate_last else gradients, dim)
+
+
+if _cpp is not None:
+    _cpp.prepare_gated(reference.gated_gradients)
+    _cpp.prepare_gated_halves(_halves_gradient)
+    _cpp.prepare_gated_spread(reference.gated_spread_gradients)
 
 
 def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
@@ -114,6 +174,14 @@ def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
     if needs_grad(gate, value):
         return _apply_gated(gate, value, activation)
     output: Tensor = _gated(gate, value, *activation)
+    return output
+
+
+def run_spread(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
+    """A gate of [N, C, 1, ...]."""
+    if needs_grad(gate, value):
+        return _apply_spread(gate, value, activation)
+    output: Tensor = _gated_spread(gate, value, *activation)
     return output
 
 
@@ -126,6 +194,14 @@ def run_halves(input: Tensor, dim: int, gate_last: bool, activation: Pointwise) 
 def _glu(
     activation: Pointwise, input: Tensor, value: Tensor | None, dim: int, gate_last: bool
 ) -> Tensor:
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any
+        if value is None:
+            output = _cpp.gated_halves(input, dim, gate_last, activation)
+        else:
+            output = _cpp.gated(input, value, False, activation)
+        if output is not NotImplemented:
+            return output
     if value is None:
         size = input.size(dim)
         if size % 2:
@@ -166,6 +242,10 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
     """
     if _scripting():
         return torch_functional.glu(input, dim)
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any = _cpp.gated_halves(input, dim, True, _SIGMOID)
+        if output is not NotImplemented:
+            return output
     if _has_any((input,)):
         return _handle(glu, (input,), input, dim=dim)
     if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
@@ -280,7 +360,7 @@ def gated(
     """``input * activation(gate)``: a gated linear unit where the shapes are equal, the gate of a
     squeeze-and-excitation block (arXiv:1709.01507) where `gate` is broadcast over space.
 
-    Saves both arguments, and where it is broadcast, the small activation of the gate.
+    Saves both arguments.
 
     Args:
         input: any shape; [N, C, ...] where the gate is broadcast.
@@ -297,32 +377,40 @@ def gated(
         >>> gated(torch.ones(1, 2, 1, 3), torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)).flatten()
         tensor([0.5000, 0.5000, 0.5000, 1.0000, 1.0000, 1.0000])
     """
+    output: Any
+    if _cpp is not None and not parameters and not _is_dynamo_compiling():
+        output = _cpp.gated(gate, input, True, BY_NAME.get(activation))
+        if output is not NotImplemented:
+            return output
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     fused, function = chosen(activation, parameters)
+    if _cpp is not None and parameters and not _is_dynamo_compiling():
+        output = _cpp.gated(gate, input, True, fused)
+        if output is not NotImplemented:
+            return output
     if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:
         if fused is None:
             fused, gate = _IDENTITY, function(gate)
         return run_gated(gate, input, fused)
-    if fused is None or fused.op < 0:
+    if fused is not None and _spreads(gate, input):
+        return run_spread(gate, input, fused)
+    if fused is None:
         opened = function(gate)
-    else:
-        row = POINTWISE[fused.op]
-        opened = KERNELS[row.name](gate, False, *(fused.a, fused.b)[: len(row.parameters)])
-    shape = _spread_shape(opened, input)
-    # The activation of a gate that fits does, too.
-    if shape is None or (fused is None and not fits(input, opened)):
+        if _spreads(opened, input) and fits(input, opened):
+            return run_spread(opened, input, _IDENTITY)
         return input * opened
-    return run_scale(input, opened.view(shape), None, 1)
+    if fused.op < 0:
+        return input * gate
+    row = POINTWISE[fused.op]
+    return input * KERNELS[row.name](gate, False, *(fused.a, fused.b)[: len(row.parameters)])
 
 
-def _spread_shape(scale: Tensor, input: Tensor) -> torch.Size | None:
-    """[N, C] where `scale` is one value for each sample and channel, [N, C, 1, ...]."""
-    shape, of_input = scale.shape, input.shape
-    if len(shape) != len(of_input) or len(shape) < 2:
-        return None
-    each = shape[:2]
-    spreads = each == of_input[:2] and scale.numel() == each[0] * each[1]
-    return each if spreads else None
+def _spreads(gate: Tensor, input: Tensor) -> bool:
+    """Whether the gate has one value for each sample and channel, [N, C, 1, ...]."""
+    shape, of_input = gate.shape, input.shape
+    if len(shape) != len(of_input) or len(shape) < 2 or shape[:2] != of_input[:2]:
+        return False
+    return gate.numel() == shape[0] * shape[1]

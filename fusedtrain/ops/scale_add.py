@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _recompute
+from .. import _backends, _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
 from ..reference import scale_add as reference
@@ -59,11 +60,7 @@ class ScaleAdd(torch.autograd.Function):
         input, scale = ctx.saved_tensors
         needs_input, needs_scale, needs_residual = ctx.needs_input_grad[:3]
         if plain_backward(grad):
-            wide = grad * spread(scale, grad, ctx.dim)
-            sums = None
-            if needs_scale:
-                sums = channel_sums(grad * input, scale.shape[0], ctx.dim)
-            gradients: tuple[Any, Any] = wide, sums
+            gradients = _differentiable_backward(grad, input, scale, ctx.dim, needs_scale)
         else:
             gradients = _scale_add_backward(
                 grad, input if needs_scale else None, scale, ctx.dim, needs_input
@@ -76,11 +73,29 @@ class ScaleAdd(torch.autograd.Function):
         )
 
 
+def _differentiable_backward(
+    grad: Tensor, input: Tensor | None, scale: Tensor, dim: int, needs_scale: bool
+) -> tuple[Any, Any, Tensor]:
+    """Of input, scale (None where not needed) and residual."""
+    sums = None
+    if needs_scale:
+        assert input is not None
+        sums = channel_sums(grad * input, scale.shape[0], dim).to(scale.dtype)
+    return grad * spread(scale, grad, dim), sums, grad
+
+
 _apply_scale = apply_of(ScaleAdd)
+_cpp = _backends.autograd()
+if _cpp is not None:
+    _cpp.prepare_scale_add(_differentiable_backward)
 
 
 def run_scale(input: Tensor, scale: Tensor, residual: Tensor | None, dim: int) -> Tensor:
     """`scale` is [samples, channels]; :func:`fits` has allowed them all."""
+    if _cpp is not None and not _is_dynamo_compiling():
+        result: Any = _cpp.scale_add(input, scale, residual, dim)
+        if result is not NotImplemented:
+            return result
     if needs_grad(input, scale, residual):
         return _apply_scale(input, scale, residual, dim)
     output: Tensor = _scale_add(input, scale, residual, dim)

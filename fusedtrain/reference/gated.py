@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .dtypes import in_strides_of, widened
 from .pointwise import Pointwise
+from .scale_add import scale_add, scale_add_backward
 
 
 def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
@@ -33,3 +34,43 @@ def gated_backward(
         (grad_gate, grad_value), gated_gradients(grad, gate, value, activation, a, b), strict=True
     ):
         out.copy_(gradient)
+
+
+def _opened(gate: Tensor, f: Pointwise) -> Tensor:
+    """The activation of a gate of [N, C, 1, ...], rounded to the gate's dtype: [N, C]."""
+    return f.forward(widened(gate)).to(gate.dtype).flatten(1)
+
+
+def gated_spread(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
+    """With a gate of one value for each sample and channel, [N, C, 1, ...]."""
+    return scale_add(value, _opened(gate, Pointwise(activation, a, b)), None, 1)
+
+
+def gated_spread_backward(
+    grad: Tensor, gate: Tensor, value: Tensor | None, activation: int, a: float, b: float,
+    needs_value: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of gate and value. No value: the gate needs none."""
+    f = Pointwise(activation, a, b)
+    opened = _opened(gate, f)
+    grad_value, sums = scale_add_backward(grad, value, opened, 1, needs_value)
+    if value is None:
+        return sums, grad_value
+    saved = opened if f.saves_output else gate.flatten(1)
+    grad_gate = f.backward(widened(sums.to(gate.dtype)), widened(saved))
+    return grad_gate.to(gate.dtype).view(gate.shape), grad_value
+
+
+def gated_spread_gradients(
+    grad: Tensor, gate: Tensor, value: Tensor | None, activation: int, a: float, b: float
+) -> tuple[Tensor | None, Tensor]:
+    """The same, differentiable."""
+    f, g = Pointwise(activation, a, b), widened(grad)
+    opened = f.forward(widened(gate)).to(gate.dtype)
+    grad_value = (g * widened(opened)).to(grad.dtype)
+    if value is None:
+        return None, grad_value
+    over = list(range(2, gate.dim()))
+    sums = (g * widened(value)).sum(over, keepdim=True).to(gate.dtype)
+    grad_gate = f.backward(widened(sums), widened(opened if f.saves_output else gate))
+    return grad_gate.to(gate.dtype), grad_value

@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.pointwise import POINTWISE
+from . import pointwise
 from ._channels import BLOCK, sides_of
 from ._layout import cdiv, check_same, dense_like, unit_of
 from .formulas import formula_of
 from .launch import Launcher, check_dtype
 from .pointwise import apply, differentiate
+from .scale_add import scale_add, scale_add_backward
 from .vecmath import widen
 
 
@@ -185,3 +188,39 @@ def gated_backward(
     for target, out in zip((grad_gate, grad_value), outs, strict=True):
         if target is not out:
             target.copy_(out)
+
+
+def _opened(name: str, gate: Tensor, like: Tensor, activation: int, a: float, b: float) -> Tensor:
+    """The activation of a gate of [N, C, 1, ...]: [N, C]."""
+    if gate.dim() < 2 or gate.shape[:2] != like.shape[:2] or gate.dim() != like.dim() or (
+        gate.numel() != gate.size(0) * gate.size(1)
+    ):  # fmt: skip
+        raise RuntimeError(f"fusedtrain::{name}: gate must be [samples, channels, 1, ...]")
+    formula_of(activation, gate.dtype)  # or an error
+    rows = gate.flatten(1)
+    if activation < 0:
+        return rows
+    row = POINTWISE[activation]
+    return pointwise.forward(row.name, rows, *(a, b)[: len(row.parameters)])
+
+
+def gated_spread(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
+    opened = _opened("gated_spread", gate, value, activation, a, b)
+    return scale_add(value, opened, None, 1)
+
+
+def gated_spread_backward(
+    grad: Tensor, gate: Tensor, value: Tensor | None, activation: int, a: float, b: float,
+    needs_value: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    opened = _opened("gated_spread_backward", gate, grad, activation, a, b)
+    grad_value, sums = scale_add_backward(grad, value, opened, 1, needs_value)
+    if value is None:
+        return sums, grad_value
+    grad_gate = sums.to(gate.dtype)
+    if activation >= 0:
+        row = POINTWISE[activation]
+        saved = opened if row.saves == "output" else gate.flatten(1)
+        parameters = (a, b)[: len(row.parameters)]
+        grad_gate = pointwise.backward(row.name, grad_gate, saved, *parameters)
+    return grad_gate.view(gate.shape), grad_value

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from benchmarks import bench_activations as bench
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import NotTheJob
 from fusedtrain.reference import ACTIVATIONS
+from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +32,7 @@ def check(op: str, who: str, function: Function, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ACTIVATIONS)
 def test_right_ones_are_let_in(op: str, dtype: torch.dtype) -> None:
-    check(op, "fusedtrain", bench._ours(op), dtype)
+    check(op, "fusedtrain", bench.ours(op), dtype)
     check(op, "eager", ACTIVATIONS[op].eager, dtype)
 
 
@@ -56,7 +56,7 @@ def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="compile left out: wrong forward"):
         assert list(bench._entrants(*arguments)) == ["fusedtrain", "eager"]
     bench._entrants.cache_clear()
-    monkeypatch.setattr(bench, "_ours", lambda op: WRONG["no-op"])
+    monkeypatch.setattr(bench, "ours", lambda op: WRONG["no-op"])
     with pytest.raises(pytest.fail.Exception, match=r"wrong forward.*\. Not timed"):
         bench._entrants(*arguments)
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import bench_amp_step as bench
 from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import NotTheJob
 from benchmarks.harness.shapes import MODELS
 from benchmarks.harness.steps import JOBS, KINDS, RULES, bytes_per_parameter, rivals
+from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured
 from helpers.models import timm
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import clock, guards, race
-from benchmarks.harness.guards import NotTheJob, Tolerance, agrees, first_call
+from fusedtrain import timing
+from fusedtrain.timing import ANY, NotTheJob, Tolerance, agrees, first_call
 from helpers.benchmarks import mistakes
 
 
@@ -22,8 +23,8 @@ def test_interleave_takes_turns() -> None:
         call()
         return {"a": 100.0, "b": 50.0, "c": 400.0}[log[-1]]
 
-    effort = clock.Effort(min_rounds=5, max_rounds=5, seconds=0.0, sample_ns=100.0)
-    samples = clock.interleave(calls, fake, effort)
+    effort = timing.Effort(min_rounds=5, max_rounds=5, seconds=0.0, sample_ns=100.0)
+    samples = timing.interleave(calls, fake, effort)
     assert samples == {"a": [100.0] * 5, "b": [50.0] * 5, "c": [400.0] * 5}
     rounds = [log[-15:][start : start + 3] for start in range(0, 15, 3)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
@@ -38,17 +39,17 @@ def test_preparation_is_not_timed() -> None:
         log.append("timed")
         return 1.0
 
-    effort = clock.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
-    clock.interleave(
+    effort = timing.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
+    timing.interleave(
         {"a": lambda: log.append("a")}, fake, effort, lambda who: log.append(f"{who} is next")
     )
     assert log == ["a is next", "a", "timed"] * 5
 
 
 def test_median_interval() -> None:
-    assert clock.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert timing.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # P(fewer than 4 of 20 coins are heads) is 0.13 %, fewer than 5 is 0.59 %.
-    assert clock.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
+    assert timing.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
 
 
 def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_admit() -> None:
         if contestant is not None:
             raise contestant(f"{who} is wrong")
 
-    wrong, broken = guards.NotTheJob, RuntimeError
+    wrong, broken = NotTheJob, RuntimeError
     with pytest.warns(UserWarning, match="here: ") as seen:
         admitted = guards.admit(
             {"fusedtrain": None, "eager": wrong, "compile": broken, "exact": None}, check, "here"
@@ -122,8 +123,8 @@ def test_both_of_ours_must_pass() -> None:
         (Tolerance(atol=1e-3), 1.1e-3, False),
         (Tolerance(rtol=1e-3), 1.9e-3, True),
         (Tolerance(rtol=1e-3), 2.1e-3, False),
-        (Tolerance(guards.ANY, norm=1e-2), 0.19, True),
-        (Tolerance(guards.ANY, norm=1e-2), 0.21, False),
+        (Tolerance(ANY, norm=1e-2), 0.19, True),
+        (Tolerance(ANY, norm=1e-2), 0.21, False),
         (Tolerance(1.0, norm=1e-2), 0.21, False),
         (Tolerance(atol=1e3, norm=1e3), torch.nan, False),
     ],

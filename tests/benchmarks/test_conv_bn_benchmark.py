@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from benchmarks import bench_conv_bn as bench
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import NotTheJob
 from benchmarks.harness.networks import Setup
+from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured
 from helpers.models import torchvision
 

@@ -13,9 +13,9 @@ from benchmarks import bench_host as bench
 from benchmarks.harness import calls
 from benchmarks.harness.calls import CALLS, Contestant, check
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.guards import NotTheJob
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Limits
+from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import bench_images as bench
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import NotTheJob
+from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured
 
 pytestmark = pytest.mark.filterwarnings("ignore:no torchvision rival")

@@ -99,10 +99,10 @@ CALLS: dict[str, tuple[str, Callable[[nn.Module, Tensor], Tensor]]] = {
     "F.elu": ("elu", lambda m, x: T.elu(x, 0.5)),
     "F.leaky_relu": ("leaky_relu", lambda m, x: T.leaky_relu(x, negative_slope=0.2)),
     "F.hardswish": ("hardswish", lambda m, x: T.hardswish(x)),
-    "F.relu in place": ("relu", lambda m, x: T.relu(x, inplace=True)),
-    "torch.relu": ("relu", lambda m, x: torch.relu(x)),
-    "torch.relu_": ("relu", lambda m, x: torch.relu_(x)),
-    "x.relu()": ("relu", lambda m, x: x.relu()),
+    "F.elu in place": ("elu", lambda m, x: T.elu(x, inplace=True)),
+    "F.relu6": ("relu6", lambda m, x: T.relu6(x)),
+    "torch.selu": ("selu", lambda m, x: torch.selu(x)),
+    "torch.selu_": ("selu", lambda m, x: torch.selu_(x)),
     "x.sigmoid()": ("sigmoid", lambda m, x: x.sigmoid()),
     "F.tanh": ("tanh", lambda m, x: T.tanh(x)),
     "swish by a function": ("silu", lambda m, x: swish(x)),
@@ -384,15 +384,14 @@ def test_an_unknown_formula_is_listed() -> None:
     ]
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_transformer_layers(kind: Any, activation: str) -> None:
+def test_transformer_layers(kind: Any) -> None:
     torch.manual_seed(0)
-    layer = kind(8, 2, 16, 0.0, activation, batch_first=True)
+    layer = kind(8, 2, 16, 0.0, "gelu", batch_first=True)
     x = (torch.randn(2, 3, 8),) * (2 if kind is nn.TransformerDecoderLayer else 1)
     stock = copy.deepcopy(layer)
     report = fusedtrain.convert(layer, x)
-    assert [entry.target for entry in report.converted] == [f"fusedtrain.functional.{activation}"]
+    assert [entry.target for entry in report.converted] == ["fusedtrain.functional.gelu"]
     assert fusedtrain.convert(layer).already == 1
     for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         torch.testing.assert_close(twin(*x), stock(*x))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.conversion import _conversion
+from fusedtrain.conversion import _trials
 from helpers.folding import waken
 
 QUANTIZATION_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
 def small() -> nn.Sequential:
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.ReLU())
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 4, 1), nn.ELU())
     return waken(nn.Sequential(*layers))
 
 
@@ -142,7 +142,7 @@ def test_observers_that_grow_at_their_first_call_are_put_back() -> None:
 
 def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = (float("inf"), "what has a gradient")
-    monkeypatch.setattr(_conversion, "excess", lambda *_: answer)
+    monkeypatch.setattr(_trials, "excess", lambda *_: answer)
     with pytest.raises(RuntimeError, match=r"\(what has a gradient differs altogether\)"):
         fusedtrain.convert(small(), example())
 
@@ -191,7 +191,7 @@ def test_repr_tells_what_became_of_modules() -> None:
     assert lines[2].startswith("(1): BatchNormAct2d(8, eps=1e-05")
     assert lines[2].endswith("act=SiLU, fused)")
     assert lines[3] == "(2): SiLU(hands on its input: fused)"
-    assert lines[5] == "(4): ReLU()"
+    assert lines[5] == "(4): ELU(alpha=1.0)"
     fusedtrain.revert(model)
     assert repr(model) == repr(small())
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fusedtrain
 from fusedtrain import nn as fused_nn
-from helpers.conversion import output_and_gradients, small_linear
+from helpers.conversion import left_of, output_and_gradients, small_linear
 from helpers.models import build, but_long
 from helpers.norm_models import make
 from helpers.processes import python
@@ -23,7 +23,7 @@ from helpers.processes import python
 MODELS = {
     "torchvision:resnet18": ({"ReLU": 9, "MaxPool2d": 1}, 1e-10),
     "torchvision:resnet50": ({"ReLU": 17, "MaxPool2d": 1}, 1e-10),
-    "torchvision:mobilenet_v3_small": ({"Hardswish": 19, "ReLU": 14, "Hardsigmoid": 9}, 1e-7),
+    "torchvision:mobilenet_v3_small": ({"Hardswish": 19, "ReLU": 5, "Hardsigmoid": 9}, 1e-7),
     "torchvision:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
     "timm:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
     "torchvision:convnext_tiny": ({"GELU": 18}, 1e-10),
@@ -63,7 +63,7 @@ def test_model_and_revert(name: str) -> None:
     assert Counter(entry.target for entry in report.converted) == {
         f"fusedtrain.nn.{kind}": count for kind, count in counts.items()
     }
-    assert not report.left
+    assert not left_of(report)
     assert list(fused.state_dict()) == list(stock.state_dict())
     for key, value in stock.state_dict().items():
         assert torch.equal(fused.state_dict()[key], value), key

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedtrain
-from helpers.conversion import assert_same, image, kinds, results, snapshot
+from helpers.conversion import assert_same, image, kinds, left_of, results, snapshot
 from helpers.models import but_long
 from helpers.norm_models import MODELS, make
 
@@ -28,7 +28,7 @@ def test_model(name: str) -> None:
     before = snapshot(fused)
     report = fusedtrain.convert(fused)
     assert kinds(report) == expected_kinds
-    assert not report.left
+    assert not left_of(report)
     assert list(fused.state_dict()) == keys
     assert [n for n, _ in fused.named_modules()] == names
     assert all(isinstance(b, type(a)) for a, b in zip(stock.modules(), fused.modules())
@@ -71,7 +71,7 @@ def test_model_with_proof(name: str) -> None:
     report = fusedtrain.convert(model, x)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert kinds(report) == MODELS[name][1]
-    assert not report.left
+    assert not left_of(report)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     proof = report.proof

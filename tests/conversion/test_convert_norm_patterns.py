@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain import nn as fused_nn
-from helpers.conversion import Block, Calls, assert_same, image, kinds, results
+from helpers.conversion import Block, Calls, assert_same, image, kinds, left_of, results
 from helpers.models import timm, torchvision
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,7 +115,7 @@ def test_sum_over_the_other_operand_is_left() -> None:
     model = Sum(lambda a, b: _augmented(b * 2, a), nn.ReLU())
     report = fusedtrain.convert(model)
     assert not report.norms
-    assert report.left[0].reason == "the sum is written over its other operand"
+    assert left_of(report)[0].reason == "the sum is written over its other operand"
 
 
 def test_broadcast_and_promoted_residuals() -> None:

@@ -91,6 +91,7 @@ def test_script_runs_as_python_runs_it(folder: Path) -> None:
     report = json.loads(run.stdout)  # what the script prints is on stderr
     assert report["steps"] == 8
     assert report["end"] == "done"
+    assert report["partial"] is None
     expected = f"arguments {['sub/train.py', '--lr', '-x']} {folder} {script.parent}"
     assert expected in run.stderr.splitlines()
     assert run.stderr.count("imported as __main__") == 1
@@ -128,7 +129,7 @@ def test_script_without_a_step_is_told_so(
 ) -> None:
     (folder / "train.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
     status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
-    assert status == Exit.USAGE
+    assert status == Exit.FOUND
     assert "PARTIAL: the script took no step of an optimizer" in output
     assert "tensor(2.)" in output
 

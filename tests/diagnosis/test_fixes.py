@@ -57,7 +57,9 @@ def test_the_diff_removes_findings(
     os.rename(script, tmp_path / "fixed.py")  # Python keeps the lines of a file that it has read
     after = examine(tmp_path / "fixed.py", assume_gpu=True)
     assert not rules(after) & fixed, f"{diff}\n{after}"
-    assert rules(after) <= rules(diagnosis)
+    # Two workers sleep 8 ms a batch, longer than a step may take; the others are by the clock, too.
+    clock = {"loader-too-slow", "slow-optimizer", "small-tensors"}
+    assert rules(after) - clock <= rules(diagnosis)
     assert not diagnosis.partial
     for rule in left & rules(diagnosis):
         assert all(not f.changes for f in diagnosis.findings if f.rule == rule)

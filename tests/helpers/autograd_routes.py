@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedtrain
 from fusedtrain import _backends
-from fusedtrain.ops import batch_norm
+from fusedtrain.ops import batch_norm, bias_act, gated, scale_add
 from fusedtrain.ops.activations import KERNELS
 
 NEEDS_CPP = pytest.mark.skipif(
@@ -23,7 +23,9 @@ NEEDS_CPP = pytest.mark.skipif(
 @contextmanager
 def python_route() -> Iterator[None]:
     """Within it every call makes its nodes in Python."""
-    with mock.patch.object(batch_norm, "_cpp", None):
+    with ExitStack() as patches:
+        for module in (batch_norm, bias_act, gated, scale_add):
+            patches.enter_context(mock.patch.object(module, "_cpp", None))
         calls = {name: kernel.call for name, kernel in KERNELS.items()}
         for kernel in KERNELS.values():
             kernel.call = kernel.in_python

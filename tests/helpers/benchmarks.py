@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.clock import Effort, cpu_clock
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
+from fusedtrain.timing import Effort, cpu_clock
 
 BRIEF = Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
 STEADY = [1e6] * 9

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain._graph.report import Left
+from fusedtrain.conversion._worth import GAINS_NOTHING
 from helpers.models import timm
 
 
@@ -45,6 +47,11 @@ class Calls(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.after(self, self.bn(self.conv(x)))
+
+
+def left_of(report: fusedtrain.ConversionReport) -> list[Left]:
+    """The modules that stay for another reason than that they would gain nothing."""
+    return [left for left in report.left if left.reason != GAINS_NOTHING]
 
 
 def small(*after: nn.Module) -> nn.Sequential:

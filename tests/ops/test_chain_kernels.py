@@ -6,6 +6,9 @@ test_chains.py has the functions.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -209,6 +212,59 @@ def test_every_scale(ops: Kernels, kind: str) -> None:
         assert same_bits(again, sums)
 
 
+SPREAD = {
+    kind: make
+    for kind, (make, dim, each) in SCALED.items()
+    if dim == 1 and each and make().dim() > 2
+}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": lambda gate: gate,
+    "sliced": lambda gate: torch.stack([gate, gate], -1)[..., 0],
+    "channels outside": lambda gate: gate.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("kind", parameters(SPREAD, "empty"))
+def test_every_gate_over_space(ops: Kernels, kind: str) -> None:
+    names = itertools.cycle(("sigmoid", "silu", "identity", "hardsigmoid", "leaky_relu"))
+    for dtype, lay_out in itertools.product(DTYPES, GATES):
+        value = placed(SPREAD[kind](), ops.device, dtype)
+        if ops.slow and value.numel() > 10_000:
+            pytest.skip("slow")
+        if ops.slow and lay_out == "sliced":
+            continue
+        name = next(names)
+        exact, activation = EXACT[name], FORMULAS[name]
+        gate = torch.randn(*value.shape[:2], *[1] * (value.dim() - 2)).to(ops.device, dtype)
+        gate = GATES[lay_out](gate)
+        # A kernel rounds what the gate becomes to the dtype, as eager torch does.
+        grad = torch.randn(value.shape).to(ops.device, dtype)
+        want, want_gate, want_value = autograd(
+            lambda g, v, exact=exact: exact(g) * v, gate, value, grad=grad
+        )
+        output = ops("gated_spread", gate, value, *activation)
+        close(output, want, dtype, 2)
+        grad_gate, grad_value = ops("gated_spread_backward", grad, gate, value, *activation, True)
+        close(grad_value, want_value, dtype, 2)
+        assert grad_gate.dtype is dtype
+        assert grad_gate.shape == gate.shape
+        if smooth(name):
+            size = (
+                (grad.double() * value.double()).flatten(2).norm(dim=2).max().item()
+                if value.numel()
+                else 0
+            )
+            close(grad_gate / (1 + size), want_gate / (1 + size), dtype, 8)
+        if ops.kernel:
+            assert output.stride() == grad_value.stride() == torch.empty_like(value).stride()
+        nothing, only = ops("gated_spread_backward", grad, gate, None, *activation, True)
+        assert same_bits(only.contiguous(), grad_value.contiguous())
+        assert nothing.numel() == 0
+        again, nothing = ops("gated_spread_backward", grad, gate, value, *activation, False)
+        assert nothing.numel() == 0
+        assert same_bits(again, grad_gate)
+
+
 # --- bias, activation, gain, clamp, dropout ---
 
 BIASED = {
@@ -333,6 +389,13 @@ def test_mistakes(ops: Kernels) -> None:
         ("gated", (x, x[:2], *act)),
         ("gated", (x.double(), x, *act)),
         ("gated", (x, x, 99, 0.0, 0.0)),
+        ("gated_spread", (torch.ones(3, 5, 1), x, *act)),
+        ("gated_spread", (torch.ones(3, 4), x, *act)),
+        ("gated_spread", (torch.ones(3, 4, 2), x, *act)),
+        ("gated_spread", (torch.ones(3, 4, 1).double(), x, *act)),
+        ("gated_spread", (torch.ones(3, 4, 1), x, 99, 0.0, 0.0)),
+        ("gated_spread_backward", (x, torch.ones(2, 4, 1), x, *act, True)),
+        ("gated_spread_backward", (x, torch.ones(3, 4, 1), x[:2], *act, True)),
         ("scale_add", (x, torch.ones(3, 5), None, 1)),
         ("scale_add", (x, torch.ones(2, 4), None, 1)),
         ("scale_add", (x, torch.ones(3, 4).double(), None, 1)),

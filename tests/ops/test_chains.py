@@ -344,6 +344,10 @@ def test_opcheck(dtype: torch.dtype) -> None:
     for op, inputs in (
         (OPS.gated, (x, x, 6, 0.0, 0.0)),
         (OPS.gated_backward, (x, x, x, *out, 6, 0.0, 0.0)),
+        (OPS.gated_spread, (s.view(*s.shape, 1), x, 6, 0.0, 0.0)),
+        (OPS.gated_spread_backward, (x, s.view(*s.shape, 1), x, 6, 0.0, 0.0, True)),
+        (OPS.gated_spread_backward, (x, s.view(*s.shape, 1), None, 6, 0.0, 0.0, True)),
+        (OPS.gated_spread_backward, (x, s.view(*s.shape, 1), x, 6, 0.0, 0.0, False)),
         (OPS.scale_add, (x, s, x, 1)),
         (OPS.scale_add_backward, (x, x, s, 1, True)),
         (OPS.scale_add_backward, (x, None, s, 1, True)),

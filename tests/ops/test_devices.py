@@ -63,6 +63,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "gated": lambda: (X.clone(), X.clone(), *ACT),
     "gated_backward": lambda: (*(X.clone() for _ in range(5)), *ACT),
+    "gated_spread": lambda: (torch.randn(3, 4, 1, 1), X.clone(), *ACT),
+    "gated_spread_backward": lambda: (
+        X.clone(), torch.randn(3, 4, 1, 1), X.clone(), *ACT, True,
+    ),
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
     "bias_act": lambda: (

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as T
 from torch import Tensor
 
-import fusedtrain  # noqa: F401  (its ops)
+import fusedtrain
 from fusedtrain.ops.pool import _bits_of
 from fusedtrain.reference import FAMILIES
 from fusedtrain.reference.bits import pack, packed_bytes, unpack
@@ -219,9 +219,13 @@ def test_opcheck(last: bool) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_every_instruction_set(capability: str) -> None:
+    """Those that this process does not use: a third of the cases."""
+    if f"({capability})" in str(fusedtrain.backend_info()):
+        pytest.skip("all other tests run it")
     environment = {**os.environ, "FUSEDTRAIN_CPU_CAPABILITY": capability}
+    environment["PYTHONPATH"] = str(ROOT / "tools")
     file = Path(__file__)
     code = "import fusedtrain"
     run = subprocess.run(
@@ -230,11 +234,13 @@ def test_every_instruction_set(capability: str) -> None:
     if "this processor" in run.stderr:
         pytest.skip(f"{capability} is not of this processor")
     tests = ["-k", "cpu and (every_window or all_equal)", "-q", "-p", "no:cacheprovider"]
+    tests += ["-p", "_every_nth", "--every", "3"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", str(file), *tests],
         env=environment, capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:]
+    assert " passed" in run.stdout
 
 
 def test_number_of_threads_does_not_matter() -> None:

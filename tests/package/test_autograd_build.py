@@ -54,6 +54,7 @@ def test_a_variable_switches_it_off() -> None:
     [
         ({"autograd": {**HERE, "torch": "2.12.9"}}, "was built for torch 2.12.9, "),
         ({"autograd": {**HERE, "python": "cpython-39-other"}}, "cpython-39-other, this is torch"),
+        ({"autograd": {**HERE, "interface": 1}}, "was built from other sources of fusedtrain"),
         ({}, "was built for an unknown torch"),
         ({"autograd": HERE}, "failed to load under torch"),
     ],

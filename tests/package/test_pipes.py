@@ -10,7 +10,13 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "words", [["fusedtrain"], ["fusedtrain", "--help"], ["fusedtrain.compat", "--help"]]
+    "words",
+    [
+        ["fusedtrain"],
+        ["fusedtrain", "--help"],
+        ["fusedtrain", "bench", "--help"],
+        ["fusedtrain.compat", "--help"],
+    ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(words: list[str]) -> None:
     """As `python -m fusedtrain | head -1` does, where head is faster."""

@@ -1,6 +1,7 @@
 // The table of batch_norm.h.
 #include "batch_norm.h"
 
+#include "batch_norm_channels.h"
 #include "tables.h"
 
 namespace fusedtrain {
@@ -54,6 +55,11 @@ static constexpr auto batch_norm_layouts() {
   TableOf<BatchNormLayouts, Format> layouts = {};
   layouts.by_column = batch_norm_kernels<FT_ISA::Column, Format>();
   layouts.by_row = batch_norm_kernels<FT_ISA::Row, Format>();
+  layouts.channels.guess = FT_ISA::norm_guess<Format>;
+  layouts.channels.moments = FT_ISA::norm_moments;
+  layouts.channels.center = FT_ISA::norm_center;
+  layouts.channels.settle = FT_ISA::norm_settle<typename Format::Number>;
+  layouts.channels.track = FT_ISA::norm_track<typename Format::Number>;
   return layouts;
 }
 

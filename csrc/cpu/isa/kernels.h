@@ -121,9 +121,21 @@ struct BatchNormKernels {
   void (*move_sums)(T* from, double* to, int64_t n);
 };
 
+// Once a channel: see batch_norm_channels.h.
+template <class S, class T>
+struct BatchNormChannels {
+  void (*guess)(const S* x, const int64_t* index, int64_t inner, double* means, int64_t n);
+  bool (*moments)(double* sums, const double* squares, double count, double* variance, int64_t n);
+  void (*center)(const double* distance, double* average, double* variance, int64_t n);
+  void (*settle)(const double* average, const double* variance, double eps, T* mean, T* invstd,
+                 int64_t n);
+  void (*track)(T* running, const double* value, double scale, double momentum, int64_t n);
+};
+
 template <class S, class T>
 struct BatchNormLayouts {
   BatchNormKernels<S, T> by_column, by_row;
+  BatchNormChannels<S, T> channels;
 };
 
 // What bias_act does once the formula is through.

@@ -244,6 +244,22 @@ def test_drops_draw_and_give_what_they_do_alone() -> None:
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_stochastic_depth_at_rest_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise AssertionError("the long way")
+
+    x = torch.randn(4, 3, 5, 5)
+    monkeypatch.setattr(fnn.BatchNormAct2d, "_normalise", refuse)
+    fnn.BatchNormAct2d(3, drop_layer=lambda: fnn.DropPath(0.0))(x)
+    norm = fnn.BatchNormAct2d(3, drop_layer=lambda: fnn.DropPath(0.5))
+    norm.eval()(x)
+    with pytest.raises(AssertionError, match="the long way"):
+        norm.train()(x)
+    norm.eval().drop.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(AssertionError, match="the long way"):
+        norm(x)
+
+
 def test_drop_path_draws_as_timm() -> None:
     timm()
     import timm.layers as layers

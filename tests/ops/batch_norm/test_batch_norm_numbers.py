@@ -93,7 +93,7 @@ def test_first_element_an_outlier(ops: Kernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [F32, F64, BF16], ids=str)
 def test_outliers_where_the_mean_is_guessed(ops: Kernels, dtype: torch.dtype) -> None:
-    """The CPU kernel looks at three elements of a channel (guess_means in csrc/cpu/batch_norm.cpp)
+    """The CPU kernel looks at three elements of a channel (norm_guess in csrc/cpu/isa)
     and adds up distances from their median: it has to see that it was misled."""
     n = 500 if ops.slow else 4000
     for x in (torch.randn(2, 3, n), last(2, 3, n)):

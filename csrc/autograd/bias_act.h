@@ -1,0 +1,150 @@
+// Bias, activation, gain, clamp and dropout, and their node.
+#pragma once
+
+#include <ATen/ops/empty_strided.h>
+
+#include <string>
+#include <tuple>
+
+#include "activations.h"
+#include "tensors.h"
+
+namespace fusedtrain {
+
+// What Python says of them, once: a byte for each activation whose output is compared with a bound
+// in backward, and so must not be multiplied.
+inline std::string& bounded_activations() {
+  static std::string bounded;
+  return bounded;
+}
+
+// The arguments of the ops behind the tensors.
+struct BiasActSettings {
+  int64_t dim;
+  Pointwise f;
+  double gain, clamp, p;
+
+  Tensor output(const Tensor& input, const Tensor& bias, const Tensor& seed) const {
+    static const Op<Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, int64_t, int64_t,
+                           double, double, double, double, double)>
+        op = "fusedtrain::bias_act";
+    const BelowAutograd below(input);
+    return op.call(input, maybe(bias), maybe(seed), dim, f.op, f.a, f.b, gain, clamp, p);
+  }
+
+  std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& saved, const Tensor& bias,
+                                      const Tensor& seed, bool needs_bias) const {
+    static const Op<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const MaybeTensor&,
+                                               const MaybeTensor&, int64_t, int64_t, double, double,
+                                               double, double, double, bool)>
+        op = "fusedtrain::bias_act_backward";
+    return op.call(grad, saved, maybe(bias), maybe(seed), dim, f.op, f.a, f.b, gain, clamp, p,
+                   needs_bias);
+  }
+};
+
+struct BiasActRule {
+  static constexpr size_t kSaved = 3, kEdges = 2;
+  static constexpr const char* kLabel = "BiasActBackward";
+  enum Saved { kActivated, kBias, kSeed };
+  enum Edge { kToInput, kToBias };
+  BiasActSettings settings;
+  std::vector<int64_t> strides;  // of the output, by which the mask goes; of dropout only
+
+  variable_list gradients(const Tensor& given, const SavedTensors<BiasActRule>& s,
+                          const Needs<BiasActRule>& needs) const {
+    const auto& [dim, f, gain, clamp, p] = settings;
+    if (!takes_op(given, s))
+      return call_formula(formula_of<BiasActRule>(), given, s[0], s[1], s[2], dim, f.op, f.a, f.b,
+                          gain, clamp, p, needs[kToBias], at::IntArrayRef(strides));
+    at::AutoDispatchBelowADInplaceOrView below;
+    const bool drops = s[kSeed].defined();
+    const Tensor grad = drops ? laid_out(given) : given;
+    const Tensor saved = !s[kActivated].defined() ? grad
+                         : drops                  ? laid_out(s[kActivated])
+                                                  : s[kActivated];
+    auto [grad_input, sums] = settings.backward(grad, saved, s[kBias], s[kSeed], needs[kToBias]);
+    if (!needs[kToBias]) return {std::move(grad_input)};
+    const Tensor& bias = s[kBias];
+    sums = sums.view(-1);
+    if (sums.scalar_type() != bias.scalar_type()) sums = sums.to(bias.scalar_type());
+    return {std::move(grad_input), std::move(sums)};
+  }
+
+  void collect(torch::autograd::CompiledNodeArgs& args) const {
+    args.collect(settings.dim);
+    settings.f.collect(args);
+    args.collect(settings.gain);
+    args.collect(settings.clamp);
+    args.collect(settings.p);
+    for (const int64_t stride : strides) args.collect(stride);
+  }
+
+ private:
+  Tensor laid_out(const Tensor& t) const {
+    if (t.strides() == at::IntArrayRef(strides)) return t;
+    return at::empty_strided(t.sizes(), strides, t.options()).copy_(t);
+  }
+};
+
+// Whether the op takes the call as it is.
+inline bool fits(const Tensor& input, const Tensor& bias, BiasActSettings& s) {
+  if (!are_usual(input, {&bias}) || !(s.p >= 0 && s.p < 1)) return false;
+  if (!bias.defined()) {
+    s.dim = -1;
+  } else {
+    if (s.dim < 0) s.dim += input.dim();
+    if (s.dim < 0 || s.dim >= input.dim() || bias.dim() != 1 || bias.size(0) != input.size(s.dim))
+      return false;
+  }
+  const bool bounded = s.f.op >= 0 && bounded_activations()[static_cast<size_t>(s.f.op)] != 0;
+  return !bounded || (s.gain == 1 && s.p == 0 && s.clamp < 0);
+}
+
+// Saves the output where the derivative is a function of it, else the input.
+inline Tensor recorded(const Tensor& input, const Tensor& bias, const Tensor& seed,
+                       const BiasActSettings& s) {
+  RECORD_FUNCTION("BiasAct", std::vector<c10::IValue>({input}), at::sequence_number::peek());
+  const auto node = rule_node(BiasActRule{s, {}}, input, bias);
+  Tensor output = s.output(input, bias, seed);
+  if (seed.defined()) node->rule.strides = output.strides().vec();
+  torch::autograd::set_history(output, node);
+  using Rule = BiasActRule;
+  if (s.f.saves_output())
+    node->save(Rule::kActivated, output, /*is_output=*/true);
+  else if (s.f.op >= 0 || s.clamp >= 0)  // else the derivative is constant
+    node->save(Rule::kActivated, input);
+  node->save(Rule::kBias, bias);
+  node->save(Rule::kSeed, seed);
+  return output;
+}
+
+// bias_act(input, bias, dim, activation, gain, clamp, p) -> output, or NotImplemented for an
+// unusual call. `clamp` is a number of the dtype.
+inline PyObject* bias_act(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 7, "bias_act: 7 arguments");
+  Tensor input, bias;
+  BiasActSettings s;
+  if (!(read(args[0], input) && read(args[1], bias) && read(args[2], s.dim) && read(args[3], s.f) &&
+        read(args[4], s.gain) && read(args[5], s.clamp) && read(args[6], s.p)) ||
+      !fits(input, bias, s) || !is_usual_thread())
+    Py_RETURN_NOTIMPLEMENTED;
+  const bool records = torch::autograd::compute_requires_grad(input, bias);
+  if (records && !can_record({&input, &bias})) Py_RETURN_NOTIMPLEMENTED;
+  const Tensor seed = s.p > 0 ? new_seed(input) : Tensor();
+  return THPVariable_Wrap(records ? recorded(input, bias, seed, s) : s.output(input, bias, seed));
+  END_HANDLE_TH_ERRORS
+}
+
+// prepare_bias_act(formula, bounded): what bias_act needs from Python.
+inline PyObject* prepare_bias_act(PyObject* module, PyObject* args) {
+  PyObject* formula;
+  const char* bounded;
+  Py_ssize_t size;
+  if (!PyArg_ParseTuple(args, "Oy#", &formula, &bounded, &size)) return nullptr;
+  bounded_activations().assign(bounded, static_cast<size_t>(size));
+  return prepare<BiasActRule>(module, formula);
+}
+
+}  // namespace fusedtrain

@@ -1,0 +1,43 @@
+"""Who is timed against whom, and the gate of each: the command `bench` and benchmarks/ share it.
+
+A family is a module with ``entries(options)``, the rows that the command `bench` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from . import activations, amp_step, chains, conv, norms
+from ._match import (
+    COPY,
+    EAGER,
+    FRESH_COPY,
+    OURS,
+    Entry,
+    Options,
+    Result,
+    measure,
+    peak_operations,
+)
+
+# In the order in which they are shown.
+FAMILIES: Mapping[str, Callable[[Options], Iterable[Entry]]] = {
+    "activations": activations.entries,
+    "norm": norms.entries,
+    "amp-step": amp_step.entries,
+    "conv": conv.entries,
+    "chains": chains.entries,
+}
+
+__all__ = [
+    "COPY",
+    "EAGER",
+    "FAMILIES",
+    "FRESH_COPY",
+    "OURS",
+    "Entry",
+    "Options",
+    "Result",
+    "measure",
+    "peak_operations",
+]

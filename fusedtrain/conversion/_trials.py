@@ -1,0 +1,162 @@
+"""Installs the swaps of a conversion that an example proves right, and takes back the others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._graph.example import example_for
+from .._torch_private import pytree
+from ._conversion import Conversion, place_of
+from ._norms import Site, Step
+from ._proof import Errors, Run, excess, is_doubtful, run
+from ._report import ConversionReport, Layer, Proof
+
+
+def prove(conversion: Conversion, example: Any) -> ConversionReport:
+    """Installs what does not change results.
+
+    Raises:
+        RuntimeError: what is right one by one is not right together. Nothing is converted then.
+    """
+    example = example_for(conversion.model, example)
+    try:
+        return _prove(conversion, _Trials(conversion, example))
+    except BaseException:
+        conversion.uninstall()
+        raise
+
+
+def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
+    conversion.install()
+    tried: set[int] = set()
+    while wrong := proof.judge():
+        units = [module for module in _units(conversion) if id(module) not in tried]
+        if not units:
+            raise RuntimeError(
+                f"the converted model differs from the original one ({wrong}); nothing is converted"
+            )
+        conversion.uninstall()
+        for module in units:
+            tried.add(id(module))
+            conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
+            reason = proof.judge()
+            conversion.uninstall()
+            if reason:
+                conversion.undone[id(module)] = f"undone: {reason}"
+        # A norm may have lost a sum to one that is undone now, and is tried in the next round.
+        conversion.install()
+    report = conversion.report()
+    report.proof = proof.result()
+    return report
+
+
+def _units(conversion: Conversion) -> list[nn.Module]:
+    acts = [entry.module for entry in conversion.swapped]
+    owners = conversion.plan.owners()
+    return acts + [site.norm for site in conversion.plan.sites] + owners
+
+
+class _Trials:
+    """Compares the model as it is at the moment with the stock one."""
+
+    def __init__(self, conversion: Conversion, example: Any) -> None:
+        self.conversion, self.model, self.example = conversion, conversion.model, example
+        conversion.install()
+        watched = conversion.watched()
+        conversion.uninstall()
+        self.stock, _ = run(self.model, example, watched)
+        _, self.noise = run(self.model, example, watched, self.stock, noise=True)
+        self._wide: tuple[Run, Errors] | None = None
+
+    def judge(self) -> str:
+        """What is wrong; '' if nothing is."""
+        watched = self.conversion.watched()
+        try:
+            self.after, self.errors = run(self.model, self.example, watched, self.stock)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        factor, what = excess(self.errors, self.noise)
+        if is_doubtful(self.errors, self.noise, factor):
+            factor, what = self._in_float64(watched, (factor, what))
+        if factor == float("inf"):
+            return f"{what} differs altogether"
+        return f"{what} is off by {factor:.2g} times what rounding explains" if factor > 1 else ""
+
+    def _in_float64(self, watched: list[nn.Module], narrow: tuple[float, str]) -> tuple[float, str]:
+        """The same with copies in float64: that rounding grows into large errors, as in the last
+        layers for a small image, must not hide a mistake."""
+        example = pytree.tree_map(_widened, self.example)
+        try:
+            converted = copy.deepcopy(self.model).double()
+            if self._wide is None:
+                self.conversion.uninstall()
+                try:
+                    stock = copy.deepcopy(self.model).double()
+                finally:
+                    self.conversion.install()
+                self._wide = self._run_wide(stock, example, watched)
+            reference, noise = self._wide
+            _, errors = run(converted, example, (), reference)
+        except Exception:  # a model that insists on its dtype: the first verdict stays
+            return narrow
+        factor, what = excess(errors, noise)
+        return factor, f"{what}, in float64,"
+
+    def _run_wide(self, stock: nn.Module, example: Any, watched: list[nn.Module]) -> Any:
+        copies = dict(zip(map(id, self.model.modules()), stock.modules()))
+        places = [copies[id(module)] for module in watched]
+        reference, _ = run(stock, example, places)
+        _, noise = run(stock, example, places, reference, noise=True)
+        return reference, noise
+
+    def result(self) -> Proof:
+        conversion, plan = self.conversion, self.conversion.plan
+        layers = []
+        for site in plan.sites:
+            error = self.errors.layers.get(id(place_of(site, plan)), 0.0)
+            before, after = self._saved(self.stock, site), self._saved(self.after, site)
+            layers.append(Layer(site.name, before, after, error))
+        taken = {id(step.module) for site in plan.sites for step in site.steps}
+        taken |= {id(part) for site in plan.sites for part in site.norm.modules()}
+        for entry in conversion.swapped:
+            if id(entry.module) not in taken:
+                error = self.errors.layers.get(id(entry.module), 0.0)
+                before = self.stock.bytes_of(entry.module)
+                after = self.after.bytes_of(entry.module)
+                layers.append(Layer(entry.names[0], before, after, error))
+        return Proof(
+            self.errors.outputs,
+            self.errors.gradient,
+            self.noise.outputs,
+            self.noise.gradient,
+            self.stock.saved.total(),
+            self.after.saved.total(),
+            layers,
+            len(self.after.outputs),
+            len(self.after.gradients),
+        )
+
+    @staticmethod
+    def _saved(done: Run, site: Site) -> int:
+        total = sum(done.bytes_of(part) for part in site.norm.modules())
+        for step in site.steps:
+            if step.is_call and step.module is not None:
+                total += done.saved[(id(step.module), id(step.trace.module), _ordinal(step))]
+        return total
+
+
+def _ordinal(step: Step) -> int:
+    """Which call of its module a step is, in the forward that makes it."""
+    nodes = step.trace.graphs[0].nodes
+    calls = [node for node in nodes if step.trace.callee(node) is step.module]
+    return calls.index(step.nodes[0])
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().to(torch.float64).requires_grad_(value.requires_grad)
+    return value

@@ -1,0 +1,66 @@
+"""Converts the models of a script that knows nothing of it, at the first optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..conversion import convert
+
+
+class Conversion:
+    """Watches which modules are called from outside of all modules: the roots.
+
+    At the first optimizer step the roots that have parameters of this optimizer are converted by
+    ``fusedtrain.convert``, on the last batch that they were called with, so that `convert` compares
+    them with the stock model. Optimizer, loader and precision stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.report: list[str] = []
+        self._depth = 0
+        self._calls: dict[nn.Module, tuple[Any, Any]] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+        ]
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and any(True for _ in module.parameters()):
+            self._calls[module] = (arguments, named)
+
+    def apply(self, optimizer: Optimizer) -> None:
+        """Converts, and stops watching."""
+        for hook in self._hooks:
+            hook.remove()
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for module, (arguments, named) in self._calls.items():
+            if trained.isdisjoint(map(id, module.parameters())):
+                continue
+            name = type(module).__name__
+            # `convert` takes arguments in their order, or by name, not both.
+            example: Any = named if named and not arguments else arguments
+            try:
+                report = convert(module, example if not (named and arguments) else None)
+            except Exception as error:
+                self.report.append(f"{name} was not converted: {type(error).__name__}: {error}")
+            else:
+                counted = f"{len(report.norms)} norms, {len(report.converted)} activations"
+                self.report.append(f"{name}: {counted} converted")
+        self._calls.clear()
+        if not self.report:
+            self.report.append("no module with the optimizer's parameters was called")

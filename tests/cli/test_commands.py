@@ -1,0 +1,161 @@
+"""What all commands have in common: how they are found, wrong use, the extra, the output."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fusedtrain.cli import _output, main
+from fusedtrain.cli._exit import Exit
+from fusedtrain.cli._output import Column, Outputs, Report, Table
+from helpers import ROOT
+from helpers.commands import Page, environment
+
+COMMANDS = ("info", "build-autograd", "bench", "profile")
+
+
+def test_the_console_script_is_the_same_function() -> None:
+    declared = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^fusedtrain = "fusedtrain.cli:main"$', declared, re.MULTILINE)
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == Exit.DONE
+    out = capsys.readouterr().out
+    assert all(name in out for name in COMMANDS)
+
+
+def test_exit_codes_are_those_of_the_guide() -> None:
+    guide = (ROOT / "docs/cli.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ", guide, re.MULTILINE)
+    assert [int(code) for code in rows] == [int(code) for code in Exit]
+
+
+def test_without_the_extra() -> None:
+    """`import fusedtrain` imports nothing of it, `info` needs nothing of it, the others say so."""
+    code = (
+        "import sys\n"
+        "import fusedtrain\n"
+        "names = ('click', 'rich', 'matplotlib', 'fusedtrain.cli', 'fusedtrain.profiling')\n"
+        "loaded = [name for name in names if name in sys.modules]\n"
+        "assert not loaded, loaded\n"
+        "for name in ('click', 'rich', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+        "from fusedtrain.cli import main\n"
+        "assert main(['info']) == 0\n"
+        "assert main(['bench', '--quick']) == 2\n"
+        "sys.exit(main(['profile', 'script.py']))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
+    )
+    assert run.returncode == Exit.USAGE, run.stderr
+    assert run.stdout.startswith("fusedtrain 0.")
+    assert run.stderr.splitlines() == [
+        f'fusedtrain: {name} needs click: pip install "fusedtrain[cli]"'
+        for name in ("bench", "profile")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "blame"),
+    [
+        (["bench", "nonsense"], "'nonsense' is not one of"),
+        (["bench", "--size", "big"], "big is no number of elements"),
+        (["bench", "--size", "0"], "0 is not positive"),
+        (["bench", "--plot", "/no/folder/roof.png"], "there is no folder /no/folder"),
+        (["bench", "--html", "/"], "is a directory"),
+        (["profile"], "Missing argument 'SCRIPT'"),
+        (["profile", "/no/script.py"], "does not exist"),
+        (["profile", "--steps", "0", __file__], "0 is not in the range"),
+    ],
+)
+def test_wrong_use(
+    words: list[str],
+    blame: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(words) == Exit.USAGE
+    captured = capsys.readouterr()
+    assert blame in re.sub(r"[│╭╰─\s]+", " ", captured.err)
+    assert captured.out == ""
+
+
+REPORT = Report(
+    "a title",
+    {"value": 1},
+    [Table("a table", [Column("name", left=True), Column("ms")], [["a", "1.5"], ["<b>", "10.25"]])],
+    ["a note"],
+    {"device": "a device"},
+    partial="half of it",
+)
+
+
+def test_a_pipe_gets_one_plain_line_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    Outputs().write(REPORT)
+    assert capsys.readouterr().out.splitlines() == [
+        "a title",
+        "PARTIAL: half of it",
+        "device: a device",
+        "",
+        "a table",
+        "name     ms",
+        "a       1.5",
+        "<b>   10.25",
+        "",
+        "a note",
+    ]
+
+
+def test_a_terminal_gets_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=60, highlight=False)
+    monkeypatch.setattr(_output, "Console", lambda **options: console)
+    Outputs().write(REPORT)
+    shown = written.getvalue()
+    assert "─" in shown
+    assert "\x1b[" in shown
+    assert "<b>" in shown
+    assert "PARTIAL: half of it" in shown
+
+
+def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
+    cells = ["an operator with a long name", "train.py:1234", "0.78-0.99", "1234.5 ms"]
+    names = [Column("op", left=True), Column("line", left=True), Column("99 %"), Column("time")]
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=40)
+    console.print(_output._boxed(Table("", names, [cells])))
+    shown = written.getvalue()
+    assert "0.78-0.99" in shown
+    assert "1234.5 ms" in shown
+    assert "…" not in shown
+
+
+def test_html_is_one_file_and_escapes(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    Outputs(html=path).write(REPORT)
+    text = path.read_text()
+    assert Page(text).rows == [["name", "ms"], ["a", "1.5"], ["<b>", "10.25"]]
+    assert "PARTIAL: half of it" in text
+    assert "http" not in text
+
+
+def test_a_plot_that_has_nothing_to_draw_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plot.png"
+    Outputs(plot=path).write(REPORT)
+    assert not path.exists()
+    assert "is not written" in capsys.readouterr().err

@@ -1,0 +1,264 @@
+"""``fusedtrain profile SCRIPT`` on scripts as people write them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedtrain import _scripts
+from fusedtrain._scripts import Run
+from fusedtrain.cli import main, profile
+from fusedtrain.cli._exit import Exit
+from helpers.commands import Page, assert_png, environment, fusedtrain, parsed
+
+MODEL = """\
+import sys
+import time
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.act, self.head = nn.SiLU(), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.act(self.norm(x))
+        return self.head(x.mean((2, 3)))
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        return torch.full((3, 16, 16), float(index)), index % 10
+
+print("runs as", __name__)
+"""
+LOOP = """\
+
+def main():
+    torch.manual_seed(0)
+    context = sys.argv[1] if len(sys.argv) > 1 else None
+    loader = torch.utils.data.DataLoader(
+        Images(), 4, num_workers=bool(context), multiprocessing_context=context
+    )
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    print("arguments", sys.argv[1:])
+    try:
+        for number, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            print("step", number + 1, flush=True)
+            after(number + 1)
+    finally:
+        print("the script has cleaned up")
+
+if __name__ == "__main__":
+    main()
+"""
+NOTHING = "\ndef after(step):\n    pass\n"
+RAISES = "\ndef after(step):\n    if step == 5:\n        raise LookupError('no such thing')\n"
+SLOW = "\ndef after(step):\n    time.sleep(0.1)\n"
+
+
+def line_of(text: str, script: str) -> int:
+    return next(n for n, line in enumerate(script.splitlines(), 1) if text in line)
+
+
+def families(run: dict[str, Any]) -> dict[str, float]:
+    return {row["family"]: row["ms"] for row in run["families"]}
+
+
+def test_before_and_after(tmp_path: Path) -> None:
+    script = MODEL + NOTHING + LOOP
+    (tmp_path / "train.py").write_text(script)
+    run = fusedtrain(
+        "profile", "--json", "--compare", "--steps", "3", "--warmup", "1", "--plot", "chart.png",
+        "--html", "report.html", "--trace", "trace.json", "train.py", folder=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == Exit.DONE, run.stderr
+    result = parsed(run)
+    before, after = result["runs"]
+    for one in (before, after):
+        assert one["end"] == "done"
+        assert one["profiled_steps"] == 3
+        assert one["steps"] == 1 + 3 + 3 + 1
+        times = families(one)
+        assert sum(times.values()) == pytest.approx(one["wall_ms"], rel=0.02)
+        assert sum(row["share"] for row in one["families"]) == pytest.approx(1.0)
+        for name in ("conv", "matmul", "norm", "optimizer", "loader", "idle"):
+            assert times[name] > 0, name
+        for row in one["families"]:
+            if row["family"] in ("conv", "matmul", "norm"):
+                assert row["forward"] > 0
+                assert row["backward"] > 0
+                assert row["forward"] + row["backward"] == pytest.approx(row["ms"])
+        assert one["step_ms"] > 0
+        assert one["tensor_core_share"] is None
+    assert after["conversion"] == ["Net: 1 norms, 1 activations converted"]
+    assert "conversion" not in before
+    # The activation is a part of the norm now.
+    assert families(after)["pointwise"] < families(before)["pointwise"]
+    lines = {(row["operator"], row["pass"]): row["line"] for row in before["top_operators"]}
+    conv = f"train.py:{line_of('x = self.conv(x)', script)}"
+    assert lines["aten::mkldnn_convolution", "forward"] == conv
+    assert lines["aten::convolution_backward", "backward"] == conv
+    # The script's output is kept off stdout, and the script has ended in peace, twice.
+    assert run.stderr.count("runs as __main__") == 2
+    assert run.stderr.count("step 8") == 0
+    assert run.stderr.count("step 7") == 2
+    assert run.stderr.count("the script has cleaned up") == 2
+    assert "USDT" not in run.stderr
+    assert "Traceback" not in run.stderr
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert_png(tmp_path / "chart.png")
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.rows[0] == ["family", "ms/step", "%", "with fusedtrain", "%", "before / after"]
+    assert page.images
+
+
+def test_a_script_that_raises(tmp_path: Path) -> None:
+    """The traceback is the script's, and the steps until then are shown. Worker processes, which
+    import the script, are not profiled."""
+    script = MODEL + RAISES + LOOP
+    (tmp_path / "train.py").write_text(script)
+    run = fusedtrain("profile", "--steps", "3", "--warmup", "1", "train.py", "spawn", "--lr", "1",
+                     folder=tmp_path)  # fmt: skip
+    assert run.returncode == Exit.SCRIPT_RAISED, run.stderr
+    assert "PARTIAL: the script raised after 5 optimizer steps" in run.stdout
+    assert "arguments ['spawn', '--lr', '1']" in run.stdout
+    assert run.stdout.count("runs as __main__") == 1
+    assert run.stdout.count("runs as __mp_main__") == 1
+    assert "time by family" in run.stdout
+    trace = run.stderr[run.stderr.index("Traceback") :].splitlines()
+    assert trace[1] == f'  File "train.py", line {line_of("    main()", script)}, in <module>'
+    assert trace[-1].startswith("LookupError: no such thing")
+    assert "fusedtrain" not in "".join(trace)
+
+
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str:
+    """Writes a script that `main` is called on in this process; the script has its own."""
+    monkeypatch.chdir(folder)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    (folder / "train.py").write_text(script)
+    return "train.py"
+
+
+def test_a_script_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = in_folder(tmp_path, monkeypatch, "import sys\nsys.exit(0)\n")
+    assert main(["profile", script]) == Exit.FOUND
+    assert "PARTIAL: the script took no optimizer step" in capsys.readouterr().out
+
+
+def test_a_script_with_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = in_folder(
+        tmp_path,
+        monkeypatch,
+        "import torch\n"
+        "p = torch.nn.Parameter(torch.ones(2))\n"
+        "p.grad = torch.ones(2)\n"
+        "torch.optim.SGD([p], lr=0.1).step()\n",
+    )
+    assert main(["profile", "--warmup", "0", "--steps", "2", script]) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled" in out
+    assert "PARTIAL" not in out
+
+
+def test_a_process_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = in_folder(tmp_path, monkeypatch, "")
+    # In place of the child, which would import torch first.
+    (tmp_path / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    monkeypatch.setattr(profile, "MODULE", "dying")
+    assert main(["profile", script]) == Exit.SCRIPT_RAISED
+    assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
+
+
+STUBBORN = """\
+import threading, time, torch
+p = torch.nn.Parameter(torch.ones(2))
+p.grad = torch.ones(2)
+optimizer = torch.optim.SGD([p], lr=0.1)
+"""
+
+
+LOOPS = {
+    "catches all": """
+while True:
+    try:
+        optimizer.step()
+    except BaseException:
+        pass
+""",
+    "leaves a thread": """
+threading.Thread(target=time.sleep, args=(1000,)).start()
+while True:
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_scripts_that_do_not_want_to_end(
+    loop: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_scripts, "_CLEAN_UP", 0.2)
+    script = in_folder(tmp_path, monkeypatch, STUBBORN + LOOPS[loop])
+    assert main(["profile", "--json", "--steps", "2", script]) == Exit.DONE
+    result = json.loads(capfd.readouterr().out)
+    assert result["partial"] is None
+    assert result["runs"][0]["steps"] == 3 + 2 + 2 + 1
+
+
+def test_steps_of_the_warm_up_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile, "in_fresh_process", lambda *a, **k: Run("ended", 2, 0))
+    assert main(["profile", "--json", "--compare", __file__]) == Exit.FOUND
+    result = json.loads(capsys.readouterr().out)
+    why = "the script took 2 optimizer steps, no more than the warm-up: try --warmup 0"
+    assert result["partial"] == why
+    assert [run["name"] for run in result["runs"]] == ["as it is"]
+
+
+def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MODEL + SLOW + LOOP)
+    command = [sys.executable, "-m", "fusedtrain", "profile", "--warmup", "1", "--steps", "50"]
+    process = subprocess.Popen(
+        [*command, "train.py"], cwd=tmp_path, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "step 4\n":
+            break
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == Exit.STOPPED, error
+    assert "the script has cleaned up" in out
+    assert "PARTIAL: stopped after" in out
+    assert "optimizer steps" in out
+    assert "time by family" in out
+    assert "Traceback" not in error

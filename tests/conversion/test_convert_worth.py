@@ -1,0 +1,105 @@
+"""Activations on their own that gain neither time nor memory stay torch's, with a reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain.conversion._worth import GAINS_NOTHING
+from helpers.conversion import Calls, assert_same, image, results
+
+STAY = {
+    "ReLU": nn.ReLU(),
+    "ReLU in place": nn.ReLU(inplace=True),
+    "ReLU6 in place": nn.ReLU6(inplace=True),
+    "Hardtanh in place": nn.Hardtanh(-0.5, 0.5, inplace=True),
+    "LeakyReLU in place": nn.LeakyReLU(0.1, inplace=True),
+    "transformer layer": nn.TransformerEncoderLayer(8, 2, 16),
+}
+GAIN = {"ReLU6": nn.ReLU6(), "Hardtanh": nn.Hardtanh(), "LeakyReLU": nn.LeakyReLU(),
+        "SiLU in place": nn.SiLU(inplace=True)}  # fmt: skip
+
+
+def reasons(report: fusedtrain.ConversionReport) -> dict[str, str]:
+    return {left.name: left.reason for left in report.left}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_gains_nothing_stays(name: str) -> None:
+    model = nn.Sequential(copy.deepcopy(STAY[name]), nn.SiLU())
+    kind, state = type(model[0]), dict(vars(model[0]))
+    report = fusedtrain.convert(model)
+    assert type(model[0]) is kind
+    assert vars(model[0]) == state
+    assert reasons(report) == {"0": GAINS_NOTHING}
+    assert [entry.name for entry in report.converted] == ["1"]
+    assert GAINS_NOTHING in str(report)
+    recomputed = fusedtrain.convert(model, memory="recompute")
+    assert recomputed.left == []
+    assert [entry.name for entry in recomputed.converted] == ["0"]
+    assert fusedtrain.revert(model) == 3
+    assert type(model[0]) is kind
+
+
+@pytest.mark.parametrize("name", GAIN)
+def test_what_saves_less_or_is_faster_is_converted(name: str) -> None:
+    report = fusedtrain.convert(nn.Sequential(copy.deepcopy(GAIN[name])))
+    assert [entry.name for entry in report.converted] == ["0"]
+
+
+@pytest.mark.parametrize("name", GAIN)
+def test_less_is_saved(name: str) -> None:
+    """As `gains` says it: out of place torch keeps the input, and the next layer the output."""
+    if name == "SiLU in place":
+        pytest.skip("is faster")
+    layers = (nn.Conv2d(3, 4, 1), copy.deepcopy(GAIN[name]), nn.Conv2d(4, 2, 1))
+    report = fusedtrain.convert(nn.Sequential(*layers), image())
+    assert report.proof is not None
+    assert report.proof.saved_before - report.proof.saved_after == 2 * 4 * 8 * 8 * 4
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "F.relu": lambda self, x: T.relu(x * 2),
+    "in place": lambda self, x: T.relu(x * 2, inplace=True),
+    "x.relu_()": lambda self, x: (x * 2).relu_(),
+    "F.leaky_relu in place": lambda self, x: T.leaky_relu(x * 2, 0.1, inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_calls_that_gain_nothing_stay(name: str) -> None:
+    model = type("Model", (nn.Module,), {"forward": FORWARDS[name]})()
+    report = fusedtrain.convert(model)
+    assert report.calls == []
+    assert [left.reason for left in report.left_calls] == [GAINS_NOTHING]
+    assert "forward" not in vars(model)
+    again = fusedtrain.convert(model, memory="recompute")
+    assert (len(again.calls), again.left_calls) == (1, [])
+
+
+def test_parts_of_norms_and_products_are_converted() -> None:
+    stock = nn.Sequential(
+        Calls(lambda m, x: T.relu(x)), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+        fusedtrain.nn.BatchNormAct2d(4, act_layer=nn.ReLU),
+    )  # fmt: skip
+    model, x = copy.deepcopy(stock), image()
+    report = fusedtrain.convert(model, x)
+    assert [norm.name for norm in report.norms] == ["0.bn", "2"]
+    assert (report.left, report.left_calls) == ([], [])
+    assert_same(results(model, x), results(stock, x), 1e-5)
+    gated = Calls(lambda m, x: T.relu(x * 1) * x)
+    report = fusedtrain.convert(gated)
+    assert [product.activation for product in report.products] == ["relu"]
+    assert report.left_calls == []
+
+
+def test_a_formula_that_is_relu_has_more_kernels_than_one() -> None:
+    report = fusedtrain.convert(Calls(lambda m, x: torch.clamp_min(x * 2, 0) ** 2))
+    assert all(left.reason != GAINS_NOTHING for left in report.left_calls)

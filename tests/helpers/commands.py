@@ -1,0 +1,73 @@
+"""Runs the package's commands as a user does, and reads what they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from helpers import ROOT
+
+
+def environment() -> dict[str, str]:
+    """One thread, and this checkout."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def fusedtrain(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """``python -m fusedtrain WORDS`` in a folder."""
+    command = [sys.executable, "-m", "fusedtrain", *words]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+
+
+def parsed(run: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON that a command has printed."""
+    assert run.stdout.startswith("{"), run.stdout + run.stderr
+    return json.loads(run.stdout)
+
+
+def assert_png(path: Path, least: tuple[int, int] = (600, 150)) -> None:
+    """A PNG of that many pixels at least, which is not blank."""
+    from matplotlib import image
+
+    pixels = image.imread(path)
+    assert pixels.shape[0] >= least[1]
+    assert pixels.shape[1] >= least[0]
+    assert len({tuple(p) for p in pixels[::7, ::7].reshape(-1, pixels.shape[2])}) > 5
+
+
+class Page(HTMLParser):
+    """What a report in HTML has: its tables, and the picture."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.images: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "elements that are not closed"
+
+    def handle_starttag(self, tag: str, attributes: Sequence[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.images.append(dict(attributes)["src"] or "")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += text
