@@ -28,7 +28,7 @@ _ASSUMED = (9, 0)  # the capability of a GPU that is assumed
 _SLOW = 5.0  # seconds a step: a model is not run again, which takes about 20 steps
 _IN_PLACE = {
     "SiLU": "silu_", "Mish": "mish_", "Hardswish": "hardswish_", "Hardsigmoid": "hardsigmoid_",
-    "GELU": "gelu_", "ELU": "elu_", "CELU": "celu_", "SELU": "elu_",
+    "Hardtanh": "hardtanh_", "ReLU6": "hardtanh_", "Threshold": "threshold_",
 }  # fmt: skip
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
                  nn.ConvTranspose3d, nn.Linear)  # fmt: skip

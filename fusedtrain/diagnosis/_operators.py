@@ -31,6 +31,10 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution")
 _CONVOLUTIONS = ("convolution", "_convolution")
 _LARGE = 1 << 20  # bytes
+# Activations whose derivative needs the input: autograd clones it before they work in place.
+CLONING = frozenset(
+    ("silu_", "mish_", "hardswish_", "hardsigmoid_", "gelu_", "hardtanh_", "relu6_", "threshold_")
+)
 
 _Key = tuple[str, Site | None, str, str]  # kind, line, what, device
 
@@ -128,8 +132,7 @@ class Operators(TorchDispatchMode):
                 self._count("memset", user_site(), name, cleared[0].device.type, size)
         elif name == "clone" and first is not None:
             self._cloned = (first.data_ptr(), first.nbytes)
-        elif name.endswith("_") and first is not None:
-            # Autograd clones the input of an in-place operator whose derivative needs it.
+        elif name in CLONING and first is not None:
             if first.requires_grad and cloned[0] and cloned[0] == first.data_ptr():
                 self._count("clone", user_site(), name, first.device.type, cloned[1])
         elif name == "_to_copy" and first is not None and kwargs.get("device") is not None:

@@ -163,7 +163,7 @@ RULES = (
     Rule(
         "in-place-clone",
         "an activation in place that copies its input",
-        "autograd's clone right before an operator that works in place",
+        "autograd's clone right before an activation that works in place",
         "Leave inplace out: the derivative needs the input.",
         clones,
         ("eager",),

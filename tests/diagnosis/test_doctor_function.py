@@ -232,6 +232,40 @@ def test_autocast_of_an_evaluation_is_not_that_of_training() -> None:
     assert "fp16-without-scaler" not in rules(diagnosis)
 
 
+@pytest.mark.parametrize(
+    ("act", "clones"),
+    [
+        (nn.SiLU, True), (nn.Mish, True), (nn.Hardswish, True), (nn.Hardsigmoid, True),
+        (nn.ReLU6, True), (nn.Hardtanh, True), (nn.ReLU, False), (nn.ELU, False),
+        (nn.LeakyReLU, False), (nn.SELU, False),
+    ],
+)  # fmt: skip
+def test_activations_in_place(act: Any, clones: bool) -> None:
+    """What backward keeps is the output, or a clone of the input."""
+    model = nn.Sequential(nn.Linear(4, 4), act(inplace=True))
+    diagnosis = doctor(training(model, torch.randn(2, 4)), steps=4, trials=False)
+    assert ("in-place-clone" in rules(diagnosis)) == clones
+    y, kept = torch.randn(4, 4, requires_grad=True) * 1, []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        output = model[1](y)
+    assert clones == any(t.data_ptr() != output.data_ptr() for t in kept)
+
+
+def test_a_clone_of_the_users_own_is_no_finding() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            before = y.clone()
+            return y.relu_() + before
+
+    diagnosis = doctor(training(Net(), torch.randn(2, 4)), steps=4, trials=False)
+    assert "in-place-clone" not in rules(diagnosis)
+
+
 class Named(nn.Module):
     """Takes arguments by place and by name."""
 
