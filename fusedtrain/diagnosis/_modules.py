@@ -148,7 +148,9 @@ class Calls:
         if not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor, tensor._version
+        # An output that its own node kept would be a circle, which nothing frees without backward.
+        # Autograd attaches the graph again when it unpacks.
+        return tensor.detach(), tensor._version
 
     def _root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = next(module.parameters()).device.type

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -351,3 +352,22 @@ def test_a_compiled_model_is_left_to_the_compiler() -> None:
     for rule in ("convert-fuses", "in-place-clone", "small-tensors", "frozen-norm-keeps"):
         assert "torch.compile" in diagnosis.not_checked[rule]
     assert "bias-before-norm" in rules(diagnosis)
+
+
+@pytest.mark.parametrize("act", [nn.Tanh, nn.ReLU, nn.SiLU, fusedtrain.nn.Mish])
+def test_outputs_that_nobody_keeps_are_freed(act: Any) -> None:
+    """The watch's hooks of saved tensors keep no graph alive, nor does a forward without backward
+    count as one that is kept."""
+    model = nn.Sequential(nn.Linear(4, 4), act(), nn.Sigmoid())
+    train = training(model, torch.randn(2, 4))
+
+    def step() -> None:
+        model(torch.randn(2, 4))  # for its side effects, and dropped
+        train()
+
+    gc.disable()
+    try:
+        diagnosis = doctor(step, steps=6, trials=False)
+    finally:
+        gc.enable()
+    assert "graph-kept" not in rules(diagnosis)
