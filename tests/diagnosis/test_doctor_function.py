@@ -371,3 +371,28 @@ def test_outputs_that_nobody_keeps_are_freed(act: Any) -> None:
     finally:
         gc.enable()
     assert "graph-kept" not in rules(diagnosis)
+
+
+def test_second_derivatives_are_those_without_the_watch() -> None:
+    results = []
+    for watched in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Sigmoid())
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            x = torch.randn(3, 4, requires_grad=True)
+            y = model(x).sum()
+            (slope,) = torch.autograd.grad(y, x, create_graph=True)
+            (y + slope.square().sum()).backward()
+            optimizer.step()
+
+        if watched:
+            doctor(step, steps=4, trials=False)
+        else:
+            for _ in range(4):
+                step()
+        results.append([p.detach() for p in model.parameters()])
+    for expected, actual in zip(*results, strict=True):
+        assert torch.equal(expected, actual)
