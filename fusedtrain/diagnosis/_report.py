@@ -80,7 +80,9 @@ class Diagnosis:
             lines.append("")
             lines += finding_lines(finding)
         if self.not_checked:
-            lines += ["", *self.not_checked_lines()]
+            lines.append("")
+            for note in self.not_checked_lines():
+                lines += textwrap.wrap(note, WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
 
     def headline(self) -> str:
@@ -95,12 +97,12 @@ class Diagnosis:
         )
 
     def not_checked_lines(self) -> list[str]:
-        """The rules that say nothing, by reason."""
+        """The rules that say nothing: a line for each reason."""
         reasons: dict[str, list[str]] = {}
         for rule, reason in self.not_checked.items():
             reasons.setdefault(reason, []).append(rule)
         text = (f"not checked, {reason}: {', '.join(ids)}" for reason, ids in reasons.items())
-        return [line for one in text for line in textwrap.wrap(one, WIDTH, subsequent_indent="  ")]
+        return list(text)
 
 
 def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
