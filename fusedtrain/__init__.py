@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from . import (
         compat as compat,
         conversion as conversion,
+        diagnosis as diagnosis,
         folding as folding,
         fp16_utils as fp16_utils,
         memory as memory,
         profiling as profiling,
     )
     from .conversion import ConversionReport, convert, revert
+    from .diagnosis import Diagnosis, doctor
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
     from .profiling import profile
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _LATER = {
     "compat": (),
     "conversion": ("ConversionReport", "convert", "revert"),
+    "diagnosis": ("Diagnosis", "doctor"),
     "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
@@ -38,6 +41,7 @@ _LATER = {
 __all__ = [
     "BackendInfo",
     "ConversionReport",
+    "Diagnosis",
     "FoldReport",
     "MemoryReport",
     "__version__",
@@ -45,6 +49,7 @@ __all__ = [
     "backend_info",
     "compat",
     "convert",
+    "doctor",
     "drop_redundant_bias",
     "fold_conv_bn",
     "fp16_utils",

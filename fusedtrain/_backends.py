@@ -333,6 +333,12 @@ def machine_info() -> dict[str, str]:
     return rows | {"settings": ", ".join(settings) or "none"}
 
 
+def local_ranks() -> int:
+    """Processes that torchrun has started on this machine; 1 without it."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(int(count), 1) if count.isdecimal() else 1
+
+
 def environment(**defaults: str) -> dict[str, str]:
     """The environment for a child process: this one's, with the defaults where it says nothing."""
     return {**defaults, **os.environ}

@@ -17,6 +17,7 @@ import torch._utils
 import torch.utils._foreach_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
+import torch.utils.data.dataloader
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
@@ -39,6 +40,9 @@ verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_si
 
 # Sees the operators that a call runs.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+
+# The iterators of DataLoader.
+DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter
 
 # Many tensors as one, for one all-reduce; and one launch for many tensors.
 flatten_dense_tensors = torch._utils._flatten_dense_tensors

@@ -25,6 +25,7 @@ _PLAIN = {
 _WITH_EXTRA = {
     "bench": "fusedtrain's kernels against eager torch on this machine",
     "profile": "where the time of a training script goes, before and after fusedtrain",
+    "doctor": "what costs a training script time, memory or accuracy; a diff that removes it",
 }
 _EXTRA = ("click", "matplotlib", "rich")
 

@@ -1,0 +1,219 @@
+"""What a run showed, as plain numbers: the rules decide by these alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ._sites import Site
+
+
+@dataclass
+class Loader:
+    """A DataLoader. `wait`: the seconds that a batch is usually waited for."""
+
+    site: Site | None
+    workers: int
+    pinned: bool
+    batches: int = 0
+    wait: float = 0.0
+    iterable: bool = False
+
+
+@dataclass
+class Copy:
+    """Copies from the host to a device by one line, a step."""
+
+    site: Site | None
+    count: float
+    bytes: float
+    pinned: bool
+    non_blocking: bool
+
+
+@dataclass
+class Event:
+    """What one line does in each step. `what`: the operator or call, `seconds`: its time."""
+
+    site: Site | None
+    what: str
+    count: float
+    bytes: float = 0.0
+    seconds: float = 0.0
+    device: str = "cpu"
+
+
+@dataclass
+class Timing:
+    """Seconds of an optimizer's step on copies of the parameters, by the way it is computed."""
+
+    now: float
+    torch_fused: float | None = None
+    fusedtrain: float | None = None
+
+
+@dataclass
+class Optimizer:
+    """An optimizer. `seconds`: of a step in the run, the median; `bytes`: of its parameters."""
+
+    site: Site | None
+    type: str
+    exact: bool  # a class of torch.optim, not a subclass of one
+    foreach: bool | None
+    fused: bool | None
+    tensors: int
+    bytes: int
+    seconds: float = 0.0
+    timing: Timing | None = None
+
+
+@dataclass
+class Layer:
+    """A module with a fault. `alone`: every module that its line has built has the fault."""
+
+    name: str
+    type: str
+    site: Site | None
+    bytes: int = 0
+    seconds: float = 0.0
+    count: float = 1.0
+    alone: bool = True
+    note: str = ""
+
+
+@dataclass
+class Kept:
+    """Graphs of autograd that outlive their step. `bytes`: kept for backward, a step."""
+
+    site: Site | None
+    name: str  # of the variable that keeps them; "" if unknown
+    steps: int
+    nodes: int
+    bytes: int
+    backward: bool  # backward has freed what these graphs had saved
+    local: bool = False  # the site adds to a variable of its function
+
+
+@dataclass
+class Evaluation:
+    """Calls of a model in eval mode whose graph nobody used."""
+
+    site: Site | None
+    type: str
+    calls: int
+    bytes: int
+
+
+@dataclass
+class Fusable:
+    """What `convert` would change in a model; bytes are kept for backward."""
+
+    type: str
+    site: Site | None
+    changed: int
+    before: int
+    store: int
+    recompute: int
+
+
+@dataclass
+class Scaler:
+    site: Site | None
+    used: int
+
+
+@dataclass
+class Facts:
+    """`device`: "cpu" or "cuda". `assumed`: the run was on another device than that."""
+
+    script: str = ""
+    device: str = "cpu"
+    assumed: bool = False
+    capability: tuple[int, int] = (0, 0)
+    gpus: int = 0
+    cores: int = 1
+    threads: int = 1
+    ranks: int = 1
+    threads_site: Site | None = None
+    oversubscribed: float = 0.0  # time of a parallel operator, by its time with a thread a core
+    steps: int = 0
+    timed: int = 0
+    step: float = 0.0  # seconds, the median
+    busy: float = 0.0  # of which the main thread runs, other processes do not
+    wait: float = 0.0  # of which the training loop waits for loaders
+    loading: float = 0.0  # seconds of the processor while the loop waits
+    clearing: float = 0.0  # seconds of three passes over what memsets clear
+    drain: float | None = None  # seconds a GPU still works when the host has enqueued a step
+    faults: float = 0.0  # minor page faults a step
+    fault: float = 0.0  # seconds that one costs
+    large: float = 0.0  # bytes a step of new tensors of 1 MB or more
+    operators: float = 0.0  # a step
+    elements: float = 0.0  # the median of the operators' outputs
+    operator: float = 0.0  # seconds of the smallest operator
+    model_site: Site | None = None
+    loaders: list[Loader] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    syncs: list[Event] = field(default_factory=list)
+    memsets: list[Event] = field(default_factory=list)
+    clones: list[Event] = field(default_factory=list)
+    matmuls: dict[str, float] = field(default_factory=dict)  # calls a step by dtype
+    convolutions: float = 0.0  # calls a step
+    half_convolutions: float = 0.0  # of these in 16 bits
+    single_convolutions: float = 0.0  # of these in float32
+    contiguous: float = 0.0  # of these with an input that is not channels_last
+    tried: bool = True  # models were copied and run again
+    shapes_vary: bool = False
+    compiled: bool = False  # by torch.compile, at least one model
+    autotuner: bool = False
+    deterministic: bool = False
+    tf32_matmul: bool = False
+    tf32_conv: bool = True
+    autocast: dict[str, int] = field(default_factory=dict)  # calls of modules by dtype
+    autocast_site: Site | None = None
+    zeros: float = 0.0  # share of the gradients' elements
+    parameters: dict[str, int] = field(default_factory=dict)  # elements by dtype
+    scalers: list[Scaler] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    parallel: list[Layer] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    twice: list[Layer] = field(default_factory=list)
+    frozen: list[Layer] = field(default_factory=list)
+    biases: list[Layer] = field(default_factory=list)
+    in_place: list[Layer] = field(default_factory=list)  # `note`: the operator
+    evaluations: list[Evaluation] = field(default_factory=list)
+    fusable: list[Fusable] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Facts:
+        """The facts that `to_json` has written, after a way through JSON."""
+        return cls(**{name: _restored(name, value) for name, value in data.items()})
+
+
+_CLASSES: dict[str, Any] = {
+    "loaders": Loader, "copies": Copy, "syncs": Event, "memsets": Event, "clones": Event,
+    "scalers": Scaler, "optimizers": Optimizer, "parallel": Layer, "kept": Kept, "twice": Layer,
+    "frozen": Layer, "biases": Layer, "in_place": Layer, "evaluations": Evaluation,
+    "fusable": Fusable,
+}  # fmt: skip
+
+
+def _restored(name: str, value: Any) -> Any:
+    if name in _CLASSES:
+        return [
+            _CLASSES[name](**{key: _restored(key, item) for key, item in entry.items()})
+            for entry in value
+        ]
+    if value is None:
+        return None
+    if name.endswith("site"):
+        return Site(*value)
+    if name == "timing":
+        return Timing(**value)
+    return tuple(value) if name == "capability" else value

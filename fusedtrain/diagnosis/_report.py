@@ -1,0 +1,117 @@
+"""The result of a diagnosis: printed as text, written as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ._edits import diff_of
+from ._facts import Facts
+from ._rule import Finding, milliseconds
+from .rules import RULES
+from .wording import WIDTH, device_in_words, finding_lines
+
+
+@dataclass(repr=False)
+class Diagnosis:
+    """What :func:`fusedtrain.doctor` found: print it, or read its fields.
+
+    `findings` are ordered by the time that they cost, `not_checked` maps the rules that say nothing
+    about this run to the reason. `end` is how the run ended: "done" (after the steps that were
+    asked for), "ended" (by itself, earlier), "raised", "stopped" (by Ctrl-C) or "died". `status` is
+    the exit status of the script.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    not_checked: dict[str, str] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    end: str = "done"
+    status: int = 0
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({len(self.findings)} findings, steps={self.facts.steps}, {self.end})"
+
+    @property
+    def partial(self) -> str:
+        """Why findings may be missing; "" if none are."""
+        steps = self.facts.steps
+        if self.end == "raised":
+            return f"the script raised after {steps} steps; these are the findings so far"
+        if self.end == "stopped":
+            return f"stopped after {steps} steps; these are the findings so far"
+        if self.end == "died":
+            return f"the process died (status {self.status}); nothing was recorded"
+        if not steps:
+            return "the script took no step of an optimizer: most rules had nothing to look at"
+        return ""
+
+    def diff(self) -> str:
+        """The changes that remove findings, as a unified diff for ``patch -p0``. Nothing is
+        written."""
+        return diff_of(change for finding in self.findings for change in finding.changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, of JSON types."""
+        return {
+            "end": self.end,
+            "status": self.status,
+            "partial": self.partial,
+            "steps": self.facts.steps,
+            "device": self.facts.device,
+            "assumed": self.facts.assumed,
+            "step_seconds": self.facts.step,
+            "findings": [
+                {**asdict(finding), "site": finding.site._asdict() if finding.site else None}
+                for finding in self.findings
+            ],
+            "not_checked": self.not_checked,
+            "guide": "docs/doctor.md#the-rules",
+        }
+
+    def __str__(self) -> str:
+        lines = [self.headline()]
+        if self.partial:
+            lines.append(f"PARTIAL: {self.partial}")
+        for finding in self.findings:
+            lines.append("")
+            lines += finding_lines(finding)
+        if self.not_checked:
+            lines.append("")
+            for note in self.not_checked_lines():
+                lines += textwrap.wrap(note, WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)
+
+    def headline(self) -> str:
+        """One line: how much was found, in how long a run, where."""
+        facts = self.facts
+        count = len(self.findings)
+        apply = len(RULES) - len(self.not_checked)
+        step = f", {milliseconds(facts.step)} each" if facts.step else ""
+        return (
+            f"{count or 'no'} finding{'s' * (count != 1)} in {facts.steps} steps{step} "
+            f"({device_in_words(facts)}; {apply} of {len(RULES)} rules apply)"
+        )
+
+    def not_checked_lines(self) -> list[str]:
+        """The rules that say nothing: a line for each reason."""
+        reasons: dict[str, list[str]] = {}
+        for rule, reason in self.not_checked.items():
+            reasons.setdefault(reason, []).append(rule)
+        text = (f"not checked, {reason}: {', '.join(ids)}" for reason, ids in reasons.items())
+        return list(text)
+
+
+def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
+    """What the rules say about these facts."""
+    diagnosis = Diagnosis(facts=facts, end=end, status=status)
+    for rule in RULES:
+        if reason := rule.not_checked(facts):
+            diagnosis.not_checked[rule.id] = reason
+        else:
+            diagnosis.findings += rule.decide(rule, facts)
+    diagnosis.findings.sort(key=lambda finding: -(finding.cost.seconds or 0.0))
+    return diagnosis

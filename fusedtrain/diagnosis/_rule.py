@@ -1,0 +1,121 @@
+"""What a rule is, and what it says about a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ._facts import Facts
+from ._sites import Site
+
+MEASURED, AT_MOST, NOT_MEASURED = "measured", "at most", "not measured here"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the fault costs a step. `kind`: "measured", "at most" (a bound) or "not measured here".
+
+    Args:
+        seconds: of a step; None where time is not the cost, or unknown.
+        bytes: of memory, for as long as `text` says.
+    """
+
+    kind: str
+    text: str
+    seconds: float | None = None
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the source that removes the fault; `_edits.py` has the actions."""
+
+    action: str
+    file: str
+    line: int
+    options: dict[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault. `number`: the evidence as a number, whose unit is in `evidence`."""
+
+    rule: str
+    title: str
+    site: Site | None
+    evidence: str
+    number: float
+    cost: Cost
+    remedy: str
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`needs`: "timing" (steps that were timed), "gpu", "eager" (no torch.compile), "trials"
+    (copies of models were run) or nothing."""
+
+    id: str
+    title: str
+    seen: str
+    remedy: str
+    decide: Callable[[Rule, Facts], Iterable[Finding]]
+    needs: tuple[str, ...] = ()
+
+    def finding(
+        self,
+        site: Site | None,
+        evidence: str,
+        number: float,
+        cost: Cost,
+        remedy: str = "",
+        changes: tuple[Change, ...] = (),
+    ) -> Finding:
+        return Finding(
+            self.id, self.title, site, evidence, number, cost, remedy or self.remedy, changes
+        )
+
+    def not_checked(self, facts: Facts) -> str:
+        """Why the rule says nothing about this run; "" where the rule applies."""
+        if "gpu" in self.needs and not facts.on_gpu:
+            return "for GPUs; this run was on the CPU"
+        if "timing" in self.needs and not facts.timed:
+            return "no step was timed: the script took too few"
+        if "trials" in self.needs and not facts.tried:
+            return "trials were left out, or a step takes longer than 5 s"
+        if "eager" in self.needs and facts.compiled:
+            return "a model is compiled: torch.compile decides"
+        return ""
+
+
+def change(action: str, site: Site | None, *names: str, **options: str) -> tuple[Change, ...]:
+    """The change at a line; nothing where the line is unknown."""
+    return () if site is None else (Change(action, site.file, site.line, options, names),)
+
+
+def milliseconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} us"
+
+
+def megabytes(size: float) -> str:
+    if size < 1e4:
+        return f"{size:.0f} bytes"
+    return f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def times(count: float) -> str:
+    return "once" if count == 1 else f"{count:.3g} times"
+
+
+def of_a_step(seconds: float, facts: Facts) -> str:
+    return f"{milliseconds(seconds)} of {milliseconds(facts.step)} a step"

@@ -1,0 +1,210 @@
+"""Rules of layers, and of graphs that nobody needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ._facts import Facts, Layer
+from ._rule import (
+    AT_MOST,
+    MEASURED,
+    NOT_MEASURED,
+    Cost,
+    Finding,
+    Rule,
+    change,
+    megabytes,
+    of_a_step,
+    times,
+)
+from ._sites import Site
+
+_CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
+_SAVED = 0.01  # of the bytes kept
+
+
+def _by_site(layers: Iterable[Layer]) -> Iterator[tuple[Site | None, list[Layer]]]:
+    groups: dict[Site | None, list[Layer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.site].append(layer)
+    yield from groups.items()
+
+
+def _named(layers: list[Layer]) -> str:
+    names = ", ".join(layer.name or "(the model itself)" for layer in layers[:3])
+    more = len(layers) - 3
+    return f"{len(layers)} x {layers[0].type}: {names}" + (f" and {more} more" if more > 0 else "")
+
+
+def biases(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for site, layers in _by_site(facts.biases):
+        seconds = sum(layer.seconds for layer in layers)
+        alone = all(layer.alone for layer in layers)
+        names = (*_CONVOLUTIONS, "Linear")
+        yield rule.finding(
+            site,
+            f"{_named(layers)}; backward sums {megabytes(sum(x.bytes for x in layers))} of "
+            "gradients for these biases",
+            len(layers),
+            Cost(AT_MOST, f"{of_a_step(seconds, facts)} (the sums alone, measured)", seconds)
+            if facts.step
+            else Cost(NOT_MEASURED, "a pass over the gradient of each output"),
+            changes=change("keywords", site, *names, bias="False") if alone else (),
+        )
+
+
+def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for what in dict.fromkeys(event.what for event in facts.clones):
+        events = [event for event in facts.clones if event.what == what]
+        layers = [layer for layer in facts.in_place if layer.note == what]
+        sites = [layer.site for layer in layers] or [event.site for event in events]
+        sites = list(dict.fromkeys(site for site in sites if site is not None))
+        names = tuple({layer.type for layer in layers}) or (what.removesuffix("_"),)
+        size, count = sum(e.bytes for e in events), sum(e.count for e in events)
+        yield rule.finding(
+            sites[0] if sites else None,
+            f"{what} in place, {times(count)} a step: the input is copied first, {megabytes(size)}",
+            size,
+            Cost(
+                MEASURED,
+                f"{megabytes(size)} copied a step for nothing: as much is kept as without inplace",
+                bytes=size,
+            ),
+            changes=tuple(c for s in sites for c in change("keywords", s, *names, inplace="")),
+        )
+
+
+def moved_twice(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for site, layers in _by_site(facts.twice):
+        count = layers[0].count
+        yield rule.finding(
+            site,
+            f"{_named(layers)}: {count:.3g} calls in backward for each call in forward "
+            "move the running statistics again",
+            count,
+            Cost(NOT_MEASURED, "no time: the averages follow the last batch too closely"),
+        )
+
+
+def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for site, layers in _by_site(facts.frozen):
+        size = sum(layer.bytes for layer in layers)
+        taken = all(layer.note == "tune_mode" for layer in layers)
+        remedy = "" if taken else "Put a fused one in its place, such as fusedtrain.nn."
+        remedy += "" if taken else "BatchNormAct2d: with frozen weights it keeps nothing."
+        yield rule.finding(
+            site,
+            f"{_named(layers)} in eval mode within a model that trains",
+            len(layers),
+            Cost(AT_MOST, f"{megabytes(size)} kept for backward", bytes=size),
+            remedy,
+        )
+
+
+def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for model in facts.fusable:
+        best = min(model.store, model.recompute)
+        saved = model.before - best
+        if not model.changed or saved < _SAVED * model.before:
+            continue
+        mode = "" if model.store <= model.recompute * 1.02 else ', memory="recompute"'
+        yield rule.finding(
+            model.site,
+            f"`convert` would change {model.changed} parts of {model.type}; kept for backward: "
+            f"{megabytes(model.before)}, converted {megabytes(model.store)}, with "
+            f'memory="recompute" {megabytes(model.recompute)}',
+            saved,
+            Cost(MEASURED, f"{megabytes(saved)} kept for backward", bytes=saved),
+            f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made.",
+            change("convert", model.site, arguments=mode),
+        )
+
+
+def kept(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for graph in facts.kept:
+        what = f"`{graph.name}` keeps" if graph.name else "something keeps"
+        if graph.backward:
+            cost = Cost(AT_MOST, f"{graph.nodes} nodes of autograd a step more, and their outputs")
+        else:
+            text = f"{megabytes(graph.bytes)} a step more, until memory is full"
+            cost = Cost(MEASURED, text, bytes=graph.bytes)
+        yield rule.finding(
+            graph.site,
+            f"{what} the graphs of {graph.steps} earlier steps alive",
+            graph.steps,
+            cost,
+            changes=change("detach", graph.site, graph.name) if graph.local else (),
+        )
+
+
+def evaluations(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for call in facts.evaluations:
+        site = call.site
+        yield rule.finding(
+            site,
+            f"{call.calls} calls of {call.type} in eval mode made graphs that no backward used",
+            call.calls,
+            Cost(MEASURED, f"{megabytes(call.bytes)} kept during each call", bytes=call.bytes),
+            changes=change("no_grad", site),
+        )
+
+
+RULES = (
+    Rule(
+        "bias-before-norm",
+        "a bias before a batch norm",
+        "the dataflow from a convolution or linear layer with a bias to a batch norm in training "
+        "(fusedtrain.drop_redundant_bias on a copy)",
+        "Construct the layer with bias=False, or call fusedtrain.drop_redundant_bias(model).",
+        biases,
+        ("trials",),
+    ),
+    Rule(
+        "in-place-clone",
+        "an activation in place that copies its input",
+        "autograd's clone right before an activation that works in place",
+        "Leave inplace out: the derivative needs the input.",
+        clones,
+        ("eager",),
+    ),
+    Rule(
+        "norm-moves-twice",
+        "a checkpointed batch norm moves its statistics twice",
+        "calls of a batch norm in training mode within backward",
+        "Call fusedtrain.convert(model): its norms move nothing when a checkpoint repeats a "
+        "forward; or take the norm out of the checkpoint.",
+        moved_twice,
+    ),
+    Rule(
+        "frozen-norm-keeps",
+        "a frozen batch norm keeps its input",
+        "batch norms in eval mode within a model in training mode, with a gradient",
+        "Call fusedtrain.tune_mode(model): the convolution does the work of the norm.",
+        frozen,
+        ("eager",),
+    ),
+    Rule(
+        "convert-fuses",
+        "layers that `convert` fuses",
+        "fusedtrain.convert(dry_run=True) on a batch of the run, and the bytes kept for backward",
+        "Call fusedtrain.convert(model, example).",
+        fusable,
+        ("eager", "trials"),
+    ),
+    Rule(
+        "graph-kept",
+        "a loss is kept with its graph",
+        "graphs of two earlier steps that are alive two steps later, and the variable that holds "
+        "them",
+        "Add the number: loss.detach(), or loss.item() every 100 steps.",
+        kept,
+    ),
+    Rule(
+        "eval-with-grad",
+        "evaluation without no_grad",
+        "calls of a model in eval mode whose output has a graph that no backward uses",
+        "Put the evaluation under torch.no_grad() or torch.inference_mode().",
+        evaluations,
+    ),
+)

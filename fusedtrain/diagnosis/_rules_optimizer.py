@@ -1,0 +1,114 @@
+"""Rules of the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ._facts import Facts, Optimizer
+from ._rule import (
+    AT_MOST,
+    MEASURED,
+    NOT_MEASURED,
+    Change,
+    Cost,
+    Finding,
+    Rule,
+    change,
+    megabytes,
+    milliseconds,
+    of_a_step,
+)
+
+_FASTER = 1.25  # on copies, where the clock is noisy
+_SHARE = 0.02  # of a step
+HAVE_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # of torch.optim
+
+
+def slow_optimizer(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for optimizer in facts.optimizers:
+        if optimizer.exact and not optimizer.fused:
+            yield from _slow(rule, facts, optimizer)
+
+
+def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
+    timing = optimizer.timing
+    way = {True: "foreach=True", False: "foreach=False", None: "torch's default"}[optimizer.foreach]
+    what = f"{optimizer.type} with {way}, {optimizer.tensors} tensors"
+    if timing is None:
+        if optimizer.seconds >= _SHARE * facts.step and optimizer.type in HAVE_FUSED:
+            yield rule.finding(
+                optimizer.site,
+                f"{what}, {megabytes(optimizer.bytes)} of parameters: "
+                f"{of_a_step(optimizer.seconds, facts)}",
+                optimizer.seconds,
+                Cost(AT_MOST, of_a_step(optimizer.seconds, facts), optimizer.seconds),
+                changes=_fused(optimizer),
+            )
+        return
+    ways = {"torch's fused=True": timing.torch_fused, "fusedtrain.optim": timing.fusedtrain}
+    times = {name: seconds for name, seconds in ways.items() if seconds is not None}
+    if not times:
+        return
+    best = min(times, key=lambda name: times[name])
+    gain = min(optimizer.seconds, timing.now) * (1 - times[best] / timing.now)
+    if timing.now < _FASTER * times[best] or gain < _SHARE * facts.step:
+        return
+    listed = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in times.items())
+    usable = timing.torch_fused is not None and timing.torch_fused * _FASTER <= timing.now
+    remedy = f"Take fusedtrain.optim.{optimizer.type}, with the same arguments."
+    changes = change(
+        "replace", optimizer.site, optimizer.type, f"fusedtrain.optim.{optimizer.type}"
+    )
+    if usable:
+        remedy, changes = "", _fused(optimizer)
+    yield rule.finding(
+        optimizer.site,
+        f"{what}: {of_a_step(optimizer.seconds, facts)}; on copies of the parameters "
+        f"{milliseconds(timing.now)}, {listed}",
+        timing.now / times[best],
+        Cost(MEASURED, of_a_step(gain, facts), gain),
+        remedy,
+        changes,
+    )
+
+
+def _fused(optimizer: Optimizer) -> tuple[Change, ...]:
+    options = {"fused": "True"}
+    if optimizer.foreach is not None:
+        options["foreach"] = ""
+    return change("keywords", optimizer.site, optimizer.type, **options)
+
+
+def memset(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for event in facts.memsets:
+        traffic = f"memory traffic of {megabytes(3 * event.bytes)}"
+        yield rule.finding(
+            event.site,
+            f"{event.count:.0f} memsets a step, {megabytes(event.bytes)} of gradients",
+            event.bytes,
+            # The memset writes them; backward then reads and adds where it would only write.
+            Cost(AT_MOST, f"{of_a_step(facts.clearing, facts)} ({traffic})", facts.clearing)
+            if facts.clearing and facts.step
+            else Cost(NOT_MEASURED, f"{traffic} a step"),
+            changes=change("keywords", event.site, "zero_grad", set_to_none=""),
+        )
+
+
+RULES = (
+    Rule(
+        "slow-optimizer",
+        "an optimizer that is not fused",
+        "the optimizer's class and options; its step is timed on copies of the parameters beside "
+        "torch's fused=True and fusedtrain's",
+        "Pass fused=True, or take the class of the same name of fusedtrain.optim.",
+        slow_optimizer,
+        ("timing",),
+    ),
+    Rule(
+        "zero-by-memset",
+        "gradients are cleared by memset",
+        "`zero_` of memory that is a gradient's",
+        "Leave set_to_none at its default, True: the next backward then writes, and adds nothing.",
+        memset,
+    ),
+)

@@ -1,0 +1,176 @@
+"""The command, in processes of its own: the script runs as Python would run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusedtrain.cli import Exit, main
+from helpers import ROOT
+from helpers.diagnosis import SCRIPTS
+
+WORKERS = '''
+import multiprocessing, os, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Seen(Dataset):
+    """In a worker nothing is watched."""
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
+        watched = any(hooks) or hasattr(nn.Module.__init__, "__wrapped__")
+        modes = len(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+        assert not watched and not modes and os.getpid() != MAIN, (watched, modes)
+        return torch.randn(4)
+
+MAIN = int(os.environ.setdefault("MAIN_PID", str(os.getpid())))
+print("imported as", __name__)
+
+if __name__ == "__main__":
+    print("arguments", sys.argv, os.getcwd(), sys.path[0])
+    model = nn.Linear(4, 4)
+    assert hasattr(nn.Module.__init__, "__wrapped__")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+    for context in ("fork", "spawn"):
+        loader = DataLoader(Seen(), batch_size=2, num_workers=1, multiprocessing_context=context)
+        for x in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    try:
+        raise SystemExit("never reached")
+    finally:
+        print("not ended by the doctor")
+'''
+
+RAISES = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU(inplace=True))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+def train(step):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    if step == 5:
+        raise KeyError("of the user")
+
+for step in range(10):
+    train(step)
+"""
+
+
+def doctor(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop("MAIN_PID", None)
+    command = [sys.executable, "-m", "fusedtrain", "doctor", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    return tmp_path
+
+
+def test_script_runs_as_python_runs_it(folder: Path) -> None:
+    """Its arguments, folder and __main__; workers, forked and spawned, are not watched."""
+    script = folder / "sub" / "train.py"
+    script.write_text(WORKERS)
+    run = doctor("--json", "--steps", "8", "--no-trials", "sub/train.py", "--lr", "-x", cwd=folder)
+    assert run.returncode in (0, 1), run.stderr
+    report = json.loads(run.stdout)  # what the script prints is on stderr
+    assert report["steps"] == 8
+    assert report["end"] == "done"
+    assert report["partial"] is None
+    expected = f"arguments {['sub/train.py', '--lr', '-x']} {folder} {script.parent}"
+    assert expected in run.stderr.splitlines()
+    assert run.stderr.count("imported as __main__") == 1
+    assert run.stderr.count("imported as __mp_main__") == 1
+    assert "Traceback" not in run.stderr
+    rules = {finding["rule"] for finding in report["findings"]}
+    assert rules <= {"small-tensors", "loader-too-slow"}  # a worker that starts is waited for
+
+
+def test_script_that_raises_shows_its_traceback_and_the_findings_so_far(folder: Path) -> None:
+    (folder / "train.py").write_text(RAISES)
+    run = doctor("train.py", cwd=folder)
+    assert run.returncode == 3, run.stderr
+    trace = run.stderr[run.stderr.index("Traceback") :].splitlines()
+    assert trace[1] == '  File "train.py", line 14, in <module>'
+    assert trace[-1] == "KeyError: 'of the user'"
+    assert "fusedtrain" not in "\n".join(trace)
+    assert "PARTIAL: the script raised after 6 steps" in run.stdout
+    assert "[in-place-clone]" in run.stdout
+
+
+def called(
+    *words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """The command in this process, which saves an import of torch; the script has its own."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    status = main(["doctor", *words])
+    return status, *capfd.readouterr()
+
+
+def test_script_without_a_step_is_told_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
+    status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    assert "PARTIAL: the script took no step of an optimizer" in output
+    assert "tensor(2.)" in output
+
+
+def test_fix_prints_a_diff_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        (SCRIPTS / "tiny.py").read_text().replace("losses = []", "losses = print('of it') or []")
+    )
+    (folder / "train.py").write_text(source)
+    words = ("--fix", "--steps", "6", "--no-trials", "train.py")
+    status, output, errors = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    assert output.startswith("--- train.py\n+++ train.py\n@@ ")
+    assert "+        losses.append(loss.detach())\n" in output
+    assert "of it\n" in errors
+    assert "[graph-kept]" in errors
+    assert (folder / "train.py").read_text() == source
+
+
+def test_files_of_the_report(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A chart, where a finding has a time; and a page."""
+    (folder / "train.py").write_text((SCRIPTS / "faults.py").read_text())
+    words = ("--plot", "a.png", "--html", "a.html", "--steps", "6", "train.py")
+    status, output, _ = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    assert "[loader-without-workers]" in output
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "a.html").read_text()
+    assert "loader-without-workers" in page
+    assert "data:image/png;base64" in page
+
+
+def test_there_is_no_such_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, output, errors = called(
+        "missing.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd
+    )
+    assert (status, output) == (Exit.USAGE, "")
+    assert "missing.py" in errors
