@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         fp16_utils as fp16_utils,
         memory as memory,
         profiling as profiling,
+        tuning as tuning,
     )
     from .conversion import ConversionReport, convert, revert
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
     from .profiling import profile
+    from .tuning import TuneReport, tune
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
 _LATER = {
@@ -33,6 +35,7 @@ _LATER = {
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
     "profiling": ("profile",),
+    "tuning": ("TuneReport", "tune"),
 }
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "ConversionReport",
     "FoldReport",
     "MemoryReport",
+    "TuneReport",
     "__version__",
     "amp",
     "backend_info",
@@ -56,6 +60,7 @@ __all__ = [
     "profile",
     "recompute",
     "revert",
+    "tune",
     "tune_mode",
     "zero_grad",
 ]
