@@ -109,18 +109,12 @@ def place_of(function: Callable[..., Any] | str, argument: str) -> str:
             f"{argument}: expected a function at the top of a file, which a fresh process can "
             f"import, or 'path.py:FUNCTION'; got {function!r}"
         )
-    path = None
-    if module == "__main__" or not _is_installed(module):
-        try:
-            path = inspect.getsourcefile(function)
-        except TypeError:
-            path = None
-        if path is None or not Path(path).is_file():
-            raise TypeError(f"{argument}: {name} is in no file, which a fresh process could import")
-    return f"{path}:{name}" if path else f"{module}:{name}"
-
-
-def _is_installed(module: str) -> bool:
-    """Whether a fresh process finds the module by its name: installed, or part of a package."""
-    path = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "." in module or not path or "site-packages" in path or "dist-packages" in path
+    if module != "__main__":
+        return f"{module}:{name}"
+    try:
+        path = inspect.getsourcefile(function)
+    except TypeError:
+        path = None
+    if path is None or not Path(path).is_file():
+        raise TypeError(f"{argument}: {name} is in no file, which a fresh process could import")
+    return f"{path}:{name}"

@@ -40,7 +40,8 @@ class Process:
     """A context manager: the process ends with it."""
 
     def __init__(self, job: Job, config: Config, facts: dict[str, Any]) -> None:
-        task = json.dumps({"job": job.to_json(), "config": config, "facts": facts})
+        known = {"job": job.to_json(), "config": config, "facts": facts, "path": sys.path}
+        task = json.dumps(known)
         self._printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}", task],

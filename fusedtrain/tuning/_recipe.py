@@ -8,11 +8,11 @@ from ._job import LIBRARIES, Job, split
 from ._switches import BATCH, Config, code_of
 
 _OPTIMIZERS = {"sgd": ("SGD", "momentum=0.9"), "adamw": ("AdamW", "")}
-WARMUP = 500  # steps; Goyal et al. take 5 epochs, the user knows the length of an epoch
+WARMUP = 500  # steps; Goyal et al. take 5 epochs, whose length only the user knows
 SOURCES = {
-    "sgd": "linear scaling with warm-up: Goyal et al., arXiv:1706.02677",
-    "adamw": "square-root scaling: Malladi et al., arXiv:2205.10287; with warm-up: "
-             "Goyal et al., arXiv:1706.02677",
+    "sgd": "linear, with warm-up (Goyal et al., arXiv:1706.02677)",
+    "adamw": "the square root (Malladi et al., arXiv:2205.10287), with warm-up "
+             "(Goyal et al., arXiv:1706.02677)",
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def recipe(job: Job, config: Config, target_shape: list[int], classes: int) -> s
     if split(job.model)[0] in LIBRARIES:
         parts.append("")
     if job.loader:
-        parts.append(_import(job.loader, "build_loader"))
+        parts[-1] += "\n" * (parts[-1] != "") + _import(job.loader, "build_loader")
     parts.append(body)
     changed = config[BATCH] != job.batch
     if changed:
@@ -133,12 +133,13 @@ def recipe(job: Job, config: Config, target_shape: list[int], classes: int) -> s
 
 
 def _schedule(job: Job, config: Config) -> str:
-    rule = f"# The learning rate was {job.lr:g} for {job.batch} samples. {SOURCES[job.optimizer]}."
-    call = (
-        f"torch.optim.lr_scheduler.LinearLR(\n    optimizer, {job.batch / config[BATCH]:.4g}, "
-        f"total_iters={WARMUP}\n)"
+    start = job.lr / scaled_rate(job, config[BATCH])
+    return (
+        f"# The learning rate was {job.lr:g} for {job.batch} samples. Rule for {config[BATCH]}:\n"
+        f"# {SOURCES[job.optimizer]}.\n"
+        f"# Take a warm-up of about 5 epochs for total_iters.\n"
+        f"warmup = torch.optim.lr_scheduler.LinearLR(optimizer, {start:.4g}, total_iters={WARMUP})"
     )
-    return f"{rule}\nwarmup = {call}"
 
 
 def _data(job: Job, config: Config, target_shape: list[int], classes: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._budget import Budget, BudgetSpent, in_words
-from ._check import STEPS, Reference
+from ._check import SEEDS, STEPS, Reference
 from ._job import Job
 from ._memory import SHARE, available_memory
 from ._process import Process, TrialFailed
@@ -113,14 +113,19 @@ class Tuner:
 
     def _measure_reference(self, probe: Process) -> Reference:
         precisions = ["fp32", *(v.name for v in SWITCHES[0].others(self.facts))]
-        exact, other = (
+        exact, *others = (
             self._ask(probe, "losses", steps=STEPS, seed=seed)["losses"] for seed in (0, 1)
         )
+        if others[0] != exact:  # something draws: one difference says little
+            others += (
+                self._ask(probe, "losses", steps=STEPS, seed=seed)["losses"]
+                for seed in range(2, SEEDS + 1)
+            )
         sizes = dict.fromkeys(EPS[name] for name in precisions)
         runs = {
             eps: self._ask(probe, "losses", steps=STEPS, rounding=eps)["losses"] for eps in sizes
         }
-        return Reference(exact, other, {name: runs[EPS[name]] for name in precisions})
+        return Reference(exact, others, {name: runs[EPS[name]] for name in precisions})
 
     # --- a trial ---
 

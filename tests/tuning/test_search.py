@@ -139,7 +139,7 @@ def test_a_trial_that_would_not_fit_is_not_begun():
     now[0] += 40
     budget.last_trial = 19
     budget.require()
-    with pytest.raises(BudgetSpent, match="1 min has 20 s left, and the next .* about 21 s"):
+    with pytest.raises(BudgetSpent, match=r"1 min has 20 s left, and the next .* about 21 s"):
         budget.require(extra=2)
     budget.last_trial = 20
     with pytest.raises(BudgetSpent, match="about 20 s"):
