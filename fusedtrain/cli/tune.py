@@ -152,7 +152,7 @@ def _report(seen: TuneReport, optimizer: str, shape: Sequence[int]) -> Report:
     timed = [trial for trial in seen.trials if trial.images_per_second is not None]
     return Report(
         f"fusedtrain tune {seen.model}",
-        seen.to_json(),
+        {name: value for name, value in seen.to_json().items() if name != "partial"},
         [Table("", columns, seen.rows())] if seen.trials else [],
         notes,
         facts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -84,9 +85,16 @@ def tune(
     Raises:
         TypeError: `build_model` or `loader` cannot be imported by a fresh process.
         ValueError: an argument has no sense.
+        RuntimeError: a trial, which imports the script, has called `tune`.
         TrialFailed: the plain model does not import, raises or does not fit; `traceback` is that of
             the user's code.
     """
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    if started is not None and started.name == f"{__name__}.__main__":
+        raise RuntimeError(
+            "tune was called while a trial imports the script: put the call behind "
+            "if __name__ == '__main__':"
+        )
     names = switches_named(switches)
     limit = Budget(parse_budget(budget) if isinstance(budget, str) else float(budget))
     job = _job(build_model, example, batch, classes, tokens, loader, optimizer, lr, device, config)
@@ -104,7 +112,8 @@ def tune(
     report.trials = tuner.trials
     report.device = tuner.known.get("device", job.device)
     if report.partial:
-        report.partial += f"; {len(report.trials)} trials were made"
+        made = len(report.trials)
+        report.partial += f"; {made} trial{'s' * (made != 1)} until then"
     if tuner.best_trial is not None:
         best = report.best = tuner.best_trial.config
         known = tuner.known

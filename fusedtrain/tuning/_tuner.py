@@ -77,7 +77,7 @@ class Tuner:
             TrialFailed: the model does not import, raises, or does not fit.
         """
         start = plain(self.job.batch)
-        self._begin(f"{self.job.model}, plain fp32 (and its rounding, three times)")
+        self._begin(f"{self.job.model}, plain fp32, and how far rounding moves its losses")
         with self._process(start) as probe:
             self.known = self._ask(probe, "probe")
             capability: Any = tuple(self.known["capability"])
@@ -180,7 +180,11 @@ class Tuner:
 
     def try_larger_batch(self, best: Config) -> None:
         """Races the largest batch that fits."""
-        batch, why = self._largest()
+        try:
+            batch, why = self._largest()
+        except TrialFailed as failure:
+            self.notes.append(f"No larger batch was tried: {failure.reason}.")
+            return
         if batch == best[BATCH]:
             self.notes.append(f"No larger batch than {batch} was tried: {why}.")
             return
@@ -196,7 +200,7 @@ class Tuner:
         if affordable < most:
             most, why = max(affordable, base), "a larger one would not fit into the budget"
         if self.job.device == "cuda":
-            batch = largest_batch(self._fits_on_gpu(), base, most)
+            batch = self._largest_on_gpu(base, most)
             return batch, why if batch > most - max(1, base // 4) else "it fills the GPU's memory"
         if self.limit is None:
             return base, "this system does not tell how much memory is available"
@@ -210,11 +214,16 @@ class Tuner:
             )
         return batch, why
 
-    def _fits_on_gpu(self) -> Callable[[int], bool]:
-        """Steps of growing batches in a process of their own, beside the parked best one."""
-        process = self._processes.enter_context(self._process(self._best.config))
-        self._ask(process, "losses", steps=1)
-        return lambda batch: bool(self._ask(process, "fits", batch=batch)["fits"])
+    def _largest_on_gpu(self, base: int, most: int) -> int:
+        """By steps of growing batches in a process of their own, beside the parked best one."""
+        self._begin("the largest batch that fits")
+        with self._process(self._best.config) as process:
+            self._ask(process, "losses", steps=1)
+
+            def fits(batch: int) -> bool:
+                return bool(self._ask(process, "fits", batch=batch)["fits"])
+
+            return largest_batch(fits, base, most)
 
     # --- pieces ---
 

@@ -22,32 +22,28 @@ WORDS = ("--input", "3x8x8", "--batch", "4", "--lr", "0.01", "--device", "cpu")
 
 def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, monkeypatch):
     place = f"{HERE}:build_model"
-    only = ("--switch", "channels_last", "--switch", "batch", "--budget", "40s")
+    only = ("--switch", "batch", "--budget", "30s")
     files = ("--json", "--plot", "out.png", "--html", "out.html")
     run = fusedtrain("tune", place, *WORDS, *only, *files, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     seen = parsed(run)
-    assert seen["partial"] is None or seen["partial"] == ""
+    assert seen["partial"] is None
     names = [trial["name"] for trial in seen["trials"]]
-    assert names[:2] == ["plain fp32", "channels_last on"]
-    # The largest batch is the last trial: a network as small as this one fits in any memory.
-    assert names[2] == "batch 64"
+    assert names == ["plain fp32", "batch 64"]  # 16 times the first; it fits in any memory
     for trial in seen["trials"]:
         assert trial["images_per_second"] is not None, trial["reason"]
         assert trial["images_per_second"] > 0
         assert trial["memory"] > 0
         assert trial["first_step"] > 0
-    for trial in seen["trials"][1:]:
-        low, high = trial["interval"]
-        assert low <= trial["gain"] <= high
-        assert trial["accepted"] == (trial["reason"] in ("faster", "less memory, no loss of time"))
-        assert trial["rounds"] >= 3
-    plain, layout, batch = seen["trials"]
-    # Of the layout's trial alone: 16 times as many samples are kept, and 8 channels of 8 x 8 each.
-    assert batch["memory"] > 10 * plain["memory"]
-    assert "channels_last" in seen["recipe"] or not layout["accepted"]
+    plain, batch = seen["trials"]
+    low, high = batch["interval"]
+    assert low <= batch["gain"] <= high
+    assert batch["accepted"] == (low > 1)
+    assert batch["rounds"] >= 3
+    assert batch["memory"] > 10 * plain["memory"]  # 16 times as many samples, the same parameters
+    assert ("# The learning rate was 0.01 for 4 samples." in seen["recipe"]) == batch["accepted"]
     stages = [line for line in run.stderr.splitlines() if line.startswith("tune: ")]
-    assert [stage[6:] for stage in stages][1:3] == names[1:]
+    assert [stage[6:] for stage in stages][1:2] == names[1:]
     assert_png(tmp_path / "out.png")
     page = Page((tmp_path / "out.html").read_text())
     assert [row[0] for row in page.rows[1:]] == names
@@ -132,7 +128,7 @@ def test_after_ctrl_c_the_trials_until_then_are_shown(tmp_path):
         process.send_signal(signal.SIGINT)
         output = process.stdout.read()
     assert process.returncode == 4
-    assert "PARTIAL: stopped; 1 trials were made" in output
+    assert "PARTIAL: stopped; 1 trial until then" in output
     assert "plain fp32" in output
     assert "def step(inputs, targets):" in output
 
