@@ -31,7 +31,7 @@ class TrialFailed(Exception):
     def __init__(
         self, reason: str, traceback: str = "", out_of_memory: bool = False, timed_out: bool = False
     ) -> None:
-        super().__init__(reason)
+        super().__init__(f"{reason}\n\n{traceback}" if traceback else reason)
         self.reason, self.traceback = reason, traceback
         self.out_of_memory, self.timed_out = out_of_memory, timed_out
 

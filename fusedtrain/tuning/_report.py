@@ -108,9 +108,10 @@ def sentences(plain: TunedTrial, best: TunedTrial, whole: TunedTrial | None) -> 
     text = f"Best: {changed}."
     if whole is not None and whole.gain and whole.interval:
         low, high = whole.interval
+        doubt = "; not surely more" if low <= 1 <= high else ""
         text += (
             f" It trains {whole.gain:.2f}x as many images per second as the plain configuration "
-            f"({low:.2f}-{high:.2f}, in turns)"
+            f"({low:.2f}-{high:.2f}, in turns{doubt})"
         )
     elif best.images_per_second and plain.images_per_second:
         ratio = best.images_per_second / plain.images_per_second

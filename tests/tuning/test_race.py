@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fusedtrain.tuning._check import FACTOR, Reference
+from fusedtrain.tuning._check import FACTORS, Reference
 from fusedtrain.tuning._race import LEAST, MOST, Race, race, rounds_in, verdict
 
 
@@ -79,16 +79,16 @@ REFERENCE = Reference(
 
 def test_losses_may_differ_by_rounding_and_no_more():
     allowed = REFERENCE.allowed("bf16")
-    assert allowed[0] == pytest.approx(FACTOR * 2.0 / 256)
-    assert allowed[1] == pytest.approx(FACTOR * (0.01 + 1.5 / 256))
+    assert allowed[0] == pytest.approx(FACTORS["bf16"] * 2.0 / 256)
+    assert allowed[1] == pytest.approx(FACTORS["bf16"] * (0.01 + 1.5 / 256))
     # The third step's weights have moved as the second's.
-    assert allowed[2] == pytest.approx(FACTOR * (0.01 + 1.0 / 256))
+    assert allowed[2] == pytest.approx(FACTORS["bf16"] * (0.01 + 1.0 / 256))
     for sign in (-1, 1):
         near = [loss + sign * 0.99 * one for loss, one in zip(REFERENCE.losses, allowed)]
         assert REFERENCE.complaint(near, "bf16") == ""
         assert REFERENCE.complaint(near, "fp32") != ""
-    assert REFERENCE.complaint([2.0, 1.5001, 1.0], "fp32") == (
-        "wrong: loss of step 2 1.5001, fp32 1.5, allowed ±8.1e-05"
+    assert REFERENCE.complaint([2.0, 1.501, 1.0], "fp32") == (
+        "wrong: loss of step 2 1.501, fp32 1.5, allowed ±3.3e-04"
     )
     assert "step 3 nan" in REFERENCE.complaint([2.0, 1.5, math.nan], "bf16")
 

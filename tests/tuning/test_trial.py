@@ -12,6 +12,7 @@ import torch
 
 import fusedtrain
 from fusedtrain.tuning._job import Job, place_of
+from fusedtrain.tuning._process import TrialFailed
 from fusedtrain.tuning._report import TunedTrial, sentences
 from fusedtrain.tuning._switches import plain
 from fusedtrain.tuning._worker import Trial
@@ -108,6 +109,12 @@ def test_a_function_of_the_script_is_found_by_its_file(monkeypatch):
     assert place_of(models.build_model, "build_model") == f"{HERE}:build_model"
 
 
+def test_a_failure_shows_the_traceback_of_the_user_in_python_too():
+    failure = TrialFailed("ValueError: no", "Traceback (most recent call last):\n")
+    assert str(failure) == "ValueError: no\n\nTraceback (most recent call last):\n"
+    assert str(TrialFailed("its process died")) == "its process died"
+
+
 def test_a_script_that_tunes_while_it_is_imported_by_a_trial_is_told(monkeypatch):
     spec = SimpleNamespace(name="fusedtrain.tuning.__main__")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
@@ -125,5 +132,7 @@ def test_the_summary_says_what_was_won_and_how_that_is_known():
         "Best: precision bf16, batch 8. It trains 2.40x as many images per second as the plain "
         "configuration (2.20-2.50, in turns); memory for an image: 0.50x."
     )
+    unsure = TunedTrial("", config, True, "", 240.0, 1.05, (0.96, 1.28))
+    assert "(0.96-1.28, in turns; not surely more)" in sentences(first, best, unsure)[0]
     assert "2.50x the images per second" in sentences(first, best, None)[0]
     assert "no interval" in sentences(first, best, None)[0]

@@ -64,6 +64,7 @@ def test_trials_that_are_wrong_or_raise_are_refused_and_the_others_go_on():
         "plain fp32", "precision bf16", "channels_last on",
     ]  # fmt: skip
     plain, bf16, layout = report.trials
+    assert "\n" not in bf16.reason
     assert bf16.reason == "RuntimeError: no autocast for this model"
     number = r"[\d.e+-]+"
     wrong = rf"wrong: loss of step 1 {number}, fp32 {number}, allowed ±{number}"
