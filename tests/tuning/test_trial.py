@@ -117,7 +117,7 @@ def test_a_failure_shows_the_traceback_of_the_user_in_python_too():
 
 def test_a_script_that_tunes_while_it_is_imported_by_a_trial_is_told(monkeypatch):
     spec = SimpleNamespace(name="fusedtrain.tuning.__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
     with pytest.raises(RuntimeError, match="put the call behind if __name__"):
         fusedtrain.tune("m.py:f", (3, 8, 8))
 

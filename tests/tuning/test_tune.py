@@ -22,7 +22,7 @@ WORDS = ("--input", "3x8x8", "--batch", "4", "--lr", "0.01", "--device", "cpu")
 
 def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, monkeypatch):
     place = f"{HERE}:build_model"
-    only = ("--switch", "batch", "--budget", "30s")
+    only = ("--switch", "batch", "--budget", "60s")
     files = ("--json", "--plot", "out.png", "--html", "out.html")
     run = fusedtrain("tune", place, *WORDS, *only, *files, folder=tmp_path)
     assert run.returncode == 0, run.stderr
