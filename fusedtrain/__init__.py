@@ -20,12 +20,14 @@ if TYPE_CHECKING:
         fp16_utils as fp16_utils,
         memory as memory,
         profiling as profiling,
+        tuning as tuning,
     )
     from .conversion import ConversionReport, convert, revert
     from .diagnosis import Diagnosis, doctor
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
     from .profiling import profile
+    from .tuning import TuneReport, tune
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
 _LATER = {
@@ -36,6 +38,7 @@ _LATER = {
     "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
     "profiling": ("profile",),
+    "tuning": ("TuneReport", "tune"),
 }
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "Diagnosis",
     "FoldReport",
     "MemoryReport",
+    "TuneReport",
     "__version__",
     "amp",
     "backend_info",
@@ -61,6 +65,7 @@ __all__ = [
     "profile",
     "recompute",
     "revert",
+    "tune",
     "tune_mode",
     "zero_grad",
 ]

@@ -32,7 +32,7 @@ FLOORS = (
     "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_calls", "_recompute",
     "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops", "functional", "nn",
     "optim", "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory",
-    "contestants", "profiling", "diagnosis", "__init__", "cli", "__main__",
+    "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli", "__main__",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ _PLAIN = {
 # Each is a module of this package, in which `command` is a click command that returns an Exit.
 _WITH_EXTRA = {
     "bench": "fusedtrain's kernels against eager torch on this machine",
+    "tune": "which switches make a model train faster on this machine, and the recipe",
     "profile": "where the time of a training script goes, before and after fusedtrain",
     "doctor": "what costs a training script time, memory or accuracy; a diff that removes it",
 }

@@ -107,7 +107,7 @@ def convert(
     factor comes straight from an activation (a gated linear unit, `silu(gate(x)) * up(x)`, the gate
     of squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its
     layer scale and stochastic depth. An activation on its own that gains neither time nor memory
-    stays torch's: ReLU, and LeakyReLU, ReLU6 and Hardtanh in place. That is read off the dataflow
+    stays torch's: ReLU, and LeakyReLU in place. That is read off the dataflow
     (torch.fx) of each module's forward. Where only a forward can drop a sum or a call, that one
     module gets another `forward`;
     no module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in

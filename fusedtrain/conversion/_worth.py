@@ -22,9 +22,10 @@ _NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
 _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
 
 # Activations of a few instructions that are one kernel in torch, too, forward and backward, and for
-# which torch saves as much: the output. Of those in _IN_PLACE torch saves it only in place.
+# which torch saves as much: the output. Of LeakyReLU torch saves it only in place; of ReLU6 and
+# Hardtanh in place it clones the input.
 _ALWAYS = {"relu"}
-_IN_PLACE = {"relu", "relu6", "hardtanh", "leaky_relu"}
+_IN_PLACE = {"relu", "leaky_relu"}
 GAINS_NOTHING = "gains nothing: torch's own is one kernel and saves as much"
 
 

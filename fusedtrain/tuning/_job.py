@@ -1,0 +1,120 @@
+"""What is tuned: model, input, batch, optimizer, device; and where a function can be imported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LIBRARIES = ("torchvision", "timm", "transformers")
+TOKENS = 100  # token ids for a model of transformers; each vocabulary has as many
+LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained in each trial.
+
+    Args:
+        model: ``torchvision:NAME``, ``timm:NAME``, ``transformers:CONFIGCLASS`` or
+            ``path.py:FUNCTION`` (also ``package.module:FUNCTION``), which returns a module.
+        input: the shape of one sample.
+        batch: samples in a step before the batch size is tuned.
+        classes: classes of a model of the three libraries.
+        tokens: inputs are integers below this number; 0: normal random numbers.
+        loader: ``path.py:FUNCTION``, called with batch_size, num_workers and pin_memory.
+        device: "cpu" or "cuda".
+        optimizer: "sgd" or "adamw".
+        lr: the learning rate for ``batch``.
+        config: for ``transformers``: arguments of the configuration.
+    """
+
+    model: str
+    input: tuple[int, ...]
+    batch: int = 32
+    classes: int = 1000
+    tokens: int = 0
+    loader: str = ""
+    device: str = "cpu"
+    optimizer: str = "sgd"
+    lr: float = LEARNING_RATES["sgd"]
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Job:
+        return Job(**{**values, "input": tuple(values["input"])})
+
+
+def split(place: str) -> tuple[str, str]:
+    """``where:name``; the colon of ``C:\\model.py`` is not meant.
+
+    Raises:
+        ValueError: there is no name.
+    """
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ValueError(
+            f"{place}: expected torchvision:NAME, timm:NAME, transformers:CONFIGCLASS or "
+            "path.py:FUNCTION"
+        )
+    return where, name
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """The function of ``path.py:FUNCTION`` or ``package.module:FUNCTION``."""
+    where, name = split(place)
+    module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    function: Any = functools.reduce(getattr, name.split("."), module)
+    if not callable(function):
+        raise TypeError(f"{place}: expected a function, got {type(function).__name__}")
+    return function
+
+
+def _from_file(path: Path) -> ModuleType:
+    """Imports a file under its name, with its folder first in sys.path, as a script has."""
+    path = path.resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # worker processes of a loader unpickle functions by this name
+    spec.loader.exec_module(module)
+    return module
+
+
+def place_of(function: Callable[..., Any] | str, argument: str) -> str:
+    """Where a fresh process finds the function.
+
+    Raises:
+        TypeError: the function has no such place: a lambda, a nested function, one typed at a
+            prompt.
+    """
+    if isinstance(function, str):
+        split(function)
+        return function
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
+    if not name or "<" in name or not callable(function):
+        raise TypeError(
+            f"{argument}: expected a function at the top of a file, which a fresh process can "
+            f"import, or 'path.py:FUNCTION'; got {function!r}"
+        )
+    if module != "__main__":
+        return f"{module}:{name}"
+    try:
+        path = inspect.getsourcefile(function)
+    except TypeError:
+        path = None
+    if path is None or not Path(path).is_file():
+        raise TypeError(f"{argument}: {name} is in no file, which a fresh process could import")
+    return f"{path}:{name}"

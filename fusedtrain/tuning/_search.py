@@ -1,0 +1,94 @@
+"""Which configurations are tried, in which order. Knows nothing of processes or clocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+
+from ._switches import NAMES, SWITCHES, Config, Facts
+
+# Whether the second configuration, tried against the first (the best so far), is accepted.
+Judge = Callable[[Config, Config], bool]
+
+
+def switches_named(names: Collection[str]) -> list[str]:
+    """The names, or all of them for none.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        raise ValueError(f"switches: no {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    return [name for name in NAMES if not names or name in names]
+
+
+def greedy(start: Config, facts: Facts, names: Collection[str], judge: Judge) -> Config:
+    """One switch at a time from the best so far.
+
+    At the end the last two accepted switches are tried off again, because a switch that came later
+    may have taken over their work. The very last is left out: nothing came later.
+    """
+    best = start
+    accepted: list[str] = []
+    for switch in SWITCHES:
+        if switch.name not in names:
+            continue
+        for value in switch.others(facts):
+            trial = {**best, switch.name: value.name}
+            if judge(best, trial):
+                best = trial
+                if switch.name not in accepted:
+                    accepted.append(switch.name)
+    for name in reversed(accepted[:-1][-2:]):
+        trial = {**best, name: start[name]}
+        if judge(best, trial):
+            best = trial
+    return best
+
+
+def product(start: Config, facts: Facts, names: Collection[str], judge: Judge) -> Config:
+    """Every combination against the best so far."""
+    best = start
+    columns = [
+        [(switch.name, value.name) for value in (switch.values[0], *switch.others(facts))]
+        for switch in SWITCHES
+        if switch.name in names
+    ]
+    for pairs in itertools.islice(itertools.product(*columns), 1, None):
+        trial = {**start, **dict(pairs)}
+        if judge(best, trial):
+            best = trial
+    return best
+
+
+def size_of_product(facts: Facts, names: Collection[str]) -> int:
+    """Trials of `product`."""
+    total = 1
+    for switch in SWITCHES:
+        if switch.name in names:
+            total *= 1 + len(switch.others(facts))
+    return total - 1
+
+
+def largest_batch(fits: Callable[[int], bool], base: int, most: int) -> int:
+    """The largest multiple of ``base`` / 4 that fits, by doubling and bisection.
+
+    ``base`` fits; ``most`` is the largest that is asked for. ``fits`` is called a few times.
+    """
+    unit = max(1, base // 4)
+    good, bad = base // unit, 0  # in units; 0: none is known
+    top = most // unit
+    while not bad and good < top:
+        next_one = min(2 * good, top)
+        if fits(next_one * unit):
+            good = next_one
+        else:
+            bad = next_one
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle * unit):
+            good = middle
+        else:
+            bad = middle
+    return max(good * unit, base)
