@@ -15,7 +15,7 @@ from fusedtrain import _scripts
 from fusedtrain._scripts import Run
 from fusedtrain.cli import main, profile
 from fusedtrain.cli._exit import Exit
-from helpers.commands import Page, assert_png, environment, fusedtrain, parsed
+from helpers.commands import Page, assert_png, environment, fusedtrain, heed_ctrl_c, parsed
 
 MODEL = """\
 import sys
@@ -248,7 +248,7 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fusedtrain", "profile", "--warmup", "1", "--steps", "50"]
     process = subprocess.Popen(
         [*command, "train.py"], cwd=tmp_path, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:

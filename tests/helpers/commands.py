@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,12 @@ def environment() -> dict[str, str]:
     """One thread, and this checkout."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def heed_ctrl_c() -> None:
+    """In a new process, before its program: what a shell starts behind ``&`` ignores SIGINT, and
+    hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def fusedtrain(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:

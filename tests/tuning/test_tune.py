@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fusedtrain as package
-from helpers.commands import Page, assert_png, environment, fusedtrain, parsed
+from helpers.commands import Page, assert_png, environment, fusedtrain, heed_ctrl_c, parsed
 from tuning import models
 
 HERE = Path(models.__file__)
@@ -119,7 +119,7 @@ def test_after_ctrl_c_the_trials_until_then_are_shown(tmp_path):
     command = [sys.executable, "-m", "fusedtrain", "tune", f"{HERE}:build_model", *WORDS]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(), text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
