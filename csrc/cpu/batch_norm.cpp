@@ -49,8 +49,9 @@ struct Sums : Tasks {
   }
 };
 
-// As `norm_moments` of isa/batch_norm_channels.h says it.
-bool is_far(double distance, double variance) { return distance * distance > 64 * variance; }
+bool is_far(double distance, double variance) {
+  return distance * distance > kFarVariances * variance;
+}
 
 template <class T>
 void settle_channels(const BatchNorm& n, const BatchNormBackward& b, const double* sums) {

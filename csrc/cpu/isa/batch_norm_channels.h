@@ -42,7 +42,7 @@ inline bool norm_moments(double* sums, const double* squares, double count, doub
   for (int64_t i = 0; i < n; ++i) {
     const double distance = sums[i] / count, square = distance * distance;
     const double difference = squares[i] / count - square;
-    far |= square > 64 * difference ? 1 : 0;
+    far |= square > cpu::kFarVariances * difference ? 1 : 0;
     sums[i] = distance;
     variance[i] = difference;
   }

@@ -121,6 +121,9 @@ struct BatchNormKernels {
   void (*move_sums)(T* from, double* to, int64_t n);
 };
 
+// A guess of a mean is far where the square of its distance is more than so many variances.
+constexpr double kFarVariances = 64;
+
 // Once a channel: see batch_norm_channels.h.
 template <class S, class T>
 struct BatchNormChannels {
