@@ -444,4 +444,4 @@ def softplus(
     return _softplus(input, False, beta, threshold)
 
 
-_public_in(vars())
+__all__ = _public_in(vars())

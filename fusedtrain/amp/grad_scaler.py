@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if "closure" in kwargs or state["stage"] is not OptState.READY:
             return super().step(optimizer, *args, **kwargs)
-        if args:
+        if any(arg is not None for arg in args):  # Accelerate passes `None`
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         # With a scale set by the user: the product, as in torch.

@@ -17,6 +17,8 @@ from .._torch_private import (
 )
 from ..optim._checks import check_not_negative
 
+__all__ = ["LARC"]
+
 _WIDENED = (torch.float16, torch.bfloat16)
 
 

@@ -23,8 +23,7 @@ from ._rule import Change, Cost, Finding, Rule
 from ._watch import Watch
 from .rules import RULES
 
-__all__ = ["RULES", "Change", "Cost", "Diagnosis", "Facts", "Finding", "Rule", "decide", "doctor",
-           "finding_lines"]  # fmt: skip
+__all__ = ["RULES", "Change", "Cost", "Diagnosis", "Facts", "Finding", "Rule", "decide", "doctor"]
 
 _FEWEST = 4  # steps: three are observed, and one is timed
 

@@ -89,7 +89,10 @@ def data_parallel(rule: Rule, facts: Facts) -> Iterator[Finding]:
 
 def page_faults(rule: Rule, facts: Facts) -> Iterator[Finding]:
     seconds = facts.faults * facts.fault
-    if facts.on_gpu or seconds < _FAULTS * facts.step or not facts.large:
+    without_others = min(
+        facts.step, facts.busy or facts.step
+    )  # other processes may take the rest of a step
+    if facts.on_gpu or seconds < _FAULTS * without_others or not facts.large:
         return
     yield rule.finding(
         facts.model_site,

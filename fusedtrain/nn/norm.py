@@ -170,7 +170,8 @@ class BatchNormActBase(BatchNormBase):
         odd = residual is not None and not isinstance(residual, Tensor)
         if in_place and isinstance(residual, Tensor):
             odd = residual.is_complex() or not _fits_in(residual, input)
-            residual = residual if odd else residual.to(input.dtype)
+            if not odd and residual.dtype is not input.dtype:  # else a graph shows an idle cast
+                residual = residual.to(input.dtype)
         act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
         drop = None if type(drop_layer) is nn.Identity else drop_layer

@@ -143,6 +143,11 @@ class SyncBatchNormAct(BatchNormActBase):
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
             return super()._normalise(input, residual, branch_scale, activation, overwrite_input)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "SyncBatchNormAct: an exported or traced graph cannot exchange statistics between "
+                "ranks: call model.eval() before the export"
+            )
         synchronise = self._synchronise
         if torch.compiler.is_compiling():
             # A decorator would import torch._dynamo at once, which takes a second.

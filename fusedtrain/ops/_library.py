@@ -97,9 +97,14 @@ def op(name: str) -> Callable[..., Any]:
     return function
 
 
-def public_in(module: dict[str, Any]) -> None:
-    """Gives the public functions of a module its name: pickles name a function by its module, in
-    graphs of torch.fx and in forwards that convert wrote."""
-    for name, value in module.items():
-        if isinstance(value, FunctionType) and not name.startswith("_"):
-            value.__module__ = module["__name__"]
+def public_in(module: dict[str, Any]) -> list[str]:
+    """Gives the public functions of a module its name, and lists their names. Pickles name a
+    function by its module, in graphs of torch.fx and in forwards that convert wrote."""
+    names = [
+        name
+        for name, value in module.items()
+        if isinstance(value, FunctionType) and not name.startswith("_")
+    ]
+    for name in names:
+        module[name].__module__ = module["__name__"]
+    return sorted(names)

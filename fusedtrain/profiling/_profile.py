@@ -105,6 +105,7 @@ class profile:
 
     def __init__(self, *, lines: bool = False, trace: str | os.PathLike[str] | None = None) -> None:
         self.summary: dict[str, Any] = {}
+        self.recording: Recording | None = None  # each operator, for `fusedtrain.profiling`
         self.top_operators: list[dict[str, Any]] = []
         self._trace = None if trace is None else os.path.abspath(trace)
         self._lines = Lines() if lines else None
@@ -130,7 +131,7 @@ class profile:
         self._hook.remove()
         self._ranges.leave()
         self._ranges.remove()
-        seen = self._window.stop(self._steps)
+        seen = self.recording = self._window.stop(self._steps)
         self.summary = summary(seen)
         if self._lines is not None:
             self.top_operators = top_operators(seen)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks import bench_memory as bench
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
+from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.networks import Setup
 from helpers.benchmarks import measured
 
@@ -23,7 +24,7 @@ def test_bytes_of_a_call() -> None:
         torch.empty(2 * MIB)
         return kept
 
-    assert bench._most(run, "cpu") == (12 * MIB, 4 * MIB)
+    assert most_allocated(run, "cpu") == (12 * MIB, 4 * MIB)
 
 
 class Linear(nn.Module):

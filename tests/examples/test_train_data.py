@@ -26,7 +26,7 @@ def test_folder_of_pictures(tmp_path: Path, layout: str) -> None:
                 pixels = generator.integers(shade - 30, shade + 30, (20, 24), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.png")
     data = f"folder:{tmp_path / 'pictures'}"
-    status, results = run(tmp_path / "out", "--data", data, "--steps", "2")
+    status, results = run(tmp_path / "out", "--data", data, "--amp", "off", "--steps", "2")
     assert status == 0, failed(results)
     loaded = train_data.load_data(data, tmp_path, seed=0)
     assert (len(loaded.train), len(loaded.test)) == ((40, 40) if layout == "split" else (32, 8))
@@ -51,7 +51,8 @@ def _fashion_folder(folder: Path) -> Path:
 
 def test_fashion_mnist_from_a_local_folder(tmp_path: Path) -> None:
     root = str(_fashion_folder(tmp_path))
-    status, results = run(tmp_path, "--data", "fashion-mnist", "--data-root", root, "--steps", "2")
+    options = ("--data", "fashion-mnist", "--data-root", root, "--amp", "off", "--steps", "2")
+    status, results = run(tmp_path, *options)
     assert status == 0, failed(results)
 
 
@@ -60,6 +61,7 @@ def test_fashion_mnist_from_a_local_folder(tmp_path: Path) -> None:
 )
 def test_fashion_mnist_of_debian(tmp_path: Path) -> None:
     options = ("--data", "fashion-mnist", "--data-root", str(tmp_path), "--steps", "60")
+    options += ("--amp", "off")
     status, results = run(tmp_path / "out", *options, "--test-images", "500", "--lr", "0.05")
     assert status == 0, failed(results)
     loaded = train_data.load_data("fashion-mnist", tmp_path, seed=0)

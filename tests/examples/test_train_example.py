@@ -57,7 +57,7 @@ def test_the_last_lines_say_what_was_won(
 ) -> None:
     """Of the default network and step, made small; the numbers are those of the results."""
     options = ("--model", "efficientnet_b0", "--optimizer", "adamw", "--clip", "1", "--ema", "0.9")
-    status, results = run(tmp_path, *options)
+    status, results = run(tmp_path, *options, "--steps", "2")
     assert status == 0, failed(results)
     words = words_of(capsys.readouterr().out, "AMP bf16 fusedtrain + recompute")
     _, eager, _, again = results["modes"]
@@ -162,9 +162,10 @@ def test_frozen_batch_norms_stay_frozen() -> None:
 
 
 def test_a_run_repeats_itself_also_with_workers(tmp_path: Path) -> None:
-    _, first = run(tmp_path / "first")
-    _, again = run(tmp_path / "again", "--workers", "1")
-    _, other = run(tmp_path / "other", "--seed", "1")
+    fp32 = ("--amp", "off")
+    _, first = run(tmp_path / "first", *fp32)
+    _, again = run(tmp_path / "again", *fp32, "--workers", "1")
+    _, other = run(tmp_path / "other", *fp32, "--seed", "1")
     assert losses(first) == losses(again)
     assert losses(first) != losses(other)
 
@@ -226,7 +227,7 @@ def test_probes_leave_the_model_as_it_was() -> None:
 def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples" / "train.py"), *QUICK]
-    command += ["--steps", "3", "--accumulate", "2", "--output", str(tmp_path)]
+    command += ["--steps", "3", "--accumulate", "2", "--amp", "off", "--output", str(tmp_path)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -237,7 +238,7 @@ def test_two_processes(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["processes"] == 2
     assert results["passed"]
-    assert [len(curve) for curve in losses(results)] == [3, 3, 3, 3]
+    assert [len(curve) for curve in losses(results)] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,28 @@ def test_wrong_options(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize(
+    ("machine", "capability", "amp"),
+    [
+        ("x86_64", "AVX512", "bf16"), ("x86_64", "AVX2", "off"), ("x86_64", "DEFAULT", "off"),
+        ("aarch64", "DEFAULT", "bf16"),
+    ],
+)  # fmt: skip
+def test_amp_is_what_the_processor_is_good_at(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    machine: str,
+    capability: str,
+    amp: str,
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    assert train.parse(["--device", "cpu"]).amp == amp
+    assert ("AMP is off: " in capsys.readouterr().out) == (amp == "off")
+    assert train.parse(["--device", "cpu", "--amp", "bf16"]).amp == "bf16"
+    assert not capsys.readouterr().out
+
+
 def test_cuda_without_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train.main(["--device", "cuda"])

@@ -65,6 +65,34 @@ def transformers() -> ModuleType:
     return importlib.import_module("transformers")
 
 
+@cache
+def lightning(package: str = "lightning") -> ModuleType:
+    """`lightning.pytorch` or `pytorch_lightning`; both import torchvision where there is one. Skips
+    the test if it is missing."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    if importlib.util.find_spec("torchvision") is not None:
+        torchvision()
+    return importlib.import_module("lightning.pytorch" if package == "lightning" else package)
+
+
+@cache
+def accelerate() -> ModuleType:
+    """accelerate. Skips the test if it is missing."""
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    return importlib.import_module("accelerate")
+
+
+@cache
+def onnxruntime() -> ModuleType:
+    """onnxruntime. Skips the test if it is missing, or what torch.onnx exports with."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    return importlib.import_module("onnxruntime")
+
+
 def build(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A seeded model in train mode without dropout, by a name such as `torchvision:resnet50`."""
     library, _, model_name = name.partition(":")

@@ -28,7 +28,7 @@ __all__ = [
 
 QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
 QUICK += ["--model", "resnet18", "--optimizer", "sgd", "--clip", "off", "--ema", "off"]
-QUICK += ["--device", "cpu", "--no-progress", "--threads", "1"]
+QUICK += ["--device", "cpu", "--no-progress", "--threads", "1", "--amp", "bf16"]
 
 
 def run(output: Path, *options: str) -> tuple[int, dict[str, Any]]:

@@ -131,6 +131,18 @@ def test_a_scaler_that_is_not_enabled(name: str) -> None:
     assert scaler.state_dict() == {}
 
 
+def test_no_closure_may_be_passed_as_none() -> None:
+    """As Accelerate does: `scaler.step(optimizer, closure)`."""
+    p = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = fusedtrain.optim.SGD([p], lr=1.0), fusedtrain.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer, None)
+    assert torch.equal(p, torch.zeros(2))
+    scaler.update()
+    with pytest.raises(RuntimeError, match="Closure use"):
+        scaler.step(optimizer, lambda: 1)
+
+
 def test_a_closure_with_an_enabled_scaler_raises() -> None:
     p = parameters()
     optimizer = make("Adam", p)

@@ -22,7 +22,7 @@ WORDS = ("--input", "3x8x8", "--batch", "4", "--lr", "0.01", "--device", "cpu")
 
 def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, monkeypatch):
     place = f"{HERE}:build_model"
-    only = ("--switch", "batch", "--budget", "60s")
+    only = ("--switch", "batch", "--budget", "150s")
     files = ("--json", "--plot", "out.png", "--html", "out.html")
     run = fusedtrain("tune", place, *WORDS, *only, *files, folder=tmp_path)
     assert run.returncode == 0, run.stderr
@@ -57,7 +57,7 @@ def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, mo
 def test_trials_that_are_wrong_or_raise_are_refused_and_the_others_go_on():
     stages = []
     report = package.tune(
-        models.Moody, (3, 8, 8), batch=4, lr=0.01, budget=60, device="cpu",
+        models.Moody, (3, 8, 8), batch=4, lr=0.01, budget=150, device="cpu",
         switches=("precision", "channels_last"), begin=stages.append,
     )  # fmt: skip
     assert [trial.name for trial in report.trials] == [
