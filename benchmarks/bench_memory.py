@@ -23,6 +23,7 @@ from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
 from benchmarks.harness.chart import Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.networks import Setup
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
@@ -94,30 +95,6 @@ def contestants(setup: Setup, device: str, compiled: bool) -> dict[str, Any]:
     return models
 
 
-def _most(run: Callable[[], Any], device: str) -> tuple[int, int]:
-    """Bytes allocated by a call: at most, and in the end, while its result lives."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = run()
-        torch.cuda.synchronize()
-        most, end = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-        del result
-        return most - before, end - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = run()
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    del result
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most, now
-
-
 def bytes_of(model: Any, setup: Setup, device: str, batch: int = 0) -> tuple[int, int]:
     """Peak of forward and backward with gradients, and what forward keeps."""
     images, labels = networks.batch_of(setup, device, batch)
@@ -129,9 +106,9 @@ def bytes_of(model: Any, setup: Setup, device: str, batch: int = 0) -> tuple[int
         forward().backward()
 
     model.zero_grad()
-    peak, _ = _most(step, device)
+    peak, _ = most_allocated(step, device)
     model.zero_grad()
-    _, kept = _most(forward, device)
+    _, kept = most_allocated(forward, device)
     return peak, kept
 
 

@@ -7,10 +7,12 @@ import re
 import sys
 from dataclasses import dataclass, field
 
+from _gpu_experiments import OPTIONS
 from _gpu_machine import Machine, find_sanitizer
 from _gpu_plugin import NO_GPU
 from _gpu_steps import Context, Step, pytest_command
 from _test_files import ROOT, all_located, files, located
+from benchmarks.experiments import NAMES
 
 # By the file of kernels: compute-sanitizer slows a kernel down a hundredfold, so these are few,
 # small and odd. test_gpu_tool.py sees that every file has its own and that they exist.
@@ -120,6 +122,8 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
                  environment=triton if gpu else {}),
         ]),
         Part("bench", "benchmarks without torch.compile", _benchmarks(m, "bench", "--no-compile")),
+        Part("experiments", "published experiments; what the time does not suffice for is measured "
+             "by the next call", _experiments(m)),
         Part("sanitize", "compute-sanitizer on a test of each kernel file"),
         Part("compile", "benchmarks against torch.compile",
              _benchmarks(m, "compile", "--only-compile")),
@@ -169,6 +173,19 @@ def _benchmarks(m: Machine, name: str, option: str) -> list[Step]:
             Step("bench triton", [*command, "--family=activations", *ops], environment=triton)
         )
     return steps
+
+
+def _experiments(m: Machine) -> list[Step]:
+    """A step, and so a process, for each: an experiment that dies takes no other one with it."""
+    options = ["--device", "cuda"] if m.gpu else ["--quick"]
+    options += ["--resume", f"--also={STATE_RESULTS}"]
+    environment = {OPTIONS: " ".join(options)}
+    command = [*pytest_command(), "-p", "no:xdist", "-s"]
+    test = "tools/_gpu_experiments.py::test_experiment"
+    return [
+        Step(f"experiment {name}", [*command, f"{test}[{name}]"], "", False, environment, 300.0)
+        for name in NAMES
+    ]
 
 
 STATE_RESULTS = "build/gpu/results"  # what $RESULTS_DIR has, where the next call finds it

@@ -1,13 +1,13 @@
 """`make gpu`: what only a machine with a GPU can tell. Installs nothing; uses its own python.
 
-    python3 tools/gpu.py [all | build | cuda | triton | bench | sanitize | compile | rest]
-                         [--minutes 9] [--keep] [--whole]
+    python3 tools/gpu.py [all | build | cuda | triton | bench | experiments | sanitize | compile
+                         | rest] [--minutes 9] [--keep] [--whole]
 
 Every call goes on where the last one stopped, for the same sources, GPU and torch: the state is in
 build/gpu. $RESULTS_DIR (default benchmarks/results) gets, as things happen, <device>-gpu.log,
-<device>-gpu.jsonl (a line per test), <device>-gpu.xml (JUnit) and <device>.json (benchmarks). A
-part takes 9 minutes at most. docs/gpu.md tells the rest. Without a GPU each part starts all the
-same: a rehearsal.
+<device>-gpu.jsonl (a line per test), <device>-gpu.xml (JUnit), <device>.json (benchmarks) and
+experiments/<device>.json. A part takes 9 minutes at most. docs/gpu.md tells the rest. Without a GPU
+each part starts all the same: a rehearsal.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import _gpu_numbers
 from _gpu_journal import Journal
 from _gpu_parts import STATE_RESULTS, Part, parts, sanitizer_refuses
 from _gpu_steps import LEAST, ROOT, Context, not_run, run_step, summary, wanted
+from benchmarks.experiments import FOLDER
 from benchmarks.harness.store import drop
 
 PART = 9 * 60.0  # seconds
-NAMES = ("cuda", "triton", "bench", "sanitize", "compile", "rest")
+NAMES = ("cuda", "triton", "bench", "experiments", "sanitize", "compile", "rest")
 SHOWN = 5  # names of tests that did not run; the log and the XML have all
 
 
@@ -176,7 +177,8 @@ def main() -> int:
     state = ROOT / "build" / "gpu" / m.slug
     results.mkdir(parents=True, exist_ok=True)
     os.environ["RESULTS_DIR"] = str(results)
-    share(f"{m.slug}*.json", results, ROOT / STATE_RESULTS)
+    for folder in (".", FOLDER):
+        share(f"{m.slug}*.json", results / folder, ROOT / STATE_RESULTS / folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end with this
     with (results / f"{m.slug}-gpu.log").open("a") as log:
 

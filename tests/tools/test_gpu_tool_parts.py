@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,12 +18,13 @@ from helpers.gpu_project import DEADLINE, JUMP, ROOT, Project
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import _gpu_experiments
 import _gpu_machine
 import _gpu_numbers
 import _gpu_parts
 import gpu
 from _gpu_plugin import kind_of
-from _gpu_steps import Context
+from _gpu_steps import Context, Step
 
 # Names of backends are names of parts here.
 pytestmark = pytest.mark.launches_nothing("kernels run in other processes, if at all")
@@ -48,7 +50,7 @@ class Rehearsal:
                 part.steps = [dataclasses.replace(s, command=command) for s in part.steps]
             return real
 
-        for name in ("bench", "compile"):  # two families are enough
+        for name in ("bench", "experiments", "compile"):  # two families are enough
             if not real[name].skip:
                 real[name].steps = real[name].steps[:2]
         if not real["sanitize"].steps:  # no compute-sanitizer here
@@ -78,7 +80,9 @@ def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
 
 
 # Of the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small ones.
-LONG = {name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "compile")}
+LONG = {
+    name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "experiments", "compile")
+}
 
 
 @pytest.mark.parametrize("name", [LONG.get(name, name) for name in gpu.NAMES])
@@ -301,6 +305,44 @@ def test_benchmarks_come_in_their_order() -> None:
     assert [(s.name, s.sample) for s in whole] == [
         ("triton whole", False), ("triton backend whole", False),
     ]  # fmt: skip
+
+
+def test_each_experiment_is_a_process() -> None:
+    steps = _gpu_parts.parts(H200, False)["experiments"].steps
+    assert [s.name for s in steps] == [f"experiment {name}" for name in _gpu_parts.NAMES]
+    assert collected_names(steps[0]) == {steps[0].command[-1]}
+    options = {s.environment[_gpu_parts.OPTIONS] for s in steps}
+    assert options == {f"--device cuda --resume --also={_gpu_parts.STATE_RESULTS}"}
+    rehearsed = _gpu_parts.parts(dataclasses.replace(H200, gpu=""), False)["experiments"].steps
+    assert rehearsed[0].environment[_gpu_parts.OPTIONS].startswith("--quick --resume")
+
+
+def collected_names(step: Step) -> set[str]:
+    """The names of the step's tests, by pytest."""
+    run = subprocess.run(
+        [*step.command, "--collect-only", "-qq"], cwd=ROOT, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tools'}"},
+    )  # fmt: skip
+    return {line for line in run.stdout.splitlines() if "::" in line and "collected" not in line}
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"), [(0, None), (1, AssertionError), (130, KeyboardInterrupt)]
+)
+def test_an_experiment_that_is_cut_has_neither_passed_nor_failed(
+    monkeypatch: pytest.MonkeyPatch, code: int, outcome: type[BaseException] | None
+) -> None:
+    asked = []
+
+    def main(words: list[str]) -> int:
+        asked.append(words)
+        return code
+
+    monkeypatch.setenv(_gpu_parts.OPTIONS, "--quick --resume")
+    monkeypatch.setattr(_gpu_experiments, "main", main)
+    with pytest.raises(outcome) if outcome else contextlib.nullcontext():
+        _gpu_experiments.test_experiment("networks")
+    assert asked == [["networks", "--quick", "--resume"]]
 
 
 # --- numbers ---

@@ -1,0 +1,345 @@
+"""The command of the published experiments: what is run, stored, resumed, shown and written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.experiments import FOLDER, NAMES, command, page, screen, store
+from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.run import results_path
+from helpers import ROOT, environment
+from helpers.commands import heed_ctrl_c
+
+CLAIMS = (
+    Claim("A takes 3 ms and C takes 4.", "GTX 980, 2015", {"a": {"ms": 3}, "c": {"ms": 4}}),
+    Claim("B needs less memory | much less.", "RTX 2080 Ti", {"b": {"mb": 1234.5}}),
+)
+RUNS = (Run("a", {"ms": 1.257, "mb": 2000}), Run("b", {"ms": 2.0}, "no memory"))
+VERDICTS = (Verdict(True, "A takes 1.26 ms."), Verdict(None, "No memory was measured."))
+
+
+def made_up(
+    name: str = "one",
+    runs: Callable[[Settings], Iterator[Run]] = lambda settings: iter(RUNS),
+    verdicts: Sequence[Verdict] = VERDICTS,
+    setup: str = "Nothing is trained.",
+) -> Experiment:
+    columns = {"ms": Column("ms/step", 2), "mb": Column("MB", 0), "never": Column("never")}
+    return Experiment(
+        name, f"Title of {name}", "Is A faster?", lambda settings: f"{setup} {settings.device}.",
+        columns, CLAIMS, runs, lambda measured, settings: verdicts,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Callable[..., tuple[int, str]]]:
+    """Puts experiments in the place of ours; returns the command."""
+    monkeypatch.setenv("RESULTS_DIR", str(tmp_path))
+
+    def put(*experiments: Experiment) -> Callable[..., int]:
+        by_name = {experiment.name: experiment for experiment in experiments}
+        monkeypatch.setattr(command, "present", lambda: [*by_name])
+        monkeypatch.setattr(command, "experiment_of", by_name.__getitem__)
+        return lambda *words: command.main(words)
+
+    return put
+
+
+def results(quick: bool = False) -> dict[str, store.Result]:
+    return store.load(store.path_of("cpu", quick))
+
+
+# --- which experiments there are ---
+
+
+def test_every_name_has_a_file_and_every_experiment_a_name() -> None:
+    folder = Path(command.__file__).parent
+    files = {p.stem for p in folder.glob("*.py") if "\nEXPERIMENT = " in p.read_text()}
+    assert files == {*NAMES}
+    assert command.present() == [*NAMES]
+
+
+@pytest.mark.parametrize("name", command.present())
+def test_an_experiment_is_whole(name: str) -> None:
+    experiment = command.experiment_of(name)
+    assert experiment.name == name
+    assert experiment.claims
+    for device in ("cpu", "cuda"):
+        for quick in (False, True):
+            assert experiment.setup(Settings(device, quick)).endswith(".")
+        # Nothing was measured: nothing can be told, and nothing raises.
+        verdicts = experiment.judge({}, Settings(device))
+        assert [v.holds for v in verdicts] == [None] * len(experiment.claims)
+    for claim in experiment.claims:
+        assert claim.text.endswith(".")
+        assert {key for row in claim.numbers.values() for key in row} <= experiment.columns.keys()
+
+
+def test_an_unknown_name_and_an_unknown_device(
+    install: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = install(made_up("one"), made_up("two"))
+    with pytest.raises(SystemExit) as ended:
+        run("one", "three")
+    assert ended.value.code == 2
+    assert "unknown: three. The experiments are: one, two" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        run("--device", "tpu")
+    assert ended.value.code == 2
+    assert results() == {}
+
+
+def test_the_list(install: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert install(made_up("one"), made_up("two"))("--list") == 0
+    assert capsys.readouterr().out == "one: Is A faster?\ntwo: Is A faster?\n"
+
+
+# --- a run ---
+
+
+def test_a_run_is_stored_and_shown(
+    install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = install(made_up("one"), made_up("two"))
+    also = tmp_path / "also"
+    assert run("two", "--seed", "3", "--also", str(also)) == 0
+    (result,) = results().values()
+    assert (result.runs, result.verdicts) == ([*RUNS], [*VERDICTS])
+    assert result.setup == "Nothing is trained. cpu."
+    assert result.machine["seed"] == 3
+    assert result.finished
+    path = store.path_of("cpu", False)
+    assert path == tmp_path / FOLDER / results_path("cpu").name
+    assert (also / FOLDER / path.name).read_text() == path.read_text()
+    output = capsys.readouterr().out
+    assert "a: ms/step 1.26, MB 2,000" in output
+    assert "-> holds here: A takes 1.26 ms." in output
+    assert "-> cannot be told here: No memory was measured." in output
+    # A smoke test does not replace what was measured.
+    assert run("one", "--quick") == 0
+    assert [*results()] == ["two"]
+    assert [*results(quick=True)] == ["one"]
+
+
+def test_each_run_is_stored_as_soon_as_it_is_measured(install: Any) -> None:
+    seen = []
+
+    def runs(settings: Settings) -> Iterator[Run]:
+        for run in RUNS:
+            yield run
+            seen.append([r.label for r in results()["one"].runs])
+
+    assert install(made_up(runs=runs))() == 0
+    assert seen == [["a"], ["a", "b"]]
+
+
+def test_an_experiment_that_fails_stops_no_other(
+    install: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(settings: Settings) -> Iterator[Run]:
+        yield RUNS[0]
+        raise RuntimeError("out of memory")
+
+    def twice(settings: Settings) -> Iterator[Run]:
+        yield from (RUNS[0], RUNS[0])
+
+    wrong = made_up("wrong", verdicts=VERDICTS[:1])
+    run = install(made_up("broken", broken), wrong, made_up("twice", twice), made_up("one"))
+    assert run() == 1
+    errors = {name: result.error for name, result in results().items()}
+    assert errors["broken"] == "RuntimeError: out of memory"
+    assert errors["wrong"] == "ValueError: 1 verdicts for 2 claims"
+    assert "the same label" in errors["twice"]
+    assert errors["one"] == ""
+    assert [r.label for r in results()["broken"].runs] == ["a"]
+    assert not results()["broken"].finished
+    assert "failed: broken, wrong, twice" in capsys.readouterr().out
+
+
+def test_resume_skips_what_is_finished_and_of_the_same_kind(install: Any) -> None:
+    begun: list[str] = []
+
+    def counted(name: str, **more: Any) -> Experiment:
+        def runs(settings: Settings) -> Iterator[Run]:
+            begun.append(name)
+            yield from RUNS
+            if name == "broken" and len(begun) == 2:
+                raise RuntimeError
+
+        return made_up(name, runs, **more)
+
+    assert install(counted("one"), counted("broken"))() == 1
+    assert install(counted("one"), counted("broken"))("--resume") == 0
+    assert begun == ["one", "broken", "broken"]
+    assert install(counted("one"), counted("broken"))("--resume") == 0
+    assert len(begun) == 3
+    assert install(counted("one", setup="Another network."))("--resume") == 0
+    assert install(counted("one", setup="Another network."))("--resume", "--seed", "1") == 0
+    assert install(counted("one", setup="Another network."))("--seed", "1") == 0
+    assert begun[3:] == ["one"] * 3
+
+
+@pytest.mark.parametrize("change", ["torch", "threads", "setup"])
+def test_results_of_another_kind(change: str) -> None:
+    first, second = (store.new_result("cpu", "setup", 0) for _ in range(2))
+    assert first.same_kind(second)
+    if change == "setup":
+        second.setup = "another"
+    else:
+        second.machine[change] = "another"
+    assert not first.same_kind(second)
+
+
+# --- as processes ---
+
+SLOW = """
+import time
+from benchmarks.experiments import command
+import test_experiments
+
+def runs(settings):
+    try:
+        yield test_experiments.RUNS[0]
+        print("slow now", flush=True)
+        time.sleep(100)
+    finally:
+        print("closed", flush=True)
+
+command.present = lambda: ["one"]
+command.experiment_of = lambda name: test_experiments.made_up(runs=runs)
+raise SystemExit(command.main([]))
+"""
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    variables["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], cwd=tmp_path, env=variables, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c,
+    )  # fmt: skip
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first == "1 experiment on cpu: one\n"  # before the seconds of torch's import
+    for line in process.stdout:
+        if line == "slow now\n":
+            break
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == command.INTERRUPTED, errors
+    assert "Traceback" not in errors
+    assert output.startswith("closed\n")
+    assert "no verdict: not all runs were measured" in output
+    assert "--resume goes on" in output
+    monkeypatch.setenv("RESULTS_DIR", str(tmp_path))
+    result = results()["one"]
+    assert [run.label for run in result.runs] == ["a"]
+    assert not result.finished
+
+
+@pytest.mark.skipif("fp16_resnet" not in command.present(), reason="its file is not there")
+def test_an_experiment_as_a_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.experiments.fp16_resnet", "--quick"],
+        cwd=ROOT, env=environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1"),
+        text=True, capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    ((name, result),) = store.load(next(tmp_path.glob(f"{FOLDER}/*-quick.json"))).items()
+    assert name == "fp16_resnet"
+    assert len(result.runs) == 3
+    assert all(run.numbers["mb"] > 0 and run.numbers["ms"] > 0 for run in result.runs)
+    assert "ResNet-18, half, fusedtrain" in done.stdout
+    assert "holds here" in done.stdout or "does not hold" in done.stdout
+
+
+# --- tables and the page ---
+
+
+def test_ours_stand_beside_the_published_numbers() -> None:
+    headings, rows, words = page.table(made_up(), RUNS)
+    assert headings == [
+        "run", "ms/step", "ms/step, published (GTX 980, 2015)", "MB",
+        "MB, published (RTX 2080 Ti)", "note",
+    ]  # fmt: skip
+    assert rows == [
+        ["a", "1.26", "3.00", "2,000", "-", ""],
+        ["b", "2.00", "-", "-", "1,234", "no memory"],
+        ["c", "-", "4.00", "-", "-", "not measured"],
+    ]
+    assert words == {0, 5}
+    lines = screen.plain(headings, rows, words)
+    assert len(lines) == 4
+    assert lines[1].startswith("a       1.26  ")
+    assert lines[2].endswith("no memory")
+
+
+def test_the_command_prints_without_rich(
+    install: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("rich", "rich.console"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert install(made_up())() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("run  ms/step  ms/step, published") for line in lines)
+    assert "  -> holds here: A takes 1.26 ms." in lines
+
+
+def result_of(device_type: str, **fields: Any) -> store.Result:
+    machine = {"device": "Chip", "device_type": device_type, "backend": "default",
+               "torch": "2.13.0", "threads": 2, "seed": 0}  # fmt: skip
+    values = {"runs": [*RUNS], "verdicts": [*VERDICTS]} | fields
+    return store.Result(machine, "2026-11-23T10:00:00+00:00", "Nothing is trained.", **values)
+
+
+def test_the_page() -> None:
+    devices = [
+        {"one": result_of("cpu")},
+        {"two": result_of("cuda", verdicts=[], error="RuntimeError: a | b")},
+    ]
+    experiments = [made_up("one"), made_up("two"), made_up("three")]
+    text = page.render("# Title\n\n{{ experiments }}\n", experiments, devices)
+    overview, one, two, three = text.split("## Title of ")
+    assert overview.startswith(
+        "# Title\n\n| Chip: claim | holds here |\n| --- | --- |\n| [Title of"
+    )
+    assert overview.count("(#title-of-one)") == len(experiments[0].claims)
+    assert "(#title-of-two)" not in overview  # it failed: there is no verdict
+    assert one.startswith("one\n\nIs A faster?\n\n- Published (GTX 980")
+    assert "**Chip, 2 threads, torch 2.13.0, 2026-11-23.** Nothing is trained." in one
+    assert "| a | 1.26 | 3.00 | 2,000 | - |  |" in one
+    assert "- A takes 3 ms and C takes 4. **Holds here:** A takes 1.26 ms." in one
+    assert "**Cannot be told here:** No memory was measured." in one
+    assert "Not measured yet on a GPU." in one
+    assert "Repeat: `python -m benchmarks.experiments one`" in one
+    assert "**Chip, torch 2.13.0, 2026-11-23.**" in two
+    assert "The experiment failed: RuntimeError: a \\| b" in two
+    assert "Not measured yet on a CPU." in two
+    assert "Not measured yet on a CPU and a GPU." in three
+    cut = page.render(
+        "{{ experiments }}", experiments[:1], [{"one": result_of("cpu", verdicts=[])}]
+    )
+    assert "stopped before its end" in cut
+    with pytest.raises(ValueError, match="one line"):
+        page.render("# Title\n", experiments, devices)
+
+
+def test_the_docs_show_the_stored_results() -> None:
+    if page.PAGE.read_text(encoding="utf-8") != command.docs():
+        pytest.fail("docs/experiments.md: python -m benchmarks.experiments --docs", pytrace=False)
+
+
+def test_smoke_tests_are_not_in_the_docs(tmp_path: Path) -> None:
+    for name in ("chip", f"chip{store.QUICK}"):
+        store.save([tmp_path / FOLDER / f"{name}.json"], name, result_of("cpu"))
+    assert [[*device] for device in store.stored(tmp_path)] == [["chip"]]
