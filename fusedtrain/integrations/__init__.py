@@ -1,4 +1,8 @@
-"""Registers optimizers and layers with other libraries."""
+"""Registers optimizers with timm; for Lightning, and for Accelerate and transformers' Trainer.
+
+The modules `lightning`, `pytorch_lightning` and `accelerate` import their libraries: import each by
+its whole name.
+"""
 
 from . import timm
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from .. import optim
 
+__all__ = ["register"]
+
 # Name after "fusedtrain-": class, and its facts for timm.
 _OPTIMIZERS: dict[str, tuple[type[optim.FusedOptimizer], dict[str, Any]]] = {
     "sgd": (optim.SGD, {"has_eps": False, "has_momentum": True, "defaults": {"nesterov": True}}),
