@@ -12,8 +12,8 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
-  lint format bench wheel build abi-matrix clean \
-  gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest
+  lint format bench experiments wheel build abi-matrix docs clean \
+  gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,8 +59,14 @@ format: build  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
+docs: $(VENV)/.docs  ## the documentation site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.run $(ARGS)
+
+experiments: build  ## published experiments repeated: our numbers beside theirs, and verdicts (ARGS="--list")
+	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.experiments $(ARGS)
 
 wheel: $(VENV)/.torch  ## dist/*.whl with CUDA: one file for every Python 3 and torch from 2.10 (FUSEDTRAIN_CUDA=0: CPU only)
 	FUSEDTRAIN_CUDA=$${FUSEDTRAIN_CUDA-1} $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
@@ -97,14 +103,21 @@ $(VENV)/.installed: $(VENV)/.torch | kernels
 	@FUSEDTRAIN_REQUIRE=cpu $(PIP) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.examples $@
 
+# The site is made of the sources alone: neither torch nor the kernels are needed.
+$(VENV)/.docs: pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing what the documentation site needs, a few seconds"
+	@$(PIP) $$($(PY) tools/extra.py docs)
+	@touch $@
+
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.
 GPU_PYTHON ?= python3
 
 gpu:  ## everything that needs a GPU, or what is left of it; log, tests, numbers into RESULTS_DIR (ARGS="--minutes 9")
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $(ARGS)
 
-# A part alone: the tests on CUDA, on Triton, the benchmarks, compute-sanitizer, torch.compile, the rest.
-gpu-build gpu-cuda gpu-triton gpu-bench gpu-sanitize gpu-compile gpu-rest: gpu-%:
+# A part alone: the tests on CUDA, on Triton, the benchmarks, the experiments, compute-sanitizer, torch.compile, the rest.
+gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest: gpu-%:
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $* $(ARGS)
 
 clean:  ## remove what was built; the environment stays

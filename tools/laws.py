@@ -31,7 +31,7 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 FLOORS = (
     "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_calls", "_recompute",
     "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops", "functional", "nn",
-    "optim", "integrations", "amp", "fp16_utils", "compat", "folding", "conversion", "memory",
+    "optim", "amp", "fp16_utils", "compat", "folding", "conversion", "integrations", "memory",
     "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli", "__main__",
 )  # fmt: skip
 
@@ -182,11 +182,12 @@ def forbid_two_tables(formulas: str, reference: str) -> None:
 
 
 def functions_of(source: str) -> set[str]:
-    """The functions of a file that other files see: those of __all__, where the file has one."""
+    """The functions of a file that other files see: those of __all__, where the file lists one."""
     tree = ast.parse(source)
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+        is_list = isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+        if is_list and ast.unparse(node.targets[0]) == "__all__":
             names &= set(ast.literal_eval(node.value))
     return {name for name in names if not name.startswith("_")}
 

@@ -1,26 +1,104 @@
-"""README and docs/: the Python examples run as they stand, links lead somewhere."""
+"""README and docs/: the Python examples run as they stand, links lead somewhere.
+
+A block that cannot run in a test has the line `<!-- not run: reason -->` before it; the reason
+begins with one of REASONS.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from helpers import ROOT
+from helpers.models import accelerate, lightning, onnxruntime, torchvision, transformers
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = (ROOT / "README.md", *DOCS)
+TEXTS = (*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md")))
 MOST_LINES = 120  # of README
+REASONS = (
+    "needs a GPU",
+    "needs several processes",
+    "needs a file of yours",  # a placeholder: train.py, a data set
+    "takes minutes",
+)
+
+
+class Block(NamedTuple):
+    page: Path
+    language: str
+    code: str
+    reason: str | None  # for which it does not run
+
+    @property
+    def is_python(self) -> bool:
+        """Marked so, or unmarked and a program that uses the package."""
+        if self.language or "fusedtrain" not in self.code:
+            return self.language == "python"
+        try:
+            tree = ast.parse(self.code)
+        except SyntaxError:
+            return False
+        return not all(isinstance(node, ast.Expr) for node in tree.body)
+
+
+def blocks_of(page: Path, text: str) -> list[Block]:
+    pattern = r"(?:^<!-- not run: (.*?) -->\n+)?^```(\w*)[^\n]*\n(.*?)^```$"
+    found = re.findall(pattern, text, re.M | re.S)
+    return [Block(page, language, code, reason or None) for reason, language, code in found]
+
+
+BLOCKS = [block for page in TEXTS for block in blocks_of(page, page.read_text())]
+PYTHON = [block for block in BLOCKS if block.is_python]
 EXAMPLES = [
-    pytest.param(code, id=f"{path.name}-{number}")
-    for path in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.S))
+    pytest.param(block.code, id=f"{block.page.relative_to(ROOT)}-{number}")
+    for number, block in enumerate(PYTHON)
+    if block.reason is None
 ]
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_example_runs(code: str) -> None:
-    exec(compile(code, "example", "exec"), {})
+def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "timm" in code:
+        torchvision()  # operator names can be declared once per process, by the tests' helper
+    for library in (lightning, accelerate, transformers, onnxruntime):
+        uses = rf"^(import|from) (fusedtrain.integrations.)?{library.__name__}\b"
+        if re.search(uses, code, re.M):
+            library()  # skips where it is missing
+            monkeypatch.chdir(tmp_path)  # trainers make folders
+    exec(compile(code, "example", "exec"), {"__name__": "example"})
+
+
+def test_what_does_not_run_says_why() -> None:
+    reasons = {f"{block.page.name}: {block.reason}" for block in BLOCKS if block.reason}
+    assert [r for r in reasons if not r.split(": ", 1)[1].startswith(REASONS)] == []
+    unmarked = [f"{b.page.name}: {b.code}" for b in PYTHON if not b.language and not b.reason]
+    assert not unmarked, "mark these blocks ```python, or say why they do not run"
+
+
+def test_blocks() -> None:
+    text = """a
+```python
+x = 1
+```
+<!-- not run: needs a GPU -->
+```python
+y = 1
+```
+```
+import fusedtrain
+```
+```
+fusedtrain doctor train.py
+```
+"""
+    blocks = blocks_of(ROOT, text)
+    assert [block.reason for block in blocks] == [None, "needs a GPU", None, None]
+    assert [block.is_python for block in blocks] == [True, True, True, False]
 
 
 def test_readme_is_short() -> None:
@@ -34,9 +112,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "path", [*PAGES, ROOT / "CONTRIBUTING.md", *ROOT.glob("*/README.md")], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text())
     for name, anchor in links:

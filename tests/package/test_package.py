@@ -177,7 +177,7 @@ def test_pure_python_steps_and_says_so_once() -> None:
 def test_reference_backend_is_plain_torch_everywhere_and_silent() -> None:
     run = python(
         NUMBERS + "\nprint(fusedtrain.backend_info())",
-        FUSEDTRAIN_BACKEND="reference", FUSEDTRAIN_REQUIRE="",
+        FUSEDTRAIN_BACKEND="reference", FUSEDTRAIN_REQUIRE="", FUSEDTRAIN_AUTOGRAD="",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "plain-torch reference used" not in run.stdout

@@ -1,0 +1,148 @@
+"""docs/troubleshooting.md has a row for every message that users meet, found by its first words.
+
+The rule. A message needs a row if `fusedtrain/` raises it as an exception of Python's (ValueError,
+RuntimeError, ...), or warns with it. No row is needed for
+
+- classes of the package that it catches itself, and those that carry another's message (INSIDE);
+- AttributeError and NotImplementedError, which say that a name is missing (`module ... has no
+  attribute`): the names in docs/api.md are the remedy;
+- the timing of benchmarks (`contestants`, `timing`), whose messages are verdicts in a table.
+
+Checks of the ops (csrc/ and fusedtrain/triton/) begin with `fusedtrain::OP: ` or `fusedtrain: `,
+which is tested for both, and have one row each by pattern.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from helpers import ROOT
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+HOLE = "\0"  # what a run fills in
+INSIDE = {"AttributeError", "NotImplementedError", "StopIteration", "KeyboardInterrupt"}
+LEAST = 8  # characters of a pattern: fewer would match everything
+
+
+def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
+    """A message with holes; None: a message that is not written there."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else HOLE
+    if isinstance(node, ast.Name):
+        return constants.get(node.id)
+    if isinstance(node, ast.FormattedValue):
+        return text_of(node.value, constants)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part, constants) or HOLE for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = (text_of(side, constants) for side in (node.left, node.right))
+        return "".join(part or HOLE for part in parts)
+    return None
+
+
+def constants_of(tree: ast.Module) -> dict[str, str]:
+    """Strings that a module gives a name."""
+    return {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def messages_in(source: str) -> Iterator[str]:
+    tree = ast.parse(source)
+    constants = constants_of(tree)
+    for node in ast.walk(tree):
+        call = node.exc if isinstance(node, ast.Raise) else node
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        name = ast.unparse(call.func)
+        kind = getattr(builtins, name, None)
+        is_error = isinstance(node, ast.Raise) and isinstance(kind, type) and name not in INSIDE
+        if is_error or name in ("warnings.warn", "warn"):
+            text = text_of(call.args[0], constants)
+            if text is not None and text.strip(HOLE + " "):
+                yield " ".join(text.split())
+
+
+def is_of_an_op(message: str) -> bool:
+    return message.startswith(("fusedtrain::", "fusedtrain: ")) and "reference" not in message
+
+
+MESSAGES = sorted(
+    {
+        (str(path.relative_to(ROOT)), message)
+        for path in (ROOT / "fusedtrain").rglob("*.py")
+        if path.parent.name not in ("contestants", "timing")
+        for message in messages_in(path.read_text())
+        if not (path.parent.name == "triton" and is_of_an_op(message))
+    }
+)
+
+
+def patterns_in(page: str) -> list[str]:
+    """The messages of the page: the code in the first cells of its tables."""
+    cells = re.findall(r"^\| (`.*?`) \| ", page, re.M)
+    code = [pair for cell in cells for pair in re.findall(r"`` (.+?) ``|`([^`]+)`", cell)]
+    return [double or single for double, single in code]
+
+
+PATTERNS = patterns_in(PAGE.read_text())
+
+
+def matches(pattern: str, message: str) -> bool:
+    """Whether a message begins with a pattern; `...` is anything, and a hole needs one."""
+    parts = [re.escape(part) for part in pattern.removesuffix("...").split("...")]
+    return re.match(".*?".join(parts), message, re.S) is not None
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in MESSAGES}))
+def test_every_message_has_a_row(path: str) -> None:
+    missing = [
+        message.replace(HOLE, "...")
+        for where, message in MESSAGES
+        if where == path and not any(matches(pattern, message) for pattern in PATTERNS)
+    ]
+    assert not missing, f"{PAGE.name} lacks these messages of {path}"
+
+
+def test_every_row_is_a_message() -> None:
+    """A message that has been reworded takes its row along."""
+    texts = [message for _, message in MESSAGES]
+    stale = [p for p in PATTERNS if not any(matches(p, text) for text in texts)]
+    assert not stale
+
+
+def test_patterns_say_something() -> None:
+    assert len(PATTERNS) > 100
+    for pattern in PATTERNS:
+        assert len(pattern.replace("...", "").strip()) >= LEAST, pattern
+
+
+def test_checks_of_the_ops_name_the_package() -> None:
+    unnamed = []
+    for path in sorted((ROOT / "csrc" / "bindings").glob("*.[hc]*")):
+        for check in re.findall(r"STD_TORCH_CHECK\((.*?)\);", path.read_text(), re.S):
+            words = re.findall(r'"([^"]*)"', check)
+            if words and not words[0].startswith("fusedtrain") and "emulator" not in words[0]:
+                unnamed.append(f"{path.name}: {words[0]}")
+    assert not unnamed
+
+
+def test_matching() -> None:
+    assert matches("memory: must be one of ...", "memory: must be one of \0, not \0")
+    assert matches("...: expected ..., got ...", "dim: expected an integer, got \0")
+    assert matches("Invalid ... value: ...", "Invalid \0 value: \0")
+    assert not matches("memory: must be two", "memory: must be one of \0")
+    assert not matches("must be", "memory: must be one")
+    assert patterns_in("| `a` or `b` | do |\n|---|---|\n| no | `c` |") == ["a", "b"]
+    source = 'N = "n"\nraise ValueError(f"{x}: no {N} " "go")\nraise Own("mine")'
+    assert list(messages_in(source)) == ["\0: no n go"]

@@ -1,0 +1,57 @@
+"""The documentation site's own code: links of a page, names of the API, docstrings."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from helpers import ROOT
+
+pytest.importorskip("mkdocs", reason="make docs installs it")
+pytest.importorskip("griffe", reason="make docs installs it")
+sys.path.insert(0, str(ROOT / "tools"))
+site_pages = importlib.import_module("site_pages")
+site_docstrings = importlib.import_module("site_docstrings")
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("docs/memory.md", "memory.md"),
+        ("docs/decisions", "decisions/README.md"),
+        ("README.md", "index.md"),
+        ("CHANGELOG.md", "repository/CHANGELOG.md"),
+        ("examples", "repository/examples/README.md"),
+        ("examples/train.py", "repository/examples/train.py.md"),
+        ("tests/scripts", "repository/tests/scripts/index.md"),
+        ("benchmarks/results/a.png", "repository/benchmarks/results/a.png"),
+    ],
+)
+def test_place(path: str, place: str) -> None:
+    assert site_pages.place_of(path) == place
+
+
+def test_links_are_those_outside_of_code() -> None:
+    text = "[a](x.md#y) [b](https://z) [c](#d)\n```\n[e](f.md)\n```\n![g](../h.png)\n"
+    assert site_pages.links(text) == ["x.md", "../h.png"]
+
+
+def test_sources_keep_their_fences() -> None:
+    """A source with a Markdown fence in it stays one block."""
+    assert site_pages.code_page("tests/tools/test_site.py").count("\n``````") == 2
+
+
+def test_names_of_the_list() -> None:
+    sections = site_pages.api_sections((ROOT / "docs" / "api.md").read_text())
+    assert "convert" in sections["fusedtrain"]
+    assert sections["fusedtrain.compat.larc"] == ["LARC"]
+
+
+def test_docstrings_become_markdown() -> None:
+    text = "See :func:`torch.x`.\n\nExample:\n    >>> a = 1\n    >>> a\n    1\n\nMore::\n"
+    assert site_docstrings.as_markdown(text) == (
+        "See `torch.x`.\n\nExample:\n"
+        "    ```pycon\n    >>> a = 1\n    >>> a\n    1\n    ```\n\n\nMore:\n"
+    )

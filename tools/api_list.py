@@ -1,0 +1,91 @@
+"""Writes docs/api.md, the list of public names: `python tools/api_list.py`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "api.md"
+
+# In the order of the page. A name that two modules have is listed under the first.
+MODULES = (
+    "fusedtrain",
+    "fusedtrain.nn",
+    "fusedtrain.functional",
+    "fusedtrain.optim",
+    "fusedtrain.amp",
+    "fusedtrain.integrations.timm",
+    "fusedtrain.memory",
+    "fusedtrain.diagnosis",
+    "fusedtrain.tuning",
+    "fusedtrain.fp16_utils",
+    "fusedtrain.compat",
+    "fusedtrain.compat.optimizers",
+    "fusedtrain.compat.parallel",
+    "fusedtrain.compat.larc",
+)
+# What the commands and the tests import, and users need not: it may change in any version.
+INTERNAL = {
+    "fusedtrain.diagnosis": {"RULES", "Facts", "Rule", "decide"},
+    "fusedtrain.tuning": {"HEADINGS", "NAMES", "memory_text", "parse_budget"},
+}
+
+_HEAD = """\
+# Public API
+
+These names are public: they change by the [deprecation policy](../CONTRIBUTING.md#deprecation).
+Everything else may change in any version, also where its name has no underscore. In the
+[documentation site](../CONTRIBUTING.md#the-documentation-site) each name leads to its docstring.
+[cli.md](cli.md) has the commands, [backends.md](backends.md#at-run-time) the environment variables.
+
+Written by `python tools/api_list.py`.
+"""
+
+
+def public_names() -> dict[str, list[str]]:
+    """Names by module, modules left out; each object once."""
+    listed: set[int] = set()
+    names: dict[str, list[str]] = {}
+    for path in MODULES:
+        module = importlib.import_module(path)
+        values = {name: getattr(module, name) for name in module.__all__}
+        names[path] = [
+            name
+            for name, value in values.items()
+            if not isinstance(value, ModuleType)
+            and name not in INTERNAL.get(path, ())
+            and id(value) not in listed
+        ]
+        listed.update(id(values[name]) for name in names[path])
+    return names
+
+
+def first_sentence(value: Any) -> str:
+    """Of a docstring, as Markdown for a table."""
+    if isinstance(value, str):
+        return "The version, a string."
+    text = inspect.cleandoc(vars(value).get("__doc__") or "" if isinstance(value, type) else "")
+    text = text or inspect.getdoc(value) or ""
+    text = " ".join(text.split("\n\n")[0].split())
+    text = re.split(r"(?<=[.;])\s", text)[0].rstrip(";.")
+    text = re.sub(r":(?:func|class|mod|meth):`~?([^`]+)`", r"`\1`", text)
+    return text.replace("``", "`").replace("|", "\\|") + "."
+
+
+def page() -> str:
+    parts = [_HEAD]
+    for path, names in public_names().items():
+        module = importlib.import_module(path)
+        parts.append(f"\n## `{path}`\n\n{first_sentence(module)}\n\n| name | |\n|---|---|\n")
+        parts += [f"| `{name}` | {first_sentence(getattr(module, name))} |\n" for name in names]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE}: {sum(map(len, public_names().values()))} names")
