@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parent.parent
 LOG = logging.getLogger("mkdocs.hooks.site_pages")  # a warning here fails `mkdocs build --strict`
@@ -30,6 +31,9 @@ _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
 
 # Place in docs/ (as mkdocs names pages) of a page made here: path in the repository.
 _origins: dict[str, str] = {}
+
+# The theme's script for the search of a page that is opened from a folder.
+_WORKER = "https://unpkg.com/iframe-worker/shim"
 
 # Its methods come from several bases; the optimizers, its subclasses, do not repeat them.
 _WITH_INHERITED = "fusedtrain.optim.FusedOptimizer"
@@ -172,3 +176,15 @@ def _link_names(markdown: str) -> str:
             line = f"| [`{row[1]}`][{_address(module, row[1])}] |" + line[row.end() :]
         lines.append(line)
     return "\n".join(lines)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """The page with docs/offline_worker.js in the place of a script from another host."""
+    if output.count(_WORKER) != 1:
+        LOG.warning("%s: the theme no longer loads %s", page.file.src_uri, _WORKER)
+    return output.replace(_WORKER, get_relative_url("offline_worker.js", page.url))
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same for 404.html, which has no search from a folder."""
+    return output_content.replace(_WORKER, "/offline_worker.js")

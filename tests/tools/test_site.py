@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,16 @@ def test_links_are_those_outside_of_code() -> None:
 def test_sources_keep_their_fences() -> None:
     """A source with a Markdown fence in it stays one block."""
     assert site_pages.code_page("tests/tools/test_site.py").count("\n``````") == 2
+
+
+def test_a_page_asks_no_other_host(caplog: pytest.LogCaptureFixture) -> None:
+    page = SimpleNamespace(url="api/x.html", file=SimpleNamespace(src_uri="api/x.md"))
+    theirs = f'<script src="{site_pages._WORKER}"></script>'
+    ours = '<script src="../offline_worker.js"></script>'
+    assert site_pages.on_post_page(theirs, page, None) == ours
+    assert not caplog.records
+    assert site_pages.on_post_page("", page, None) == ""
+    assert "no longer loads" in caplog.text
 
 
 def test_names_of_the_list() -> None:
