@@ -6,6 +6,7 @@ Triton's wheel. Nothing is run: no GPU is needed.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P[T\d]+\s+)?([A-Z][\w.]*)\s*([^;]*);")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 # Memory of the GPU; generic loads too, which the compiler uses where the kind is not known to it.
@@ -237,6 +239,25 @@ def _threads(cubin: bytes) -> dict[str, int]:
     return threads
 
 
+def disassembly(library: Path, arch: str) -> str:
+    """cuobjdump's text of all kernels; kept in build/sass until the library changes (20 s)."""
+    folder = ROOT / "build" / "sass"
+    folder.mkdir(parents=True, exist_ok=True)
+    state = library.stat()
+    path = folder / f"{arch}-{state.st_mtime_ns:x}-{state.st_size:x}.txt"
+    # Test processes run side by side: the first one writes.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            text = _run("-sass", "-arch", f"sm_{arch}", str(library))
+            for old in folder.glob(f"{arch}-*"):
+                old.unlink()
+            part = path.with_suffix(".part")
+            part.write_text(text)
+            part.rename(path)
+    return path.read_text()
+
+
 def kernels(library: Path, arch: str) -> list[Kernel]:
     """All kernels of a built file for one architecture, such as ``"90"``.
 
@@ -244,7 +265,7 @@ def kernels(library: Path, arch: str) -> list[Kernel]:
         FileNotFoundError: there is no cuobjdump.
         LookupError: the file has no kernels for that architecture.
     """
-    text = _run("-sass", "-arch", f"sm_{arch}", str(library))
+    text = disassembly(library, arch)
     code = {body.split("\n", 1)[0].strip(): body for body in text.split("Function : ")[1:]}
     if not code:
         raise LookupError(f"{library} has no machine code for sm_{arch}")

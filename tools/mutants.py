@@ -337,6 +337,7 @@ def judge(folder: Path, tests: list[str]) -> str:
             os.dup2(file.fileno(), 2)
         # Another process for each instruction set would tell nothing new.
         arguments = ["-x", "-q", "-p", "no:cacheprovider", "-k", "not instruction_set"]
+        arguments += ["--interpreted=all"]
         code = pytest.main([*arguments, *tests])
         sys.stdout.flush()
         os._exit(int(code))

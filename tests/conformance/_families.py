@@ -97,14 +97,12 @@ _ONE = (1, 1, 1, 1)
 # One family of each kind.
 SHORT = [
     *_timm(
-        64, "test_byobnet", "test_convnext", "test_efficientnet", "test_efficientnet_gn",
-        "test_mambaout", "test_nfnet", "test_resnet",
+        64, "test_byobnet", "test_efficientnet", "test_efficientnet_gn", "test_mambaout",
+        "test_nfnet", "test_resnet",
     ),
     *_timm(64, "test_vit", img_size=64),
-    *_timm(64, "resnetblur18", "res2net50_26w_4s", "seresnet50", layers=_ONE),
-    *_timm(
-        64, "efficientvit_b0", "ghostnet_050", "mobilenetv3_small_050", "resnest14d", "resnetv2_18",
-    ),
+    *_timm(64, "resnetblur18", "res2net50_26w_4s", layers=_ONE),
+    *_timm(64, "mobilenetv3_small_050", "resnest14d"),
     *_of_torchvision(
         64, "convnext", "densenet", "resnet_basic", "resnext", "squeezenet1_1", "vgg_bn",
     ),
@@ -114,8 +112,12 @@ LONG = [
         64, "test_convnext2", "test_convnext3", "test_efficientnet_evos", "test_efficientnet_ln",
         "lcnet_035", "mnasnet_small", "mobilenetv2_035", "regnety_002", "resnet10t", "tinynet_e",
     ),
-    # A third of the time of all; others have most of what they have.
-    *_timm(64, "edgenext_xx_small", "mobilevit_xxs", "repvgg_a0"),
+    # Half of the time of all; others have most of what they have.
+    *_timm(
+        64, "edgenext_xx_small", "efficientvit_b0", "ghostnet_050", "mobilevit_xxs", "repvgg_a0",
+        "resnetv2_18", "test_convnext",
+    ),
+    *_timm(64, "seresnet50", layers=_ONE),
     *_timm(64, "resnet26d", "resnetaa50", "resnext50_32x4d", "skresnet18", layers=_ONE),
     *_of_torchvision(
         64, "googlenet", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5",

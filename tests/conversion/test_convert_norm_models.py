@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # Many norms in blocks that other models have, too.
-LONG = ("torchvision Inception", "timm EfficientNetV2", "timm MobileNetV3")
+LONG = (
+    "torchvision Inception", "timm EfficientNetV2", "timm MobileNetV3", "torchvision GoogLeNet",
+    "torchvision VGG", "torchvision ResNet, bottleneck", "timm DenseNet", "torchvision MobileNetV2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", but_long(MODELS, *LONG))

@@ -55,9 +55,12 @@ def words_of(printed: str, mode: str) -> str:
 def test_the_last_lines_say_what_was_won(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of the default network and step, made small; the numbers are those of the results."""
+    """Of the default network and step, made small; the numbers are those of the results. Batches
+    of 8: a processor with AVX2 alone takes 50 s for 16 images in bfloat16."""
     options = ("--model", "efficientnet_b0", "--optimizer", "adamw", "--clip", "1", "--ema", "0.9")
-    status, results = run(tmp_path, *options, "--steps", "2")
+    status, results = run(
+        tmp_path, *options, "--steps", "2", "--batch-size", "8", "--test-images", "8"
+    )
     assert status == 0, failed(results)
     words = words_of(capsys.readouterr().out, "AMP bf16 fusedtrain + recompute")
     _, eager, _, again = results["modes"]
@@ -68,10 +71,10 @@ def test_the_last_lines_say_what_was_won(
     largest = f"largest difference at any step {again['max_loss_difference']:.2g}"
     assert f"({largest}, {of_eager})" in words
     assert f"memory kept for backward {kept:.2f}x, step" in words
-    batch = re.search(r"this memory ([\d.]+)x \((\d+) images instead of 16\)", words)
+    batch = re.search(r"this memory ([\d.]+)x \((\d+) images instead of 8\)", words)
     assert batch is not None
-    assert float(batch[1]) == pytest.approx(int(batch[2]) / 16, abs=0.06)
-    assert int(batch[2]) == pytest.approx(16 / kept, rel=0.1)
+    assert float(batch[1]) == pytest.approx(int(batch[2]) / 8, abs=0.06)
+    assert int(batch[2]) == pytest.approx(8 / kept, rel=0.1)
     assert "Little changes" not in words
 
 

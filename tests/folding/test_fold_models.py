@@ -8,7 +8,7 @@ from torch import nn
 
 import fusedtrain
 from helpers.folding import assert_folds, difference, waken
-from helpers.models import build, timm
+from helpers.models import build, but_long, timm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # Norms folded, norms left (they do not follow a convolution), activations fused.
@@ -32,7 +32,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+LONG = (
+    "torchvision:resnet50", "torchvision:efficientnet_b0", "torchvision:regnet_y_400mf",
+    "torchvision:googlenet", "torchvision:inception_v3", "timm:resnet18", "timm:resnet50",
+    "timm:mobilenetv3_large_100", "timm:densenet121",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", but_long(MODELS, *LONG))
 @pytest.mark.filterwarnings("ignore:The default weight initialization")
 def test_models(name: str) -> None:
     """1e-5 of the largest output; 2e-6 was the most that was seen (Inception v3)."""

@@ -276,6 +276,7 @@ def test_bias_act_is_differentiable_twice(act: str) -> None:
         assert torch.autograd.gradgradcheck(run, (x, b))
 
 
+@pytest.mark.long  # 35 s, most of which is page faults
 @pytest.mark.skipif(
     os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") < 12 << 30,
     reason="needs 12 GiB of free memory",

@@ -21,6 +21,7 @@ from helpers.images import DTYPES, FORMATS, MEAN, STD, check, last, random_bytes
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 
+@pytest.mark.long  # 20 s each, most of which is page faults
 @pytest.mark.skipif(
     os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") < 10 << 30,
     reason="needs 10 GiB of free memory",

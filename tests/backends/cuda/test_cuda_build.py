@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,9 @@ import pytest
 
 import fusedtrain
 from helpers import ROOT
+
+sys.path.append(str(ROOT / "tools"))
+import _sass
 
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
 # Of the sources of today: a folder of objects may have those of files that are gone.
@@ -77,24 +79,14 @@ def test_nothing_spills(log: Path) -> None:
     assert [f for f in frames if (f[1], f[2]) != ("0", "0")] == []
 
 
-def tool(name: str) -> str:
-    """Triton's wheel has NVIDIA's disassembler."""
-    triton = pytest.importorskip("triton")
-    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
-
-
 @pytest.fixture(scope="module")
 def sass() -> dict[str, str]:
     """Instructions by kernel, for sm_80 where that is built: on sm_75 kernels only have to run."""
     archs = built()["cuda_archs"]
-    arch = f"sm_{next((a for a in archs if int(a) >= 80), archs[0])}"
-    folder = str(Path(tool("cuobjdump")).parent)  # it looks for nvdisasm on PATH
-    run = subprocess.run(
-        [tool("cuobjdump"), "-sass", "-arch", arch, str(LIBRARY)],
-        capture_output=True, text=True, check=True,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
-    )  # fmt: skip
-    bodies = run.stdout.split("Function : ")[1:]
+    arch = next((a for a in archs if int(a) >= 80), archs[0])
+    if _sass.cuobjdump() is None:
+        pytest.skip("cuobjdump is not installed (the CUDA toolkit and Triton have it)")
+    bodies = _sass.disassembly(LIBRARY, arch).split("Function : ")[1:]
     names = subprocess.run(
         ["c++filt"], input="\n".join(b.split("\n", 1)[0] for b in bodies),
         capture_output=True, text=True, check=True,

@@ -43,8 +43,8 @@ long = pytest.mark.long
 @pytest.mark.parametrize(
     ("target", "dtypes"),
     [
-        ("sm_90", "float32 bfloat16"),
-        pytest.param("sm_90", "float64 float16", marks=long),
+        ("sm_90", "bfloat16"),
+        pytest.param("sm_90", "float32 float64 float16", marks=long),
         pytest.param("sm_80", ALL, marks=long),
         pytest.param("gfx942", ALL, marks=long),
     ],
