@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -29,6 +30,8 @@ MODULES = (
     "fusedtrain.compat.parallel",
     "fusedtrain.compat.larc",
 )
+# Read as text: they import libraries that need not be installed.
+READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate")
 # What the commands and the tests import, and users need not: it may change in any version.
 INTERNAL = {
     "fusedtrain.diagnosis": {"RULES", "Facts", "Rule", "decide"},
@@ -65,12 +68,27 @@ def public_names() -> dict[str, list[str]]:
     return names
 
 
+def docstrings(path: str) -> dict[str, str]:
+    """Docstrings by name of a module that is not imported; "" is the module itself."""
+    tree = ast.parse((ROOT / f"{path.replace('.', '/')}.py").read_text())
+    values: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            values[node.name] = ast.get_docstring(node) or ""
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+    return {"": ast.get_docstring(tree) or "", **{name: values[name] for name in names}}
+
+
 def first_sentence(value: Any) -> str:
     """Of a docstring, as Markdown for a table."""
     if isinstance(value, str):
         return "The version, a string."
     text = inspect.cleandoc(vars(value).get("__doc__") or "" if isinstance(value, type) else "")
-    text = text or inspect.getdoc(value) or ""
+    return _shortened(text or inspect.getdoc(value) or "")
+
+
+def _shortened(text: str) -> str:
     text = " ".join(text.split("\n\n")[0].split())
     text = re.split(r"(?<=[.;])\s", text)[0].rstrip(";.")
     text = re.sub(r":(?:func|class|mod|meth):`~?([^`]+)`", r"`\1`", text)
@@ -83,9 +101,14 @@ def page() -> str:
         module = importlib.import_module(path)
         parts.append(f"\n## `{path}`\n\n{first_sentence(module)}\n\n| name | |\n|---|---|\n")
         parts += [f"| `{name}` | {first_sentence(getattr(module, name))} |\n" for name in names]
+    for path in READ:
+        module_text, *texts = docstrings(path).items()
+        parts.append(f"\n## `{path}`\n\n{_shortened(module_text[1])}\n\n| name | |\n|---|---|\n")
+        parts += [f"| `{name}` | {_shortened(text)} |\n" for name, text in texts]
     return "".join(parts)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page())
-    print(f"{PAGE}: {sum(map(len, public_names().values()))} names")
+    count = sum(map(len, public_names().values())) + sum(len(docstrings(path)) - 1 for path in READ)
+    print(f"{PAGE}: {count} names")

@@ -27,6 +27,13 @@ def test_every_name_has_a_sentence() -> None:
             assert len(sentence) > 5, f"{path}.{name} has no docstring"
 
 
+@pytest.mark.parametrize("path", api_list.READ)
+def test_modules_that_are_not_imported_have_their_names(path: str) -> None:
+    docstrings = api_list.docstrings(path)
+    assert len(docstrings) > 2
+    assert all(len(text) > 20 for text in docstrings.values())
+
+
 @pytest.mark.parametrize("path", api_list.MODULES)
 def test_all_is_sorted_and_there(path: str) -> None:
     module = importlib.import_module(path)
