@@ -69,8 +69,11 @@ SANITIZED = {file: all_located(tests) for file, tests in _SANITIZED.items()}
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # compute-sanitizer's exit code where it found something
 BACKEND_TESTS = all_located(
-    ("test_gpu", "test_gpu_optimizers", "test_gpu_amp", "test_autograd", "test_activations")
-)
+    (
+        "test_gpu", "test_gpu_graphs", "test_gpu_optimizers", "test_gpu_amp", "test_autograd",
+        "test_activations",
+    )
+)  # fmt: skip
 FIRST = ("amp_step", "batch_norm")  # benchmarks that the project stands or falls with
 _FILES = sorted((ROOT / "benchmarks").glob("bench_*.py"))
 _NAMES = [path.stem.removeprefix("bench_") for path in _FILES]

@@ -29,10 +29,11 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 
 # What is right under fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
-    "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_calls", "_recompute",
-    "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops", "functional", "nn",
-    "optim", "amp", "fp16_utils", "compat", "folding", "conversion", "integrations", "memory",
-    "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli", "__main__",
+    "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_capture", "_calls",
+    "_recompute", "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops",
+    "functional", "nn", "optim", "amp", "fp16_utils", "compat", "folding", "conversion",
+    "integrations", "memory", "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli",
+    "__main__",
 )  # fmt: skip
 
 
@@ -210,12 +211,12 @@ def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -
 def main() -> int:
     forbid(
         r"\.is_cuda|\.is_cpu\b|device\.type\s*[!=]=",
-        python("_backends.py"),
+        python("_backends.py", "_capture.py"),
         "the dispatcher is the only switch",
     )
     forbid(
         r"os\.environ|getenv",
-        python("_backends.py"),
+        python("_backends.py", "_capture.py"),
         "environment variables are read in _backends.py",
     )
     forbid(

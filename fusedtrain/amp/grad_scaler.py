@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from .._capture import refuse_capture
 from ..optim import FusedOptimizer
 
 
@@ -77,6 +78,10 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_hysteresis = hysteresis
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        refuse_capture("the loss scale")
+        super()._lazy_init_scale_growth_tracker(dev)
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, unless its gradients hold infs or NaNs.
 
@@ -135,6 +140,7 @@ class GradScaler(torch.amp.GradScaler):
         if not overflows:
             raise AssertionError("No inf checks were recorded prior to update.")
         if self._hysteresis_tracker is None:
+            refuse_capture("the hysteresis of the loss scale")
             self._hysteresis_tracker = torch.full_like(growth_tracker, self._init_hysteresis)
         torch.ops.fusedtrain.update_scale(
             scale, growth_tracker, self._hysteresis_tracker, torch.stack(overflows).sum(),

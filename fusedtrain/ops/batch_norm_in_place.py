@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _calls, _recompute
+from .._capture import is_capturing
 from .._torch_private import top_saved_tensors_hooks
 from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.pointwise import IDENTITY, POINTWISE, Pointwise
@@ -55,7 +56,7 @@ def applies(input: Tensor, activation: Pointwise) -> bool:
         and not input.is_meta
         and _recompute.scope() is None  # where the output is what can be computed again
         and not _is_checkpointed()
-        and not _is_capturing()  # a CUDA graph, in which `lost` cannot wait for an answer
+        and not is_capturing()  # a CUDA graph, in which `lost` cannot wait for an answer
     )
 
 
@@ -63,10 +64,6 @@ def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint will run this again, maybe from the very input."""
     top = top_saved_tensors_hooks(True)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .. import ops as ops  # defines and loads the ops
+from .._capture import refuse_capture
 from .._torch_private import disable_dynamo
 from ..reference.optimizers import (
     CONTROLS,
@@ -31,7 +32,7 @@ from . import _distributed
 from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, warn_of_rounding
 from ._options import DEFAULTS, WRITE_BACK, check_options
-from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store
+from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device
 from ._reports import Reports
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
@@ -76,6 +77,7 @@ class FusedOptimizer(Reports, Checkpoints):
     _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
+    _first_lr: tuple[Tensor, float] | None = None
     _unscaled_by_reading = False  # fusedtrain.amp: whether ``.grad`` gives unscaled gradients
 
     # Each optimizer defines:
@@ -99,7 +101,12 @@ class FusedOptimizer(Reports, Checkpoints):
 
     def _max_lr(self, group: dict[str, Any]) -> float:
         """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
-        return float(self.defaults["lr"]) if group["corrected_weight_decay"] else 0.0
+        lr = self.defaults["lr"] if group["corrected_weight_decay"] else 0.0
+        if not isinstance(lr, Tensor):
+            return float(lr)
+        if self._first_lr is None or self._first_lr[0] is not lr:  # read once
+            self._first_lr = (lr, float(lr))
+        return self._first_lr[1]
 
     # --- options ---
 
@@ -113,6 +120,8 @@ class FusedOptimizer(Reports, Checkpoints):
         check_options(merged)
         for group in self.param_groups:
             self._check_group(group)
+            if group.get("corrected_weight_decay"):
+                self._max_lr(group)  # a scheduler may write to a learning rate that is a tensor
         warn_of_rounding(merged, self.param_groups)
         self._fused_options: dict[str, Any] = merged
         self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
@@ -245,10 +254,10 @@ class FusedOptimizer(Reports, Checkpoints):
                 states = ([], [], [])
             arguments: list[Any] = [
                 RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *states,
-                [_on(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
+                [on_device(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
                 table if len(plans) == 1 else table.clone(),
                 plan.stateless_rows if stateless else plan.rows,
-                _on(scale, device), _on(found_inf, device),
+                on_device(scale, device), on_device(found_inf, device),
             ]  # fmt: skip
             calls.append((plan, arguments))
             if not stateless:
@@ -386,6 +395,7 @@ class FusedOptimizer(Reports, Checkpoints):
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
         for p in params:
             check_parameter(p, type(self).__name__)
+        refuse_capture(f"the state of {type(self).__name__}")
         by_device: dict[torch.device, list[int]] = {}
         for i, p in enumerate(params):
             by_device.setdefault(p.device, []).append(i)
@@ -438,11 +448,3 @@ def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> li
         return list(map(_VERSION, tensors))
     except RuntimeError:  # tensors made in inference mode have none
         return [0 if t.is_inference() else t._version for t in tensors]
-
-
-def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    if tensor is None:
-        return None
-    if tensor.device != device:
-        tensor = tensor.to(device, non_blocking=True)
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

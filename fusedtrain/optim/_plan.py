@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._capture import check_captured
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import MAX_STATES, SCALARS, Control, GroupOptions
 from ._distributed import is_distributed, local
@@ -235,3 +236,17 @@ class Plan:
             else:
                 view.fill_(value)
         self._keep(p_state, name, view)
+
+
+def on_device(number: Tensor | None, device: torch.device) -> Tensor | None:
+    """A learning rate, loss scale or flag as kernels take it: there, float32 or float64.
+
+    Raises:
+        RuntimeError: the number is in host memory, and a CUDA graph is being captured.
+    """
+    if number is None:
+        return None
+    if number.device != device:
+        check_captured(number, "a learning rate or loss scale")
+        number = number.to(device, non_blocking=True)
+    return number if number.dtype in (torch.float32, torch.float64) else number.float()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._capture import is_capturing, pinned
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16, whole_seed
 
@@ -156,7 +157,11 @@ class OptimizerCall:
 
     def on_device(self, numbers: list[Any]) -> Tensor:
         dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
-        host = torch.tensor(numbers, dtype=dtype, device="cpu")
+        return self.sent(torch.tensor(numbers, dtype=dtype, device="cpu"))
+
+    def sent(self, host: Tensor) -> Tensor:
+        """The numbers on the device. Pinning costs more than the copy: only for a CUDA graph."""
+        host = pinned(host) if is_capturing() else host
         return host.to(self.scalars.device, non_blocking=True)
 
     def param(self, i: int) -> Tensor:
@@ -228,7 +233,7 @@ class OptimizerCall:
         return skip
 
     def plan(self, measures: _Measures) -> _Plan:
-        table = self.table.view(-1, WIDTH)[1:].to(self.scalars.device, non_blocking=True)
+        table = self.sent(self.table.view(-1, WIDTH)[1:])
         column = GroupOptions.column
         indices = [int(row[column("lr_index")]) for row in self.groups]
         lrs = [

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._capture import pinned
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import SCALARS, OptimizerCall
 from ._layout import cdiv, is_dense
@@ -25,10 +26,6 @@ ENTRY = 16
 # prepare_kernel writes rows of so many float64: one for the step, then one for each tensor.
 NUMBERS = 16
 
-# Buffers that captured CUDA graphs copy from at each replay. The end of a graph is not reported, so
-# buffers stay: 128 bytes a tensor and 8 a chunk for each captured step.
-_OF_GRAPHS: list[Tensor] = []
-
 _SENT = {"q": torch.int64, "d": torch.float64, "f": torch.float32}
 
 
@@ -36,11 +33,8 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """An asynchronous copy; torch keeps the pinned buffer until the copy has been made."""
     if device == numbers.device:  # interpreted
         return numbers
-    pinned = numbers.pin_memory()
     with torch.cuda.device(device):
-        if torch.cuda.is_current_stream_capturing():
-            _OF_GRAPHS.append(pinned)
-        return pinned.to(device, non_blocking=True)
+        return pinned(numbers).to(device, non_blocking=True)
 
 
 def send(parts: Sequence[array[Any]], device: torch.device) -> list[Tensor]:

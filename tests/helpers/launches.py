@@ -83,7 +83,7 @@ def emulated() -> int:
 COUNTERS: dict[str, Callable[[], int]] = {"cuda": cuda, "triton": triton, "emulated": emulated}
 # Modules that drive the emulator themselves; and those of a GPU, for whichever backend is loaded.
 EMULATED = ("test_cuda_batch_norm", "test_cuda_optimizers")
-GPU_ALONE = ("test_gpu", "test_gpu_optimizers")
+GPU_ALONE = ("test_gpu", "test_gpu_graphs", "test_gpu_optimizers")
 ON_A_GPU = "GPU"
 
 

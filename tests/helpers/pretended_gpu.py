@@ -81,7 +81,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(_inner, args), **inner)
     _calls += ours and _has_work(func, tensors, args)
     if func._schema.name.endswith("_") and not ours:  # in place
-        return args[0]
+        return args[0] if func._schema.returns else None
     return result if to == _CPU else tree_map(_outer, result)
 
 

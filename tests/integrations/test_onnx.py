@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 import fusedtrain.nn as fnn
-from helpers.models import onnxruntime, torchvision
+from helpers.models import but_long, onnxruntime, torchvision
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of exporters about themselves
 EXPORTERS = ["dynamo", "torchscript"]
@@ -158,7 +158,11 @@ def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
     x = torch.randn(3, 3, 40, 40)
     with torch.no_grad():
         stock = model(x)
-    assert change(model)
+    if change is fusedtrain.fold_conv_bn:
+        model, report = change(model)  # a copy
+        assert len(report.folded) == len([m for m in model.modules() if isinstance(m, nn.Conv2d)])
+    else:
+        assert change(model)
     exported = export(model, (x[:2],), exporter)
     assert {domain for domain, _ in exported.operators} == {""}
     names = {name for _, name in exported.operators}
@@ -166,4 +170,27 @@ def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
     assert not names & {"BatchNormalization", "Cast"}
     torch.testing.assert_close(
         exported(x)[0], stock, rtol=1e-4, atol=1e-5 * stock.abs().max().item()
+    )
+
+
+@pytest.mark.parametrize("exporter", but_long(["torchscript", "dynamo"], "dynamo"))
+def test_resnet50(exporter: str) -> None:
+    """Of full width, converted, reverted and folded, at another batch than the exporter's."""
+    torchvision()
+    from torchvision.models import resnet50
+
+    torch.manual_seed(0)
+    model = randomized(resnet50(num_classes=10))
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        stock = model(x)
+    assert len(fusedtrain.convert(model).norms) == 49  # but those of shortcuts
+    fusedtrain.revert(model)
+    model, report = fusedtrain.fold_conv_bn(model)
+    assert len(report.folded) == 53
+    exported = export(model, (x[:1],), exporter)
+    assert {domain for domain, _ in exported.operators} == {""}
+    assert not {name for _, name in exported.operators} & {"BatchNormalization", "Cast"}
+    torch.testing.assert_close(
+        exported(x)[0], stock, rtol=1e-4, atol=2e-5 * stock.abs().max().item()
     )

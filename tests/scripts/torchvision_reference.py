@@ -1,9 +1,10 @@
 """Torchvision's recipe of classification: parameter groups by the class of a norm, warm-up,
-averages, mixed precision, accumulated gradients."""
+averages, mixed precision, accumulated gradients, checkpoints."""
 
 from __future__ import annotations
 
 import importlib
+import io
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def make_model() -> nn.Module:
     return module.MobileNetV3(setting[:6], 32, num_classes=10, dropout=0.1)
 
 
-def main(fused: str = "") -> Run:
+def main(fused: str = "", resume: bytes = b"") -> Run:
     torch.manual_seed(1)
     model, report = make_model(), None
     if fused:
@@ -99,9 +100,26 @@ def main(fused: str = "") -> Run:
         with torch.inference_mode():
             return criterion(net(dataset.tensors[0]), dataset.tensors[1]).item()
 
-    losses = []
-    for _ in range(2):
+    losses: list[float] = []
+    checkpoint = b""
+    kept = {
+        "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler,
+        "model_ema": model_ema, "scaler": scaler,
+    }  # fmt: skip
+    start_epoch = 0
+    if resume:
+        states = torch.load(io.BytesIO(resume))
+        start_epoch = states["epoch"] + 1
+        for name, part in kept.items():
+            part.load_state_dict(states[name])
+    for epoch in range(start_epoch, 2):
+        torch.manual_seed(epoch)  # a resumed run sees the same batches
         losses += [*train_one_epoch(), evaluate(model), evaluate(model_ema)]
+        if epoch == 0:
+            file = io.BytesIO()
+            states = {name: part.state_dict() for name, part in kept.items()}
+            torch.save({**states, "epoch": epoch}, file)
+            checkpoint = file.getvalue()
     averages = {name.removeprefix("module."): value for name, value in model_ema.named_parameters()}
     part = Part(model, optimizer, dataset.tensors[0][:4], report)
-    return Run({"model": part}, losses, train_one_epoch, averages)
+    return Run({"model": part}, losses, train_one_epoch, averages, checkpoint)
