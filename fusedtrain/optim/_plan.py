@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import MAX_STATES, SCALARS, Control, GroupOptions
-from ._distributed import is_distributed, local
+from ..reference.optimizers import (
+    MAX_STATES,
+    MEASURE_PARAMETERS,
+    SCALARS,
+    Control,
+    GroupOptions,
+)
+from ._distributed import is_distributed, local, shard_number
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
+_VERSION = attrgetter("_version")
 _State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
 
@@ -47,9 +54,13 @@ class Store:
 
     def __init__(self, params: list[Tensor], device: torch.device, control: Tensor) -> None:
         self.params = params  # a reference keeps the ids from being reused
-        self.columns = {id(p): column for column, p in enumerate(params)}
-        self.scalars = torch.zeros(SCALARS, len(params), dtype=torch.float32, device=device)
-        self.views = [row.unbind() for row in self.scalars.unbind()]
+        # Random numbers of stochastic rounding differ by column, so the shards of a parameter have
+        # different columns. With a common one, rounding errors of two ranks correlate by 0.5.
+        count = len(params)
+        self.columns = {id(p): i + count * shard_number(p) for i, p in enumerate(params)}
+        width = max(self.columns.values(), default=-1) + 1  # 12 bytes a parameter and shard
+        self.scalars = torch.zeros(SCALARS, width, dtype=torch.float32, device=device)
+        self.views = [{c: row[c] for c in self.columns.values()} for row in self.scalars.unbind()]
         self.control = control
         self.last_step = Control.of(control)
 
@@ -70,6 +81,26 @@ class Needs(NamedTuple):
         if self.state_dtype is not None:
             return self.state_dtype
         return torch.promote_types(p.dtype, torch.float32) if self.wide_states else p.dtype
+
+
+def on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    """A number for the kernels, which read float32 and float64."""
+    if tensor is None:
+        return None
+    if tensor.device != device:
+        tensor = tensor.to(device, non_blocking=True)
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
+    """The versions of the tensors that a sweep for these measures reads."""
+    tensors = list(chain(*grads))
+    if measures & MEASURE_PARAMETERS:
+        tensors += chain(*(plan.written for plan in plans))
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _places(tensors: list[Tensor]) -> list[Any]:
@@ -178,7 +209,7 @@ class Plan:
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(map(attrgetter("_version"), self.with_master))
+        self.versions = list(map(_VERSION, self.with_master))
 
     def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
         p_state[name] = tensor
