@@ -143,7 +143,8 @@ class FusedOptimizer(Reports, Checkpoints):
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
         check_options(options)
-        self._check_sharding(options)
+        if name == "agc":
+            self._check_sharding(options)
         if name == "stochastic_rounding":
             warn_of_rounding(options, self.param_groups)
         self._fused_options = options

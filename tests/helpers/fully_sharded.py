@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     **{name: (name, torch.float64, OPTIONS) for name in NAMES},
     **{
         f"{name}, masters": (name, torch.bfloat16, {**OPTIONS, "master_weights": True})
-        for name in NAMES
+        for name in ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad")
     },
 }
 
