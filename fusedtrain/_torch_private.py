@@ -55,6 +55,9 @@ foreach_norm = torch._foreach_norm
 # Unscales many tensors and looks for infinities, as torch.amp.GradScaler does.
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
+# The mark of parameters that FullyShardedDataParallel (FSDP1) has flattened.
+FSDP1_MARK = "_fsdp_flattened"
+
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 # The number of this thread's running backward pass; -1 outside of backward. Under

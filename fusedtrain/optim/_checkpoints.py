@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.stochastic_rounding import seed_after
+from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._plan import Needs, Numbers, Store
 
@@ -75,7 +76,7 @@ class Checkpoints(torch.optim.Optimizer):
                 p_state = self.state.get(p)
                 if not p_state:
                     continue
-                kept = dict(p_state)
+                kept = {**p_state, **self._copies_ahead(p, p_state)}
                 if id(p) in unborn:
                     kept.pop("momentum_buffer", None)
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
@@ -92,17 +93,32 @@ class Checkpoints(torch.optim.Optimizer):
             state_dict[_STREAM] = seed_after(self._rounding_seed, int(self.applied_steps))
         return state_dict
 
+    def _copies_ahead(self, p: Tensor, p_state: dict[str, Any]) -> dict[str, Tensor]:
+        """Copies of the parameter that the next step will make.
+
+        Adagrad has states before its first step. torch.distributed.checkpoint then loads the states
+        that the dict has, and no others.
+        """
+        needs = self._state_needs()
+        masters = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
+        names = [name for name, made in (("master_param", masters), ("ema", needs.ema)) if made]
+        with torch.no_grad():
+            return {
+                name: torch.empty_like(p, dtype=self._dtype_of(name, p)).copy_(p)
+                for name in names
+                if name not in p_state
+            }
+
     def _without_a_step(self) -> set[int]:
         """Ids of parameters that were never updated, for optimizers without saved step counts."""
         if self._scalar_names[0] is not None:
             return set()
-        return {
-            id(p)
-            for store in self._stores.values()
-            if not store.scalars.is_meta
-            for p, step in zip(store.params, store.scalars[0].tolist(), strict=True)
-            if step == 0
-        }
+        unborn: set[int] = set()
+        for store in self._stores.values():
+            if not store.scalars.is_meta:
+                steps = store.scalars[0].tolist()
+                unborn |= {id(p) for p in store.params if steps[store.columns[id(p)]] == 0}
+        return unborn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states keep this optimizer's dtype for them.
@@ -148,9 +164,10 @@ class Checkpoints(torch.optim.Optimizer):
         vars(trial).update(vars(self))
         try:
             trial.__setstate__({"state": state, "param_groups": groups})
+            large: set[str | None] = {"ema", "master_param"}
             for group in trial.param_groups:
                 trial._numbers(group)
-                trial._slots(group)
+                large.update(trial._slots(group))
         except KeyError as error:
             states = [s for s in saved["state"].values() if isinstance(s, dict)]
             named = sorted({name for p_state in states for name in p_state})
@@ -166,6 +183,10 @@ class Checkpoints(torch.optim.Optimizer):
                 f"state_dict: of {maker.__name__} (states {theirs}), not of {type(self).__name__} "
                 f"(states {ours})"
             )
+        for p, p_state in state.items():
+            for name, value in p_state.items():
+                if name in large:
+                    check_state(name, value, p)
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""

@@ -1,14 +1,15 @@
-"""Steps whose norms span several calls: several devices, parameters sharded over ranks."""
+"""Parameters sharded over ranks or on several devices: steps, state dicts, random numbers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch_private import FSDP1_MARK
 from ..reference.optimizers import MEASURE_FINITE, StepOptions
 
 
@@ -23,6 +24,62 @@ def local(tensor: Any) -> Tensor:
     """The tensor, or this rank's part of it."""
     part: Tensor = tensor.to_local() if is_distributed(tensor) else tensor
     return part
+
+
+def check_sharding(params: Iterable[Tensor], options: Mapping[str, Any], kind: str) -> None:
+    """Raises RuntimeError for parameters whose sharding an optimizer, `kind`, cannot serve."""
+    for p in params:
+        if getattr(p, FSDP1_MARK, False):
+            raise RuntimeError(
+                f"{kind} does not support FullyShardedDataParallel (FSDP1), whose flattened "
+                "parameters have no norms of their own. Shard with "
+                "torch.distributed.fsdp.fully_shard (FSDP2), or take an optimizer of torch.optim"
+            )
+        if options["agc"] is not None and is_distributed(p):
+            raise RuntimeError(
+                "agc is not supported for sharded parameters (DTensor); take max_grad_norm"
+            )
+
+
+def check_state(name: str, value: Any, p: Any) -> None:
+    """Raises ValueError for a loaded state that is not sharded as its parameter is."""
+    if not isinstance(value, Tensor):
+        return
+    if is_distributed(value) != is_distributed(p) or (
+        is_distributed(p) and (value.device_mesh, value.placements) != (p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    ):
+        raise ValueError(
+            f"state_dict: {name!r} is {_sharding(value)}, its parameter is {_sharding(p)}. "
+            "Use torch.distributed.checkpoint, whose get_state_dict and set_state_dict reshard"
+        )
+
+
+def _sharding(tensor: Any) -> str:
+    if not is_distributed(tensor):
+        return "a whole tensor"
+    placements = ", ".join(map(str, tensor.placements))
+    return f"placed as {placements} on {tensor.device_mesh}"
+
+
+def shard_number(tensor: Any) -> int:
+    """The number of this rank's part, counted over the ranks that hold others; 0 if it is whole."""
+    number = 0
+    if is_distributed(tensor):
+        mesh = tensor.device_mesh
+        for dimension, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                number = number * mesh.size(dimension) + mesh.get_local_rank(dimension)
+    return number
+
+
+def first_seed() -> int:
+    """The seed of stochastic rounding, the same on all ranks.
+
+    Replicas stay equal only if they round alike, and scripts often seed each rank differently.
+    """
+    ranks = torch.distributed
+    several = ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
+    return 0 if several else torch.initial_seed() % 2**64
 
 
 def local_grad(grad: Any, param: Any) -> Tensor:

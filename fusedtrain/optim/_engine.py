@@ -32,12 +32,12 @@ from . import _distributed
 from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, warn_of_rounding
 from ._options import DEFAULTS, WRITE_BACK, check_options
-from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device
+from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
 from ._reports import Reports
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
 # Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
-_GRAD, _VERSION, _LAYOUT = attrgetter("grad"), attrgetter("_version"), attrgetter("layout")
+_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
 _GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
@@ -123,8 +123,9 @@ class FusedOptimizer(Reports, Checkpoints):
             if group.get("corrected_weight_decay"):
                 self._max_lr(group)  # a scheduler may write to a learning rate that is a tensor
         warn_of_rounding(merged, self.param_groups)
+        self._check_sharding(merged)
         self._fused_options: dict[str, Any] = merged
-        self._rounding_seed = torch.initial_seed() % 2**64  # for `control` at 0 applied steps
+        self._rounding_seed = _distributed.first_seed()  # for `control` at 0 applied steps
         self._controls: dict[torch.device, Tensor] = {}  # they outlive the plans
         self._forget()
 
@@ -133,14 +134,26 @@ class FusedOptimizer(Reports, Checkpoints):
             if name in group and name not in self.defaults:
                 raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
 
+    def _check_sharding(self, options: Mapping[str, Any]) -> None:
+        params = chain(*(group["params"] for group in self.param_groups))
+        _distributed.check_sharding(params, options, type(self).__name__)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if hasattr(self, "_fused_options"):
-            self._check_group(param_group)
+        if not hasattr(self, "_fused_options"):  # `_set_options` checks them
+            return super().add_param_group(param_group)
+        self._check_group(param_group)
         super().add_param_group(param_group)
+        try:
+            self._check_sharding(self._fused_options)
+        except RuntimeError:
+            self.param_groups.pop()
+            raise
 
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
         check_options(options)
+        if name == "agc":
+            self._check_sharding(options)
         if name == "stochastic_rounding":
             warn_of_rounding(options, self.param_groups)
         self._fused_options = options
@@ -289,7 +302,7 @@ class FusedOptimizer(Reports, Checkpoints):
             del self.grad_scale
         sums = [torch.ops.fusedtrain.measure_gradients(*arguments) for _, arguments in calls]
         if len(plans) == 1 and not plans[0].distributed and self._fused_options["agc"] is None:
-            self._ahead = _Ahead(measures, plans, grads, _versions(measures, plans, grads), sums)
+            self._ahead = _Ahead(measures, plans, grads, versions(measures, plans, grads), sums)
         for plan, some in zip(plans, sums, strict=True):
             if plan.distributed:
                 _distributed.sum_over_ranks(some, plan.params)
@@ -306,7 +319,7 @@ class FusedOptimizer(Reports, Checkpoints):
             or ahead.measures != measures
             or not all(map(is_, ahead.plans, plans))
             or not all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(ahead.grads, grads))
-            or ahead.versions != _versions(measures, plans, grads)
+            or ahead.versions != versions(measures, plans, grads)
         ):
             return None
         return ahead.sums
@@ -411,20 +424,19 @@ class FusedOptimizer(Reports, Checkpoints):
         """The scalars of all parameters on the device; made anew if the parameters changed."""
         params = [p for g in self.param_groups for p in g["params"] if p.device == device]
         store = self._stores.get(device)
-        if store is None or list(map(id, store.params)) != list(map(id, params)):
+        if store is not None:
+            # DeepSpeed steps group by group; the counts of the other groups must last.
+            ids = set(map(id, params))
+            params += [p for p in store.params if id(p) not in ids and p in self.state]
+        if store is None or store.columns.keys() != set(map(id, params)):
             if device not in self._controls:
                 control = torch.zeros(CONTROLS, dtype=torch.float32, device=device)
                 self._controls[device] = control
             new = Store(params, device, self._controls[device])
             if self._scalar_names[0] is None:
-                # The checkpoint has no step count: a parameter with states has had a step.
-                stepped = [float(id(p) in self._loaded) for p in params]
-                new.scalars[0].copy_(torch.tensor(stepped, device="cpu"))
+                new.count_one_step(self._loaded)
             if store is not None:
-                for p in params:
-                    column = store.columns.get(id(p))
-                    if column is not None:
-                        new.scalars[:, new.columns[id(p)]].copy_(store.scalars[:, column])
+                new.take_over(store)
             self._stores[device] = new
             self._plans.clear()
             store = new
@@ -438,13 +450,3 @@ class FusedOptimizer(Reports, Checkpoints):
         self._ahead = None
         self._measured = False
         self._loaded = {id(p) for p, p_state in self.state.items() if p_state}
-
-
-def _versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
-    tensors = list(chain(*grads))
-    if measures & MEASURE_PARAMETERS:
-        tensors += chain(*(plan.written for plan in plans))
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:  # tensors made in inference mode have none
-        return [0 if t.is_inference() else t._version for t in tensors]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -12,10 +12,17 @@ from torch import Tensor
 
 from .._capture import check_captured
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import MAX_STATES, SCALARS, Control, GroupOptions
-from ._distributed import is_distributed, local
+from ..reference.optimizers import (
+    MAX_STATES,
+    MEASURE_PARAMETERS,
+    SCALARS,
+    Control,
+    GroupOptions,
+)
+from ._distributed import is_distributed, local, shard_number
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
+_VERSION = attrgetter("_version")
 _State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
 
@@ -48,11 +55,28 @@ class Store:
 
     def __init__(self, params: list[Tensor], device: torch.device, control: Tensor) -> None:
         self.params = params  # a reference keeps the ids from being reused
-        self.columns = {id(p): column for column, p in enumerate(params)}
-        self.scalars = torch.zeros(SCALARS, len(params), dtype=torch.float32, device=device)
-        self.views = [row.unbind() for row in self.scalars.unbind()]
+        # Random numbers of stochastic rounding differ by column, so the shards of a parameter have
+        # different columns. With a common one, rounding errors of two ranks correlate by 0.5.
+        count = len(params)
+        self.columns = {id(p): i + count * shard_number(p) for i, p in enumerate(params)}
+        width = max(self.columns.values(), default=-1) + 1  # 12 bytes a parameter and shard
+        self.scalars = torch.zeros(SCALARS, width, dtype=torch.float32, device=device)
+        self.views = [{c: row[c] for c in self.columns.values()} for row in self.scalars.unbind()]
         self.control = control
         self.last_step = Control.of(control)
+
+    def count_one_step(self, loaded: set[int]) -> None:
+        """For a checkpoint without step counts: a parameter with states, by id, has had a step."""
+        steps = torch.zeros_like(self.scalars[0], device="cpu")
+        steps[[column for key, column in self.columns.items() if key in loaded]] = 1
+        self.scalars[0].copy_(steps)
+
+    def take_over(self, earlier: Store) -> None:
+        """The scalars of parameters that both have."""
+        for key, column in self.columns.items():
+            before = earlier.columns.get(key)
+            if before is not None:
+                self.scalars[:, column].copy_(earlier.scalars[:, before])
 
 
 class Needs(NamedTuple):
@@ -71,6 +95,17 @@ class Needs(NamedTuple):
         if self.state_dtype is not None:
             return self.state_dtype
         return torch.promote_types(p.dtype, torch.float32) if self.wide_states else p.dtype
+
+
+def versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
+    """The versions of the tensors that a sweep for these measures reads."""
+    tensors = list(chain(*grads))
+    if measures & MEASURE_PARAMETERS:
+        tensors += chain(*(plan.written for plan in plans))
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # tensors made in inference mode have none
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _places(tensors: list[Tensor]) -> list[Any]:
@@ -179,7 +214,7 @@ class Plan:
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(map(attrgetter("_version"), self.with_master))
+        self.versions = list(map(_VERSION, self.with_master))
 
     def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
         p_state[name] = tensor

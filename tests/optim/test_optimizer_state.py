@@ -17,6 +17,8 @@ from helpers.optimizer_steps import (
     OF_TORCH,
     alike,
     assert_close,
+    give_gradients,
+    in_groups,
     parameters,
     same,
     saved_and_loaded,
@@ -55,6 +57,38 @@ def test_states_of_the_users_own(name: str) -> None:
         steps(run["optimizer"], run["params"], range(2, 4))
     steps(other, q, range(2, 4))
     assert same(both["params"], q)
+
+
+@ALL
+def test_groups_that_step_one_after_the_other(name: str) -> None:
+    """DeepSpeed hides all groups but one from each step. Momentum must last until the next."""
+    p, q = parameters(), parameters()
+    optimizer, other = (make(name, in_groups(t), ema_decay=0.9) for t in (p, q))
+    for seed in range(4):
+        give_gradients(p, seed)
+        groups = optimizer.param_groups
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        optimizer.param_groups = groups
+        step(other, q, seed)
+    assert same(p, q)
+    assert same(*([average for _, average in o.averaged_parameters()] for o in (optimizer, other)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_state_dict_of_adagrad_before_the_first_step_is_complete(dtype: torch.dtype) -> None:
+    """torch.distributed.checkpoint loads no states but those of this dict."""
+    p = parameters(dtype)
+    optimizer = make("Adagrad", p, ema_decay=0.9, master_weights=True)
+    saved = optimizer.state_dict()["state"]
+    assert optimizer.state[p[0]].keys() == {"step", "sum"}  # the next step makes the copies
+    step(optimizer, p, 0)
+    for i, (x, first) in enumerate(zip(p, parameters(dtype), strict=True)):
+        assert saved[i].keys() == optimizer.state[x].keys()
+        for key in saved[i].keys() & {"ema", "master_param"}:
+            assert saved[i][key].dtype is optimizer.state[x][key].dtype
+            assert torch.equal(saved[i][key], first.to(saved[i][key].dtype))
 
 
 @pytest.fixture

@@ -1,0 +1,329 @@
+"""What the ranks of test_fsdp2.py do, and the same training in one process."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import fusedtrain
+from helpers.data_parallel import example
+from helpers.optimizers import CLASSES, NAMES, make
+
+STEPS, SAVED, BAD = 5, 3, 1  # rank 1 has an infinite gradient in step BAD
+_GENERATOR = torch.Generator().manual_seed(5)
+INPUTS = torch.randn(STEPS, 2, 3, 5, generator=_GENERATOR, dtype=torch.float64)  # step, rank
+OPTIONS: dict[str, Any] = {"max_grad_norm": 0.5, "ema_decay": 0.9}
+# Name -> optimizer, dtype of the model, options.
+KINDS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    **{name: (name, torch.float64, OPTIONS) for name in NAMES},
+    **{
+        f"{name}, masters": (name, torch.bfloat16, {**OPTIONS, "master_weights": True})
+        for name in ("SGD", "AdamW", "Adagrad", "LAMB", "NovoGrad")
+    },
+}
+
+
+def network(dtype: torch.dtype = torch.float64, normed: bool = False) -> nn.Sequential:
+    """The last weight has one row: a rank of two holds nothing of it."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(7) if normed else nn.LayerNorm(7)
+    last = nn.Linear(7, 1, bias=False)
+    return nn.Sequential(nn.Linear(5, 7), norm, nn.SiLU(), last).to(dtype)
+
+
+def sharded(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for layer in (model[0], model):
+        fully_shard(layer, **options)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def give_gradients(params: list[Any], step: int, scaler: torch.amp.GradScaler) -> None:
+    """The same for all ranks: those of a backward pass in bfloat16 differ in their last bits."""
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        grad = scaler.scale(grad.float()).to(p.dtype)  # type: ignore[union-attr]
+        if isinstance(p, DTensor):
+            grad = distribute_tensor(grad, p.device_mesh, p.placements)
+        p.grad = grad
+
+
+class Run:
+    """A model, its optimizer and its scaler."""
+
+    def __init__(self, kind: str, model: nn.Module) -> None:
+        name, _, options = KINDS[kind]
+        self.model, self.params = model, list(model.parameters())
+        self.optimizer = make(name, self.params, **options)
+        self.scaler = fusedtrain.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+
+    def train(self, steps: range, rank: int | None = None) -> dict[str, Any]:
+        """Trains on one rank's samples, or on all; rank 1 has the infinite gradient."""
+        record: dict[str, Any] = {"norms": [], "skipped": [], "scales": []}
+        for step in steps:
+            self.optimizer.zero_grad()
+            if self.params[0].dtype is torch.float64:
+                samples = INPUTS[step].flatten(0, 1) if rank is None else INPUTS[step, rank]
+                self.scaler.scale(self.model(samples).square().mean()).backward()
+            else:
+                give_gradients(self.params, step, self.scaler)
+            if step == BAD and rank != 0:
+                grad = self.params[0].grad
+                assert grad is not None
+                part = grad.to_local() if rank else grad  # type: ignore[attr-defined]
+                part[0, 0] = float("inf")
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            assert self.optimizer.grad_norm is not None
+            record["norms"].append(float(self.optimizer.grad_norm))
+            record["skipped"].append(bool(self.optimizer.last_step_skipped))
+            record["scales"].append(self.scaler.get_scale())
+        return {**record, "tensors": self.tensors()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and states, whole."""
+        found = {}
+        for i, p in enumerate(self.params):
+            found[f"{i}"] = whole(p)
+            for name, value in self.optimizer.state[p].items():
+                found[f"{i} {name}"] = whole(value)
+        return found
+
+
+def saved(runs: dict[str, Run]) -> dict[str, Any]:
+    """What a checkpoint has of several runs."""
+    parts = {}
+    for kind, run in runs.items():
+        model, optimizer = get_state_dict(run.model, run.optimizer)
+        parts[kind] = {"model": model, "optimizer": optimizer, "scaler": run.scaler.state_dict()}
+    return parts
+
+
+def save(runs: dict[str, Run], folder: str) -> None:
+    dcp.save(saved(runs), checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load(runs: dict[str, Run], folder: str) -> None:
+    parts = saved(runs)
+    dcp.load(parts, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    for kind, run in runs.items():
+        part = parts[kind]
+        set_state_dict(
+            run.model, run.optimizer,
+            model_state_dict=part["model"], optim_state_dict=part["optimizer"],
+        )  # fmt: skip
+        run.scaler.load_state_dict(part["scaler"])
+
+
+def other_weights(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    return model
+
+
+def _resharded(rank: int, folder: str) -> dict[str, Any]:
+    """From one process to two; and what two processes save for one."""
+    results: dict[str, Any] = {}
+    runs = {kind: Run(kind, sharded(network(KINDS[kind][1]))) for kind in KINDS}
+    first = {kind: run.train(range(SAVED), rank) for kind, run in runs.items()}
+    save(runs, f"{folder}/of two")
+    for kind, run in runs.items():
+        results[kind] = [first[kind], run.train(range(SAVED, STEPS), rank)]
+    resumed = {
+        kind: Run(kind, sharded(other_weights(network(KINDS[kind][1]))))
+        for kind in KINDS  # type: ignore[arg-type]
+    }
+    load(resumed, f"{folder}/of one")
+    for kind, run in resumed.items():
+        results[f"resumed {kind}"] = run.train(range(SAVED, STEPS), rank)
+    return results
+
+
+def _whole_state(rank: int) -> dict[str, Any]:
+    """A state dict of whole tensors, which rank 0 alone loads, goes to the shards of both."""
+    run = Run("AdamW", sharded(network()))
+    run.train(range(SAVED), rank)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    assert bool(state) == (rank == 0)
+    model = sharded(network())
+    model.load_state_dict(run.model.state_dict())
+    other = Run("AdamW", model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, other.optimizer, state, options=options)
+    return {"want": run.tensors(), "got": other.tensors()}
+
+
+def _collectives(rank: int) -> dict[str, int]:
+    """All-reduces within a step."""
+    counts = {}
+    for name in NAMES:
+        run = Run(name, sharded(network()))
+        run.train(range(1), rank)
+        real = dist.all_reduce
+        with mock.patch.object(dist, "all_reduce", side_effect=real) as counter:
+            run.optimizer.step()
+        counts[name] = counter.call_count
+    return counts
+
+
+def _converted(rank: int) -> dict[str, Any]:
+    """A model with synchronised statistics; converted before it is sharded."""
+    model = network(normed=True)
+    fusedtrain.convert(model)
+    fusedtrain.nn.convert_sync_batchnorm(model)
+    run = Run("AdamW", sharded(model))
+    record = run.train(range(STEPS), rank)
+    with run.optimizer.swap_averages():
+        model.eval()
+        averaged = model(INPUTS[0].flatten(0, 1)).detach()
+        model.reshard()  # type: ignore[operator]
+    after = model(INPUTS[0].flatten(0, 1)).detach()
+    return {**record, "averaged": averaged, "after": after}
+
+
+def _torch_scaler(rank: int) -> list[Any]:
+    """torch's GradScaler, with and without unscale_ and torch's clipping."""
+    found = []
+    for unscales in (False, True):
+        run = Run("AdamW", sharded(network()))
+        if unscales:
+            run.optimizer.max_grad_norm = None
+        run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)  # type: ignore[assignment]
+        unscale = run.scaler.step
+
+        def step(optimizer: Any, run: Run = run, unscale: Any = unscale) -> None:
+            run.scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(run.params, OPTIONS["max_grad_norm"])
+            unscale(optimizer)
+            # No sweep over gradients is left to report a norm.
+
+        if unscales:
+            with mock.patch.object(run.scaler, "step", step):
+                found.append(_steps_without_norm(run, rank))
+        else:
+            found.append(run.train(range(SAVED), rank)["tensors"])
+    return found
+
+
+def _steps_without_norm(run: Run, rank: int) -> dict[str, Tensor]:
+    norm = mock.PropertyMock(return_value=torch.zeros(()))
+    with mock.patch.object(type(run.optimizer), "grad_norm", norm):
+        run.train(range(SAVED), rank)
+    return run.tensors()
+
+
+def _rounded(rank: int) -> dict[str, Tensor]:
+    """Equal weights with equal gradients, rounded at random: by shards, and by replicas of them."""
+    results = {}
+    for name, shape in (("shards", (1, 2)), ("replicas", (2, 1))):
+        torch.manual_seed(rank)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+        model = nn.Linear(512, 64, bias=False).bfloat16()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        fully_shard(model, mesh=mesh)
+        optimizer = fusedtrain.optim.SGD(model.parameters(), lr=1.0, stochastic_rounding=True)
+        (p,) = model.parameters()
+        p.grad = torch.full_like(p, 1 / 512)  # the next smaller number is 1 - 1 / 256
+        optimizer.step()
+        # full_tensor would take one replica's values for both.
+        part = p.detach().to_local()  # type: ignore[attr-defined]
+        parts = [torch.empty_like(part) for _ in range(2)]
+        dist.all_gather(parts, part.contiguous())
+        results[name] = torch.stack(parts)
+    return results
+
+
+def _refused(rank: int, folder: str) -> None:
+    """Everything that raises, without a change of the optimizer."""
+    model = sharded(network())
+    params = list(model.parameters())
+    adamw = fusedtrain.optim.AdamW
+    with pytest.raises(RuntimeError, match=r"agc is not supported for sharded .*max_grad_norm"):
+        adamw(params, agc=0.01)
+    plain = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    clipped = adamw([plain], agc=0.01)
+    with pytest.raises(RuntimeError, match="agc is not supported for sharded"):
+        clipped.add_param_group({"params": params})
+    assert len(clipped.param_groups) == 1
+    optimizer = adamw(params)
+    with pytest.raises(RuntimeError, match="agc is not supported for sharded"):
+        optimizer.agc = 0.01
+    assert optimizer.agc is None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that FSDP1 is deprecated
+        for original in (False, True):
+            flat = FullyShardedDataParallel(
+                network(), device_id=torch.device("cpu"), use_orig_params=original
+            )
+            for name in CLASSES:
+                with pytest.raises(RuntimeError, match=r"FSDP1.*fully_shard.*torch\.optim"):
+                    make(name, flat.parameters())
+            with pytest.raises(RuntimeError, match="FSDP1"):
+                optimizer.add_param_group({"params": list(flat.parameters())})
+            assert len(optimizer.param_groups) == 1
+
+    run, one = Run("AdamW", sharded(network())), Run("AdamW", network())
+    run.train(range(1), rank)
+    one.train(range(1))
+    remedy = r"torch\.distributed\.checkpoint"
+    for target, source, place in (
+        (run, one, r"'exp_avg' is a whole tensor.*parameter is placed as"),
+        (one, run, r"'exp_avg' is placed as S.*parameter is a whole tensor"),
+    ):
+        before = target.tensors()
+        for message in (place, remedy):
+            with pytest.raises(ValueError, match=message):
+                target.optimizer.load_state_dict(source.optimizer.state_dict())
+        after = target.tensors()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    hybrid = Run("AdamW", sharded(network(), mesh=mesh))
+    with pytest.raises(ValueError, match=remedy):
+        hybrid.optimizer.load_state_dict(run.optimizer.state_dict())
+    # The same sharding loads.
+    again = Run("AdamW", sharded(network()))
+    again.optimizer.load_state_dict(run.optimizer.state_dict())
+
+
+def on_a_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results = _resharded(rank, folder)
+    for case in (_whole_state, _collectives, _converted, _torch_scaler, _rounded):
+        results[case.__name__] = case(rank)  # type: ignore[operator]
+    _refused(rank, folder)
+    os.makedirs(f"{folder}/example", exist_ok=True)
+    os.chdir(f"{folder}/example")
+    results["example"] = [example("fsdp2_checkpoint.py") for _ in range(2)]
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+    time.sleep(0.5)  # see helpers/ranks.py
