@@ -257,8 +257,7 @@ class FusedOptimizer(Reports, Checkpoints):
         lrs: list[Tensor] = []
         rows = [options.row(), *(group.row(lrs) for group in groups)]
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         calls = []
         for plan, plan_grads in zip(plans, grads, strict=True):
             device = plan.store.control.device
@@ -437,9 +436,8 @@ class FusedOptimizer(Reports, Checkpoints):
                 new.count_one_step(self._loaded)
             if store is not None:
                 new.take_over(store)
-            self._stores[device] = new
+            self._stores[device] = store = new
             self._plans.clear()
-            store = new
         return store
 
     def _forget(self) -> None:
