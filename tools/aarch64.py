@@ -113,8 +113,8 @@ def compare(made: list[Call], results: bytes) -> dict[str, float]:
             difference = (
                 result.double() - truth.flatten()
             ).abs() / truth.flatten().abs().clamp_min(1)
-            # float64 has no better truth: its kernels are allowed 1e-9.
-            eps = torch.finfo(call.dtype).eps if call.dtype != torch.float64 else 1e-10
+            # In float64 the truth is torch's, whose slope of hardsigmoid is a float32 1/6.
+            eps = torch.finfo(call.dtype).eps if call.dtype != torch.float64 else 1e-8
             error = difference.max().item() / eps
             # NaN is not smaller, either.
             assert error <= call.limit, f"{call.line}, {name}, {call.dtype}: {error:.1f} eps"

@@ -78,9 +78,27 @@ def build_wheel(out: Path) -> Path:
     (repaired,) = (WORK / "repaired").glob("*.whl")
     if not repaired.name.endswith(f"-py3-none-{tag}.whl"):
         raise SystemExit(f"{repaired.name}: the tag is not py3-none-{tag}")
-    show(repaired)
     out.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(repaired, out))
+    path = out / repaired.name
+    path.write_bytes(same_rights(repaired.read_bytes()))
+    show(path)
+    return path
+
+
+def same_rights(wheel: bytes) -> bytes:
+    """The wheel with rights that do not depend on the umask of the build."""
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(wheel)) as old,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new,
+    ):
+        for file in old.infolist():
+            copy = zipfile.ZipInfo(file.filename, file.date_time)
+            copy.compress_type = zipfile.ZIP_DEFLATED
+            mode = 0o40755 if file.is_dir() else 0o100644
+            copy.external_attr = (mode | (file.external_attr >> 16 & 0o100) // 0o100 * 0o111) << 16
+            new.writestr(copy, old.read(file))
+    return packed.getvalue()
 
 
 def show(wheel: Path) -> None:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -83,6 +84,23 @@ def test_archives_of_the_same_files_have_the_same_bytes() -> None:
         file = tar.extractfile("a/c")
         assert file is not None
         assert file.read() == b"a/c"
+
+
+def test_rights_in_a_wheel_do_not_depend_on_the_umask() -> None:
+    wheels = []
+    for umask in (0o022, 0o077):
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for name, mode in (("p/", 0o40777), ("p/a.py", 0o100666), ("p/_C.so", 0o100777)):
+                file = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))
+                file.external_attr = (mode & ~umask) << 16
+                archive.writestr(file, name if mode & 0o100000 else "")
+        wheels.append(wheel.same_rights(packed.getvalue()))
+    assert wheels[0] == wheels[1]
+    with zipfile.ZipFile(io.BytesIO(wheels[1])) as archive:
+        rights = [file.external_attr >> 16 for file in archive.infolist()]
+        assert rights == [0o40755, 0o100644, 0o100755]
+        assert archive.read("p/a.py") == b"p/a.py"
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("_C*.so")), ids=lambda path: path.name)
