@@ -18,8 +18,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from old_glibc import too_new
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheel"
@@ -81,8 +86,19 @@ def build_wheel(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     path = out / repaired.name
     path.write_bytes(same_rights(repaired.read_bytes()))
+    check_symbols(path)
     show(path)
     return path
+
+
+def check_symbols(wheel: Path) -> None:
+    """Refuses a wheel with a library that glibc 2.28 cannot load; auditwheel does not see all."""
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                names = too_new(Path(archive.extract(name, folder)))
+                if names:
+                    raise SystemExit(f"{name} needs newer versions than glibc 2.28's of {names}")
 
 
 def same_rights(wheel: bytes) -> bytes:

@@ -34,7 +34,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-wheel = load("wheel")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", list(sys.path))
+    wheel = load("wheel")
 old_glibc = load("old_glibc")
 
 
@@ -143,6 +145,12 @@ def test_libraries_are_linked_for_an_old_glibc(compiled: Path, tmp_path: Path) -
     assert {"pow", "pthread_key_create"} <= set(old_glibc.too_new(plain))
     old_glibc.link(["g++", "-shared", str(compiled), "-o", str(portable)])
     assert old_glibc.too_new(portable) == []
+    for library in (plain, portable):
+        with zipfile.ZipFile(tmp_path / f"{library.stem}.whl", "w") as archive:
+            archive.write(library, f"p/{library.name}")
+    wheel.check_symbols(tmp_path / "portable.whl")
+    with pytest.raises(SystemExit, match=r"p/plain\.so needs newer versions"):
+        wheel.check_symbols(tmp_path / "plain.whl")
     # glibc 2.28 has the function in this library, and searches it there alone.
     dynamic = subprocess.run(["objdump", "-p", portable], capture_output=True, text=True).stdout
     assert re.search(r"required from libpthread\.so\.0:\s*\n.*GLIBC_2\.", dynamic)
