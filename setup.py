@@ -11,6 +11,8 @@ Environment:
     FUSEDTRAIN_CUDA_ARCHS  e.g. "90" or "80;90" (default 75;80;90;100;120, of these what nvcc knows;
                          the highest with PTX).
     FUSEDTRAIN_REQUIRE   of "cpu,cuda,autograd": a file that cannot be built is an error.
+    FUSEDTRAIN_PORTABLE  1: for other machines. Linked for glibc 2.28, without symbols of the
+                         debugger, and no _C_autograd.so, which is for one torch and one Python.
     MAX_JOBS             compilers at a time (default: ninja's choice).
 """
 
@@ -55,6 +57,9 @@ NVCC_FLAGS = (
     "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wno-unused-function "
     "-prec-div=false -prec-sqrt=false -Xptxas -v"
 )
+# Machine code is most of the file, and compresses to a tenth. Each driver for CUDA 13 reads the
+# dense format; of those for CUDA 12 some cannot.
+COMPRESS, DENSE = "-Xfatbin -compress-all", "--compress-mode=size"
 DEFAULT_ARCHS = "75;80;90;100;120"
 OLDEST_ARCH = 70  # __grid_constant__ parameters
 
@@ -71,6 +76,7 @@ def _load(path: Path) -> ModuleType:
 
 autograd_build = _load(ROOT / "fusedtrain/_autograd_build.py")
 CannotBuild = autograd_build.CannotBuild
+PORTABLE = os.environ.get("FUSEDTRAIN_PORTABLE") == "1"
 
 
 def torch_folder() -> Path:
@@ -152,6 +158,10 @@ def cuda_archs(compiler: str) -> tuple[list[str], list[str]]:
     return built, [a for a in archs if a not in built]
 
 
+# Linkers take the newest version of each symbol that this machine has.
+LINK = f"{sys.executable} {ROOT}/tools/old_glibc.py $compiler" if PORTABLE else "$compiler"
+
+
 class Ninja:
     """A build.ninja in the making: objects by rule, one shared library."""
 
@@ -171,7 +181,7 @@ class Ninja:
             "  depfile = $out.d",
             "  deps = gcc",
             "rule link",
-            "  command = $compiler -shared $in $flags -o $out",
+            f"  command = {LINK} -shared $in $flags -o $out",
             "  description = $name",
         ]
 
@@ -224,6 +234,8 @@ class Ninja:
 def torch_flags(torch: Path) -> tuple[str, str]:
     """Flags to compile a binding, and to link a file of kernels."""
     include = f"{TARGET} -isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
+    # Messages name a source by its place in the package: two builds have the same bytes.
+    include += f" -fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}=torch"
     if sys.platform == "darwin":
         return include, f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -undefined dynamic_lookup"
     # libtorch.so pulls libtorch_cuda.so where torch has it, also when linked where it has not.
@@ -301,7 +313,8 @@ def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
         work: the folder of the objects.
         asked: also for a torch that cannot load it.
     """
-    if not asked and torch_is_without_cuda(torch_folder()):
+    unwanted = os.environ.get("FUSEDTRAIN_CUDA") == "0"
+    if not (asked or unwanted) and torch_is_without_cuda(torch_folder()):
         raise CannotBuild(
             f"torch {torch_version(torch_folder())} at the build could not load it "
             "(FUSEDTRAIN_CUDA=1 builds it all the same)"
@@ -321,7 +334,8 @@ def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
     codes = [f"-gencode arch=compute_{a},code=sm_{a}" for a in archs]
     ptx = str(_numbers(archs[-1])[0])
     codes.append(f"-gencode arch=compute_{ptx},code=compute_{ptx}")
-    flags = f"{NVCC_FLAGS} -ccbin {host.split()[0]}"
+    dense = (re.findall(r"release (\d+)", version_of(compiler)) or ["0"])[0]
+    flags = f"{NVCC_FLAGS} {DENSE if int(dense) >= 13 else COMPRESS} -ccbin {host.split()[0]}"
     include, link = torch_flags(torch)
     n = Ninja(work / "cuda")
     objects = [n.compile(s, compiler, f"{flags} {' '.join(codes)}", "nvcc") for s in sources]
@@ -346,6 +360,8 @@ def build_autograd(out: Path, work: Path) -> dict[str, object]:
         out: the file.
         work: the folder of the objects.
     """
+    if PORTABLE:
+        raise CannotBuild("this is a wheel for every torch, the file is for one")
     torch, compiler, program = torch_folder(), cxx(), ninja()
     compile_flags, link_flags = autograd_build.flags(torch)
     n = Ninja(work / "autograd")

@@ -62,8 +62,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 def close(ours: Tensors, theirs: Tensors) -> None:
-    """Within rounding, which AdamW raises where a gradient is nearly 0 (1.3e-9 with one thread less);
-    a bfloat16 weight may be the neighbour."""
+    """Within rounding, which AdamW raises where a gradient is nearly 0: 1.3e-9 with one thread. A
+    bfloat16 weight may be the neighbour."""
     limits = {torch.float64: 1e-8, torch.float32: 1e-5, torch.bfloat16: 2**-7}
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
