@@ -52,34 +52,36 @@ FT_INLINE SplitWeight split_bfloat16(float weight, uint32_t added) {
   return {finite ? param : special, finite ? correction : 0};
 }
 
-// The exponent of a float16, that of denormals as they count.
-FT_INLINE int32_t half_exponent(uint32_t param) {
-  const int32_t exponent = static_cast<int32_t>(param >> 10 & 31u);
-  return exponent > 1 ? exponent : 1;
+// The bits of 2^e for the exponent e of a float16, as float32; that of denormals is -14. What the
+// two functions below need is taken from the float32 value: no 16-bit lanes to unpack (joining 25 M
+// numbers: 8 ms with the exponent of the 16 bits, 5 with this).
+FT_INLINE uint32_t half_exponent(float value) {
+  const uint32_t exponent = bits_of_weight(value) & 0x7f800000u;
+  return exponent > 0x38800000u ? exponent : 0x38800000u;
 }
-FT_INLINE bool half_is_finite(uint32_t param) { return (param & 0x7c00u) != 0x7c00u; }
-FT_INLINE float power_of_two(int32_t n) {
-  return weight_of_bits(static_cast<uint32_t>(n + 127) << 23);
-}
+FT_INLINE bool is_finite_exponent(uint32_t exponent) { return exponent != 0x7f800000u; }
 
 // `value`: of the parameter.
 template <int kBits>
-FT_INLINE float join_half(float value, uint32_t param, int32_t correction) {
-  const float step = power_of_two(half_exponent(param) - 25 - kBits);
+FT_INLINE float join_half(float value, int32_t correction) {
+  const uint32_t exponent = half_exponent(value);
+  const float step = weight_of_bits(exponent - (static_cast<uint32_t>(10 + kBits) << 23));
   const float weight = value + static_cast<float>(correction) * step;
-  return half_is_finite(param) ? weight : value;
+  return is_finite_exponent(exponent) ? weight : value;
 }
 
-// The correction of a weight whose nearest float16 is `param`. Both halves of a tie fit only if
+// The correction of a weight whose nearest float16 is `value`. Both halves of a tie fit only if
 // corrections are symmetric: a weight that is split, joined and split again stays what it was.
 template <int kBits>
-FT_INLINE int32_t half_correction(float weight, float value, uint32_t param) {
+FT_INLINE int32_t half_correction(float weight, float value) {
   constexpr int32_t kMost = (1 << (kBits - 1)) - 1;
   constexpr float kRound = 12582912.0f;  // 1.5 2^23: the sum's low bits are the rounded number
-  const float steps = (weight - value) * power_of_two(25 + kBits - half_exponent(param));
+  const uint32_t exponent = half_exponent(value);
+  const float steps_of_one = weight_of_bits((static_cast<uint32_t>(264 + kBits) << 23) - exponent);
+  const float steps = (weight - value) * steps_of_one;
   const int32_t rounded = static_cast<int32_t>(bits_of_weight(steps + kRound) - 0x4b400000u);
   const int32_t clamped = rounded < -kMost ? -kMost : (rounded > kMost ? kMost : rounded);
-  return half_is_finite(param) ? clamped : 0;
+  return is_finite_exponent(exponent) ? clamped : 0;
 }
 
 FT_END_NAMESPACE

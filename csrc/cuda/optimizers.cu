@@ -241,8 +241,7 @@ class Step {
           group = groups++;
           a.groups[group] = tail_group(call_.groups[t.group]);
         }
-        const bool stochastic =
-            a.options.stochastic != 0 && formulas::rounds_stochastically(t);
+        const bool stochastic = a.options.stochastic != 0 && formulas::rounds_stochastically(t);
         a.tensors[a.count] = {t.numel, t.scalar, static_cast<uint16_t>(group), stochastic};
       }
       a.first = first == 0;

@@ -161,8 +161,8 @@ __device__ __forceinline__ float join(Dtype dtype, int bytes, uint16_t param, in
     return bytes == 2 ? formulas::join_bfloat16<16>(param, correction)
                       : formulas::join_bfloat16<8>(param, correction);
   const float value = load_one(same_bits<__half>(param));
-  return bytes == 2 ? formulas::join_half<16>(value, param, correction)
-                    : formulas::join_half<8>(value, param, correction);
+  return bytes == 2 ? formulas::join_half<16>(value, correction)
+                    : formulas::join_half<8>(value, correction);
 }
 __device__ __forceinline__ formulas::SplitWeight split(Dtype dtype, int bytes, float weight,
                                                        uint32_t added) {
@@ -170,10 +170,9 @@ __device__ __forceinline__ formulas::SplitWeight split(Dtype dtype, int bytes, f
     return bytes == 2 ? formulas::split_bfloat16<16>(weight, added)
                       : formulas::split_bfloat16<8>(weight, added);
   const __half half = store_one<__half>(weight);
-  const uint16_t param = same_bits<uint16_t>(half);
   const float value = load_one(half);
-  return {param, bytes == 2 ? formulas::half_correction<16>(weight, value, param)
-                            : formulas::half_correction<8>(weight, value, param)};
+  return {same_bits<uint16_t>(half), bytes == 2 ? formulas::half_correction<16>(weight, value)
+                                                : formulas::half_correction<8>(weight, value)};
 }
 
 // Elements of a stream to compute with: four of 32 or 16 bits, aligned together, or one of any
@@ -220,8 +219,8 @@ struct Loaded<float, 4> {
     if (w.bytes == 0) return get(static_cast<const Stream&>(w), v);
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t word = w.bytes == 2 ? bits[2 + k / 2] >> (16 * (k % 2)) << 16
-                                         : bits[2] >> (8 * k) << 24;
+      const uint32_t word =
+          w.bytes == 2 ? bits[2 + k / 2] >> (16 * (k % 2)) << 16 : bits[2] >> (8 * k) << 24;
       v[k] = join(w.dtype, w.bytes, static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2))),
                   static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
     }

@@ -54,7 +54,7 @@ class Checkpoints(torch.optim.Optimizer):
         """The step count of a saved group, or None if the counterpart has none."""
         return None
 
-    def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
 
         Stochastic rounding adds a key: "rounding_stream", the integer with which its random numbers

@@ -174,9 +174,8 @@ struct SplitLoops<BFloat16, Correction> {
                     int64_t key) {
     Correction* const c = static_cast<Correction*>(correction);
     if (key >= 0)
-      split(weights, p, c, n, [&](int64_t i) {
-        return random_bits(uint32_t(first + i), uint32_t(key)) >> 24;
-      });
+      split(weights, p, c, n,
+            [&](int64_t i) { return random_bits(uint32_t(first + i), uint32_t(key)) >> 24; });
     else
       split(weights, p, c, n, [](int64_t) { return kNearest24; });
   }
@@ -202,7 +201,7 @@ struct SplitLoops<Half, Correction> {
     const Correction* const c = static_cast<const Correction*>(correction);
     from_16bit<Half>(p, weights, n);
 #pragma GCC ivdep
-    for (int64_t i = 0; i < n; ++i) weights[i] = join_half<kBits>(weights[i], p[i], c[i]);
+    for (int64_t i = 0; i < n; ++i) weights[i] = join_half<kBits>(weights[i], c[i]);
   }
 
   static void split(const float* weights, uint16_t* p, void* correction, int64_t n, int64_t,
@@ -216,8 +215,8 @@ struct SplitLoops<Half, Correction> {
       from_16bit<Half>(p + start, values, m);
 #pragma GCC ivdep
       for (int64_t j = 0; j < m; ++j)
-        c[start + j] = static_cast<Correction>(
-            half_correction<kBits>(weights[start + j], values[j], p[start + j]));
+        c[start + j] =
+            static_cast<Correction>(half_correction<kBits>(weights[start + j], values[j]));
     }
   }
 };
