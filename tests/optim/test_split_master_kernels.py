@@ -40,7 +40,10 @@ def _emulated() -> Any:
     return SimpleNamespace(**{name: lambda *a, n=name: emulator.call(n, *a) for name in NAMES})
 
 
-@pytest.fixture(params=[*BACKENDS, "emulated"])
+BACKEND_NAMES = (*BACKENDS, "emulated")
+
+
+@pytest.fixture(params=BACKEND_NAMES)
 def ops(request: pytest.FixtureRequest) -> Any:
     return _emulated() if request.param == "emulated" else BACKENDS[request.param]()
 
@@ -130,8 +133,20 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("rule", "step"), [("adam", "amp"), ("adam", "units"), ("lamb", "trial")])
-@pytest.mark.parametrize(("dtype", "correction"), PAIRS, ids=IDS)
+# Triton is interpreted: of each pair one step.
+STEPS_OF_RULES = [("adam", "amp"), ("adam", "units"), ("lamb", "trial"), ("adam", "amp")]
+CASES = [
+    pytest.param(
+        backend, *pair, *step, id=f"{backend}-{name}-{'-'.join(step)}",
+        marks=pytest.mark.long if backend == "triton" and step != STEPS_OF_RULES[i] else (),
+    )
+    for backend in BACKEND_NAMES
+    for i, (pair, name) in enumerate(zip(PAIRS, IDS, strict=True))
+    for step in STEPS_OF_RULES[:3]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ops", "dtype", "correction", "rule", "step"), CASES, indirect=["ops"])
 def test_steps_beside_float32_masters(
     ops: Any, dtype: torch.dtype, correction: torch.dtype, rule: str, step: str
 ) -> None:
