@@ -68,6 +68,12 @@ def take_other_form(p_state: dict[str, Any], p: Tensor, dtype: torch.dtype | Non
     return True
 
 
+def version_of(p: Tensor, inner: Tensor) -> int:
+    """A number that grows with every write to a parameter or to this rank's part of it: operators
+    on a DTensor count as writes to the DTensor alone."""
+    return inner._version if inner is p else p._version + inner._version
+
+
 class Versions:
     """Which versions of split parameters the corrections belong to.
 
@@ -81,7 +87,7 @@ class Versions:
         self._of: dict[int, int] = {}  # by the parameter's id
 
     def note(self, p: Tensor, inner: Tensor) -> None:
-        self._of[id(p)] = inner._version
+        self._of[id(p)] = version_of(p, inner)
 
     def forget(self, p: Tensor) -> bool:
         """Returns whether the version was known."""
@@ -93,7 +99,7 @@ class Versions:
     def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> None:
         """Makes the correction 0 if others have written to the parameter."""
         known = self._of.get(id(p))
-        if known is not None and known != inner._version:
+        if known is not None and known != version_of(p, inner):
             correction.zero_()
             self.note(p, inner)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from itertools import repeat, starmap
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ._masters import (
     correction_dtype,
     is_rounded,
     take_other_form,
+    version_of,
 )
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
@@ -113,7 +114,7 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.with_master: list[Tensor] = []
+        self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
         self.versions: list[int] = []  # of `with_master`, after the last step
         self.averages: list[Tensor] = []
@@ -135,7 +136,7 @@ class Plan:
             if is_master:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
-                self.with_master.append(inner)
+                self.with_master.append((self.models[len(rows)], inner))
             else:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
@@ -179,8 +180,9 @@ class Plan:
     def follow_parameters(self) -> None:
         """Copies to the master weights what others have written to their parameters."""
         whole = (master for master in self.masters if master.is_floating_point())
-        for p, master, version in zip(self.with_master, whole, self.versions or repeat(-1)):
-            if p._version != version:
+        for pair, master, version in zip(self.with_master, whole, self.versions or repeat(-1)):
+            if version_of(*pair) != version:
+                p = pair[1]
                 wide = p.to(master.dtype)
                 master.copy_(torch.where(is_rounded(p, master), master, wide))
         for p, inner, correction in self.split:
@@ -188,7 +190,7 @@ class Plan:
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(map(attrgetter("_version"), self.with_master))
+        self.versions = list(starmap(version_of, self.with_master))
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
 
@@ -224,7 +226,7 @@ class Plan:
         if take_other_form(p_state, p, dtype):
             versions.forget(p)
         if dtype is None:
-            self.with_master.append(inner)
+            self.with_master.append((p, inner))
             return self._copy(p_state, WEIGHTS, p, self.masters)
         tensor = p_state.get(CORRECTION)
         if tensor is None:

@@ -82,11 +82,16 @@ def _split_masters(p: list[Any], distributed: Callable[[Tensor], Tensor]) -> lis
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer.master_weights = "split32"
     masters = [optimizer.state_dict()["state"][i]["master_param"] for i in range(len(p))]
-    for x in p:
-        x.grad = torch.zeros_like(x)
+    optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     with torch.no_grad():
         p[0].mul_(2)
+    masters.append(optimizer.state_dict()["state"][0]["master_param"])
+    optimizer.master_weights = True
+    optimizer.step()
+    with torch.no_grad():
+        p[0].mul_(2)
+    optimizer.step()
     return [*masters, optimizer.state_dict()["state"][0]["master_param"]]
 
 
@@ -150,6 +155,7 @@ def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
     p = parameters(torch.bfloat16, MODEL)
     masters = _split_masters(p, lambda grad: grad)
     assert alike(ranks[0]["split masters"], {"params": [x.detach() for x in p], "masters": masters})
+    assert torch.equal(masters[-2] * 2, masters[-1])  # others wrote twice
     assert torch.equal(masters[-1], p[0].detach().float())
     model = _small_model()
     norms = _train(model)
