@@ -62,6 +62,12 @@ FT_INLINE uint32_t random_bits(uint32_t index, uint32_t key) {
   return x;
 }
 
+// Whether stochastic rounding changes a tensor: it rounds bfloat16 parameters, and weights of
+// bfloat16 parameters that keep 24 bits.
+static inline bool rounds_stochastically(const OptimizerTensor& t) {
+  return t.param_dtype == Dtype::kBFloat16 && (t.master == nullptr || t.correction_bits == 8);
+}
+
 // The seed of a step's options.
 FT_INLINE int64_t whole_seed(const StepOptions& options) {
   return int64_t(uint64_t(options.seed) + (uint64_t(options.seed_high) << 32));

@@ -72,6 +72,10 @@ _STEPS = [
     f"{_SHARED}::test_kernels[triton-adam-trial",
     f"{_SHARED}::test_nobody_looks_for_infinities[triton-sgd]",
 ]  # fmt: skip
+_SPLIT = [
+    f"test_split_master_kernels::test_{what}[triton"
+    for what in ("a_step_of_zero", "steps_beside", "stochastic", "a_skipped_step")
+]
 _CHAINS = ["test_triton_chains", "test_chain_kernels"]
 # The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
 # function is part of: see part_of.
@@ -99,10 +103,10 @@ _TESTS: dict[str, list[str]] = {
     "fold.py": ["test_fold_kernels"],
     "formulas.py": _OF_FORMULA,
     "images.py": ["test_image_kernels"],
-    "_optimizer_measure.py": _STEPS,
-    "_optimizer_memory.py": _STEPS,
+    "_optimizer_measure.py": [*_STEPS, *_SPLIT],
+    "_optimizer_memory.py": [*_STEPS, *_SPLIT],
     "_optimizer_tail.py": _STEPS,
-    "_optimizer_update.py": _STEPS,
+    "_optimizer_update.py": [*_STEPS, *_SPLIT],
     "optimizer_rules.py": _OF_RULE,
     "pointwise.py": [
         f"{_NUMBERS}::test_a_grid",
@@ -112,6 +116,7 @@ _TESTS: dict[str, list[str]] = {
     ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
+    "split_weights.py": _SPLIT,
     "stochastic_rounding.py": [
         f"{_OPTIMIZERS}::test_stochastic",
         "test_triton_rounding",

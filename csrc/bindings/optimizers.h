@@ -116,11 +116,7 @@ struct OptimizerOps {
           t.state[k] = companion(states, index, param, "state", t.state_dtype[k], writes);
           if (index >= 0 && k + 1 > call.states) call.states = k + 1;
         }
-        Dtype master_dtype = Dtype::kFloat32;
-        t.master = companion(masters, row[2 + kMaxStates], param, "master", master_dtype, writes);
-        STD_TORCH_CHECK(t.master == nullptr ||
-                            (master_dtype == Dtype::kFloat32 && t.param_dtype != Dtype::kFloat64),
-                        "fusedtrain: master weights are float32");
+        set_master(masters, row[2 + kMaxStates], param, t, writes);
         t.average =
             companion(averages, row[3 + kMaxStates], param, "average", t.average_dtype, writes);
       }
@@ -181,15 +177,39 @@ struct OptimizerOps {
       return copy;
     }
 
-    void* companion(const Tensors& list, int64_t index, const Tensor& param, const char* what,
-                    Dtype& dtype, bool writes) {
-      if (index < 0) return nullptr;
+    const Tensor& listed(const Tensors& list, int64_t index, const Tensor& param,
+                         const char* what) const {
       const Tensor& t = list[at_most(index, static_cast<int64_t>(list.size()), what)];
       check_device(t, what);
       STD_TORCH_CHECK(same_sizes(t, param) && is_dense(t) && same_layout(t, param),
                       "fusedtrain: ", what, " and parameter must have the same shape and strides");
+      return t;
+    }
+
+    void* companion(const Tensors& list, int64_t index, const Tensor& param, const char* what,
+                    Dtype& dtype, bool writes) {
+      if (index < 0) return nullptr;
+      const Tensor& t = listed(list, index, param, what);
       dtype = dtype_of(t, "optimizer_step", what);
       return writes ? update_data(t) : const_cast<void*>(read_data(t));
+    }
+
+    // Float32 weights, or corrections of a 16-bit parameter.
+    void set_master(const Tensors& masters, int64_t index, const Tensor& param, OptimizerTensor& t,
+                    bool writes) {
+      using torch::headeronly::ScalarType;
+      if (index < 0) return;
+      const Tensor& master = listed(masters, index, param, "master");
+      const ScalarType type = master.scalar_type();
+      t.correction_bits = type == ScalarType::Short ? 16 : (type == ScalarType::Char ? 8 : 0);
+      if (t.correction_bits != 0) {
+        STD_TORCH_CHECK(t.param_dtype == Dtype::kFloat16 || t.param_dtype == Dtype::kBFloat16,
+                        "fusedtrain: only 16-bit parameters have corrections");
+      } else {
+        STD_TORCH_CHECK(type == ScalarType::Float && t.param_dtype != Dtype::kFloat64,
+                        "fusedtrain: master weights are float32, or corrections of int16 or int8");
+      }
+      t.master = writes ? update_data(master) : const_cast<void*>(read_data(master));
     }
 
     // A unit is one index of the first dimension: an output channel of a convolution, a neuron.

@@ -102,6 +102,48 @@ struct Block {
 
 bool in_double(const OptimizerTensor& t) { return t.param_dtype == Dtype::kFloat64; }
 
+using OptimizerKernels16 = OptimizerKernels<uint16_t, float>;
+const OptimizerKernels16& table_16bit(Dtype dtype) {
+  return dtype == Dtype::kFloat16 ? kernels().optimizer.f16 : kernels().optimizer.bf16;
+}
+
+// The weights that rules compute with: the master, or parameter and correction joined.
+template <class T>
+void open_weights(Block<T>& p, const OptimizerTensor& t, int64_t i, int64_t n) {
+  if (t.correction_bits != 0) {  // T is float
+    const int bytes = t.correction_bits / 8;
+    p.open_empty(0);
+    table_16bit(t.param_dtype)
+        .join[bytes - 1](static_cast<const uint16_t*>(t.param) + i,
+                         static_cast<const char*>(t.master) + bytes * i,
+                         reinterpret_cast<float*>(p.values), n);
+  } else if (t.master != nullptr) {
+    p.open(t.master, Dtype::kFloat32, i, n);
+  } else {
+    p.open(t.param, t.param_dtype, i, n);
+  }
+}
+
+// Writes them where they came from, and the parameter of a master.
+template <class T>
+void close_weights(Block<T>& p, const OptimizerTensor& t, int64_t i, int64_t n, double key) {
+  const float* const weights = reinterpret_cast<const float*>(p.values);  // where there is a key
+  if (t.correction_bits != 0) {
+    const int bytes = t.correction_bits / 8;
+    table_16bit(t.param_dtype)
+        .split[bytes - 1](weights, static_cast<uint16_t*>(t.param) + i,
+                          static_cast<char*>(t.master) + bytes * i, n, i,
+                          static_cast<int64_t>(key));
+  } else if (key >= 0) {  // only bfloat16 parameters have one
+    kernels().to_bfloat16_stochastic(
+        weights, reinterpret_cast<uint16_t*>(byte_at(t.param, t.param_dtype, i)), n, i,
+        static_cast<uint32_t>(key));
+  } else {
+    p.close(n);
+    if (t.master != nullptr) store(p.values, byte_at(t.param, t.param_dtype, i), t.param_dtype, n);
+  }
+}
+
 double unscale(const OptimizerCall& call) {
   // To float at once, as torch's GradScaler rounds it.
   return call.scale == nullptr ? 1.0 : static_cast<float>(1.0 / double(*call.scale));
@@ -116,7 +158,8 @@ void by_block(int64_t begin, int64_t end, bool direct, const F& f) {
 
 bool is_direct(const OptimizerTensor& t) {
   const Dtype own = in_double(t) ? Dtype::kFloat64 : Dtype::kFloat32;
-  return t.grad_dtype == own && (t.param_dtype == own || t.master != nullptr);
+  return t.grad_dtype == own &&
+         (t.param_dtype == own || (t.master != nullptr && t.correction_bits == 0));
 }
 
 // Whether all that an update works on is of the type that it computes in.
@@ -137,10 +180,7 @@ void measure_range(const OptimizerCall& call, const OptimizerTensor& t, int64_t 
     table(T()).measure(g.values, factor, n, sums);
     if (static_cast<int>(call.options->measures) & kMeasureParameters) {
       double parameter[2] = {};
-      if (t.master != nullptr)
-        p.open(t.master, Dtype::kFloat32, i, n);
-      else
-        p.open(t.param, t.param_dtype, i, n);
+      open_weights(p, t, i, n);
       table(T()).measure(p.values, T(1), n, parameter);
       sums[2] += parameter[1];
     }
@@ -186,10 +226,7 @@ struct Buffers {
 
   void open(const OptimizerCall& call, const OptimizerTensor& t, const double* unit_factors,
             int64_t i, int64_t n) {
-    if (t.master != nullptr)
-      param.open(t.master, Dtype::kFloat32, i, n);
-    else
-      param.open(t.param, t.param_dtype, i, n);
+    open_weights(param, t, i, n);
     grad.open(t.grad, t.grad_dtype, i, n, unit_factors != nullptr);
     if (unit_factors != nullptr) clip_units(t, unit_factors, grad.values, i, n);
     for (int k = 0; k < call.states; ++k) {
@@ -202,8 +239,6 @@ struct Buffers {
   }
 };
 
-using OptimizerKernels16 = OptimizerKernels<uint16_t, float>;
-
 // The kernel of a tensor that is of one 16-bit format and asks for nothing but its update, or null.
 // (AdamW on 25 M parameters, one thread: bfloat16 24 ms, converted in buffers 28; float16 16, 26.)
 OptimizerKernels16::Update update_16bit(const OptimizerCall& call, const OptimizerTensor& t,
@@ -214,9 +249,7 @@ OptimizerKernels16::Update update_16bit(const OptimizerCall& call, const Optimiz
                call.options->unit_factor == 0 && call.options->write_back != 1;
   for (int s = 0; s < call.states; ++s) plain &= t.state[s] != nullptr && t.state_dtype[s] == dtype;
   if (!plain) return nullptr;
-  const OptimizerKernels16& kernels16 =
-      dtype == Dtype::kFloat16 ? kernels().optimizer.f16 : kernels().optimizer.bf16;
-  return kernels16.update[call.rule][call.states];
+  return table_16bit(dtype).update[call.rule][call.states];
 }
 
 template <class T>
@@ -234,17 +267,7 @@ void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coe
       table(T()).average(b.average.values, b.param.values, static_cast<T>(k.average), n);
       b.average.close(n);
     }
-    if (k.key >= 0) {
-      // T is float here: only bfloat16 parameters have a key.
-      kernels().to_bfloat16_stochastic(
-          reinterpret_cast<const float*>(b.param.values),
-          reinterpret_cast<uint16_t*>(byte_at(t.param, t.param_dtype, i)), n, i,
-          static_cast<uint32_t>(k.key));
-    } else {
-      b.param.close(n);
-      if (t.master != nullptr)
-        store(b.param.values, byte_at(t.param, t.param_dtype, i), t.param_dtype, n);
-    }
+    close_weights(b.param, t, i, n, k.key);
     if (write_back == 1) {
       table(T()).multiply(b.grad.values, static_cast<T>(fabs(k.gradient)), n);
       b.grad.close(n);

@@ -198,8 +198,7 @@ bool prepare(const OptimizerCall& call, Work& work) {
     k.cautious = facts.group->cautious;
     k.average = tensor.average == nullptr ? 0 : options.average_weight;
     k.key = -1;
-    if (options.stochastic != 0 && tensor.param_dtype == Dtype::kBFloat16 &&
-        tensor.master == nullptr)
+    if (options.stochastic != 0 && formulas::rounds_stochastically(tensor))
       k.key = formulas::random_key(formulas::whole_seed(options), tensor.scalar,
                                    static_cast<int64_t>(call.control[5]));
     kPrepare[call.rule](facts, k);

@@ -51,8 +51,8 @@ struct Measure {
 };
 
 // Adds the squares of the first n elements times `factor`, shared by a team of threads.
-template <class T>
-__device__ __forceinline__ void measure(const Stream& s, int n, bool wide, T factor, int thread,
+template <class T, class Source>
+__device__ __forceinline__ void measure(const Source& s, int n, bool wide, T factor, int thread,
                                         int team, Measure& sums) {
   int rest = 0;
   if constexpr (sizeof(T) == sizeof(float)) {

@@ -70,7 +70,8 @@ struct Work {
   const int64_t begin;
   const Coefficients& coefficients;
   const Stepper stepper;
-  const Stream weights, grad;
+  const Weights weights;
+  const Stream grad;
 
   __device__ __forceinline__ Work(const Sweep& sweep, const SweptTensor& t,
                                   const Coefficients& coefficients, int64_t begin)
@@ -149,15 +150,27 @@ struct Work {
       for (int k = 0; k < kLanes; ++k) a[k] += T(sweep.average_weight) * (p[k] - a[k]);
       store(average, i, a);
     }
-    if (sweep.stochastic && coefficients.key >= 0) {
-      const uint32_t key = formulas::random_key(sweep.seed, int64_t(coefficients.key),
-                                                int64_t(sweep.verdict->applied));
+    const bool stochastic = sweep.stochastic && coefficients.key >= 0;
+    uint32_t key = 0;
+    if (stochastic)
+      key = formulas::random_key(sweep.seed, int64_t(coefficients.key),
+                                 int64_t(sweep.verdict->applied));
+    if (weights.bytes != 0) {
+      uint32_t added[kLanes];
 #pragma unroll
       for (int k = 0; k < kLanes; ++k)
-        p[k] = T(round_stochastically(float(p[k]), uint32_t(begin + i + k), key));
+        added[k] = stochastic ? formulas::random_bits(uint32_t(begin + i + k), key) >> 24
+                              : formulas::kNearest24;
+      store_split(weights, i, p, added);
+    } else {
+      if (stochastic) {
+#pragma unroll
+        for (int k = 0; k < kLanes; ++k)
+          p[k] = T(round_stochastically(float(p[k]), uint32_t(begin + i + k), key));
+      }
+      store(weights, i, p);
+      if (t.master != nullptr) store(stream_of(t.param, dtype_of(t, kParam), begin), i, p);
     }
-    store(weights, i, p);
-    if (t.master != nullptr) store(stream_of(t.param, dtype_of(t, kParam), begin), i, p);
     if (sweep.write_back != 0) {
       const T factor = T(fabs(coefficients.gradient));
 #pragma unroll

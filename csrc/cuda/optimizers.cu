@@ -86,7 +86,10 @@ SweptTensor swept(const OptimizerTensor& t, int64_t first_unit, int64_t first_ch
   s.units = static_cast<uint32_t>(t.units);
   s.first_unit = static_cast<uint32_t>(first_unit);
   s.first_chunk = static_cast<uint32_t>(first_chunk);
-  s.wide = aligned(t.master, Dtype::kFloat32);
+  const int bytes = t.correction_bits / 8;
+  s.wide = bytes == 0 ? aligned(t.master, Dtype::kFloat32)
+                      : reinterpret_cast<uintptr_t>(t.master) % (4 * bytes) == 0;
+  s.dtypes = static_cast<uint16_t>(bytes << (2 * kCorrection));
   const auto add = [&](int buffer, const void* data, Dtype dtype) {
     if (data == nullptr) return;
     s.dtypes |= static_cast<uint16_t>(static_cast<int>(dtype) << (2 * buffer));
@@ -238,8 +241,7 @@ class Step {
           group = groups++;
           a.groups[group] = tail_group(call_.groups[t.group]);
         }
-        const bool stochastic =
-            a.options.stochastic != 0 && t.master == nullptr && t.param_dtype == Dtype::kBFloat16;
+        const bool stochastic = a.options.stochastic != 0 && formulas::rounds_stochastically(t);
         a.tensors[a.count] = {t.numel, t.scalar, static_cast<uint16_t>(group), stochastic};
       }
       a.first = first == 0;

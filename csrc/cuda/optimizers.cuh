@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../optimizer_step.h"
+#include "../split_weights.h"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "vec.cuh"
@@ -30,11 +31,11 @@ struct SweptTensor {
   int64_t numel, inner;
   uint32_t units, first_unit;  // first_unit: where their factors begin
   uint32_t first_chunk;        // of this launch
-  uint16_t dtypes;             // two bits each, in the order of Buffer
+  uint16_t dtypes;             // two bits each, in the order of Buffer; then bytes of a correction
   bool wide;                   // four elements of each buffer can be accessed at once
 };
 static_assert(sizeof(SweptTensor) == 88, "");
-enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates };
+enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates, kCorrection };
 
 // What was decided of the step, on the device. All of the workspace is doubles.
 struct Verdict {
@@ -93,13 +94,21 @@ struct Stream {
 __device__ __forceinline__ Stream stream_of(void* data, Dtype dtype, int64_t begin) {
   return {static_cast<char*>(data) + begin * bytes_of(dtype), dtype};
 }
+// A split weight is of two buffers.
+struct Weights : Stream {
+  char* correction;
+  int bytes;  // of a correction (split_weights.h), or 0
+};
 __device__ __forceinline__ Stream grad_of(const SweptTensor& t, int64_t begin) {
   return stream_of(t.grad, dtype_of(t, kGrad), begin);
 }
 // The weights that rules compute with.
-__device__ __forceinline__ Stream weights_of(const SweptTensor& t, int64_t begin) {
-  return t.master != nullptr ? stream_of(t.master, Dtype::kFloat32, begin)
-                             : stream_of(t.param, dtype_of(t, kParam), begin);
+__device__ __forceinline__ Weights weights_of(const SweptTensor& t, int64_t begin) {
+  const int bytes = t.dtypes >> (2 * kCorrection) & 3;
+  char* const correction = static_cast<char*>(t.master) + begin * bytes;
+  return {t.master != nullptr && bytes == 0 ? stream_of(t.master, Dtype::kFloat32, begin)
+                                            : stream_of(t.param, dtype_of(t, kParam), begin),
+          correction, bytes};
 }
 
 // The tensor that a block works on, and the number of the block's chunk in it.
@@ -147,6 +156,25 @@ __device__ __forceinline__ void with_type(const Stream& s, F f) {
   }
 }
 
+__device__ __forceinline__ float join(Dtype dtype, int bytes, uint16_t param, int correction) {
+  if (dtype == Dtype::kBFloat16)
+    return bytes == 2 ? formulas::join_bfloat16<16>(param, correction)
+                      : formulas::join_bfloat16<8>(param, correction);
+  const float value = load_one(same_bits<__half>(param));
+  return bytes == 2 ? formulas::join_half<16>(value, correction)
+                    : formulas::join_half<8>(value, correction);
+}
+__device__ __forceinline__ formulas::SplitWeight split(Dtype dtype, int bytes, float weight,
+                                                       uint32_t added) {
+  if (dtype == Dtype::kBFloat16)
+    return bytes == 2 ? formulas::split_bfloat16<16>(weight, added)
+                      : formulas::split_bfloat16<8>(weight, added);
+  const __half half = store_one<__half>(weight);
+  const float value = load_one(half);
+  return {same_bits<uint16_t>(half), bytes == 2 ? formulas::half_correction<16>(weight, value)
+                                                : formulas::half_correction<8>(weight, value)};
+}
+
 // Elements of a stream to compute with: four of 32 or 16 bits, aligned together, or one of any
 // type. load() of four only starts the load, so that several are under way; get() converts.
 template <class T, int kLanes>
@@ -169,12 +197,33 @@ struct Loaded<float, 4> {
       bits[3] = four.w;
     }
   }
+  // Corrections go behind the two words of their parameters.
+  __device__ __forceinline__ void load(const Weights& w, int i) {
+    load(static_cast<const Stream&>(w), i);
+    if (w.bytes == 2) {
+      const uint2 pairs = *reinterpret_cast<const uint2*>(w.correction + 2 * i);
+      bits[2] = pairs.x;
+      bits[3] = pairs.y;
+    } else if (w.bytes == 1) {
+      bits[2] = *reinterpret_cast<const uint32_t*>(w.correction + i);
+    }
+  }
   __device__ __forceinline__ void clear() { bits[0] = bits[1] = bits[2] = bits[3] = 0; }
   __device__ __forceinline__ void get(const Stream& s, float* v) const {
     if (s.dtype == Dtype::kFloat16) return unpack<__half>(v);
     if (s.dtype == Dtype::kBFloat16) return unpack<__nv_bfloat16>(v);
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = same_bits<float>(bits[k]);
+  }
+  __device__ __forceinline__ void get(const Weights& w, float* v) const {
+    if (w.bytes == 0) return get(static_cast<const Stream&>(w), v);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t word =
+          w.bytes == 2 ? bits[2 + k / 2] >> (16 * (k % 2)) << 16 : bits[2] >> (8 * k) << 24;
+      v[k] = join(w.dtype, w.bytes, static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2))),
+                  static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
+    }
   }
 
  private:
@@ -192,6 +241,12 @@ struct Loaded<T, 1> {
 
   __device__ __forceinline__ void load(const Stream& s, int i) {
     with_type(s, [&](auto* data) { value = static_cast<T>(load_one(data[i])); });
+  }
+  __device__ __forceinline__ void load(const Weights& w, int i) {
+    if (w.bytes == 0) return load(static_cast<const Stream&>(w), i);
+    const int correction = w.bytes == 2 ? reinterpret_cast<const int16_t*>(w.correction)[i]
+                                        : reinterpret_cast<const int8_t*>(w.correction)[i];
+    value = join(w.dtype, w.bytes, reinterpret_cast<const uint16_t*>(w.data)[i], correction);
   }
   __device__ __forceinline__ void clear() { value = T(0); }
   __device__ __forceinline__ void get(const Stream&, T* v) const { v[0] = value; }
@@ -224,6 +279,37 @@ __device__ __forceinline__ void store(const Stream& s, int i, const T (&v)[1]) {
     using S = std::remove_pointer_t<decltype(data)>;
     data[i] = store_one<S>(static_cast<typename Compute<S>::T>(v[0]));
   });
+}
+
+// Split weights; added[k]: what rounds them (split_weights.h).
+__device__ __forceinline__ void store_split(const Weights& w, int i, const float (&v)[4],
+                                            const uint32_t (&added)[4]) {
+  uint32_t params[2] = {}, corrections[2] = {};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const formulas::SplitWeight parts = split(w.dtype, w.bytes, v[k], added[k]);
+    params[k / 2] |= parts.param << (16 * (k % 2));
+    if (w.bytes == 2)
+      corrections[k / 2] |= (static_cast<uint32_t>(parts.correction) & 0xffffu) << (16 * (k % 2));
+    else
+      corrections[0] |= (static_cast<uint32_t>(parts.correction) & 0xffu) << (8 * k);
+  }
+  __stwb(reinterpret_cast<uint2*>(w.data + 2 * i), make_uint2(params[0], params[1]));
+  if (w.bytes == 2)
+    __stwb(reinterpret_cast<uint2*>(w.correction + 2 * i),
+           make_uint2(corrections[0], corrections[1]));
+  else
+    *reinterpret_cast<uint32_t*>(w.correction + i) = corrections[0];
+}
+template <class T>
+__device__ __forceinline__ void store_split(const Weights& w, int i, const T (&v)[1],
+                                            const uint32_t (&added)[1]) {
+  const formulas::SplitWeight parts = split(w.dtype, w.bytes, static_cast<float>(v[0]), added[0]);
+  reinterpret_cast<uint16_t*>(w.data)[i] = static_cast<uint16_t>(parts.param);
+  if (w.bytes == 2)
+    reinterpret_cast<int16_t*>(w.correction)[i] = static_cast<int16_t>(parts.correction);
+  else
+    reinterpret_cast<int8_t*>(w.correction)[i] = static_cast<int8_t>(parts.correction);
 }
 
 // 1 / scale, rounded to float as torch's GradScaler has it.

@@ -26,7 +26,8 @@ struct StepOptions {
   double unit_eps;
   double average_weight;  // of the new parameter in its moving average, or 0
   double write_back;      // to gradients: 0 nothing, 1 the unscaled and clipped ones, 2 zeros
-  double stochastic;      // 1: bfloat16 parameters are rounded stochastically
+  double stochastic;      // 1: bfloat16 parameters, or the 24 bits of a split weight, are rounded
+                          // stochastically
   double seed;            // an integer below 2^53
   double trial;           // 1: the rule needs sums over a trial of the update
   double seed_high;       // an integer below 2^32: the stream's seed is seed + 2^32 seed_high
@@ -61,9 +62,10 @@ struct OptimizerTensor {
   void* param;
   void* grad;
   void* state[kMaxStates];  // null where there is none
-  void* master;             // float32, or null
+  void* master;             // float32, or the correction of split_weights.h; or null
   void* average;            // or null
   Dtype param_dtype, grad_dtype, state_dtype[kMaxStates], average_dtype;
+  int correction_bits;  // 16 or 8 where `master` is a correction, else 0
   int64_t numel;
   int64_t units, inner;  // element i in memory is of unit i / inner % units
   int group;

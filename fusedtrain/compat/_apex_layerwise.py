@@ -193,8 +193,8 @@ class FusedNovoGrad(ApexOptimizer):
             _check_norm_type(group.get("norm_type", 2))
         super().load_state_dict(_without_old_norms(state_dict))
 
-    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        state_dict = super()._as_torch_has_it(state_dict)
+    def _as_torch_has_it(self, state_dict: dict[str, Any], compressed: bool) -> dict[str, Any]:
+        state_dict = super()._as_torch_has_it(state_dict, compressed)
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             norms: tuple[list[Tensor], list[Tensor]] = ([], [])
             for number, p in zip(saved["params"], group["params"], strict=True):

@@ -1,6 +1,7 @@
 """Optimizers whose whole step is one call: replacements for torch.optim's and timm's."""
 
 from ._engine import FusedOptimizer
+from ._masters import float32_state_dict
 from ._options import FusedOptions
 from .adagrad import Adagrad
 from .adam import Adam, AdamW, NAdamW
@@ -29,5 +30,6 @@ __all__ = [
     "NovoGrad",
     "RMSprop",
     "RMSpropTF",
+    "float32_state_dict",
     "zero_grad",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..reference.stochastic_rounding import seed_after
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
+from ._masters import CORRECTION, WEIGHTS, joined
 from ._plan import Needs, Numbers, Store
 
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
@@ -28,6 +29,8 @@ class Checkpoints(torch.optim.Optimizer):
     _controls: dict[torch.device, Tensor]
     _fused_options: dict[str, Any]
     _rounding_seed: int
+    _low_precision: Mapping[int, Tensor]
+    _swapped: Mapping[int, Tensor]
 
     def _state_needs(self) -> Needs:
         raise NotImplementedError
@@ -41,6 +44,9 @@ class Checkpoints(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
+    def _drop_stale_corrections(self) -> None:
+        raise NotImplementedError
+
     @property
     def applied_steps(self) -> Tensor:
         raise NotImplementedError
@@ -49,7 +55,7 @@ class Checkpoints(torch.optim.Optimizer):
         """The step count of a saved group, or None if the counterpart has none."""
         return None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
 
         Stochastic rounding adds a key: "rounding_stream", the integer with which its random numbers
@@ -58,9 +64,14 @@ class Checkpoints(torch.optim.Optimizer):
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Looking for them waits for the device, and so do step counts that torch keeps on the
         CPU. Where timm or Apex count steps by group, a group has its parameters' largest count.
+
+        Args:
+            compressed: split master weights are saved as corrections ("master_correction") of the
+                parameters, which must be saved beside them; by default as float32 ("master_param").
         """
+        self._drop_stale_corrections()
         hook = self.register_state_dict_post_hook(
-            lambda _, saved: self._as_torch_has_it(saved), prepend=True
+            lambda _, saved: self._as_torch_has_it(saved, compressed), prepend=True
         )
         try:
             state_dict: dict[str, Any] = super().state_dict()
@@ -68,7 +79,7 @@ class Checkpoints(torch.optim.Optimizer):
             hook.remove()
         return state_dict
 
-    def _as_torch_has_it(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _as_torch_has_it(self, state_dict: dict[str, Any], compressed: bool) -> dict[str, Any]:
         unborn, state = self._without_a_step(), dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             counts = []
@@ -79,6 +90,8 @@ class Checkpoints(torch.optim.Optimizer):
                 kept = {**p_state, **self._copies_ahead(p, p_state)}
                 if id(p) in unborn:
                     kept.pop("momentum_buffer", None)
+                if CORRECTION in kept and not compressed:
+                    kept[WEIGHTS] = joined(self._swapped.get(id(p), p), kept.pop(CORRECTION))
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
                     kept["step"] = _saved_step(kept["step"], group)
                     counts.append(kept["step"])
@@ -100,14 +113,32 @@ class Checkpoints(torch.optim.Optimizer):
         that the dict has, and no others.
         """
         needs = self._state_needs()
-        masters = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
-        names = [name for name, made in (("master_param", masters), ("ema", needs.ema)) if made]
+        masters = (
+            needs.master_weights
+            and p.dtype in (torch.float16, torch.bfloat16)
+            and CORRECTION not in p_state
+        )
+        names = [name for name, made in ((WEIGHTS, masters), ("ema", needs.ema)) if made]
         with torch.no_grad():
             return {
                 name: torch.empty_like(p, dtype=self._dtype_of(name, p)).copy_(p)
                 for name in names
                 if name not in p_state
             }
+
+    def _float32_masters(self) -> dict[int, Tensor]:
+        """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
+        self._drop_stale_corrections()
+        masters: dict[int, Tensor] = {}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
+            if low is not None:
+                masters[id(low)] = p.detach().clone()
+            elif CORRECTION in p_state:
+                masters[id(p)] = joined(self._swapped.get(id(p), p), p_state[CORRECTION])
+            elif WEIGHTS in p_state:
+                masters[id(p)] = p_state[WEIGHTS].clone()
+        return masters
 
     def _without_a_step(self) -> set[int]:
         """Ids of parameters that were never updated, for optimizers without saved step counts."""
@@ -164,7 +195,7 @@ class Checkpoints(torch.optim.Optimizer):
         vars(trial).update(vars(self))
         try:
             trial.__setstate__({"state": state, "param_groups": groups})
-            large: set[str | None] = {"ema", "master_param"}
+            large: set[str | None] = {"ema", WEIGHTS, CORRECTION}
             for group in trial.param_groups:
                 trial._numbers(group)
                 large.update(trial._slots(group))
@@ -196,17 +227,20 @@ class Checkpoints(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             for name, value in saved["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
+                if name == CORRECTION:  # torch has cast the integers to the parameter's dtype
+                    self.state[p][name] = value.to(p.device, copy=True)
+                elif isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
 
     def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
-        if name in ("ema", "master_param"):
+        if name in ("ema", WEIGHTS):
             return torch.float64 if p.dtype is torch.float64 else torch.float32
         if name in self._scalar_names:
             return torch.float32
         return self._state_needs().dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._drop_stale_corrections()
         state: dict[str, Any] = super().__getstate__()
         unborn = self._without_a_step()
         if unborn:

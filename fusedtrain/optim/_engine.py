@@ -165,7 +165,7 @@ class FusedOptimizer(Reports, Checkpoints):
     ema_decay = _option("ema_decay", "Decay of the averaged weights, or None.")
     gradient_writeback = _option("gradient_writeback", "What a step leaves in the gradients.")
     state_dtype = _option("state_dtype", "Dtype of the large states, or None.")
-    master_weights = _option("master_weights", "Whether 16-bit parameters have float32 masters.")
+    master_weights = _option("master_weights", "The kind of masters of 16-bit parameters.")
     stochastic_rounding = _option("stochastic_rounding", "Whether bfloat16 is rounded at random.")
 
     # --- the step ---

@@ -8,7 +8,7 @@ from typing import Any
 
 # Options with which a class keeps all states that it can have.
 _ALL = {"amsgrad": True, "momentum": 0.9, "centered": True}
-_COMMON = {"step", "ema", "master_param"}  # states that any class may have
+_COMMON = {"step", "ema", "master_param", "master_correction"}  # states that any class may have
 _NO_KEYS = {"self", "params", "options"}  # of __init__
 _PACKAGE = __name__.rpartition(".")[0]
 

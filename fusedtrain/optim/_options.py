@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
+
+from ..reference.split_weights import CORRECTIONS
 
 WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
 
@@ -24,7 +26,7 @@ class SharedOptions(TypedDict, total=False):
 class OtherOptions(SharedOptions, total=False):
     """`FusedOptions` of an optimizer that has a ``max_grad_norm`` of its own."""
 
-    master_weights: bool
+    master_weights: bool | Literal["split24", "split32"]
 
 
 class FusedOptions(OtherOptions, total=False):
@@ -38,8 +40,11 @@ class FusedOptions(OtherOptions, total=False):
         (unchanged), "unscaled" (divided by the loss scale, and clipped unless the step is skipped;
         the default of `fusedtrain.compat.optimizers`) or "zero".
     state_dtype: dtype of the states that are as large as the parameter; None: the parameter's.
-    master_weights: keeps float32 weights of float16 and bfloat16 parameters.
-    stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias.
+    master_weights: keeps float32 weights of float16 and bfloat16 parameters. "split32" keeps, in
+        their place, corrections of 16 bits to the parameters: with bfloat16 the same weights bit
+        for bit. "split24" keeps corrections of 8 bits.
+    stochastic_rounding: rounds bfloat16 parameters up or down at random, without bias; with
+        "split24" the 24 bits of their weights.
     """
 
     max_grad_norm: float | None
@@ -65,9 +70,15 @@ def check_options(options: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number, got {value!r}")
-    for name in ("master_weights", "stochastic_rounding"):
-        if not isinstance(options[name], bool):
-            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
+    if not isinstance(options["stochastic_rounding"], bool):
+        raise TypeError(
+            f"stochastic_rounding must be True or False, got {options['stochastic_rounding']!r}"
+        )
+    masters = options["master_weights"]
+    if not isinstance(masters, bool) and not (isinstance(masters, str) and masters in CORRECTIONS):
+        raise ValueError(
+            f"master_weights must be True, False, 'split24' or 'split32', got {masters!r}"
+        )
     for name in ("max_grad_norm", "agc"):
         if options[name] is not None and not options[name] > 0:
             raise ValueError(f"Invalid {name} value: {options[name]}")
@@ -83,5 +94,5 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state_dtype must be torch.float32 or torch.bfloat16, got {options['state_dtype']}"
         )
-    if options["master_weights"] and options["stochastic_rounding"]:
+    if options["stochastic_rounding"] and masters not in (False, "split24"):
         raise ValueError("master_weights and stochastic_rounding cannot be used together")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -20,6 +20,15 @@ from ..reference.optimizers import (
     GroupOptions,
 )
 from ._distributed import is_distributed, local, shard_number
+from ._masters import (
+    CORRECTION,
+    WEIGHTS,
+    Versions,
+    correction_dtype,
+    is_rounded,
+    take_other_form,
+    version_of,
+)
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
 _VERSION = attrgetter("_version")
@@ -64,6 +73,7 @@ class Store:
         self.views = [{c: row[c] for c in self.columns.values()} for row in self.scalars.unbind()]
         self.control = control
         self.last_step = Control.of(control)
+        self.versions = Versions()
 
     def count_one_step(self, loaded: set[int]) -> None:
         """For a checkpoint without step counts: a parameter with states, by id, has had a step."""
@@ -72,7 +82,8 @@ class Store:
         self.scalars[0].copy_(steps)
 
     def take_over(self, earlier: Store) -> None:
-        """The scalars of parameters that both have."""
+        """Scalars and versions of parameters that both have."""
+        self.versions.take_over(earlier.versions, self.params)
         for key, column in self.columns.items():
             before = earlier.columns.get(key)
             if before is not None:
@@ -87,7 +98,7 @@ class Needs(NamedTuple):
     initial: Callable[[str], float]
     state_dtype: torch.dtype | None
     wide_states: bool
-    master_weights: bool
+    master_weights: bool | str
     ema: bool
 
     def dtype(self, p: Tensor) -> torch.dtype:
@@ -140,7 +151,8 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.with_master: list[Tensor] = []
+        self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
+        self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
         self.versions: list[int] = []  # of `with_master`, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
@@ -158,15 +170,12 @@ class Plan:
                 row.append(-1 if name is None else self._large(p_state, name, p, inner, needs))
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
-            has_master = needs.master_weights and p.dtype in (torch.float16, torch.bfloat16)
             if is_master:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
+                self.with_master.append((self.models[len(rows)], inner))
             else:
-                index = self._copy(p_state, "master_param", p, self.masters) if has_master else -1
-                row.append(index)
-            if is_master or has_master:
-                self.with_master.append(inner)
+                row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names[1:], 1):
                 self._scalar(p_state, name, store.views[which][column])
@@ -207,14 +216,20 @@ class Plan:
 
     def follow_parameters(self) -> None:
         """Copies to the master weights what others have written to their parameters."""
-        for p, master, version in zip(self.with_master, self.masters, self.versions or repeat(-1)):
-            if p._version != version:
+        whole = (master for master in self.masters if master.is_floating_point())
+        for pair, master, version in zip(self.with_master, whole, self.versions or repeat(-1)):
+            if version_of(*pair) != version:
+                p = pair[1]
                 wide = p.to(master.dtype)
-                master.copy_(torch.where(master.to(p.dtype) == p, master, wide))
+                master.copy_(torch.where(is_rounded(p, master), master, wide))
+        for p, inner, correction in self.split:
+            self.store.versions.drop_stale(p, inner, correction)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(map(_VERSION, self.with_master))
+        self.versions = list(starmap(version_of, self.with_master))
+        for p, inner, _ in self.split:
+            self.store.versions.note(p, inner)
 
     def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
         p_state[name] = tensor
@@ -236,6 +251,29 @@ class Plan:
         self._keep(p_state, name, tensor)
         self.states.append(local(tensor))
         return len(self.states) - 1
+
+    def _master(self, p_state: _State, p: Tensor, inner: Tensor) -> int:
+        """The master of a 16-bit parameter: float32 weights or a correction; -1 for none."""
+        kind = self.needs.master_weights
+        if not kind or p.dtype not in (torch.float16, torch.bfloat16):
+            return -1
+        dtype, versions = correction_dtype(kind), self.store.versions
+        if CORRECTION in p_state:
+            versions.drop_stale(p, inner, local(p_state[CORRECTION]))
+        if take_other_form(p_state, p, dtype):
+            versions.forget(p)
+        if dtype is None:
+            self.with_master.append((p, inner))
+            return self._copy(p_state, WEIGHTS, p, self.masters)
+        tensor = p_state.get(CORRECTION)
+        if tensor is None:
+            tensor = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            versions.forget(p)
+        tensor = self._laid_out(tensor, inner, dtype, p)
+        self._keep(p_state, CORRECTION, tensor)
+        self.masters.append(local(tensor))
+        self.split.append((p, inner, self.masters[-1]))
+        return len(self.masters) - 1
 
     def _copy(self, p_state: _State, name: str, p: Tensor, into: list[Tensor]) -> int:
         """Master weights or an average, first a copy of p; float32 for 16-bit parameters."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..reference.optimizers import CONTROLS, Control
-from ._plan import Plan
+from ._distributed import local
+from ._masters import CORRECTION
+from ._plan import Plan, Store
 
 
 def _refuse_step() -> None:
@@ -28,7 +31,18 @@ class Reports(torch.optim.Optimizer):
     _controls: dict[torch.device, Tensor]
     _low_precision: Mapping[int, Tensor]
     _fused_options: dict[str, Any]
+    _stores: dict[torch.device, Store]
+    # The parameters themselves, by id, while `swap_averages` has averages in their place.
+    _swapped: Mapping[int, Tensor] = MappingProxyType({})
     ema_decay: Any
+
+    def _drop_stale_corrections(self) -> None:
+        """Makes corrections 0 whose parameters others have written to."""
+        for store in self._stores.values():
+            for p in store.params:
+                correction = self.state.get(p, {}).get(CORRECTION)
+                if correction is not None:
+                    store.versions.drop_stale(p, local(p), local(correction))
 
     def __repr__(self) -> str:
         options = sorted(getattr(self, "_fused_options", {}).items())
@@ -119,20 +133,27 @@ class Reports(torch.optim.Optimizer):
         if self.ema_decay is None:
             raise RuntimeError("swap_averages needs an optimizer with ema_decay")
         pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
+        self._drop_stale_corrections()
+        every = [store.versions for store in self._stores.values()]
+        known = [(p, versions) for p, _ in pairs for versions in every if versions.forget(p)]
         with torch.no_grad():
             kept = [p.detach().clone() for p, _ in pairs]
             for p, average in pairs:
                 self._write(p, average)
-        outer = vars(self).get("_step")
+        outer, outer_swapped = vars(self).get("_step"), self._swapped
+        self._swapped = {**{id(p): k for (p, _), k in zip(pairs, kept)}, **outer_swapped}
         vars(self)["_step"] = _refuse_step  # so that a step outside has nothing to check
         try:
             yield
         finally:
             if outer is None:
                 del vars(self)["_step"]
+            self._swapped = outer_swapped
             with torch.no_grad():
                 for (p, _), value in zip(pairs, kept, strict=True):
                     self._write(p, value)
+            for p, versions in known:  # corrections belong to these values
+                versions.note(p, local(p))
 
     def _write(self, p: Tensor, value: Tensor) -> None:
         p.copy_(value)

@@ -6,12 +6,12 @@ every bit of the old values. The host reads only ``table`` and ``rows``, which a
 ``table`` is a matrix of float64: the row of a `StepOptions`, then the row of each group's
 `GroupOptions`. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of
 each of its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1
-for a tensor that does not exist.
+for a tensor that does not exist. A master is float32, or a correction (`split_weights.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,14 @@ from torch import Tensor
 
 from .._capture import is_capturing, pinned
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
-from .stochastic_rounding import memory_index, random_key, stochastic_bfloat16, whole_seed
+from .split_weights import NEAREST, is_correction, join_weights, split_weights
+from .stochastic_rounding import (
+    memory_index,
+    random_bits,
+    random_key,
+    stochastic_bfloat16,
+    whole_seed,
+)
 
 # csrc/ops/optimizers.h has the same numbers and names (test_optimizer_tables.py compares them).
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
@@ -166,6 +173,8 @@ class OptimizerCall:
 
     def param(self, i: int) -> Tensor:
         master = self.master[i]
+        if master is not None and is_correction(master):
+            return join_weights(self.params[i], master)
         return (self.params[i] if master is None else master).to(self.dtype[i])
 
     def grad(self, i: int, unit_factors: list[Tensor] | None) -> Tensor:
@@ -330,13 +339,7 @@ class OptimizerCall:
         if average is not None and weight != 0:
             old = average.to(dtype)
             write(average, old + weight * (param - old))
-        write(self.master[i], param)
-        stored = self.params[i]
-        if self.option.stochastic and stored.dtype == torch.bfloat16 and self.master[i] is None:
-            seed = whole_seed(self.option.seed, self.option.seed_high)
-            key = random_key(seed, self.column[i], Control.of(self.control).applied_steps)
-            param = stochastic_bfloat16(param, memory_index(stored), key)
-        write(stored, param)
+        self.write_weights(i, param, write)
         if self.option.write_back == 1:
             clipped = grad * plan.gradient[i].abs().to(dtype)
             unscaled = self.grad(i, None) * self.unscale().to(dtype)
@@ -344,6 +347,29 @@ class OptimizerCall:
             self.grads[i].copy_(torch.where(plan.skip, left, clipped.to(left.dtype)))
         elif self.option.write_back == 2:
             self.grads[i].zero_()
+
+    def write_weights(
+        self, i: int, weights: Tensor, write: Callable[[Tensor | None, Tensor], None]
+    ) -> None:
+        """Writes parameter i and its master, each by `write`."""
+        stored, master = self.params[i], self.master[i]
+        splits = is_correction(master)
+        key = None
+        if self.option.stochastic and stored.dtype == torch.bfloat16 and (splits or master is None):
+            seed = whole_seed(self.option.seed, self.option.seed_high)
+            key = random_key(seed, self.column[i], Control.of(self.control).applied_steps)
+        if master is not None and splits:
+            added: Tensor | int = NEAREST
+            if key is not None:
+                added = random_bits(memory_index(stored), key) >> 24
+            param, correction = split_weights(weights, stored.dtype, master.dtype, added)
+            write(stored, param)
+            write(master, correction)
+            return
+        write(master, weights)
+        if key is not None:
+            weights = stochastic_bfloat16(weights, memory_index(stored), key)
+        write(stored, weights)
 
 
 @torch.no_grad()

@@ -16,13 +16,15 @@ from ._optimizer_memory import (
     UNITS,
     memory,
     read,
+    read_weights,
+    weights_memory,
 )
 from .optimizer_rules import unscale
 
 
 @triton.jit
 def measured(
-    grad, param, at, inside, factor,
+    grad, param, master, at, inside, factor,
     PARAMETERS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """By element: 1 if the gradient is not finite, g^2, p^2."""
@@ -30,7 +32,7 @@ def measured(
     wide = g.to(tl.float64)
     weight = tl.zeros_like(wide)
     if PARAMETERS:
-        weight = read(param, at, inside, MASKED, WIDE).to(tl.float64)
+        weight = read_weights(param, master, at, inside, MASKED, WIDE).to(tl.float64)
     return tl.where(g - g != 0.0, 1, 0), wide * wide, weight * weight
 
 
@@ -46,7 +48,7 @@ def measure_kernel(
     entry_ptr = table_ptr + tl.load(part_ptr + part) * ENTRY
     factor = unscale(tl.load(scale_ptr)).to(WIDE)
     grad = memory(entry_ptr, 1, G, ALIGNED)
-    param = memory(entry_ptr, 5 if MASTER else 0, P, ALIGNED)
+    param, master = weights_memory(entry_ptr, P, MASTER, ALIGNED)
     numel = tl.load(entry_ptr + NUMEL)
     at = tl.arange(0, BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
@@ -57,14 +59,19 @@ def measure_kernel(
         n = tl.minimum(numel - begin, CHUNK).to(tl.int32)
         grad += begin
         param += begin
+        master += begin
         for i in range(n // BLOCK):
-            b, g2, p2 = measured(grad, param, i * BLOCK + at, None, factor, PARAMETERS, False, WIDE)
+            b, g2, p2 = measured(
+                grad, param, master, i * BLOCK + at, None, factor, PARAMETERS, False, WIDE
+            )
             bad += b
             squares += g2
             weights += p2
         if n % BLOCK != 0:
             place = n // BLOCK * BLOCK + at
-            b, g2, p2 = measured(grad, param, place, place < n, factor, PARAMETERS, True, WIDE)
+            b, g2, p2 = measured(
+                grad, param, master, place, place < n, factor, PARAMETERS, True, WIDE
+            )
             bad += b
             squares += g2
             weights += p2
@@ -82,7 +89,9 @@ def measure_kernel(
             within = begin + local_at
             # Element `within` of the unit, which has every `units`-th stretch of `inner` elements.
             place = (within // inner * units + unit) * inner + within % inner
-            b, g2, p2 = measured(grad, param, place, local_at < n, factor, PARAMETERS, True, WIDE)
+            b, g2, p2 = measured(
+                grad, param, master, place, local_at < n, factor, PARAMETERS, True, WIDE
+            )
             bad += b
             squares += g2
             weights += p2

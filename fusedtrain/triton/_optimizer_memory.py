@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from . import _optimizer_tables as _tables
+from .split_weights import join_weights
 from .vecmath import widen
 
 ENTRY: tl.constexpr = tl.constexpr(_tables.ENTRY)
@@ -38,6 +39,33 @@ def read(pointer, at, inside, MASKED: tl.constexpr, WIDE: tl.constexpr):
         return widen(tl.load(pointer + at, mask=inside, other=0.0)).to(WIDE)
     else:
         return widen(tl.load(pointer + at)).to(WIDE)
+
+
+@triton.jit
+def weights_memory(
+    entry_ptr, P: tl.constexpr, MASTER: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Parameter and master; where there is no master, the parameter twice."""
+    param = memory(entry_ptr, 0, P, ALIGNED)
+    master = param
+    if MASTER is not None:
+        master = memory(entry_ptr, 5, MASTER, ALIGNED)
+    return param, master
+
+
+@triton.jit
+def read_weights(param, master, at, inside, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The weights that rules compute with: masters, or parameters joined with corrections."""
+    if master.dtype.element_ty == tl.int16 or master.dtype.element_ty == tl.int8:
+        if MASKED:
+            upper = tl.load(param + at, mask=inside, other=0.0)
+            correction = tl.load(master + at, mask=inside, other=0)
+        else:
+            upper = tl.load(param + at)
+            correction = tl.load(master + at)
+        return join_weights(upper, correction, master.dtype.element_ty.primitive_bitwidth)
+    else:
+        return read(master, at, inside, MASKED, WIDE)
 
 
 @triton.jit

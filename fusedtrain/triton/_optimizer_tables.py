@@ -6,7 +6,7 @@ One buffer in host memory holds all tables, and `_optimizer_calls.py` keeps a co
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from .._capture import pinned
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import SCALARS, OptimizerCall
+from ..reference.split_weights import CORRECTIONS
 from ._layout import cdiv, is_dense
 from .launch import STORED
 
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
     param: torch.dtype
     grad: torch.dtype
     states: tuple[torch.dtype | None, ...]
-    master: bool
+    master: torch.dtype | None
     average: torch.dtype | None
     aligned: bool  # all addresses are multiples of 16
     large: bool  # element numbers need 64 bits; set only if units are clipped
@@ -95,10 +96,10 @@ class Tables(OptimizerCall):
 
     # --- checks, as in csrc/bindings/optimizers.h
 
-    def _check(self, t: Tensor, what: str) -> None:
+    def _check(self, t: Tensor, what: str, dtypes: Collection[torch.dtype] = STORED) -> None:
         if t.device != self.device:
             raise RuntimeError(f"fusedtrain: every {what} of a call must be on one device")
-        if t.dtype not in STORED:
+        if t.dtype not in dtypes:
             raise RuntimeError(
                 f"fusedtrain: {what} must be float32, float64, float16 or bfloat16, not {t.dtype}"
             )
@@ -111,14 +112,28 @@ class Tables(OptimizerCall):
         self.shadows.append((t, copy))
         return copy
 
-    def _companion(self, t: Tensor | None, param: Tensor, what: str) -> Tensor | None:
+    def _companion(
+        self, t: Tensor | None, param: Tensor, what: str, dtypes: Collection[torch.dtype] = STORED
+    ) -> Tensor | None:
         if t is not None:
-            self._check(t, what)
+            self._check(t, what, dtypes)
             if not is_dense(t) or not _same_strides(t, param):
                 raise RuntimeError(
                     f"fusedtrain: {what} and parameter must have the same shape and strides"
                 )
         return t
+
+    def _master(self, t: Tensor | None, param: Tensor) -> Tensor | None:
+        """Float32 weights, or the corrections of a 16-bit parameter."""
+        if t is not None and t.dtype in CORRECTIONS.values():
+            if param.dtype not in (torch.float16, torch.bfloat16):
+                raise RuntimeError("fusedtrain: only 16-bit parameters have corrections")
+            return self._companion(t, param, "master", CORRECTIONS.values())
+        if t is not None and (t.dtype, param.dtype == torch.float64) != (torch.float32, False):
+            raise RuntimeError(
+                "fusedtrain: master weights are float32, or corrections of int16 or int8"
+            )
+        return self._companion(t, param, "master")
 
     def _entry(self, i: int) -> tuple[Kind, list[int]]:
         """The kind of a tensor, and its line of the table, without numbers from other tensors."""
@@ -129,11 +144,7 @@ class Tables(OptimizerCall):
         states = [self._companion(s, param, "state") for s in self.state[i]]
         if any(s is not None for s in states[RULES[self.rule].most :]):
             raise RuntimeError("fusedtrain: too many states")
-        master = self._companion(self.master[i], param, "master")
-        if master is not None and (master.dtype, param.dtype == torch.float64) != (
-            torch.float32, False,
-        ):  # fmt: skip
-            raise RuntimeError("fusedtrain: master weights are float32")
+        master = self._master(self.master[i], param)
         average = self._companion(self.average[i], param, "average")
         if not 0 <= self.column[i] < self.columns or not 0 <= self.group[i] < len(self.groups):
             raise RuntimeError("fusedtrain: index of scalars or group")
@@ -150,7 +161,7 @@ class Tables(OptimizerCall):
             param.dtype,
             grad.dtype,
             tuple(None if s is None else s.dtype for s in states),
-            master is not None,
+            None if master is None else master.dtype,
             None if average is None else average.dtype,
             together % 16 == 0,
             self.clips_units and numel >= 2**30,

@@ -19,9 +19,12 @@ from ._optimizer_memory import (
     UNITS,
     memory,
     read,
+    read_weights,
+    weights_memory,
     write,
 )
-from .stochastic_rounding import random_key, stochastic_bfloat16
+from .split_weights import split_bfloat16, split_half
+from .stochastic_rounding import random_bits, random_key, stochastic_bfloat16
 
 
 @triton.jit
@@ -81,12 +84,12 @@ def read_gradient(
 
 @triton.jit
 def tried(
-    grad, param, state0, state1, state2, at, inside, begin, entry_ptr, factors_ptr, k, c,
+    grad, param, master, state0, state1, state2, at, inside, begin, entry_ptr, factors_ptr, k, c,
     RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
     INDEX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """By element: 1 if direction and gradient agree, u^2, u p."""
-    p = read(param, at, inside, MASKED, WIDE)
+    p = read_weights(param, master, at, inside, MASKED, WIDE)
     g = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
     u, agrees, _, _, _ = direction(
         p, g, state0, state1, state2, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
@@ -112,7 +115,9 @@ def try_kernel(
     k, c = numbers(k_ptr, entry_ptr, WIDE)
     n = tl.where(tl.load(k_ptr).to(WIDE) == 0.0, n, 0)  # sums of a step that is skipped are 0
     grad = memory(entry_ptr, 1, G, ALIGNED) + begin
-    param = memory(entry_ptr, 5 if MASTER else 0, P, ALIGNED) + begin
+    param, master = weights_memory(entry_ptr, P, MASTER, ALIGNED)
+    param += begin
+    master += begin
     state0, state1, state2 = param, param, param
     if S0 is not None:
         state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
@@ -125,7 +130,8 @@ def try_kernel(
     products = tl.zeros((BLOCK,), tl.float64)
     for i in range(n // BLOCK):
         a, u2, up = tried(
-            grad, param, state0, state1, state2, i * BLOCK + tl.arange(0, BLOCK), None, begin,
+            grad, param, master, state0, state1, state2,
+            i * BLOCK + tl.arange(0, BLOCK), None, begin,
             entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, False,
         )  # fmt: skip
         agreeing += a
@@ -134,7 +140,7 @@ def try_kernel(
     if n % BLOCK != 0:
         at = n // BLOCK * BLOCK + tl.arange(0, BLOCK)
         a, u2, up = tried(
-            grad, param, state0, state1, state2, at, at < n, begin,
+            grad, param, master, state0, state1, state2, at, at < n, begin,
             entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, True,
         )  # fmt: skip
         agreeing += a
@@ -146,6 +152,30 @@ def try_kernel(
 
 
 @triton.jit
+def write_weights(
+    param, master, at, inside, begin, p, key,
+    MASTER: tl.constexpr, STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if master.dtype.element_ty == tl.int16 or master.dtype.element_ty == tl.int8:
+        if param.dtype.element_ty == tl.bfloat16:
+            added = tl.full(p.shape, 0x80, tl.uint32)  # half a unit of the 24 bits that remain
+            if STOCHASTIC:
+                added = random_bits(begin + at, key) >> 24
+            upper, correction = split_bfloat16(p, added, master.dtype.element_ty.primitive_bitwidth)
+        else:
+            upper, correction = split_half(p, master.dtype.element_ty.primitive_bitwidth)
+        write(param, at, inside, upper, MASKED)
+        write(master, at, inside, correction, MASKED)
+    else:
+        if MASTER is not None:
+            write(master, at, inside, p, MASKED)
+        if STOCHASTIC:
+            write(param, at, inside, stochastic_bfloat16(p, begin + at, key), MASKED)
+        else:
+            write(param, at, inside, p, MASKED)
+
+
+@triton.jit
 def update_block(
     grad, param, state0, state1, state2, master, average, at, inside, begin,
     entry_ptr, factors_ptr, k, c, weight, key,
@@ -153,10 +183,7 @@ def update_block(
     MASTER: tl.constexpr, A: tl.constexpr, INDEX: tl.constexpr, WRITE_BACK: tl.constexpr,
     STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    if MASTER:
-        p = read(master, at, inside, MASKED, WIDE)
-    else:
-        p = read(param, at, inside, MASKED, WIDE)
+    p = read_weights(param, master, at, inside, MASKED, WIDE)
     stored = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
     if A is not None:
         old = read(average, at, inside, MASKED, WIDE)
@@ -174,12 +201,7 @@ def update_block(
         write(state2, at, inside, s2, MASKED)
     if A is not None:
         write(average, at, inside, old + tl.full((), weight, WIDE) * (p - old), MASKED)
-    if MASTER:
-        write(master, at, inside, p, MASKED)
-    if STOCHASTIC:
-        write(param, at, inside, stochastic_bfloat16(p, begin + at, key), MASKED)
-    else:
-        write(param, at, inside, p, MASKED)
+    write_weights(param, master, at, inside, begin, p, key, MASTER, STOCHASTIC, MASKED)
     if WRITE_BACK == 1:
         write(grad, at, inside, stored * tl.abs(k[0]), MASKED)
     elif WRITE_BACK == 2:
@@ -203,16 +225,16 @@ def update_kernel(
     grad = memory(entry_ptr, 1, G, ALIGNED) + begin
     if tl.load(k_ptr) == 0.0:
         k, c = numbers(k_ptr, entry_ptr, WIDE)
-        param = memory(entry_ptr, 0, P, ALIGNED) + begin
-        state0, state1, state2, master, average = param, param, param, param, param
+        param, master = weights_memory(entry_ptr, P, MASTER, ALIGNED)
+        param += begin
+        master += begin
+        state0, state1, state2, average = param, param, param, param
         if S0 is not None:
             state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
         if S1 is not None:
             state1 = memory(entry_ptr, 3, S1, ALIGNED) + begin
         if S2 is not None:
             state2 = memory(entry_ptr, 4, S2, ALIGNED) + begin
-        if MASTER:
-            master = memory(entry_ptr, 5, tl.float32, ALIGNED) + begin
         if A is not None:
             average = memory(entry_ptr, 6, A, ALIGNED) + begin
         key = tl.full((), 0, tl.uint32)

@@ -41,6 +41,10 @@ _ADD_BLOCK = 128
 _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 
 
+# Float32 weights, or the corrections of 16-bit parameters.
+_MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.int8: tl.int8}
+
+
 def _stored(dtype: torch.dtype | None) -> Any:
     return None if dtype is None else STORED[dtype]
 
@@ -51,10 +55,9 @@ def _index(kind: Kind, units: bool) -> Any:
 
 @functools.cache
 def _measure_constants(kind: Kind, units: bool, parameters: bool) -> tuple[Any, ...]:
-    param = tl.float32 if kind.master else STORED[kind.param]
     return (
-        WIDE[kind.param], STORED[kind.grad], param, kind.master, kind.aligned,
-        _index(kind, units), parameters, CHUNK, _BLOCK,
+        WIDE[kind.param], STORED[kind.grad], STORED[kind.param], _MASTERS[kind.master],
+        kind.aligned, _index(kind, units), parameters, CHUNK, _BLOCK,
     )  # fmt: skip
 
 
@@ -70,10 +73,10 @@ def _prepare_constants(
 
 @functools.cache
 def _try_constants(rule: str, kind: Kind, units: bool) -> tuple[Any, ...]:
-    param = tl.float32 if kind.master else STORED[kind.param]
     return (
-        getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], param,
-        *map(_stored, kind.states), kind.master, kind.aligned, _index(kind, units), CHUNK, _BLOCK,
+        getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
+        *map(_stored, kind.states), _MASTERS[kind.master], kind.aligned, _index(kind, units),
+        CHUNK, _BLOCK,
     )  # fmt: skip
 
 
@@ -83,9 +86,10 @@ def _update_constants(
 ) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *map(_stored, kind.states), kind.master, _stored(kind.average) if averages else None,
-        kind.aligned, _index(kind, units), write_back,
-        stochastic and kind.param is torch.bfloat16 and not kind.master, CHUNK, _BLOCK,
+        *map(_stored, kind.states), _MASTERS[kind.master],
+        _stored(kind.average) if averages else None, kind.aligned, _index(kind, units), write_back,
+        stochastic and kind.param is torch.bfloat16 and kind.master in (None, torch.int8),
+        CHUNK, _BLOCK,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from fusedtrain.reference.optimizers import (
     GroupOptions,
     StepOptions,
 )
+from fusedtrain.reference.split_weights import split_weights
 from helpers.optimizers import RULES as OF_RULES
 
 RULE_NAMES = [rule.name for rule in RULES]
@@ -41,7 +42,7 @@ class Spec:
     grad_layout: str | None = None
     state_dtype: torch.dtype | None = None  # None: what the rule computes in
     states: Sequence[int] | None = None  # which there are; None: all
-    master: bool = False  # in float32
+    master: bool | torch.dtype = False  # in float32; or the dtype of a correction
     average: torch.dtype | None = None
     group: int = 0
 
@@ -126,7 +127,11 @@ class Case(Arguments):
                 state = torch.full_like(dense, float(rule == "rmsprop_tf" and k == 0), dtype=dtype)
                 row.append(_append(self.states, state, k in wanted))
             master = torch.empty_like(dense, dtype=torch.float32).copy_(values)
-            row.append(_append(self.masters, master, spec.master))
+            if isinstance(spec.master, torch.dtype):
+                split, correction = split_weights(master, spec.dtype, spec.master)
+                param.copy_(split)
+                master = torch.empty_like(dense, dtype=spec.master).copy_(correction)
+            row.append(_append(self.masters, master, spec.master is not False))
             average = torch.empty_like(dense, dtype=spec.average).copy_(values)
             row.append(_append(self.averages, average, spec.average is not None))
             rows.append(row)

@@ -31,7 +31,7 @@ def parameter() -> Tensor:
         (lambda p: optim.SGD([p], ema_decay=1.0), ValueError, "ema_decay"),
         (lambda p: optim.SGD([p], agc=-1.0), ValueError, "agc"),
         (lambda p: optim.SGD([p], agc_eps=None), TypeError, "agc_eps"),
-        (lambda p: optim.SGD([p], master_weights="x"), TypeError, "master_weights"),
+        (lambda p: optim.SGD([p], master_weights="x"), ValueError, "'split24' or 'split32'"),
         (lambda p: optim.SGD([p], gradient_writeback="x"), ValueError, "gradient_writeback"),
         (lambda p: optim.SGD([p], state_dtype=torch.float16), ValueError, "state_dtype"),
         (lambda p: optim.SGD([p], unknown=1), TypeError, "unknown"),

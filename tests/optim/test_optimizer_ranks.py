@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fusedtrain
 from helpers.optimizer_steps import alike, assert_close, give_gradients, parameters, started, step
@@ -54,8 +55,44 @@ def _on_a_rank(rank: int, folder: str) -> None:
                 "scales": scales,
             }
     results["FSDP2"] = _fully_sharded()
+    values = [p.detach() for p in parameters(torch.bfloat16, MODEL)]
+    p = [nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for v in values]
+    masters = _split_masters(p, lambda grad: distribute_tensor(grad, mesh, [Shard(0)]))
+    results["split masters"] = {
+        "params": [x.full_tensor().detach() for x in p],
+        "masters": [x.full_tensor() for x in masters],
+    }
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def _split_masters(p: list[Any], distributed: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Masters after steps with both kinds, a checkpoint of each form, and a write by others."""
+    optimizer = make("AdamW", p, master_weights="split24")
+    for seed in range(4):
+        whole = parameters(torch.bfloat16, MODEL)
+        give_gradients(whole, seed)
+        for x, y in zip(p, whole, strict=True):
+            assert y.grad is not None
+            x.grad = distributed(y.grad)
+        optimizer.step()
+        if seed == 2:
+            optimizer.load_state_dict(optimizer.state_dict(compressed=True))
+        else:
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.master_weights = "split32"
+    masters = [optimizer.state_dict()["state"][i]["master_param"] for i in range(len(p))]
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    with torch.no_grad():
+        p[0].mul_(2)
+    masters.append(optimizer.state_dict()["state"][0]["master_param"])
+    optimizer.master_weights = True
+    optimizer.step()
+    with torch.no_grad():
+        p[0].mul_(2)
+    optimizer.step()
+    return [*masters, optimizer.state_dict()["state"][0]["master_param"]]
 
 
 def _small_model() -> nn.Module:
@@ -115,6 +152,11 @@ def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
             assert_close(results["averages"], [optimizer.state[x]["ema"] for x in p], 64)
             others = ranks[1][f"{name} {kind}"]["scales"]
             assert str(results["scales"]) == str(others)  # nan and all
+    p = parameters(torch.bfloat16, MODEL)
+    masters = _split_masters(p, lambda grad: grad)
+    assert alike(ranks[0]["split masters"], {"params": [x.detach() for x in p], "masters": masters})
+    assert torch.equal(masters[-2] * 2, masters[-1])  # others wrote twice
+    assert torch.equal(masters[-1], p[0].detach().float())
     model = _small_model()
     norms = _train(model)
     assert_close(ranks[0]["FSDP2"]["params"], list(model.parameters()), 64)

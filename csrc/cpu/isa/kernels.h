@@ -81,7 +81,14 @@ template <>
 struct OptimizerKernels<uint16_t, float> {
   using Update = void (*)(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
                           int64_t n);
+  // Float32 weights of parameters and their corrections (split_weights.h), and back. `first` is the
+  // index of the first element in its tensor; key: of stochastic rounding, or -1.
+  using Join = void (*)(const uint16_t* p, const void* correction, float* weights, int64_t n);
+  using Split = void (*)(const float* weights, uint16_t* p, void* correction, int64_t n,
+                         int64_t first, int64_t key);
   Update update[kRules][kMaxStates + 1];
+  Join join[2];  // by the bytes of a correction less 1
+  Split split[2];
 };
 
 // Runs of a tile (batch_norm.h): numbers T, stored as S.

@@ -32,6 +32,8 @@ static constexpr TableOf<OptimizerKernels, Format> optimizer_kernels() {
    FT_ISA::update_kernel_16bit<FT_ISA::Rule, 2, least, most, Format>(),  \
    FT_ISA::update_kernel_16bit<FT_ISA::Rule, 3, least, most, Format>()},
         {FT_RULES(FT_UPDATE_16)},
+        {FT_ISA::SplitLoops<Format, int8_t>::join, FT_ISA::SplitLoops<Format, int16_t>::join},
+        {FT_ISA::SplitLoops<Format, int8_t>::split, FT_ISA::SplitLoops<Format, int16_t>::split},
     };
   }
 }

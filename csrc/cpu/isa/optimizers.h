@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../optimizer_step.h"
+#include "../../split_weights.h"
 #include "convert.h"
 #include "kernels.h"
 
@@ -154,6 +155,71 @@ static void to_bfloat16_stochastic(const float* in, uint16_t* out, int64_t n, in
     out[i] = finite ? static_cast<uint16_t>(rounded) : float_to_bfloat16(in[i]);
   }
 }
+
+// Weights of 16-bit parameters and their corrections, and back: split_weights.h of n elements.
+template <class Format, class Correction>
+struct SplitLoops;
+
+template <class Correction>
+struct SplitLoops<BFloat16, Correction> {
+  static constexpr int kBits = 8 * sizeof(Correction);
+
+  static void join(const uint16_t* p, const void* correction, float* weights, int64_t n) {
+    const Correction* const c = static_cast<const Correction*>(correction);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) weights[i] = join_bfloat16<kBits>(p[i], c[i]);
+  }
+
+  static void split(const float* weights, uint16_t* p, void* correction, int64_t n, int64_t first,
+                    int64_t key) {
+    Correction* const c = static_cast<Correction*>(correction);
+    if (key >= 0)
+      split(weights, p, c, n,
+            [&](int64_t i) { return random_bits(uint32_t(first + i), uint32_t(key)) >> 24; });
+    else
+      split(weights, p, c, n, [](int64_t) { return kNearest24; });
+  }
+
+ private:
+  template <class Added>
+  static FT_METHOD void split(const float* weights, uint16_t* p, Correction* c, int64_t n,
+                              const Added& added) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      const SplitWeight parts = split_bfloat16<kBits>(weights[i], added(i));
+      p[i] = static_cast<uint16_t>(parts.param);
+      c[i] = static_cast<Correction>(parts.correction);
+    }
+  }
+};
+
+template <class Correction>
+struct SplitLoops<Half, Correction> {
+  static constexpr int kBits = 8 * sizeof(Correction);
+
+  static void join(const uint16_t* p, const void* correction, float* weights, int64_t n) {
+    const Correction* const c = static_cast<const Correction*>(correction);
+    from_16bit<Half>(p, weights, n);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) weights[i] = join_half<kBits>(weights[i], c[i]);
+  }
+
+  static void split(const float* weights, uint16_t* p, void* correction, int64_t n, int64_t,
+                    int64_t) {
+    constexpr int kPiece = 256;
+    Correction* const c = static_cast<Correction*>(correction);
+    float values[kPiece];
+    for (int64_t start = 0; start < n; start += kPiece) {
+      const int64_t m = n - start < kPiece ? n - start : kPiece;
+      to_16bit<Half>(weights + start, p + start, m);
+      from_16bit<Half>(p + start, values, m);
+#pragma GCC ivdep
+      for (int64_t j = 0; j < m; ++j)
+        c[start + j] =
+            static_cast<Correction>(half_correction<kBits>(weights[start + j], values[j]));
+    }
+  }
+};
 
 // Instances only for the numbers of states that a rule can have.
 template <template <class> class Rule, int kStates, int kLeast, int kMost, class T>

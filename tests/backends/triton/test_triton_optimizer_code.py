@@ -126,12 +126,14 @@ def check_target(target: str, rules: str) -> None:
 
     if TARGETS[target][0] == "hip":
         m._BLOCK = 2048
-    plain = Kind(F32, F32, (None,) * 3, False, None, True, False)
+    plain = Kind(F32, F32, (None,) * 3, None, None, True, False)
     kinds = {
         "float32": plain,
         "float64": plain._replace(param=F64, grad=F64, average=F64),
-        "master": plain._replace(param=BF16, grad=F16, master=True, average=F32),
+        "master": plain._replace(param=BF16, grad=F16, master=F32, average=F32),
         "stochastic": plain._replace(param=BF16, grad=BF16),
+        "split32": plain._replace(param=BF16, grad=BF16, master=torch.int16),
+        "split24": plain._replace(param=torch.float16, grad=F16, master=torch.int8),
     }
 
     def with_states(kind: Kind, count: int) -> Kind:

@@ -1,0 +1,144 @@
+"""Master weights in the states: float32, or split into the 16-bit parameter and a correction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.split_weights import CORRECTIONS, join_weights, split_weights
+from ._distributed import local
+
+WEIGHTS, CORRECTION = "master_param", "master_correction"  # keys of a parameter's state
+
+
+def correction_dtype(master_weights: bool | str) -> torch.dtype | None:
+    """The dtype of the corrections that the option asks for, or None."""
+    return CORRECTIONS[master_weights] if isinstance(master_weights, str) else None
+
+
+def is_rounded(p: Tensor, master: Tensor) -> Tensor:
+    """Where a parameter is its float32 master, rounded; split masters round ties otherwise."""
+    rounded: Tensor = master.to(p.dtype) == p
+    if p.dtype is torch.bfloat16 and master.dtype is torch.float32:
+        rounded = rounded | (split_weights(master, p.dtype, torch.int16)[0] == p)
+    return rounded
+
+
+@torch.no_grad()
+def joined(p: Tensor, correction: Tensor) -> Tensor:
+    """The float32 weights of a parameter and its correction; a DTensor if these are."""
+    weights = torch.empty_like(p, dtype=torch.float32, memory_format=torch.preserve_format)
+    local(weights).copy_(join_weights(local(p), local(correction)))
+    return weights
+
+
+@torch.no_grad()
+def take_other_form(p_state: dict[str, Any], p: Tensor, dtype: torch.dtype | None) -> bool:
+    """Turns the master of a state into corrections of `dtype`, or (None) into float32 weights.
+
+    The parameter becomes the rounded weight: it changes only where the weight lies in the middle
+    between two parameters. If others have written to the parameter, so that it is not the rounded
+    weight, the master becomes the parameter.
+
+    Returns:
+        whether there was a master in another form.
+    """
+    correction, weights = p_state.get(CORRECTION), p_state.get(WEIGHTS)
+    if dtype is None:
+        if weights is None and correction is not None:
+            p_state[WEIGHTS] = joined(p, correction)
+        return p_state.pop(CORRECTION, None) is not None
+    if correction is not None and correction.dtype == dtype:
+        p_state.pop(WEIGHTS, None)
+        return False
+    if correction is not None:
+        weights = joined(p, correction)
+    elif weights is None:
+        return False
+    inner, master = local(p), local(weights).to(p.device, torch.float32)
+    master = torch.where(is_rounded(inner, master), master, inner.float())
+    param, values = split_weights(master, p.dtype, dtype)
+    new = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+    local(new).copy_(values)
+    inner.copy_(param)
+    p_state.pop(WEIGHTS, None)
+    p_state[CORRECTION] = new
+    return True
+
+
+def version_of(p: Tensor, inner: Tensor) -> int:
+    """A number that grows with every write to a parameter or to this rank's part of it: operators
+    on a DTensor count as writes to the DTensor alone."""
+    return inner._version if inner is p else p._version + inner._version
+
+
+class Versions:
+    """Which versions of split parameters the corrections belong to.
+
+    A correction says nothing of the parameter that it was made for. If others write to a
+    parameter, its version is a new one, and all of its corrections become 0: the master is then the
+    parameter. Versions are unknown until the first step after the optimizer was made, loaded or
+    copied; the parameter and its correction then belong together.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}  # by the parameter's id
+
+    def note(self, p: Tensor, inner: Tensor) -> None:
+        self._of[id(p)] = version_of(p, inner)
+
+    def forget(self, p: Tensor) -> bool:
+        """Returns whether the version was known."""
+        return self._of.pop(id(p), None) is not None
+
+    def take_over(self, other: Versions, params: list[Tensor]) -> None:
+        self._of.update({id(p): other._of[id(p)] for p in params if id(p) in other._of})
+
+    def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> None:
+        """Makes the correction 0 if others have written to the parameter."""
+        known = self._of.get(id(p))
+        if known is not None and known != version_of(p, inner):
+            correction.zero_()
+            self.note(p, inner)
+
+
+def float32_state_dict(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """The model's state dict with the optimizer's master weights in the place of 16-bit parameters.
+
+    Args:
+        model: its keys are those of the result.
+        optimizer: a fusedtrain optimizer of the model's parameters.
+
+    Returns:
+        Every float16 or bfloat16 tensor is float32: a parameter is its master weight, if the
+        optimizer has one; other tensors are converted. All else is as in ``model.state_dict()``.
+
+    Raises:
+        TypeError: the optimizer is not one of fusedtrain.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1).bfloat16()
+        >>> optimizer = fusedtrain.optim.AdamW(model.parameters(), master_weights="split32")
+        >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> weights = fusedtrain.optim.float32_state_dict(model, optimizer)
+        >>> weights["weight"].dtype, model.weight.dtype
+        (torch.float32, torch.bfloat16)
+    """
+    if not hasattr(optimizer, "_float32_masters"):
+        raise TypeError(
+            "float32_state_dict: expected an optimizer of fusedtrain, got "
+            f"{type(optimizer).__name__}"
+        )
+    masters: dict[int, Tensor] = optimizer._float32_masters()
+    result: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            master = masters.get(id(value))
+            value = value.detach() if master is None else master
+            if value.dtype in (torch.float16, torch.bfloat16):
+                value = value.float()
+        result[name] = value
+    return result

@@ -1,0 +1,74 @@
+"""Float32 weights as a 16-bit parameter and a correction, with the bits of csrc/split_weights.h.
+
+A correction of int16 keeps all 32 bits of a bfloat16 parameter's weight, one of int8 the upper 24.
+For float16 parameters it counts 2^-16 or 2^-8 of the parameter's unit in the last place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CORRECTIONS = {"split24": torch.int8, "split32": torch.int16}
+NEAREST = 0x80  # half a unit of the 24 bits that an int8 correction keeps
+
+
+def is_correction(master: Tensor | None) -> bool:
+    """Whether a master is the correction of its parameter, and not a float32 weight."""
+    return master is not None and not master.is_floating_point()
+
+
+def join_weights(param: Tensor, correction: Tensor) -> Tensor:
+    """The float32 weights of a 16-bit parameter and its correction."""
+    bits = 8 * correction.itemsize
+    if param.dtype == torch.bfloat16:
+        upper = param.view(torch.int16).to(torch.int32) << 16
+        return (upper + (correction.to(torch.int32) << (16 - bits))).view(torch.float32)
+    value = param.float()
+    weights = value + correction.float() * _power_of_two(_exponent(param) - 25 - bits)
+    return torch.where(param.isfinite(), weights, value)
+
+
+def split_weights(
+    weights: Tensor, param_dtype: torch.dtype, dtype: torch.dtype, added: Tensor | int = NEAREST
+) -> tuple[Tensor, Tensor]:
+    """The 16-bit parameter and the correction of float32 weights.
+
+    Args:
+        weights: float32.
+        param_dtype: torch.bfloat16 or torch.float16.
+        dtype: of the correction, torch.int16 or torch.int8.
+        added: to the 8 bits that an int8 correction of bfloat16 cuts: `NEAREST`, or 8 random bits.
+    """
+    bits = 8 * dtype.itemsize
+    if param_dtype == torch.bfloat16:
+        return _split_bfloat16(weights, dtype, bits, added)
+    param = weights.to(torch.float16)
+    most = 2 ** (bits - 1) - 1
+    steps = (weights - param.float()) * _power_of_two(25 + bits - _exponent(param))
+    correction = torch.where(param.isfinite(), steps.round().clamp(-most, most), 0.0)
+    return param, correction.to(dtype)
+
+
+def _split_bfloat16(
+    weights: Tensor, dtype: torch.dtype, bits: int, added: Tensor | int
+) -> tuple[Tensor, Tensor]:
+    wide = weights.view(torch.int32).to(torch.int64)
+    finite = (wide & 0x7F800000) != 0x7F800000
+    if bits == 8:
+        magnitude = ((wide & 0x7FFFFFFF) + added).clamp(max=0x7F7FFFFF) & 0xFFFFFF00
+        wide = torch.where(wide < 0, magnitude - 2**31, magnitude)
+    upper = (wide + 0x8000) >> 16  # ties away from 0
+    correction = (wide - (upper << 16)) >> (16 - bits)
+    rounded = torch.where(finite, upper, 0).to(torch.int16).view(torch.bfloat16)
+    param = torch.where(finite, rounded, weights.to(torch.bfloat16))
+    return param, torch.where(finite, correction, 0).to(dtype)
+
+
+def _exponent(half: Tensor) -> Tensor:
+    """The exponent bits of float16 numbers; denormal ones count as those of the least normal."""
+    return ((half.view(torch.int16).to(torch.int32) >> 10) & 31).clamp(min=1)
+
+
+def _power_of_two(n: Tensor) -> Tensor:
+    return ((n + 127) << 23).view(torch.float32)

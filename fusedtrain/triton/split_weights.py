@@ -1,0 +1,61 @@
+"""Float32 weights as a 16-bit parameter and a correction, with the bits of csrc/split_weights.h."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_two(n):
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def half_exponent(bits):
+    """The exponent of float16 numbers; denormal ones count as those of the least normal."""
+    return tl.maximum((bits >> 10) & 31, 1)
+
+
+@triton.jit
+def join_weights(param, correction, BITS: tl.constexpr):
+    """The float32 weights of 16-bit parameters and their corrections of BITS bits."""
+    if param.dtype == tl.bfloat16:
+        upper = param.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        lower = correction.to(tl.int32).to(tl.uint32, bitcast=True) << (16 - BITS)
+        return (upper + lower).to(tl.float32, bitcast=True)
+    else:
+        bits = param.to(tl.int16, bitcast=True).to(tl.int32)
+        value = param.to(tl.float32)
+        step = power_of_two(half_exponent(bits) - 25 - BITS)
+        weights = value + correction.to(tl.float32) * step
+        return tl.where((bits & 0x7C00) != 0x7C00, weights, value)
+
+
+@triton.jit
+def split_bfloat16(weights, added, BITS: tl.constexpr):
+    """Parameters and corrections; `added`: to the 8 bits that a correction of 8 bits cuts."""
+    bits = weights.to(tl.uint32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    if BITS == 8:
+        magnitude = tl.minimum((bits & 0x7FFFFFFF) + added, 0x7F7FFFFF) & 0xFFFFFF00
+        bits = (bits & 0x80000000) | magnitude
+    upper = (bits + 0x8000) >> 16  # ties away from 0
+    lower = (bits - (upper << 16)).to(tl.int32, bitcast=True) >> (16 - BITS)
+    param = upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.where(finite, param, weights.to(tl.bfloat16)), tl.where(finite, lower, 0)
+
+
+@triton.jit
+def split_half(weights, BITS: tl.constexpr):
+    """Parameters and corrections."""
+    param = weights.to(tl.float16)
+    bits = param.to(tl.int16, bitcast=True).to(tl.int32)
+    steps = (weights - param.to(tl.float32)) * power_of_two(25 + BITS - half_exponent(bits))
+    # 1.5 2^23: the sum's low bits are the rounded number.
+    rounded = (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    most: tl.constexpr = (1 << (BITS - 1)) - 1
+    clamped = tl.minimum(tl.maximum(rounded, -most), most)
+    return param, tl.where((bits & 0x7C00) != 0x7C00, clamped, 0)
