@@ -69,10 +69,10 @@ experiments: build  ## published experiments repeated: our numbers beside theirs
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.experiments $(ARGS)
 
 wheel: $(VENV)/.wheel  ## dist/*.whl with CUDA: one file for every Python 3, torch from 2.10, glibc from 2.28 (FUSEDTRAIN_CUDA=0: CPU only)
-	$(PY) tools/wheel.py $(ARGS)
+	$(PY) tools/build_wheel.py $(ARGS)
 
 sdist: $(VENV)/.torch  ## dist/*.tar.gz: the sources
-	$(PY) tools/wheel.py --sdist $(ARGS)
+	$(PY) tools/build_wheel.py --sdist $(ARGS)
 
 abi-matrix: wheel  ## the wheel under torch 2.10, 2.13, 2.15 and Python 3.10 to 3.14 (downloads gigabytes)
 	$(PY) tools/abi_matrix.py dist/*.whl $(ARGS)

@@ -74,7 +74,12 @@ _STEPS = [
 ]  # fmt: skip
 _SPLIT = [
     f"test_split_master_kernels::test_{what}[triton"
-    for what in ("a_step_of_zero", "steps_beside", "stochastic", "a_skipped_step")
+    for what in (
+        "a_step_of_zero_changes_no_bit",
+        "steps_beside_float32_masters",
+        "stochastic_rounding_of_24_bits",
+        "a_skipped_step_changes_no_bit",
+    )
 ]
 _CHAINS = ["test_triton_chains", "test_chain_kernels"]
 # The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the

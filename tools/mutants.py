@@ -229,15 +229,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "SGD without momentum keeps empty states": (
         PLAN, "if p_state:  # torch's", "if True:  # torch's"),
     "master not written": (
-        BLOCKS, "param.open(t.master, Dtype::kFloat32, i, n);\n    else\n      param.open",
-        "param.open(t.master, Dtype::kFloat32, i, n, true), param.memory = nullptr;\n"
-        "    else\n      param.open"),
+        BLOCKS, "    p.open(t.master, Dtype::kFloat32, i, n);",
+        "    p.open(t.master, Dtype::kFloat32, i, n, true), p.memory = nullptr;"),
     "parameter not written from its master": (
-        BLOCKS, "      if (t.master != nullptr)\n        store(",
-        "      if (false)\n        store("),
+        BLOCKS, "if (t.master != nullptr) store(p.values", "if (false) store(p.values"),
     "norms of the parameter, not of its master": (
-        BLOCKS, "      if (t.master != nullptr)\n        p.open(t.master, Dtype::kFloat32, i, n);",
-        "      if (false)\n        p.open(t.master, Dtype::kFloat32, i, n);"),
+        BLOCKS, "      open_weights(p, t, i, n);", "      p.open(t.param, t.param_dtype, i, n);"),
+    "split weights are rounded without their key": (
+        BLOCKS, "static_cast<int64_t>(key));", "-1);"),
+    "corrections are those of the chunk's first weights": (
+        BLOCKS, "static_cast<const char*>(t.master) + bytes * i,",
+        "static_cast<const char*>(t.master),"),
     "states not written": (
         BLOCKS, "b.state[s].close(n);", ";"),
     "strides ignored": (

@@ -38,19 +38,26 @@ struct AnyRule {
 #undef FT_DIRECTION
 };
 
-// Gradients of neighbouring elements, the first being element i of its tensor, become clipped ones.
-template <class T, int kLanes>
-__device__ __forceinline__ void clip_units(const double* factors, const SweptTensor& t, int64_t i,
-                                           T (&g)[kLanes]) {
+// Where an element lies: the unit of its tensor, and the place in the unit's run.
+struct Position {
+  int64_t in_run;
+  uint32_t unit;
+};
+__device__ __forceinline__ Position position_of(const SweptTensor& t, int64_t i) {
   const int64_t run = i / t.inner;
-  int64_t in_unit = i - run * t.inner;
-  uint32_t unit = static_cast<uint32_t>(run % t.units);
+  return {i - run * t.inner, static_cast<uint32_t>(run % t.units)};
+}
+
+// Gradients of neighbouring elements, the first one there, become clipped ones.
+template <class T, int kLanes>
+__device__ __forceinline__ void clip_units(const double* factors, const SweptTensor& t,
+                                           Position at, T (&g)[kLanes]) {
 #pragma unroll
   for (int k = 0; k < kLanes; ++k) {
-    g[k] *= T(factors[t.first_unit + unit]);
-    if (++in_unit < t.inner) continue;
-    in_unit = 0;
-    if (++unit == t.units) unit = 0;
+    g[k] *= T(factors[t.first_unit + at.unit]);
+    if (++at.in_run < t.inner) continue;
+    at.in_run = 0;
+    if (++at.unit == t.units) at.unit = 0;
   }
 }
 
@@ -108,6 +115,9 @@ struct Work {
   template <int kLanes>
   __device__ __forceinline__ void read(int i, T (&p)[kLanes], T (&g)[kLanes],
                                        T (&v)[kMaxStates][kLanes]) const {
+    // Two divisions of 64 bits: behind the loads their calls spilled what was loaded.
+    Position position = {};
+    if (sweep.factors != nullptr) position = position_of(t, begin + i);
     Loaded<T, kLanes> loaded, loaded_grad, loaded_state[kMaxStates];
     loaded.load(weights, i);
     loaded_grad.load(grad, i);
@@ -122,7 +132,7 @@ struct Work {
     loaded_grad.get(grad, g);
 #pragma unroll
     for (int s = 0; s < kStates; ++s) loaded_state[s].get(state(s), v[s]);
-    if (sweep.factors != nullptr) clip_units(sweep.factors, t, begin + i, g);
+    if (sweep.factors != nullptr) clip_units(sweep.factors, t, position, g);
   }
 
   template <int kLanes>

@@ -22,7 +22,8 @@ def is_rounded(p: Tensor, master: Tensor) -> Tensor:
     """Where a parameter is its float32 master, rounded; split masters round ties otherwise."""
     rounded: Tensor = master.to(p.dtype) == p
     if p.dtype is torch.bfloat16 and master.dtype is torch.float32:
-        rounded = rounded | (split_weights(master, p.dtype, torch.int16)[0] == p)
+        away = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        rounded = rounded | ((away == p) & (master == master))  # not where the master is NaN
     return rounded
 
 
@@ -119,6 +120,7 @@ def float32_state_dict(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]
         TypeError: the optimizer is not one of fusedtrain.
 
     Example:
+        >>> import fusedtrain
         >>> model = torch.nn.Linear(2, 1).bfloat16()
         >>> optimizer = fusedtrain.optim.AdamW(model.parameters(), master_weights="split32")
         >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()

@@ -1,6 +1,6 @@
 """Builds the wheel, or the sdist, that can be given away, into dist/: `make wheel`, `make sdist`.
 
-    python tools/wheel.py [--sdist] [--out FOLDER]
+    python tools/build_wheel.py [--sdist] [--out FOLDER]
 
 The wheel is for every Python 3, every torch from 2.10 and glibc from 2.28; auditwheel checks the
 last. FUSEDTRAIN_CUDA=0 leaves CUDA out. The same sources, torch and compilers give the same bytes:
