@@ -35,7 +35,7 @@ APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_la
 TESTS = all_located([
     "test_optimizer_numbers", "test_compat_optimizers",
     "test_optimizer_counterparts", "test_optimizer_state",
-    "test_optimizer_scaler",
+    "test_optimizer_scaler", "test_split_master_kernels",
 ])  # fmt: skip
 BUILD = {LOOPS: 1, BLOCKS: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3}
 # name: file, what is there, what is put in its place.

@@ -38,25 +38,27 @@ struct AnyRule {
 #undef FT_DIRECTION
 };
 
-// Where an element lies: the unit of its tensor, and the place in the unit's run.
+// Where an element lies: the unit of its tensor, and the elements that its run has from there on,
+// as far as a thread needs to know.
 struct Position {
-  int64_t in_run;
   uint32_t unit;
+  int rest;
 };
+__device__ __forceinline__ int at_most_four(int64_t n) { return n < 4 ? int(n) : 4; }
 __device__ __forceinline__ Position position_of(const SweptTensor& t, int64_t i) {
   const int64_t run = i / t.inner;
-  return {i - run * t.inner, static_cast<uint32_t>(run % t.units)};
+  return {static_cast<uint32_t>(run % t.units), at_most_four((run + 1) * t.inner - i)};
 }
 
 // Gradients of neighbouring elements, the first one there, become clipped ones.
 template <class T, int kLanes>
-__device__ __forceinline__ void clip_units(const double* factors, const SweptTensor& t,
-                                           Position at, T (&g)[kLanes]) {
+__device__ __forceinline__ void clip_units(const double* factors, const SweptTensor& t, Position at,
+                                           T (&g)[kLanes]) {
 #pragma unroll
   for (int k = 0; k < kLanes; ++k) {
     g[k] *= T(factors[t.first_unit + at.unit]);
-    if (++at.in_run < t.inner) continue;
-    at.in_run = 0;
+    if (--at.rest != 0) continue;
+    at.rest = at_most_four(t.inner);
     if (++at.unit == t.units) at.unit = 0;
   }
 }
@@ -77,7 +79,6 @@ struct Work {
   const int64_t begin;
   const Coefficients& coefficients;
   const Stepper stepper;
-  const Weights weights;
   const Stream grad;
 
   __device__ __forceinline__ Work(const Sweep& sweep, const SweptTensor& t,
@@ -87,7 +88,6 @@ struct Work {
         begin(begin),
         coefficients(coefficients),
         stepper(coefficients, sweep.rule),
-        weights(weights_of(t, begin)),
         grad(grad_of(t, begin)) {}
 
   __device__ __forceinline__ Stream state(int s) const {
@@ -119,6 +119,7 @@ struct Work {
     Position position = {};
     if (sweep.factors != nullptr) position = position_of(t, begin + i);
     Loaded<T, kLanes> loaded, loaded_grad, loaded_state[kMaxStates];
+    const Weights weights = weights_of(t, begin);
     loaded.load(weights, i);
     loaded_grad.load(grad, i);
 #pragma unroll
@@ -165,6 +166,8 @@ struct Work {
     if (stochastic)
       key = formulas::random_key(sweep.seed, int64_t(coefficients.key),
                                  int64_t(sweep.verdict->applied));
+    // Not a member: kept from the loads to here, a correction's place and size spilled.
+    const Weights weights = weights_of(t, begin);
     if (weights.bytes != 0) {
       uint32_t added[kLanes];
 #pragma unroll

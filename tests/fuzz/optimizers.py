@@ -235,9 +235,65 @@ def zeroed(draw: Callable[..., Any]) -> str:
     )  # fmt: skip
 
 
+_SPLIT = """\
+import copy
+import torch, fusedtrain
+
+def run(masters):
+    torch.manual_seed({seed})
+    model = torch.nn.Module()
+    model.p = torch.nn.Parameter((torch.randn({shape}) * {size}).to(torch.{dtype}))
+    model.q = torch.nn.Parameter(torch.randn(5))
+    optimizer = fusedtrain.optim.{name}(model.parameters(), lr={lr}, master_weights=masters)
+    for step in range({steps}):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape).to(p)
+        if step == {bad}:
+            model.p.grad.fill_(torch.inf)
+            scaler = fusedtrain.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        if step == {saved}:
+            state = copy.deepcopy(optimizer.state_dict(compressed={compressed}))
+            optimizer = fusedtrain.optim.{name}(
+                model.parameters(), lr={lr}, master_weights=masters
+            )
+            optimizer.load_state_dict(state)
+    weights = fusedtrain.optim.float32_state_dict(model, optimizer)
+    assert {{value.dtype for value in weights.values()}} == {{torch.float32}}
+    assert torch.equal(weights["q"], model.q)
+    return weights
+
+split, want = run("{kind}"), run(True)
+for name in want:
+    torch.testing.assert_close(split[name], want[name], rtol={limit}, atol={limit} * {size})
+"""
+# Relative error of a weight over the steps: a correction has 16 or 8 bits below the parameter's 8
+# (bfloat16) or 11 (float16), and float16's least numbers are fewer.
+_LIMITS = {
+    ("bfloat16", "split32"): 1e-6, ("bfloat16", "split24"): 2**-12,
+    ("float16", "split32"): 1e-6, ("float16", "split24"): 2**-15,
+}  # fmt: skip
+
+
+@st.composite
+def split(draw: Callable[..., Any]) -> str:
+    pick = Pick(draw)
+    dtype, kind = pick(*_LIMITS)
+    return _SPLIT.format(
+        seed=pick(*range(20)), shape=pick("3, 4", "[]", "0", "33", "5, 2, 2, 3"), dtype=dtype,
+        kind=kind, size=pick(1.0, 0.125, 8.0), name=pick("SGD", "AdamW", "Lion", "RMSprop"),
+        lr=pick(0.0, 0.001, 0.05), steps=pick(3, 1, 6), bad=pick(-1, 0, 2), saved=pick(-1, 0, 1),
+        compressed=pick(False, True), limit=_LIMITS[dtype, kind],
+    )  # fmt: skip
+
+
 PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{name: partial(programs, name) for name in COUNTERPARTS},
     "AppliedStepScheduler": scheduled,
+    "float32_state_dict": split,
     "zero_grad": zeroed,
 }
 # The base class of all, and a type for annotations.
