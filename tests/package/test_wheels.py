@@ -36,7 +36,7 @@ def load(name: str) -> ModuleType:
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", list(sys.path))
-    wheel = load("wheel")
+    wheel = load("build_wheel")
 old_glibc = load("old_glibc")
 
 
