@@ -47,11 +47,14 @@ fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --
 conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": twice as many models again)
 	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
 
-lint: build  ## ruff, mypy, clang-format, the laws of the house
+lint: build  ## ruff, mypy, clang-format, schemas of the workflows, the laws of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(PY) tools/laws.py
 
 format: build  ## let ruff and clang-format rewrite the sources

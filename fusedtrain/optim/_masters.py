@@ -22,8 +22,7 @@ def is_rounded(p: Tensor, master: Tensor) -> Tensor:
     """Where a parameter is its float32 master, rounded; split masters round ties otherwise."""
     rounded: Tensor = master.to(p.dtype) == p
     if p.dtype is torch.bfloat16 and master.dtype is torch.float32:
-        away = ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-        rounded = rounded | ((away == p) & (master == master))  # not where the master is NaN
+        rounded = rounded | (split_weights(master, p.dtype, torch.int16)[0] == p)
     return rounded
 
 

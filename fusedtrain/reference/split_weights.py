@@ -46,7 +46,7 @@ def split_weights(
     param = weights.to(torch.float16)
     most = 2 ** (bits - 1) - 1
     steps = (weights - param.float()) * _power_of_two(25 + bits - _exponent(param))
-    correction = torch.where(param.isfinite(), steps.round().clamp(-most, most), 0.0)
+    correction = steps.round().clamp(-most, most).masked_fill(~param.isfinite(), 0)
     return param, correction.to(dtype)
 
 
@@ -60,9 +60,9 @@ def _split_bfloat16(
         wide = torch.where(wide < 0, magnitude - 2**31, magnitude)
     upper = (wide + 0x8000) >> 16  # ties away from 0
     correction = (wide - (upper << 16)) >> (16 - bits)
-    rounded = torch.where(finite, upper, 0).to(torch.int16).view(torch.bfloat16)
+    rounded = upper.masked_fill(~finite, 0).to(torch.int16).view(torch.bfloat16)
     param = torch.where(finite, rounded, weights.to(torch.bfloat16))
-    return param, torch.where(finite, correction, 0).to(dtype)
+    return param, correction.masked_fill(~finite, 0).to(dtype)
 
 
 def _exponent(half: Tensor) -> Tensor:

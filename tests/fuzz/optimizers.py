@@ -270,8 +270,9 @@ split, want = run("{kind}"), run(True)
 for name in want:
     torch.testing.assert_close(split[name], want[name], rtol={limit}, atol={limit} * {size})
 """
-# Relative error of a weight over the steps: a correction has 16 or 8 bits below the parameter's 8
-# (bfloat16) or 11 (float16), and float16's least numbers are fewer.
+# Four times what seven roundings add: a bfloat16 weight of 24 bits has a significand of 16, a
+# float16 weight one of 19, each rounding half a unit. With 32 bits only kernels of other widths
+# differ.
 _LIMITS = {
     ("bfloat16", "split32"): 1e-6, ("bfloat16", "split24"): 2**-12,
     ("float16", "split32"): 1e-6, ("float16", "split24"): 2**-15,

@@ -267,7 +267,7 @@ def example(name: str) -> str:
     """What an example of examples/integrations prints; it finds the processes in being."""
     init, destroy = dist.init_process_group, dist.destroy_process_group
     stream = io.StringIO()
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     try:
         with contextlib.redirect_stdout(stream):
             runpy.run_path(str(ROOT / "examples/integrations" / name), run_name="__main__")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from typing import Any
 
 import pytest
@@ -15,9 +14,6 @@ from fusedtrain.nn.conv import ConvBnAct
 from helpers.folding import difference, waken
 from helpers.models import timm
 
-HAS_NORM = importlib.util.find_spec("fusedtrain.nn.norm") is not None
-with_norm = pytest.mark.skipif(not HAS_NORM, reason="fusedtrain.nn.norm is not there yet")
-
 ARGUMENTS: list[dict[str, Any]] = [
     {},
     {"kernel_size": 3, "stride": 2, "act_layer": nn.SiLU},
@@ -27,7 +23,6 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
-@with_norm
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
 def test_is_timms(arguments: dict[str, Any]) -> None:
     timm()
@@ -41,7 +36,6 @@ def test_is_timms(arguments: dict[str, Any]) -> None:
         assert difference(ours.train(mode)(x).detach(), theirs.train(mode)(x).detach()) < 1e-5
 
 
-@with_norm
 def test_folds_tunes_and_drops() -> None:
     model = waken(ConvBnAct(4, 6, 3, bias=True, act_layer=nn.SiLU))
     x = torch.randn(2, 4, 9, 8)

@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "clipped": (NAMES + APEX, {"ema_decay": 0.9}),
     "clipped by unit": (["SGD"], {"agc": 0.01, "gradient_writeback": "unscaled"}),
     "masters": (["AdamW"], {"master_weights": True, "max_grad_norm": 1.0}),
+    "split masters": (["AdamW"], {"master_weights": "split24", "max_grad_norm": 1.0}),
     "stochastic": (["AdamW"], {"stochastic_rounding": True, "gradient_writeback": "zero"}),
 }
 CASES = [
@@ -67,7 +68,7 @@ def numbers(params: list[nn.Parameter]) -> list[Tensor]:
 def test_a_step_can_be_captured(name: str, which: str, kernels: bool) -> None:
     """With a learning rate that is a tensor: it changes in place. The numbers are the CPU's."""
     options = OPTIONS[which][1]
-    dtype = torch.bfloat16 if which in ("masters", "stochastic") else torch.float32
+    dtype = torch.bfloat16 if which in ("masters", "split masters", "stochastic") else torch.float32
     with pretended():
         start = shaped(*SIZES, dtype=dtype)
         runs = []
@@ -93,7 +94,7 @@ def test_a_step_can_be_captured(name: str, which: str, kernels: bool) -> None:
     if kernels:
         assert same(runs[1], runs[0])
     else:
-        assert_close(runs[1], runs[0], 2.0**16 if which == "masters" else 64)
+        assert_close(runs[1], runs[0], 2.0**16 if "masters" in which else 64)
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
