@@ -73,8 +73,6 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if ours:  # whose tables of numbers stay on the host
         on_host = [a for a, s in zip(args, func._schema.arguments) if s.name in ("table", "rows")]
         tensors = [t for t in tensors if not any(t is table for table in on_host)]
-    if any(t.device == _GPU and not isinstance(t, OnGpu) for t in tensors):
-        raise NotImplementedError(f"{func}: the pretended GPU lacks it (see _WITH_NUMBERS)")
     strangers = [t for t in tensors if not isinstance(t, OnGpu) and (t.dim() or ours)]
     if strangers and func not in _COPIES:
         raise RuntimeError(f"{func}: expected all tensors to be on the GPU, one is on the CPU")
@@ -82,7 +80,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner = tree_map(_inner, kwargs) | ({} if to is None else {"device": _CPU})
     result = func(*tree_map(_inner, args), **inner)
     _calls += ours and _has_work(func, tensors, args)
-    if func._schema.name.endswith("_") and not ours:  # in place
+    if func._schema.is_mutable and func._schema.name.endswith("_") and not ours:  # in place
         return args[0] if func._schema.returns else None
     return result if to == _CPU else tree_map(_outer, result)
 
@@ -110,10 +108,6 @@ def _is_gpu(value: Any) -> bool:
     return isinstance(value, (str, torch.device)) and torch.device(value).type == DEVICE
 
 
-# What makes a tensor of a number, on the device of the other operand.
-_WITH_NUMBERS = (Tensor.__setitem__, Tensor.__getitem__, Tensor.__lshift__, Tensor.__rshift__)
-
-
 class Mode(TorchFunctionMode):
     """What torch would ask of a driver: tensors made on the GPU, or moved to it."""
 
@@ -127,7 +121,7 @@ class Mode(TorchFunctionMode):
             if func in (Tensor.data_ptr, Tensor.untyped_storage, Tensor.tolist):
                 return func(args[0].on_cpu)
             # Torch makes tensors of numbers and lists, which would be of the real device.
-            if func in _WITH_NUMBERS:
+            if func in (Tensor.__setitem__, Tensor.__getitem__):
                 return tree_map(_outer, func(*tree_map(_inner, args)))
             if func is Tensor.numpy:
                 raise TypeError("can't convert a GPU's tensor to numpy")
