@@ -10,6 +10,7 @@
 
 #include "../optimizer_rules.h"
 #include "../ops/optimizers.h"
+#include "../state_codes.h"
 #include "checks.h"
 
 namespace fusedtrain {
@@ -113,7 +114,7 @@ struct OptimizerOps {
         for (int k = 0; k < kMaxStates; ++k) {
           const int64_t index = row[2 + k];
           STD_TORCH_CHECK(index < 0 || k < kStatesOf[call.rule], "fusedtrain: too many states");
-          t.state[k] = companion(states, index, param, "state", t.state_dtype[k], writes);
+          set_state(states, index, param, t, k, writes);
           if (index >= 0 && k + 1 > call.states) call.states = k + 1;
         }
         set_master(masters, row[2 + kMaxStates], param, t, writes);
@@ -192,6 +193,31 @@ struct OptimizerOps {
       const Tensor& t = listed(list, index, param, what);
       dtype = dtype_of(t, "optimizer_step", what);
       return writes ? update_data(t) : const_cast<void*>(read_data(t));
+    }
+
+    // Floats, or codes with their scales behind them in the list.
+    void set_state(const Tensors& states, int64_t index, const Tensor& param, OptimizerTensor& t,
+                   int k, bool writes) {
+      using torch::headeronly::ScalarType;
+      if (index < 0) return;
+      const Tensor& state = listed(states, index, param, "state");
+      const ScalarType type = state.scalar_type();
+      if (type != ScalarType::Char && type != ScalarType::Byte) {
+        t.state_dtype[k] = dtype_of(state, "optimizer_step", "state");
+      } else {
+        STD_TORCH_CHECK(t.param_dtype != Dtype::kFloat64,
+                        "fusedtrain: states of float64 parameters cannot be codes");
+        const Tensor& scales =
+            states[at_most(index + 1, static_cast<int64_t>(states.size()), "scales")];
+        check_vector(scales, ScalarType::Float, "scales");
+        STD_TORCH_CHECK(scales.numel() == (t.numel + formulas::kGroup - 1) / formulas::kGroup,
+                        "fusedtrain: codes have a scale for each group of 32");
+        t.state_dtype[k] = Dtype::kFloat32;
+        t.squares[k] = type == ScalarType::Byte;
+        t.scales[k] = static_cast<float*>(writes ? update_data(scales)
+                                                 : const_cast<void*>(read_data(scales)));
+      }
+      t.state[k] = writes ? update_data(state) : const_cast<void*>(read_data(state));
     }
 
     // Float32 weights, or corrections of a 16-bit parameter.

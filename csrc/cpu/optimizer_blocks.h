@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../ops/optimizers.h"
+#include "../state_codes.h"
 #include "dispatch.h"
 
 namespace fusedtrain {
@@ -144,6 +145,26 @@ void close_weights(Block<T>& p, const OptimizerTensor& t, int64_t i, int64_t n, 
   }
 }
 
+// States that a tensor has in floats, in codes, or not at all.
+template <class T>
+void open_state(Block<T>& b, const OptimizerTensor& t, int k, int64_t i, int64_t n) {
+  if (t.state[k] == nullptr) return b.open_empty(n);
+  if (t.scales[k] == nullptr) return b.open(t.state[k], t.state_dtype[k], i, n);
+  b.open_empty(0);  // T is float, and a block begins with a group
+  kernels().state_codes.load[t.squares[k]](static_cast<const char*>(t.state[k]) + i,
+                                           t.scales[k] + i / formulas::kGroup,
+                                           reinterpret_cast<float*>(b.values), n);
+}
+template <class T>
+void close_state(Block<T>& b, const OptimizerTensor& t, int k, int64_t i, int64_t n, double key) {
+  if (t.scales[k] == nullptr) return b.close(n);
+  const int64_t group = i / formulas::kGroup;
+  kernels().state_codes.store[t.squares[k]](
+      reinterpret_cast<const float*>(b.values), static_cast<char*>(t.state[k]) + i,
+      t.scales[k] + group, n, static_cast<uint32_t>(group) + (k + 1) * formulas::kStateStream,
+      static_cast<uint32_t>(key));
+}
+
 double unscale(const OptimizerCall& call) {
   // To float at once, as torch's GradScaler rounds it.
   return call.scale == nullptr ? 1.0 : static_cast<float>(1.0 / double(*call.scale));
@@ -166,7 +187,8 @@ bool is_direct(const OptimizerTensor& t) {
 bool is_direct(const OptimizerCall& call, const OptimizerTensor& t, const Coefficients& k) {
   const Dtype own = in_double(t) ? Dtype::kFloat64 : Dtype::kFloat32;
   bool direct = is_direct(t) && t.master == nullptr && call.options->unit_factor == 0;
-  for (int s = 0; s < call.states; ++s) direct &= t.state[s] != nullptr && t.state_dtype[s] == own;
+  for (int s = 0; s < call.states; ++s)
+    direct &= t.state[s] != nullptr && t.scales[s] == nullptr && t.state_dtype[s] == own;
   return direct && (k.average == 0 || t.average_dtype == own);
 }
 
@@ -230,10 +252,7 @@ struct Buffers {
     grad.open(t.grad, t.grad_dtype, i, n, unit_factors != nullptr);
     if (unit_factors != nullptr) clip_units(t, unit_factors, grad.values, i, n);
     for (int k = 0; k < call.states; ++k) {
-      if (t.state[k] != nullptr)
-        state[k].open(t.state[k], t.state_dtype[k], i, n);
-      else
-        state[k].open_empty(n);
+      open_state(state[k], t, k, i, n);
       states[k] = state[k].values;
     }
   }
@@ -261,7 +280,7 @@ void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coe
   by_block(begin, end, is_direct(call, t, k), [&](int64_t i, int64_t n) {
     b.open(call, t, unit_factors, i, n);
     rule(k, b.param.values, b.grad.values, b.states, n);
-    for (int s = 0; s < call.states; ++s) b.state[s].close(n);
+    for (int s = 0; s < call.states; ++s) close_state(b.state[s], t, s, i, n, k.state_key);
     if (k.average != 0) {
       b.average.open(t.average, t.average_dtype, i, n);
       table(T()).average(b.average.values, b.param.values, static_cast<T>(k.average), n);

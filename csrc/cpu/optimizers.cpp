@@ -198,9 +198,10 @@ bool prepare(const OptimizerCall& call, Work& work) {
     k.cautious = facts.group->cautious;
     k.average = tensor.average == nullptr ? 0 : options.average_weight;
     k.key = -1;
-    if (options.stochastic != 0 && formulas::rounds_stochastically(tensor))
-      k.key = formulas::random_key(formulas::whole_seed(options), tensor.scalar,
-                                   static_cast<int64_t>(call.control[5]));
+    const uint32_t key = formulas::random_key(formulas::whole_seed(options), tensor.scalar,
+                                              static_cast<int64_t>(call.control[5]));
+    if (options.stochastic != 0 && formulas::rounds_stochastically(tensor)) k.key = key;
+    k.state_key = key;
     kPrepare[call.rule](facts, k);
   }
   return true;

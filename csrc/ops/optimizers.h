@@ -44,9 +44,10 @@ struct Coefficients {
   double late_decay;  // u += late_decay p
   double caution;     // u *= caution
   double cautious;
-  double average;  // average += average (p' - average)
-  double key;      // of stochastic rounding: a 32-bit integer, or -1 for rounding to nearest
-  double c[8];     // of the rule
+  double average;    // average += average (p' - average)
+  double key;        // of stochastic rounding: a 32-bit integer, or -1 for rounding to nearest
+  double state_key;  // of the rounding of codes: a 32-bit integer
+  double c[8];       // of the rule
 };
 
 constexpr int kMaxStates = 3;
@@ -61,11 +62,13 @@ constexpr int kControls = 8;
 struct OptimizerTensor {
   void* param;
   void* grad;
-  void* state[kMaxStates];  // null where there is none
-  void* master;             // float32, or the correction of split_weights.h; or null
-  void* average;            // or null
+  void* state[kMaxStates];    // null where there is none
+  float* scales[kMaxStates];  // of a state in codes (state_codes.h); else null
+  void* master;               // float32, or the correction of split_weights.h; or null
+  void* average;              // or null
   Dtype param_dtype, grad_dtype, state_dtype[kMaxStates], average_dtype;
-  int correction_bits;  // 16 or 8 where `master` is a correction, else 0
+  bool squares[kMaxStates];  // of states in codes: SquareCodes, else SignedCodes
+  int correction_bits;       // 16 or 8 where `master` is a correction, else 0
   int64_t numel;
   int64_t units, inner;  // element i in memory is of unit i / inner % units
   int group;

@@ -6,7 +6,9 @@ every bit of the old values. The host reads only ``table`` and ``rows``, which a
 ``table`` is a matrix of float64: the row of a `StepOptions`, then the row of each group's
 `GroupOptions`. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of
 each of its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1
-for a tensor that does not exist. A master is float32, or a correction (`split_weights.py`).
+for a tensor that does not exist. A master is float32, or a correction (`split_weights.py`). A state
+is of floats, or of 8-bit codes (`state_codes.py`); behind codes the next tensor of ``states`` has
+their scales.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import Tensor
 from .._capture import is_capturing, pinned
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .split_weights import NEAREST, is_correction, join_weights, split_weights
+from .state_codes import STATE_STREAM, dequantise, group_count, is_codes, quantise
 from .stochastic_rounding import (
     memory_index,
     random_bits,
@@ -152,6 +155,7 @@ class OptimizerCall:
 
         states = [chosen(self.states, 2 + k) for k in range(MAX_STATES)]
         self.state = list(zip(*states))
+        self.places = [row[2 : 2 + MAX_STATES] for row in columns]
         self.master = chosen(self.masters, 2 + MAX_STATES)
         self.average = chosen(self.averages, 3 + MAX_STATES)
         self.dtype = [torch.promote_types(p.dtype, torch.float32) for p in self.params]
@@ -161,6 +165,15 @@ class OptimizerCall:
             for t in others
         ):
             raise RuntimeError("fusedtrain: all that belongs to a parameter must have its shape")
+
+    def read_state(self, i: int, k: int) -> Tensor:
+        """State k of tensor i, 0 if there is none."""
+        state = self.state[i][k]
+        if state is None:
+            return torch.zeros((), dtype=self.dtype[i], device=self.scalars.device)
+        if is_codes(state):
+            state = dequantise(state, self.states[self.places[i][k] + 1])
+        return state.to(self.dtype[i])
 
     def on_device(self, numbers: list[Any]) -> Tensor:
         dtype = torch.float64 if isinstance(numbers[0], float) else torch.int64
@@ -305,10 +318,8 @@ class OptimizerCall:
         """The direction of tensor i, with 0 where it disagrees with the gradient's sign; the mask
         of agreement; the new states."""
         dtype = self.dtype[i]
-        zero = torch.zeros((), dtype=dtype, device=self.scalars.device)
-        states = [zero if s is None else s.to(dtype) for s in self.state[i]]
         grad = self.grad(i, plan.unit_factors) * plan.gradient[i].to(dtype)
-        c = list(plan.k.c[i].to(dtype).unbind())
+        c, states = list(plan.k.c[i].to(dtype).unbind()), [self.read_state(i, k) for k in range(MAX_STATES)]
         u, grad, states = RULES[self.rule].update(self.param(i), grad, states, c)
         agrees = u * grad > 0
         return torch.where((plan.k.cautious[i] == 0) | agrees, u, u * 0), agrees, states
@@ -333,8 +344,11 @@ class OptimizerCall:
         u, late_decay = direction * k.caution[i].to(dtype), k.late_decay[i].to(dtype)
         u = torch.where(late_decay != 0, u + late_decay * param, u)
         param = k.keep[i].to(dtype) * param - k.size[i].to(dtype) * u
-        for old, new in zip(self.state[i], states):
-            write(old, new)
+        for k, (old, new) in enumerate(zip(self.state[i], states)):
+            if is_codes(old):
+                self.write_codes(i, k, new, write)
+            else:
+                write(old, new)
         average, weight = self.average[i], self.option.average_weight
         if average is not None and weight != 0:
             old = average.to(dtype)
@@ -348,6 +362,22 @@ class OptimizerCall:
         elif self.option.write_back == 2:
             self.grads[i].zero_()
 
+    def key(self, i: int) -> Tensor:
+        """The key of the random numbers of tensor i at this step."""
+        seed = whole_seed(self.option.seed, self.option.seed_high)
+        return random_key(seed, self.column[i], Control.of(self.control).applied_steps)
+
+    def write_codes(
+        self, i: int, k: int, values: Tensor, write: Callable[[Tensor | None, Tensor], None]
+    ) -> None:
+        """Writes state k of parameter i, and its scales, each by `write`."""
+        codes, scales = self.states[self.places[i][k] :][:2]
+        groups = torch.arange(group_count(codes.numel()), device=codes.device)
+        random = random_bits(groups + (k + 1) * STATE_STREAM, self.key(i))
+        dense = torch.empty_like(codes, dtype=torch.float32).copy_(values)
+        for old, new in zip((codes, scales), quantise(dense, codes.dtype, random)):
+            write(old, new.view_as(old))
+
     def write_weights(
         self, i: int, weights: Tensor, write: Callable[[Tensor | None, Tensor], None]
     ) -> None:
@@ -356,8 +386,7 @@ class OptimizerCall:
         splits = is_correction(master)
         key = None
         if self.option.stochastic and stored.dtype == torch.bfloat16 and (splits or master is None):
-            seed = whole_seed(self.option.seed, self.option.seed_high)
-            key = random_key(seed, self.column[i], Control.of(self.control).applied_steps)
+            key = self.key(i)
         if master is not None and splits:
             added: Tensor | int = NEAREST
             if key is not None:

@@ -213,6 +213,14 @@ struct MaxPoolKernels {
                    int64_t last_row, void* scratch);
 };
 
+// States in 8-bit codes (state_codes.h) to floats and back: of signed codes, then of squares. The
+// first element begins a group; the random numbers of that group are those of element `first`.
+struct StateCodeKernels {
+  void (*load[2])(const void* codes, const float* scales, float* x, int64_t n);
+  void (*store[2])(const float* x, void* codes, float* scales, int64_t n, uint32_t first,
+                   uint32_t key);
+};
+
 // Rounded up or down at random; `first` is the index of in[0] in its tensor.
 using RoundStochastically = void (*)(const float* in, uint16_t* out, int64_t n, int64_t first,
                                      uint32_t key);
@@ -234,6 +242,7 @@ using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t*
   X(ByDtype<BatchNormLayouts>, norm)             \
   X(ByDtype<OptimizerKernels>, optimizer)        \
   X(RoundStochastically, to_bfloat16_stochastic) \
+  X(StateCodeKernels, state_codes)               \
   X(ByDtype<GatedKernels>, gated)                \
   X(ByDtype<ScaleKernels>, scale)                \
   X(ByNumber<ChainKernels>, chain)               \

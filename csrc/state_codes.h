@@ -1,0 +1,80 @@
+// Optimizer states in 8 bits: 32 neighbouring elements in memory share a float32 scale, the largest
+// magnitude among them (docs/decisions/0013-eight-bit-states.md).
+//
+// Codes are rounded at random, so that the mean of the stored number is the number: updates that
+// are smaller than half a code are not lost. No operation is a product that a sum follows, so that
+// fused multiplies change no bit, and divisions are those of IEEE: all backends give equal codes.
+#pragma once
+
+#include <stdint.h>
+
+#include "host_device.h"
+#include "vecmath.h"
+
+FT_BEGIN_NAMESPACE
+
+constexpr int kGroup = 32;
+constexpr uint32_t kLeastScale = 0x0d800000u;  // bits of 2^-100: groups below become 0
+constexpr uint32_t kMostScale = 0x7b000000u;   // bits of 2^119: groups from there on become NaN
+constexpr uint32_t kStateStream = 1u << 30;
+
+FT_INLINE uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits & 0x7fffffffu;
+}
+
+// The scale of a group with that largest magnitude.
+FT_INLINE float group_scale(uint32_t most) {
+  const uint32_t bits = most >= kMostScale ? 0x7fc00000u : (most < kLeastScale ? 0u : most);
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof scale);
+  return scale;
+}
+
+// From 2^-14 to 1 - 2^-14, for an element of a group with 32 random bits. The 13 bits are few
+// enough that the rounding of q below decides nothing: what a code stands for has that code again.
+FT_INLINE float rounding_chance(uint32_t random, uint32_t lane) {
+  const uint32_t bits = (random + lane * 0x9e3779b9u) >> 19;
+  return static_cast<float>(static_cast<int32_t>(2 * bits + 1)) * 0x1p-14f;
+}
+
+// Momenta: with r = x / scale, codes of 127 * 2 r / (1 + |r|).
+struct SignedCodes {
+  using Code = int8_t;
+  FT_METHOD static float factor(float scale) { return scale; }
+  FT_METHOD static float value(int32_t code, float scale) {
+    const float k = static_cast<float>(code);
+    return scale * (k / (254.0f - math::abs(k)));
+  }
+  FT_METHOD static int32_t code(float x, float scale, float, float chance) {
+    const float magnitude = math::abs(x);
+    const float share = 254.0f * magnitude / (scale + magnitude);
+    const float q = scale > 0.0f ? share : 0.0f;
+    const int32_t below = static_cast<int32_t>(q);
+    const float k = static_cast<float>(below);
+    const int32_t rounded = chance * (254.0f - q) < (q - k) * (253.0f - k) ? below + 1 : below;
+    return x < 0.0f ? -rounded : rounded;
+  }
+};
+
+// Averages of squares: codes of 255 sqrt(r). A number > 0 has a code of 1 at least, since rules
+// divide by its root.
+struct SquareCodes {
+  using Code = uint8_t;
+  FT_METHOD static float factor(float scale) { return 65025.0f / scale; }
+  FT_METHOD static float value(int32_t code, float scale) {
+    const float k = static_cast<float>(code);
+    return scale * (k * k * (1.0f / 65025.0f));
+  }
+  FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
+    const float root = math::sqrt(math::abs(x) * factor);
+    const float q = scale > 0.0f ? root : 0.0f;
+    const int32_t below = static_cast<int32_t>(q);
+    const float k = static_cast<float>(below);
+    const int32_t rounded = chance * (k + k + 1.0f) < (q - k) * (k + q) ? below + 1 : below;
+    return q > 0.0f && rounded < 1 ? 1 : rounded;
+  }
+};
+
+FT_END_NAMESPACE
