@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..reference.state_codes import is_codes
 from ..reference.stochastic_rounding import seed_after
+from ._codes import Q8, check_codes, for_checkpoint, is_scale_name, scale_name
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, WEIGHTS, joined
@@ -58,16 +60,18 @@ class Checkpoints(torch.optim.Optimizer):
     def state_dict(self, *, compressed: bool = False) -> dict[str, Any]:
         """As torch's: same keys, shapes and dtypes for optimizers that torch has.
 
-        Stochastic rounding adds a key: "rounding_stream", the integer with which its random numbers
-        go on after `load_state_dict`.
+        Stochastic rounding, also of 8-bit states, adds a key: "rounding_stream", the integer with
+        which its random numbers go on after `load_state_dict`.
 
         Momentum buffers that every step so far skipped are left out, as torch would not have made
         them. Looking for them waits for the device, and so do step counts that torch keeps on the
         CPU. Where timm or Apex count steps by group, a group has its parameters' largest count.
 
         Args:
-            compressed: split master weights are saved as corrections ("master_correction") of the
-                parameters, which must be saved beside them; by default as float32 ("master_param").
+            compressed: 8-bit states are saved as codes, with their scales under the name of the
+                state and "_scale"; split master weights as corrections ("master_correction") of the
+                parameters, which must be saved beside them. By default all are float32 (masters
+                under "master_param"), and load into the same codes.
         """
         self._drop_stale_corrections()
         hook = self.register_state_dict_post_hook(
@@ -87,9 +91,9 @@ class Checkpoints(torch.optim.Optimizer):
                 p_state = self.state.get(p)
                 if not p_state:
                     continue
-                kept = {**p_state, **self._copies_ahead(p, p_state)}
+                kept = {**for_checkpoint(p_state, compressed), **self._copies_ahead(p, p_state)}
                 if id(p) in unborn:
-                    kept.pop("momentum_buffer", None)
+                    kept = _without_momentum(kept)
                 if CORRECTION in kept and not compressed:
                     kept[WEIGHTS] = joined(self._swapped.get(id(p), p), kept.pop(CORRECTION))
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
@@ -102,7 +106,7 @@ class Checkpoints(torch.optim.Optimizer):
             if count is not None:
                 saved["step"] = count
         state_dict["state"] = state
-        if self._fused_options["stochastic_rounding"]:
+        if self._fused_options["stochastic_rounding"] or self._fused_options["state_dtype"] == Q8:
             state_dict[_STREAM] = seed_after(self._rounding_seed, int(self.applied_steps))
         return state_dict
 
@@ -218,6 +222,8 @@ class Checkpoints(torch.optim.Optimizer):
             for name, value in p_state.items():
                 if name in large:
                     check_state(name, value, p)
+                if name in large - {CORRECTION}:
+                    check_codes(name, p_state, p)
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""
@@ -227,7 +233,8 @@ class Checkpoints(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             for name, value in saved["state"].get(number, {}).items():
-                if name == CORRECTION:  # torch has cast the integers to the parameter's dtype
+                if name == CORRECTION or (isinstance(value, Tensor) and is_codes(value)):
+                    # torch has cast the integers to the parameter's dtype
                     self.state[p][name] = value.to(p.device, copy=True)
                 elif isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
@@ -235,7 +242,7 @@ class Checkpoints(torch.optim.Optimizer):
     def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
         if name in ("ema", WEIGHTS):
             return torch.float64 if p.dtype is torch.float64 else torch.float32
-        if name in self._scalar_names:
+        if name in self._scalar_names or is_scale_name(name, self.state[p]):
             return torch.float32
         return self._state_needs().dtype(p)
 
@@ -247,8 +254,7 @@ class Checkpoints(torch.optim.Optimizer):
             state["state"] = self.state.copy()
             for p in self.state:
                 if id(p) in unborn:
-                    kept = {k: v for k, v in self.state[p].items() if k != "momentum_buffer"}
-                    state["state"][p] = kept
+                    state["state"][p] = _without_momentum(self.state[p])
         return {
             **state,
             "_fused_options": self._fused_options,
@@ -266,6 +272,11 @@ class Checkpoints(torch.optim.Optimizer):
                 _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
         super().__setstate__(state)
         self._forget()
+
+
+def _without_momentum(p_state: dict[str, Any]) -> dict[str, Any]:
+    names = ("momentum_buffer", scale_name("momentum_buffer"))
+    return {name: value for name, value in p_state.items() if name not in names}
 
 
 def _take_over(count: float, name: str, states: list[dict[str, Any] | None]) -> None:

@@ -164,7 +164,7 @@ class FusedOptimizer(Reports, Checkpoints):
     agc_eps = _option("agc_eps", "Least norm that a unit's weights count with.")
     ema_decay = _option("ema_decay", "Decay of the averaged weights, or None.")
     gradient_writeback = _option("gradient_writeback", "What a step leaves in the gradients.")
-    state_dtype = _option("state_dtype", "Dtype of the large states, or None.")
+    state_dtype = _option("state_dtype", 'Dtype of the large states, "q8" or None.')
     master_weights = _option("master_weights", "The kind of masters of 16-bit parameters.")
     stochastic_rounding = _option("stochastic_rounding", "Whether bfloat16 is rounded at random.")
 
@@ -261,9 +261,8 @@ class FusedOptimizer(Reports, Checkpoints):
         calls = []
         for plan, plan_grads in zip(plans, grads, strict=True):
             device = plan.store.control.device
-            states: tuple[list[Tensor], ...] = (plan.states, plan.masters, plan.averages)
-            if stateless:
-                states = ([], [], [])
+            large = (plan.states, plan.masters, plan.averages)
+            states: tuple[list[Tensor], ...] = ([], [], []) if stateless else large
             arguments: list[Any] = [
                 RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *states,
                 [on_device(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
@@ -402,6 +401,7 @@ class FusedOptimizer(Reports, Checkpoints):
             self._wide_states,
             options["master_weights"],
             options["ema_decay"] is not None,
+            self._rule,
         )
 
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ._codes import is_scale_name
+
 # Options with which a class keeps all states that it can have.
 _ALL = {"amsgrad": True, "momentum": 0.9, "centered": True}
 _COMMON = {"step", "ema", "master_param", "master_correction"}  # states that any class may have
@@ -20,7 +22,13 @@ def foreign_maker(cls: Any, saved: Mapping[str, Any]) -> Any:
     or states that no class here knows.
     """
     keys = {key for group in saved["param_groups"] for key in group}
-    states = {key for s in saved["state"].values() if isinstance(s, dict) for key in s}
+    states = {
+        key
+        for s in saved["state"].values()
+        if isinstance(s, dict)
+        for key in s
+        if not is_scale_name(key, s)
+    }
     decoupled = saved["param_groups"][0].get("decoupled_weight_decay", False)
 
     def rank(other: Any) -> tuple[int, bool]:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from ..reference.split_weights import CORRECTIONS
+from ._codes import Q8
 
 WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
 
@@ -19,7 +20,7 @@ class SharedOptions(TypedDict, total=False):
     agc_eps: float
     ema_decay: float | None
     gradient_writeback: str
-    state_dtype: torch.dtype | None
+    state_dtype: torch.dtype | Literal["q8"] | None
     stochastic_rounding: bool
 
 
@@ -40,6 +41,12 @@ class FusedOptions(OtherOptions, total=False):
         (unchanged), "unscaled" (divided by the loss scale, and clipped unless the step is skipped;
         the default of `fusedtrain.compat.optimizers`) or "zero".
     state_dtype: dtype of the states that are as large as the parameter; None: the parameter's.
+        "q8": codes of 8 bits with a float32 scale for each 32 of them, 1.125 bytes an element. A
+        step computes with the numbers of the codes, and rounds at random, without bias, those that
+        it stores: a momentum m, in a group with the largest magnitude s, to within
+        (s + |m|)^2 / (250 s), and the root of an average of squares to within 1/255 of its group's
+        largest root. Parameters of fewer than 4096 elements, float64 parameters, and the squares of
+        ``amsgrad`` and ``centered`` keep states of float32 or float64.
     master_weights: keeps float32 weights of float16 and bfloat16 parameters. "split32" keeps, in
         their place, corrections of 16 bits to the parameters: with bfloat16 the same weights bit
         for bit. "split24" keeps corrections of 8 bits.
@@ -90,9 +97,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
     if options["gradient_writeback"] not in WRITE_BACK:
         raise ValueError(f"Invalid gradient_writeback value: {options['gradient_writeback']!r}")
-    if options["state_dtype"] not in (None, torch.float32, torch.bfloat16):
+    if options["state_dtype"] not in (None, torch.float32, torch.bfloat16, Q8):
         raise ValueError(
-            f"state_dtype must be torch.float32 or torch.bfloat16, got {options['state_dtype']}"
+            "state_dtype must be torch.float32, torch.bfloat16 or 'q8', got "
+            f"{options['state_dtype']}"
         )
     if options["stochastic_rounding"] and masters not in (False, "split24"):
         raise ValueError("master_weights and stochastic_rounding cannot be used together")

@@ -19,6 +19,8 @@ from ..reference.optimizers import (
     Control,
     GroupOptions,
 )
+from ..reference.state_codes import is_codes
+from ._codes import Q8, code_dtype, coded_state, floats, scale_name
 from ._distributed import is_distributed, local, shard_number
 from ._masters import (
     CORRECTION,
@@ -96,16 +98,24 @@ class Needs(NamedTuple):
     slots: tuple[tuple[str | None, ...], ...]  # of each group, in the order of the rule
     scalar_names: tuple[str | None, ...]
     initial: Callable[[str], float]
-    state_dtype: torch.dtype | None
+    state_dtype: torch.dtype | str | None
     wide_states: bool
     master_weights: bool | str
     ema: bool
+    rule: str
 
     def dtype(self, p: Tensor) -> torch.dtype:
-        """The dtype of the states that are as large as their parameter."""
-        if self.state_dtype is not None:
+        """The dtype of the states that are as large as their parameter, and not in codes."""
+        if isinstance(self.state_dtype, torch.dtype):
             return self.state_dtype
-        return torch.promote_types(p.dtype, torch.float32) if self.wide_states else p.dtype
+        wide = self.wide_states or self.state_dtype == Q8
+        return torch.promote_types(p.dtype, torch.float32) if wide else p.dtype
+
+    def codes(self, group: int, which: int, p: Tensor) -> torch.dtype | None:
+        """The dtype of the codes of a parameter's state, or None: a state of floats."""
+        if self.state_dtype != Q8:
+            return None
+        return code_dtype(self.rule, self.slots[group], which, p)
 
 
 def versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
@@ -166,8 +176,11 @@ class Plan:
                 store.views[0][column].zero_()  # without a saved step count states start anew
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
-            for name in slots:
-                row.append(-1 if name is None else self._large(p_state, name, p, inner, needs))
+            for k, name in enumerate(slots):
+                if name is None:
+                    row.append(-1)
+                else:
+                    row.append(self._large(p_state, name, p, inner, needs.codes(group, k, p)))
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             if is_master:
@@ -237,16 +250,26 @@ class Plan:
         self.names.append(name)
         self.tensors.append(tensor)
 
-    def _large(self, p_state: _State, name: str, p: Tensor, inner: Tensor, needs: Needs) -> int:
-        """A state as large as its parameter, made or laid out like the parameter."""
-        dtype = needs.dtype(p)
+    def _large(
+        self, p_state: _State, name: str, p: Tensor, inner: Tensor, codes: torch.dtype | None
+    ) -> int:
+        """A state as large as its parameter, made or laid out like the parameter; codes of a dtype,
+        with their scales behind them in the list of states, or (None) floats."""
+        dtype, fill = self.needs.dtype(p), self.needs.initial(name)
         tensor = p_state.get(name)
-        if tensor is None:
-            fill = needs.initial(name)
-            tensor = torch.full_like(p, fill, dtype=dtype, memory_format=torch.preserve_format)
-        elif tensor.shape != p.shape:
+        if tensor is not None and tensor.shape != p.shape:
             raise ValueError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter "
                              f"{tuple(p.shape)}")  # fmt: skip
+        if codes is not None:
+            tensor, scales = coded_state(p_state, name, p, codes, fill)
+            self._keep(p_state, name, tensor)
+            self._keep(p_state, scale_name(name), scales)
+            self.states += [local(tensor), scales]
+            return len(self.states) - 2
+        if tensor is None:
+            tensor = torch.full_like(p, fill, dtype=dtype, memory_format=torch.preserve_format)
+        elif is_codes(tensor):
+            tensor = floats(tensor, p_state.pop(scale_name(name)))
         tensor = self._laid_out(tensor, inner, dtype, p)
         self._keep(p_state, name, tensor)
         self.states.append(local(tensor))

@@ -315,18 +315,19 @@ class Rule(NamedTuple):
     prepare: Callable[[Facts], Coefficients]
     update: Callable[[Tensor, Tensor, list[Tensor], list[Tensor]], Stepped]
     finish: Callable[[Facts, Coefficients, Trial], Coefficients] | None = None
+    squares: tuple[int, ...] = ()  # the states that are averages or sums of squares
 
 
 # In the order of FT_RULES in csrc/optimizer_rules.h.
 RULES: tuple[Rule, ...] = (
     Rule("sgd", 0, 1, prepare_sgd, sgd),
     Rule("lars", 0, 1, prepare_lars, lars),
-    Rule("adam", 2, 3, prepare_adam, adam),
-    Rule("nadamw", 2, 2, prepare_adam, nadamw),
-    Rule("lamb", 2, 2, prepare_lamb, lamb, finish_lamb),
+    Rule("adam", 2, 3, prepare_adam, adam, squares=(1, 2)),
+    Rule("nadamw", 2, 2, prepare_adam, nadamw, squares=(1,)),
+    Rule("lamb", 2, 2, prepare_lamb, lamb, finish_lamb, squares=(1,)),
     Rule("lion", 1, 1, prepare_lion, lion),
-    Rule("rmsprop", 1, 3, prepare_rmsprop, rmsprop),
-    Rule("rmsprop_tf", 1, 3, prepare_rmsprop_tf, rmsprop_tf),
-    Rule("adagrad", 1, 1, prepare_adagrad, adagrad),
+    Rule("rmsprop", 1, 3, prepare_rmsprop, rmsprop, squares=(0,)),
+    Rule("rmsprop_tf", 1, 3, prepare_rmsprop_tf, rmsprop_tf, squares=(0,)),
+    Rule("adagrad", 1, 1, prepare_adagrad, adagrad, squares=(0,)),
     Rule("novograd", 1, 1, prepare_novograd, novograd),
 )

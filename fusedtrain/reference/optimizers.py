@@ -7,8 +7,7 @@ every bit of the old values. The host reads only ``table`` and ``rows``, which a
 `GroupOptions`. ``rows`` has for each parameter: its group, its column of ``scalars``, the index of
 each of its states in ``states``, of its master in ``masters``, of its average in ``averages``; -1
 for a tensor that does not exist. A master is float32, or a correction (`split_weights.py`). A state
-is of floats, or of 8-bit codes (`state_codes.py`); behind codes the next tensor of ``states`` has
-their scales.
+is of floats, or of 8-bit codes (`state_codes.py`), whose scales follow in ``states``.
 """
 
 from __future__ import annotations
@@ -21,16 +20,10 @@ import torch
 from torch import Tensor
 
 from .._capture import is_capturing, pinned
+from . import stochastic_rounding as rounding
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .split_weights import NEAREST, is_correction, join_weights, split_weights
 from .state_codes import STATE_STREAM, dequantise, group_count, is_codes, quantise
-from .stochastic_rounding import (
-    memory_index,
-    random_bits,
-    random_key,
-    stochastic_bfloat16,
-    whole_seed,
-)
 
 # csrc/ops/optimizers.h has the same numbers and names (test_optimizer_tables.py compares them).
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
@@ -319,7 +312,10 @@ class OptimizerCall:
         of agreement; the new states."""
         dtype = self.dtype[i]
         grad = self.grad(i, plan.unit_factors) * plan.gradient[i].to(dtype)
-        c, states = list(plan.k.c[i].to(dtype).unbind()), [self.read_state(i, k) for k in range(MAX_STATES)]
+        c, states = (
+            list(plan.k.c[i].to(dtype).unbind()),
+            [self.read_state(i, k) for k in range(MAX_STATES)],
+        )
         u, grad, states = RULES[self.rule].update(self.param(i), grad, states, c)
         agrees = u * grad > 0
         return torch.where((plan.k.cautious[i] == 0) | agrees, u, u * 0), agrees, states
@@ -344,11 +340,8 @@ class OptimizerCall:
         u, late_decay = direction * k.caution[i].to(dtype), k.late_decay[i].to(dtype)
         u = torch.where(late_decay != 0, u + late_decay * param, u)
         param = k.keep[i].to(dtype) * param - k.size[i].to(dtype) * u
-        for k, (old, new) in enumerate(zip(self.state[i], states)):
-            if is_codes(old):
-                self.write_codes(i, k, new, write)
-            else:
-                write(old, new)
+        for which, new in enumerate(states):
+            self.write_state(i, which, new, write)
         average, weight = self.average[i], self.option.average_weight
         if average is not None and weight != 0:
             old = average.to(dtype)
@@ -364,18 +357,21 @@ class OptimizerCall:
 
     def key(self, i: int) -> Tensor:
         """The key of the random numbers of tensor i at this step."""
-        seed = whole_seed(self.option.seed, self.option.seed_high)
-        return random_key(seed, self.column[i], Control.of(self.control).applied_steps)
+        seed = rounding.whole_seed(self.option.seed, self.option.seed_high)
+        return rounding.random_key(seed, self.column[i], Control.of(self.control).applied_steps)
 
-    def write_codes(
+    def write_state(
         self, i: int, k: int, values: Tensor, write: Callable[[Tensor | None, Tensor], None]
     ) -> None:
-        """Writes state k of parameter i, and its scales, each by `write`."""
-        codes, scales = self.states[self.places[i][k] :][:2]
-        groups = torch.arange(group_count(codes.numel()), device=codes.device)
-        random = random_bits(groups + (k + 1) * STATE_STREAM, self.key(i))
-        dense = torch.empty_like(codes, dtype=torch.float32).copy_(values)
-        for old, new in zip((codes, scales), quantise(dense, codes.dtype, random)):
+        """Writes state k of parameter i, and the scales of codes, each by `write`."""
+        state = self.state[i][k]
+        if state is None or not is_codes(state):
+            return write(state, values)
+        groups = torch.arange(group_count(state.numel()), device=state.device)
+        random = rounding.random_bits(groups + (k + 1) * STATE_STREAM, self.key(i))
+        dense = torch.empty_like(state, dtype=torch.float32).copy_(values)
+        stored = state, self.states[self.places[i][k] + 1]
+        for old, new in zip(stored, quantise(dense, state.dtype, random)):
             write(old, new.view_as(old))
 
     def write_weights(
@@ -390,14 +386,14 @@ class OptimizerCall:
         if master is not None and splits:
             added: Tensor | int = NEAREST
             if key is not None:
-                added = random_bits(memory_index(stored), key) >> 24
+                added = rounding.random_bits(rounding.memory_index(stored), key) >> 24
             param, correction = split_weights(weights, stored.dtype, master.dtype, added)
             write(stored, param)
             write(master, correction)
             return
         write(master, weights)
         if key is not None:
-            weights = stochastic_bfloat16(weights, memory_index(stored), key)
+            weights = rounding.stochastic_bfloat16(weights, rounding.memory_index(stored), key)
         write(stored, weights)
 
 

@@ -1,0 +1,147 @@
+"""States of an optimizer in 8-bit codes: codes under the name of the state, and their scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reference.optimizer_rules import RULES, Rule
+from ..reference.state_codes import (
+    GROUP,
+    SIGNED,
+    SQUARES,
+    dequantise,
+    group_count,
+    is_codes,
+    quantise,
+)
+from ._distributed import is_distributed, local
+
+Q8 = "q8"  # the value of the option `state_dtype`
+_SCALE = "_scale"
+# States of smaller parameters stay float32: biases and weights of norms are 0.2 % of ResNet-50.
+LEAST_ELEMENTS = 4096
+
+_BY_NAME = {rule.name: rule for rule in RULES}
+
+
+def scale_name(name: str) -> str:
+    """The key of the scales of a state."""
+    return name + _SCALE
+
+
+def is_scale_name(name: str, p_state: dict[str, Any]) -> bool:
+    """Whether a key of a parameter's state names the scales of another state."""
+    return name.endswith(_SCALE) and name.removesuffix(_SCALE) in p_state
+
+
+def code_dtype(
+    rule_name: str, slots: tuple[str | None, ...], which: int, p: Tensor
+) -> torch.dtype | None:
+    """The dtype of the codes of a parameter's state; None: the state is float32.
+
+    A third state of Adam and RMSprop is compared with, or subtracted from, the average of squares
+    (amsgrad, centered). Rounding of 8 bits would decide the result: both stay float32.
+    """
+    if p.dtype is torch.float64 or p.numel() < LEAST_ELEMENTS:
+        return None
+    rule: Rule = _BY_NAME[rule_name]
+    compared = len(slots) > 2 and slots[2] is not None
+    if compared and (which in rule.squares or which == 2):
+        return None
+    return SQUARES if which in rule.squares else SIGNED
+
+
+@torch.no_grad()
+def floats(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values of codes; a DTensor if the codes are."""
+    values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
+    local(values).copy_(dequantise(local(codes), local(scales)))
+    return values
+
+
+@torch.no_grad()
+def coded_state(
+    p_state: dict[str, Any], name: str, p: Tensor, dtype: torch.dtype, initial: float
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a state: those of the parameter's state, or new ones of its values.
+
+    Args:
+        p_state: the parameter's state, which is not changed.
+        dtype: of the codes.
+        initial: the value of a state that is not there yet.
+    """
+    inner = local(p)
+    model = torch.empty_like(inner, dtype=dtype, memory_format=torch.preserve_format)
+    state, scales = p_state.get(name), p_state.get(scale_name(name))
+    if state is not None and is_codes(state):
+        mine = local(state)
+        fits = state.dtype == dtype and mine.stride() == model.stride()
+        if fits and mine.device == p.device and scales is not None:
+            flat = local(scales).reshape(-1).to(p.device, torch.float32)
+            if len(flat) == group_count(mine.numel()):
+                return state, flat
+        state = floats(state, scales)  # type: ignore[arg-type]
+    values = torch.full_like(model, initial, dtype=torch.float32)
+    if state is not None:
+        values.copy_(local(state))
+    codes, flat = quantise(values, dtype)
+    if not is_distributed(p):
+        return codes, flat
+    whole = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format)
+    local(whole).copy_(codes)
+    return whole, flat
+
+
+def for_checkpoint(p_state: dict[str, Any], compressed: bool) -> dict[str, Any]:
+    """A parameter's state as a state dict has it: codes and scales, or float32 values.
+
+    Scales of a DTensor are a DTensor, so that a checkpoint can be loaded by other numbers of ranks:
+    [rows, groups of a row], sharded by rows as the parameter. Where a row is no whole number of
+    groups, values are saved.
+    """
+    saved = {name: value for name, value in p_state.items() if not is_scale_name(name, p_state)}
+    for name, value in saved.items():
+        if not (isinstance(value, Tensor) and is_codes(value) and scale_name(name) in p_state):
+            continue
+        scales = p_state[scale_name(name)]
+        shared = _as_rows(value, scales) if is_distributed(value) else scales
+        if compressed and shared is not None:
+            saved = {**saved, scale_name(name): shared}
+        else:
+            saved = {**saved, name: floats(value, scales)}
+    return saved
+
+
+def _as_rows(codes: Any, scales: Tensor) -> Any:
+    """The scales of a sharded state as a DTensor; None: the shards do not consist of groups."""
+    from torch.distributed.tensor import DTensor
+
+    if codes.dim() < 2 or not all(p.is_replicate() or p.is_shard(0) for p in codes.placements):
+        return None
+    mine, rows = local(codes), codes.shape[0]
+    of_row = codes.numel() // rows
+    if of_row % GROUP or (mine.shape[0] > 1 and mine.stride(0) != of_row):
+        return None
+    shape = torch.Size([rows, of_row // GROUP])
+    return DTensor.from_local(
+        scales.view(mine.shape[0], shape[1]), codes.device_mesh, codes.placements,
+        run_check=False, shape=shape, stride=(shape[1], 1),
+    )  # fmt: skip
+
+
+def check_codes(name: str, p_state: dict[str, Any], p: Any) -> None:
+    """Raises ValueError for a loaded state in codes that lacks its scales."""
+    codes = p_state[name]
+    if not (isinstance(codes, Tensor) and is_codes(codes)):
+        return
+    scales = p_state.get(scale_name(name))
+    wanted = group_count(local(codes).numel())
+    if not isinstance(scales, Tensor) or local(scales).numel() != wanted:
+        count = local(scales).numel() if isinstance(scales, Tensor) else "none"
+        raise ValueError(
+            f"state_dict: {name!r} is of 8-bit codes and needs {wanted} scales in "
+            f"{scale_name(name)!r}, got {count}"
+        )
