@@ -1,0 +1,345 @@
+"""Optimizers with `state_dtype="q8"`: single steps, long runs, checkpoints, other options."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain.optim import _codes
+from fusedtrain.optim._codes import floats
+from helpers.optimizer_steps import (
+    ALL,
+    alike,
+    assert_same_bits,
+    give_gradients,
+    memory,
+    parameters,
+    saved_and_loaded,
+    skipped_step,
+    steps,
+)
+from helpers.optimizers import make
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+I8, U8 = torch.int8, torch.uint8
+SQUARES = {"exp_avg_sq", "square_avg", "sum"}
+
+
+@pytest.fixture(autouse=True)
+def _small_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_codes, "LEAST_ELEMENTS", 1)
+
+
+def coded(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The states of a parameter that are codes."""
+    return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dtype in (I8, U8)}
+
+
+def spacing(values: Tensor, name: str) -> Tensor:
+    """The documented bound of the error of a stored state, of a dense tensor of any length."""
+    flat = values.as_strided((values.numel(),), (1,)).double()
+    padded = torch.zeros((len(flat) + 31) // 32 * 32, dtype=F64)
+    padded[: len(flat)] = flat.abs()
+    largest = padded.view(-1, 32).amax(1).repeat_interleave(32)[: len(flat)].clamp(min=1e-300)
+    if name in SQUARES:  # of the root
+        return largest.sqrt() / 255
+    return (largest + flat.abs()) ** 2 / (250 * largest)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_a_step_from_the_same_states(name: str, dtype: torch.dtype) -> None:
+    """The parameters are those of float32 states; what is stored is within the documented bound."""
+    shapes = [(40, 33), (70,), (1,), (2, 0), (6, 3, 5, 4), (33,)]
+    p, q = parameters(dtype, shapes), parameters(dtype, shapes)
+    p[4].data = p[4].data.contiguous(memory_format=torch.channels_last)
+    q[4].data = q[4].data.contiguous(memory_format=torch.channels_last)
+    ours = make(name, p, state_dtype="q8")
+    theirs = make(name, q, state_dtype=F32)
+    seen: set[torch.dtype] = set()
+    for seed in range(3):
+        give_gradients(p, seed)
+        give_gradients(q, seed)
+        ours.step()
+        theirs.step()
+        for a, b in zip(p, q, strict=True):
+            assert torch.equal(a, b)
+            for key, codes in coded(ours.state[a]).items():
+                seen.add(codes.dtype)
+                assert codes.dtype == (U8 if key in SQUARES else I8)
+                assert codes.stride() == a.stride()
+                got = floats(codes, ours.state[a][f"{key}_scale"])
+                want = theirs.state[b][key]
+                x, y = (t.as_strided((t.numel(),), (1,)).double() for t in (got, want))
+                if key in SQUARES:
+                    x, y = x.sqrt(), y.sqrt()
+                assert ((x - y).abs() <= spacing(want, key) * 1.0001).all(), key
+                if a.numel() > 1000:
+                    assert not torch.equal(got, want)
+                want.copy_(got)
+    assert seen
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("AdamW", {}, {"exp_avg": I8, "exp_avg_sq": U8}),
+        ("AdamW", {"amsgrad": True}, {"exp_avg": I8, "exp_avg_sq": F32, "max_exp_avg_sq": F32}),
+        ("RMSprop", {"momentum": 0.9}, {"square_avg": U8, "momentum_buffer": I8}),
+        (
+            "RMSprop", {"momentum": 0.9, "centered": True},
+            {"square_avg": F32, "momentum_buffer": I8, "grad_avg": F32},
+        ),
+        ("RMSpropTF", {"centered": True}, {"square_avg": F32, "grad_avg": F32}),
+        ("SGD", {}, {}),
+        ("NovoGrad", {}, {"exp_avg": I8}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}, {"sum": U8}),
+    ],
+)  # fmt: skip
+def test_which_states_are_codes(name: str, options: Any, expected: dict[str, torch.dtype]) -> None:
+    p = nn.Parameter(torch.randn(64).bfloat16())
+    optimizer = getattr(fusedtrain.optim, name)([p], lr=0.1, state_dtype="q8", **options)
+    give_gradients([p], 0)
+    optimizer.step()
+    large = {k: v.dtype for k, v in optimizer.state[p].items() if v.dim()}
+    scales = {f"{k}_scale": F32 for k, v in expected.items() if v in (I8, U8)}
+    assert large == {**expected, **scales}
+
+
+def test_small_and_float64_parameters_keep_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    p = [nn.Parameter(torch.randn(n)) for n in (4095, 4096)]
+    p += [nn.Parameter(torch.randn(64, 64).bfloat16()), nn.Parameter(torch.randn(5000).double())]
+    optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8", master_weights="split24")
+    give_gradients(p, 0)
+    optimizer.step()
+    assert [optimizer.state[x]["exp_avg"].dtype for x in p] == [F32, I8, I8, F64]
+    state = optimizer.state[p[2]]
+    held = [p[2].detach(), *(v for v in state.values() if v.dim())]
+    assert sum(t.numel() * t.element_size() for t in held) == 5.25 * p[2].numel()
+
+
+@ALL
+def test_a_skipped_step_changes_nothing(name: str) -> None:
+    p = parameters(BF16)
+    optimizer = make(name, p, state_dtype="q8", master_weights="split24", ema_decay=0.9)
+    steps(optimizer, p, range(1, 4))
+    before = memory(optimizer)
+    skipped_step(optimizer, p)
+    assert_same_bits(before, memory(optimizer))
+
+
+@ALL
+@pytest.mark.parametrize("compressed", [False, True])
+def test_checkpoints(name: str, compressed: bool) -> None:
+    """The run goes on bit for bit, from codes and from float32 values."""
+    runs = []
+    for loads in (False, True):
+        torch.manual_seed(3)
+        p = parameters(F32)
+        optimizer = make(name, p, state_dtype="q8")
+        steps(optimizer, p, range(1, 4))
+        if loads:
+            saved = saved_and_loaded(optimizer.state_dict(compressed=compressed))
+            dtypes = {v.dtype for s in saved["state"].values() for v in s.values()}
+            assert bool(dtypes & {I8, U8}) == compressed
+            values = [x.detach().clone() for x in p]
+            torch.manual_seed(4)
+            p = parameters(F32)
+            optimizer = make(name, p, state_dtype="q8")
+            steps(optimizer, p, range(7, 9))
+            with torch.no_grad():
+                for x, value in zip(p, values, strict=True):
+                    x.copy_(value)
+            optimizer.load_state_dict(saved)
+        steps(optimizer, p, range(4, 8))
+        saved = optimizer.state_dict(compressed=True)
+        runs.append((p, saved["state"], saved["rounding_stream"]))
+    assert alike(*runs)
+
+
+def test_to_and_from_torch() -> None:
+    p = parameters(F32)
+    ours = fusedtrain.optim.AdamW(p, state_dtype="q8")
+    steps(ours, p, range(1, 5))
+    saved = saved_and_loaded(ours.state_dict())
+    q = [nn.Parameter(x.detach().clone()) for x in p]
+    theirs = torch.optim.AdamW(q)
+    saved.pop("rounding_stream")
+    theirs.load_state_dict(saved)
+    for a, b in zip(p, q, strict=True):
+        for key, codes in coded(ours.state[a]).items():
+            assert torch.equal(theirs.state[b][key], floats(codes, ours.state[a][f"{key}_scale"]))
+    steps(ours, p, [5])
+    steps(theirs, q, [5])
+    for a, b in zip(p, q, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    back = fusedtrain.optim.AdamW(q, state_dtype="q8")
+    back.load_state_dict(theirs.state_dict())
+    steps(back, q, [6])
+    assert back.state[q[0]]["exp_avg"].dtype == I8
+
+
+def test_the_option_may_change_between_steps() -> None:
+    p = parameters(F32)
+    optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8")
+    steps(optimizer, p, range(1, 4))
+    expected = {
+        key: floats(codes, optimizer.state[p[0]][f"{key}_scale"])
+        for key, codes in coded(optimizer.state[p[0]]).items()
+    }
+    optimizer.state_dtype = F32
+    optimizer.param_groups[0]["lr"] = 0.0
+    for x in p[1:]:
+        x.grad = None
+    p[0].grad = torch.zeros_like(p[0])
+    optimizer.step()
+    state = optimizer.state[p[0]]
+    assert not coded(state)
+    assert not [key for key in state if key.endswith("_scale")]
+    torch.testing.assert_close(state["exp_avg"], 0.9 * expected["exp_avg"])
+    optimizer.state_dtype = "q8"
+    optimizer.step()
+    assert set(coded(optimizer.state[p[0]])) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_parameter_may_change_its_layout() -> None:
+    p = nn.Parameter(torch.randn(8, 6, 5, 5))
+    optimizer = fusedtrain.optim.SGD([p], lr=0.1, momentum=0.9, state_dtype="q8")
+    give_gradients([p], 1)
+    optimizer.step()
+    state = optimizer.state[p]
+    before = floats(state["momentum_buffer"], state["momentum_buffer_scale"])
+    p.data = p.data.contiguous(memory_format=torch.channels_last)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert state["momentum_buffer"].stride() == p.stride()
+    after = floats(state["momentum_buffer"], state["momentum_buffer_scale"])
+    bound = 4 * before.abs().amax() / 250  # rounded twice
+    assert ((after - 0.9 * before).abs() <= 2 * bound).all()
+    assert (after - 0.9 * before).abs().mean() < bound / 8
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on_alike(how: Any) -> None:
+    p = parameters(F16)
+    optimizer = make("SGDW", p, state_dtype="q8", master_weights=True)
+    steps(optimizer, p, range(1, 4))
+    other = how({"p": p, "optimizer": optimizer})
+    steps(optimizer, p, range(4, 6))
+    steps(other["optimizer"], other["p"], range(4, 6))
+    assert alike(p, other["p"])
+    assert alike(
+        optimizer.state_dict(compressed=True), other["optimizer"].state_dict(compressed=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ema_decay": 0.9, "max_grad_norm": 1.0, "gradient_writeback": "unscaled"},
+        {"agc": 0.05, "gradient_writeback": "zero"},
+        {"master_weights": True},
+        {"master_weights": "split32", "ema_decay": 0.9},
+        {"stochastic_rounding": True},
+        {"master_weights": "split24", "stochastic_rounding": True, "agc": 0.05},
+    ],
+    ids=lambda o: "-".join(o),
+)
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Lion"])
+def test_other_options(name: str, options: Any) -> None:
+    """A first step, whose states begin at 0, is the step with float32 states."""
+    results = []
+    for state_dtype in ("q8", F32):
+        torch.manual_seed(0)
+        p = parameters(BF16)
+        optimizer = make(name, p, state_dtype=state_dtype, **options)
+        give_gradients(p, 1)
+        optimizer.step()
+        kept = [
+            v
+            for s in optimizer.state.values()
+            for k, v in s.items()
+            if k in ("ema", "master_param", "master_correction")
+        ]
+        results.append((p, [x.grad for x in p], kept))
+    assert alike(*results)
+
+
+def test_averages_of_squares_follow_without_bias() -> None:
+    """4 million updates of a hundredth. Gradients fall to a tenth after half of the steps, and so
+    do the roots in float64; rounded to nearest, codes would stay where they are."""
+    size, rows = 4096, 32
+    p = nn.Parameter(torch.zeros(size))
+    optimizer = fusedtrain.optim.RMSprop([p], lr=0.0, alpha=0.99, state_dtype="q8")
+    shape = torch.linspace(0.3, 1.0, rows).repeat(size // rows)
+    true = torch.zeros(size, dtype=F64)
+    for step in range(1024):
+        size_now = 1.0 if step < 512 else 0.1
+        p.grad = shape * size_now
+        true = 0.99 * true + 0.01 * p.grad.double() ** 2
+        optimizer.step()
+    state = optimizer.state[p]
+    mean = floats(state["square_avg"], state["square_avg_scale"]).double().view(-1, rows).mean(0)
+    assert (mean / true.view(-1, rows)[0] - 1).abs().max() < 0.03
+
+
+def test_momenta_have_no_bias() -> None:
+    """2^20 updates, each a quarter of the distance between the codes around 0."""
+    p = nn.Parameter(torch.zeros(4096, 32))
+    optimizer = fusedtrain.optim.SGD([p], lr=0.0, momentum=0.999, state_dtype="q8")
+    p.grad = torch.zeros_like(p)
+    p.grad[:, 0] = 1.0
+    optimizer.step()
+    p.grad.zero_()
+    p.grad[:, 1:] = 0.25 / 253
+    p.grad[:, 0] = 0.001  # keeps the largest at 1
+    for _ in range(8):
+        optimizer.step()
+    state = optimizer.state[p]
+    values = floats(state["momentum_buffer"], state["momentum_buffer_scale"]).double()
+    true = sum(0.999**k for k in range(8)) * 0.25 / 253
+    assert abs(values[:, 1:].mean().item() / true - 1) < 0.02
+    assert torch.equal(values[:, 0], torch.ones(4096, dtype=F64))
+
+
+def test_an_unused_row_stays_still() -> None:
+    """Where gradients are 0 a root is 0 or at least a code of 1: no step is larger than lr / eps
+    would make it with a lost divisor."""
+    p = nn.Parameter(torch.zeros(64, 32))
+    optimizer = fusedtrain.optim.Adam([p], lr=1e-3, state_dtype="q8")
+    generator = torch.Generator().manual_seed(0)
+    for step in range(300):
+        p.grad = torch.randn(64, 32, generator=generator)
+        p.grad[:, 5] = 1e-3 * (step % 50 == 0)  # a thousandth of its neighbours, and rare
+        p.grad[:, 7] = 0.0
+        before = p.detach().clone()
+        optimizer.step()
+        assert (p.detach() - before).abs().max() < 0.012
+    assert (p[:, 7] == 0).all()
+
+
+def test_wrong_options_and_checkpoints() -> None:
+    p = [nn.Parameter(torch.randn(64))]
+    for wrong in ("q4", torch.int8, "Q8", 8):
+        with pytest.raises(ValueError, match="state_dtype must be"):
+            fusedtrain.optim.AdamW(p, state_dtype=wrong)
+    optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8")
+    give_gradients(p, 0)
+    optimizer.step()
+    for damage in (
+        lambda s: s.pop("exp_avg_scale"),
+        lambda s: s.update(exp_avg_scale=torch.ones(3)),
+    ):
+        saved = optimizer.state_dict(compressed=True)
+        damage(saved["state"][0])
+        before = memory(optimizer)
+        with pytest.raises(ValueError, match="'exp_avg' is of 8-bit codes and needs 2 scales"):
+            optimizer.load_state_dict(saved)
+        assert_same_bits(before, memory(optimizer))
