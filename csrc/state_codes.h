@@ -73,7 +73,8 @@ struct SquareCodes {
     const int32_t below = static_cast<int32_t>(q);
     const float k = static_cast<float>(below);
     const int32_t rounded = chance * (k + k + 1.0f) < (q - k) * (k + q) ? below + 1 : below;
-    return q > 0.0f && rounded < 1 ? 1 : rounded;
+    const int32_t least = q > 0.0f ? 1 : 0;
+    return rounded < least ? least : rounded;
   }
 };
 

@@ -30,10 +30,12 @@ FT_METHOD void store_group(const float* x, typename Codes::Code* codes, float* s
   }
   *scale = group_scale(most);
   const float largest = *scale, factor = Codes::factor(largest);
-#pragma GCC ivdep
+  int32_t rounded[kGroup];
   for (int lane = 0; lane < kGroup; ++lane)
-    codes[lane] = static_cast<typename Codes::Code>(Codes::code(
-        x[lane], largest, factor, rounding_chance(random, static_cast<uint32_t>(lane))));
+    rounded[lane] =
+        Codes::code(x[lane], largest, factor, rounding_chance(random, static_cast<uint32_t>(lane)));
+  for (int lane = 0; lane < kGroup; ++lane)
+    codes[lane] = static_cast<typename Codes::Code>(rounded[lane]);
 }
 
 // `first`: what the first group's random numbers count as.
