@@ -98,36 +98,41 @@ def coded_state(
 def for_checkpoint(p_state: dict[str, Any], compressed: bool) -> dict[str, Any]:
     """A parameter's state as a state dict has it: codes and scales, or float32 values.
 
-    Scales of a DTensor are a DTensor, so that a checkpoint can be loaded by other numbers of ranks:
-    [rows, groups of a row], sharded by rows as the parameter. Where a row is no whole number of
-    groups, values are saved.
+    Scales are [rows, groups of a row] where a row is a whole number of groups, so that a checkpoint
+    can be loaded by other numbers of ranks. Where it is not, of DTensors the values are saved.
     """
     saved = {name: value for name, value in p_state.items() if not is_scale_name(name, p_state)}
-    for name, value in saved.items():
+    for name, value in list(saved.items()):
         if not (isinstance(value, Tensor) and is_codes(value) and scale_name(name) in p_state):
             continue
-        scales = p_state[scale_name(name)]
-        shared = _as_rows(value, scales) if is_distributed(value) else scales
-        if compressed and shared is not None:
-            saved = {**saved, scale_name(name): shared}
+        scales = local(p_state[scale_name(name)]).reshape(-1)
+        by_rows = _by_rows(value, scales) if compressed else None
+        if by_rows is None:
+            saved[name] = floats(value, scales)
         else:
-            saved = {**saved, name: floats(value, scales)}
+            saved[scale_name(name)] = by_rows
     return saved
 
 
-def _as_rows(codes: Any, scales: Tensor) -> Any:
-    """The scales of a sharded state as a DTensor; None: the shards do not consist of groups."""
+def _by_rows(codes: Any, scales: Tensor) -> Any:
+    """The scales by rows; flat, or of DTensors None, where groups are no parts of rows."""
+    sharded, mine = is_distributed(codes), local(codes)
+    flat = None if sharded else scales
+    if codes.dim() < 2 or codes.numel() == 0:
+        return flat
+    rows, of_row = codes.shape[0], codes.numel() // codes.shape[0]
+    if of_row % GROUP or (mine.shape[0] > 1 and mine.stride(0) != of_row):
+        return flat
+    shape = torch.Size([rows, of_row // GROUP])
+    scales = scales.view(mine.shape[0], shape[1])
+    if not sharded:
+        return scales
+    if not all(p.is_replicate() or p.is_shard(0) for p in codes.placements):
+        return None
     from torch.distributed.tensor import DTensor
 
-    if codes.dim() < 2 or not all(p.is_replicate() or p.is_shard(0) for p in codes.placements):
-        return None
-    mine, rows = local(codes), codes.shape[0]
-    of_row = codes.numel() // rows
-    if of_row % GROUP or (mine.shape[0] > 1 and mine.stride(0) != of_row):
-        return None
-    shape = torch.Size([rows, of_row // GROUP])
     return DTensor.from_local(
-        scales.view(mine.shape[0], shape[1]), codes.device_mesh, codes.placements,
+        scales, codes.device_mesh, codes.placements,
         run_check=False, shape=shape, stride=(shape[1], 1),
     )  # fmt: skip
 

@@ -165,6 +165,69 @@ def _resharded(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
+# Kinds of `Coded` whose checkpoints any number of ranks loads.
+ANY_RANKS = ("codes", "float32", "float32 odd")
+
+
+class Coded:
+    """A bfloat16 model with 8-bit states. Rows are whole groups of 32, but in "odd" models."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.compressed = kind.startswith("codes")
+        widths = (80, 40) if kind.endswith("odd") else (64, 96)
+        self.model = nn.Sequential(nn.Linear(widths[0], 101), nn.Linear(widths[1], 110)).bfloat16()
+        if dist.is_initialized():
+            fully_shard(self.model)
+        self.params = list(self.model.parameters())
+        self.optimizer = fusedtrain.optim.AdamW(
+            self.params, lr=0.01, state_dtype="q8", master_weights="split24"
+        )
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            give_gradients(self.params, step, fusedtrain.amp.GradScaler("cpu", enabled=False))
+            self.optimizer.step()
+
+    def parts(self) -> dict[str, Any]:
+        states = self.optimizer.state_dict(compressed=self.compressed)["state"]
+        return {"model": self.model.state_dict(), "states": {str(i): states[i] for i in states}}
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.parts(), checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+    def load(self, folder: str) -> None:
+        groups, parts = self.optimizer.state_dict()["param_groups"], self.parts()
+        dcp.load(parts, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        self.model.load_state_dict(parts["model"])
+        states = {int(i): state for i, state in parts["states"].items()}
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+    def tensors(self) -> dict[str, Tensor]:
+        parts = self.parts()
+        states = {f"{i} {n}": t for i, s in parts["states"].items() for n, t in s.items()}
+        return {name: whole(t) for name, t in {**parts["model"], **states}.items()}
+
+
+def coded(folder: str, saves: str, loads: dict[str, str]) -> dict[str, Any]:
+    """Saves 8-bit states under a name, and loads those of others: by kind of `Coded`."""
+    results: dict[str, Any] = {}
+    for kind in ("codes", "float32", "codes odd", "float32 odd"):
+        run = Coded(kind)
+        run.train(range(SAVED))
+        if saves:
+            run.save(f"{folder}/{kind} of {saves}")
+        results[f"{kind} saved"] = run.tensors()
+        if kind in loads:
+            run = Coded(kind)
+            run.train(range(9, 10))  # makes the states that are loaded
+            run.load(f"{folder}/{kind} of {loads[kind]}")
+            results[f"{kind} loaded"] = run.tensors()
+            run.train(range(SAVED, STEPS))
+            results[f"{kind} trained"] = run.tensors()
+    return results
+
+
 def _whole_state(rank: int) -> dict[str, Any]:
     """A state dict of whole tensors, which rank 0 alone loads, goes to the shards of both."""
     run = Run("AdamW", sharded(network()))
@@ -320,6 +383,9 @@ def on_a_rank(rank: int, folder: str) -> None:
     results = _resharded(rank, folder)
     for case in (_whole_state, _collectives, _converted, _torch_scaler, _rounded):
         results[case.__name__] = case(rank)  # type: ignore[operator]
+    # Of odd rows codes are for the same number of ranks alone.
+    loads = {**dict.fromkeys(ANY_RANKS, "one"), "codes odd": "two"}
+    results["coded"] = coded(folder, "two", loads)
     _refused(rank, folder)
     os.makedirs(f"{folder}/example", exist_ok=True)
     os.chdir(f"{folder}/example")

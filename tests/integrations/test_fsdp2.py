@@ -20,12 +20,14 @@ if not dist.is_available():
 
 import fusedtrain
 from helpers.fully_sharded import (
+    ANY_RANKS,
     BAD,
     INPUTS,
     KINDS,
     SAVED,
     STEPS,
     Run,
+    coded,
     load,
     network,
     on_a_rank,
@@ -45,7 +47,9 @@ class Facts:
         self.first = {kind: run.train(range(SAVED)) for kind, run in runs.items()}
         save(runs, f"{folder}/of one")
         self.last = {kind: run.train(range(SAVED, STEPS)) for kind, run in runs.items()}
+        self.coded = coded(f"{folder}", "one", {})
         on_two_ranks(on_a_rank, str(folder))
+        self.coded_of_two = coded(f"{folder}", "", dict.fromkeys(ANY_RANKS, "two"))
         self.ranks: list[Any] = [
             torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)
         ]
@@ -74,6 +78,10 @@ def close(ours: Tensors, theirs: Tensors) -> None:
         assert (error <= limit).all(), (name, error.max())
 
 
+def same_tensors(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one_process(kind: str, facts: Facts) -> None:
     for part, want in enumerate((facts.first[kind], facts.last[kind])):
@@ -99,6 +107,25 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(kind: str, facts: Facts) -> 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one(kind: str, facts: Facts) -> None:
     close(facts.last_of_two[kind]["tensors"], facts.ranks[0][kind][1]["tensors"])
     assert facts.last_of_two[kind]["scales"] == facts.last[kind]["scales"]
+
+
+@pytest.mark.parametrize("kind", [*ANY_RANKS, "codes odd"])
+def test_eight_bit_states_of_other_numbers_of_ranks(kind: str, facts: Facts) -> None:
+    """Bit for bit what was saved; codes as codes."""
+    one, two = facts.coded[f"{kind} saved"], facts.ranks[0]["coded"][f"{kind} saved"]
+    into_two = facts.ranks[0]["coded"][f"{kind} loaded"]
+    assert same_tensors(into_two, two if kind == "codes odd" else one)
+    if kind in ANY_RANKS:
+        assert same_tensors(facts.coded_of_two[f"{kind} loaded"], two)
+    code = torch.int8 if kind == "codes" else torch.float32
+    assert two["0 exp_avg"].dtype is code  # "odd" rows are values where they are sharded
+    assert one["0 exp_avg"].dtype is (torch.int8 if kind == "codes odd" else code)
+    assert two["0 master_correction" if kind.startswith("codes") else "0 master_param"].any()
+    for results in (facts.coded_of_two, facts.ranks[0]["coded"], facts.ranks[1]["coded"]):
+        if f"{kind} trained" in results:
+            trained = results[f"{kind} trained"]
+            assert all(t.isfinite().all() for t in trained.values())
+            assert not same_tensors(trained, results[f"{kind} loaded"])
 
 
 def test_a_state_dict_of_whole_tensors_is_distributed(facts: Facts) -> None:
