@@ -21,6 +21,7 @@ from ._graph.tracer import same_generators
 from ._recompute import Recipe, observed
 from ._torch_private import pytree
 from .conversion import MEMORY, convert, revert
+from .optim._distributed import local
 
 __all__ = ["LayerMemory", "MemoryReport", "memory_report"]
 
@@ -47,10 +48,13 @@ class LayerMemory(NamedTuple):
 @dataclass(repr=False)
 class MemoryReport:
     """Prints as a table. `layers` are in the order of the forward, `totals` are bytes by mode.
-    Storages count once; parameters, buffers and the model's inputs do not count."""
+    Storages count once; parameters, buffers and the model's inputs do not count there."""
 
     layers: list[LayerMemory] = field(default_factory=list)
     totals: dict[str, int] = field(default_factory=dict)
+    # Bytes of the optimizer's parameters and of each of its states, by the state's name.
+    optimizer: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0  # elements of the optimizer's parameters
 
     def __repr__(self) -> str:
         totals = ", ".join(f"{mode}={size}" for mode, size in self.totals.items())
@@ -73,6 +77,7 @@ class MemoryReport:
         for layer in largest:
             savers = ", ".join(map(shown, layer.savers[:3]))
             rows.append(self._row(f"  {shown(layer.name)} (for {savers})", layer.bytes))
+        rows += self._optimizer_rows(len(modes))
         widths = [max(len(row[i]) for row in rows) for i in range(len(modes) + 1)]
         return "\n".join(
             "  ".join(
@@ -84,6 +89,19 @@ class MemoryReport:
     def _row(self, label: str, sizes: Any) -> tuple[str, ...]:
         scale, unit = self._unit()
         return (label, *(f"{sizes[mode] / scale:.1f} {unit}" for mode in self.totals))
+
+    def _optimizer_rows(self, columns: int) -> list[tuple[str, ...]]:
+        """The states do not depend on the mode: one column has them, with bytes a parameter."""
+        if not self.optimizer:
+            return []
+        scale, unit = self._unit()
+        sizes = {"parameters and optimizer": sum(self.optimizer.values())}
+        sizes |= {f"  {name}": size for name, size in self.optimizer.items()}
+        each = max(self.parameters, 1)
+        return [
+            (name, f"{size / scale:.1f} {unit}", f"{size / each:.2f} B", *[""] * (columns - 2))
+            for name, size in sizes.items()
+        ]
 
     def _unit(self) -> tuple[float, str]:
         """One unit for the whole report, so that its numbers compare."""
@@ -133,9 +151,12 @@ class MemoryReport:
         figure.savefig(path, dpi=120)
 
 
-def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
+def memory_report(
+    model: nn.Module, example_inputs: Any, optimizer: torch.optim.Optimizer | None = None
+) -> MemoryReport:
     """The memory that a forward pass of the model keeps for backward, layer by layer: in eager
-    PyTorch, and after :func:`fusedtrain.convert` with each value of `memory`.
+    PyTorch, and after :func:`fusedtrain.convert` with each value of `memory`. Of an optimizer, the
+    memory of its parameters and of each of its states, also in bytes a parameter.
 
     Runs copies of the model, in its training mode, on the example. The model itself, converted or
     not, and the random number generators do not change.
@@ -143,9 +164,10 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     Args:
         model: any module.
         example_inputs: a tensor, a tuple of arguments, or a dict of named arguments.
+        optimizer: any optimizer of torch's kind. Most have their states after the first step.
 
     Raises:
-        TypeError: `example_inputs` has another type. The model's errors are passed on.
+        TypeError: `example_inputs` or `optimizer` has another type. The model's errors are passed on.
 
     Example:
         >>> import fusedtrain, torch
@@ -156,6 +178,10 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     check_example(example_inputs)
     model = original_of(model, "memory_report")
     runs: dict[str, _Kept] = {}
@@ -167,7 +193,27 @@ def memory_report(model: nn.Module, example_inputs: Any) -> MemoryReport:
         with same_generators(), without_compiled_code(twin):
             runs[mode] = _run(twin, example_inputs)
         del twin
-    return _report(runs)
+    report = _report(runs)
+    if optimizer is not None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        report.parameters = sum(p.numel() for p in params)
+        report.optimizer = _bytes_of_states(optimizer, params)
+    return report
+
+
+def _bytes_of_states(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> dict[str, int]:
+    """Bytes of this process, by the name of a state; step counts share one storage."""
+    sizes: Counter[str] = Counter()
+    counted: set[int] = set()
+    states = [{"parameters": p, **optimizer.state.get(p, {})} for p in params]
+    for name, value in (item for state in states for item in state.items()):
+        if not isinstance(value, Tensor):
+            continue
+        storage = local(value).untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            sizes[name] += storage.nbytes()
+    return dict(sizes)
 
 
 @dataclass

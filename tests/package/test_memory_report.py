@@ -130,3 +130,35 @@ def test_mistakes() -> None:
     with pytest.raises(KeyError, match="here"):
         fusedtrain.memory_report(Fails(), torch.randn(1))
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_the_states_of_an_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 3)).bfloat16()
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    optimizer = fusedtrain.optim.AdamW(
+        model.parameters(), state_dtype="q8", master_weights="split24"
+    )
+    assert list(fusedtrain.memory_report(model, x, optimizer).optimizer) == ["parameters"]
+    model(x).sum().backward()
+    optimizer.step()
+    report = fusedtrain.memory_report(model, x, optimizer)
+    large, small = 64 * 128, 128 + 128 * 3 + 3  # small parameters have float32 states
+    assert report.parameters == large + small
+    step = report.optimizer.pop("step")  # one vector of all parameters' counts
+    assert 0 < step < 200
+    assert report.optimizer == {
+        "parameters": 2 * (large + small),
+        "exp_avg": large + 4 * small,
+        "exp_avg_scale": large // 8,
+        "exp_avg_sq": large + 4 * small,
+        "exp_avg_sq_scale": large // 8,
+        "master_correction": large + small,
+    }
+    table = str(report)
+    each = sum(report.optimizer.values()) / report.parameters
+    assert f"{each:.2f} B" in next(line for line in table.splitlines() if "and optimizer" in line)
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.step()
+    assert set(fusedtrain.memory_report(model, x, theirs).optimizer) >= {"exp_avg", "exp_avg_sq"}
+    with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer, got list"):
+        fusedtrain.memory_report(model, x, [])  # type: ignore[arg-type]
