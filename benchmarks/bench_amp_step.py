@@ -23,7 +23,7 @@ from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Prepare, Race, copy_buffers
 from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
-from benchmarks.harness.steps import DEEPSPEED, JOBS, KINDS, RULES, Contestant, does
+from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, Contestant, does
 from benchmarks.harness.tables import STRONGEST, Column, Report, counted, size_text
 from fusedtrain.timing import Call
 
@@ -63,6 +63,7 @@ def select(options: Options) -> list[Case]:
             for op in RULES:
                 whole = op == "adamw" and (kind == "float32" or model in ("resnet50", MODELS[-1]))
                 small = kind == "float32" and model in SMALL_NETS
+                whole |= op == "adamw" and kind == "bfloat16+q8" and model in SMALL_NETS
                 for job in JOBS:
                     common = job == "check" or op in ALL_JOBS
                     wanted = options.full or whole or (small and common)
@@ -80,7 +81,7 @@ def _entrants(op: str, kind: str, job: str, device: str) -> list[str]:
 
     names = ["fusedtrain", *steps.rivals(op, KINDS[kind], device)]
     # A peer that is installed and does not build is no reason to lose the row.
-    where, peers = f"{op} {job} {kind} on {device}", (DEEPSPEED,)
+    where, peers = f"{op} {job} {kind} on {device}", (DEEPSPEED, *CODED)
     return list(admit({who: who for who in names}, gate, where, may_break=peers))
 
 

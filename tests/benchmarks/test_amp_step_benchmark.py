@@ -33,6 +33,7 @@ def _timm_optimizers() -> None:
         ("novograd", "float32", [24, 24, 24, 32, 36]),
         ("adamw", "bfloat16", [14, 16, 16, 24, 26]),
         ("adamw", "bfloat16+master", [28, 30, 30, 38, 40]),
+        ("adamw", "bfloat16+q8", [12, 14, 14, 22, 24]),
     ],
 )
 def test_least_bytes(op: str, kind: str, expected: list[int]) -> None:
@@ -49,7 +50,7 @@ def test_gate_accepts_right_contestants(op: str) -> None:
             steps.check(who, op, job, KINDS["float32"], "cpu")
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "bfloat16+master"])
+@pytest.mark.parametrize("kind", ["bfloat16", "bfloat16+master", "bfloat16+q8"])
 def test_gate_accepts_bfloat16(kind: str) -> None:
     for job in JOBS:
         for who in ("fusedtrain", *rivals("adamw", KINDS[kind], "cpu")):

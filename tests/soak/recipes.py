@@ -73,6 +73,13 @@ RECIPES = (
         {"lr": 2e-3, "amsgrad": True, "gradient_writeback": "unscaled", **_BOTH},
         "q8", torch.bfloat16, _BOUNDED, accumulation=2,
     ),
+    Recipe(
+        "NAdamW, bfloat16 parameters, 8-bit states, split master weights, store",
+        fusedtrain.optim.NAdamW,
+        {"lr": 2e-3, "state_dtype": "q8", "master_weights": "split24",
+         "stochastic_rounding": True, **_BOTH},
+        "store", torch.bfloat16, _BOUNDED, dtype=torch.bfloat16,
+    ),
 )  # fmt: skip
 
 
