@@ -167,7 +167,8 @@ def memory_report(
         optimizer: any optimizer of torch's kind. Most have their states after the first step.
 
     Raises:
-        TypeError: `example_inputs` or `optimizer` has another type. The model's errors are passed on.
+        TypeError: `example_inputs` or `optimizer` has another type. The model's errors are passed
+            on.
 
     Example:
         >>> import fusedtrain, torch
