@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import MEASURE_PARAMETERS
+from ..reference.state_codes import SIGNED, SQUARES
 from ..reference.stochastic_rounding import whole_seed
 from . import optimizer_rules as optimizers
 from ._layout import cdiv
@@ -45,8 +46,8 @@ _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 _MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.int8: tl.int8}
 
 
-def _stored(dtype: torch.dtype | None) -> Any:
-    return None if dtype is None else STORED[dtype]
+# Floats, or codes of momenta and of averages of squares.
+_STATES = {None: None, **STORED, SIGNED: tl.int8, SQUARES: tl.uint8}
 
 
 def _index(kind: Kind, units: bool) -> Any:
@@ -75,7 +76,7 @@ def _prepare_constants(
 def _try_constants(rule: str, kind: Kind, units: bool) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *map(_stored, kind.states), _MASTERS[kind.master], kind.aligned, _index(kind, units),
+        *(_STATES[s] for s in kind.states), _MASTERS[kind.master], kind.aligned, _index(kind, units),
         CHUNK, _BLOCK,
     )  # fmt: skip
 
@@ -86,10 +87,11 @@ def _update_constants(
 ) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *map(_stored, kind.states), _MASTERS[kind.master],
-        _stored(kind.average) if averages else None, kind.aligned, _index(kind, units), write_back,
+        *(_STATES[s] for s in kind.states), _MASTERS[kind.master],
+        STORED.get(kind.average) if averages else None, kind.aligned,
+        _index(kind, units), write_back,
         stochastic and kind.param is torch.bfloat16 and kind.master in (None, torch.int8),
-        CHUNK, _BLOCK,
+        SIGNED in kind.states or SQUARES in kind.states, CHUNK, _BLOCK,
     )  # fmt: skip
 
 
