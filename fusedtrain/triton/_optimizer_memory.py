@@ -90,7 +90,7 @@ def state_memory(
     state, scales = param, param
     if S is not None:
         state = memory(entry_ptr, 2 + K, S, ALIGNED) + begin
-    if S == tl.int8 or S == tl.uint8:
+    if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
         scales = memory(entry_ptr, SCALES + K, tl.float32, False) + begin // LANES
     return state, scales
 
@@ -122,7 +122,7 @@ def write_state(
         random = random_bits(begin // LANES + group + STATE_STREAM * (K + 1), key)
         if MASKED:  # a rule may be nonzero outside
             values = tl.where(inside, values, 0.0)
-        codes, scale = quantise(values, random, state.dtype.element_ty)
+        codes, scale = quantise(values, random, state.dtype.element_ty == tl.int8)
         if MASKED:
             tl.store(state + at, codes, mask=inside)
             tl.store(scales + group, scale, mask=group * LANES < n)

@@ -25,7 +25,8 @@ CHUNK = 8192  # elements of a program
 # Columns of the table of tensors: addresses of parameter, gradient, states, master, average; then
 NUMEL, FIRST_CHUNK, TENSOR, SCALAR, GROUP, UNITS, INNER, FIRST_UNIT, FIRST_PIECE = range(7, 16)
 SCALES = 16  # and the addresses of the states' scales
-ENTRY = SCALES + MAX_STATES
+# A power of two: with lines of 19 numbers ptxas has other registers, and spills in try_kernel.
+ENTRY = 32
 # prepare_kernel writes rows of so many float64: one for the step, then one for each tensor.
 NUMBERS = 16
 
@@ -193,6 +194,7 @@ class Tables(OptimizerCall):
         of_scales = [0 if t is None else t.data_ptr() for t in scales]
         numbers = [numel, 0, i, self.column[i], self.group[i], units, inner, 0, 0]
         line = [*addresses, *numbers, *of_scales]
+        line += [0] * (ENTRY - len(line))
         return kind, line
 
     # --- the tables

@@ -38,6 +38,8 @@ _launch_update = Launcher(update_kernel)
 
 # Each of 128 threads (4 wavefronts: 256) has 8 elements, 16 or 32 bytes of each buffer.
 _BLOCK = 1024 if torch.version.hip is None else 2048
+# With states in codes 4, since 8 take more registers than there are: 4 bytes of each code buffer.
+_CODES_BLOCK = 512 if torch.version.hip is None else 1024
 _ADD_BLOCK = 128
 _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 
@@ -48,6 +50,14 @@ _MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.
 
 # Floats, or codes of momenta and of averages of squares.
 _STATES = {None: None, **STORED, SIGNED: tl.int8, SQUARES: tl.uint8}
+
+
+def _has_codes(kind: Kind) -> bool:
+    return SIGNED in kind.states or SQUARES in kind.states
+
+
+def _sizes(kind: Kind) -> tuple[int, int]:
+    return CHUNK, _CODES_BLOCK if _has_codes(kind) else _BLOCK
 
 
 def _index(kind: Kind, units: bool) -> Any:
@@ -76,8 +86,8 @@ def _prepare_constants(
 def _try_constants(rule: str, kind: Kind, units: bool) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *(_STATES[s] for s in kind.states), _MASTERS[kind.master], kind.aligned, _index(kind, units),
-        CHUNK, _BLOCK,
+        *(_STATES[s] for s in kind.states), _MASTERS[kind.master], kind.aligned,
+        _index(kind, units), *_sizes(kind),
     )  # fmt: skip
 
 
@@ -91,7 +101,7 @@ def _update_constants(
         STORED.get(kind.average) if averages else None, kind.aligned,
         _index(kind, units), write_back,
         stochastic and kind.param is torch.bfloat16 and kind.master in (None, torch.int8),
-        SIGNED in kind.states or SQUARES in kind.states, CHUNK, _BLOCK,
+        _has_codes(kind), *_sizes(kind),
     )  # fmt: skip
 
 

@@ -59,18 +59,18 @@ def square_codes(x, scale, chance):
 
 
 @triton.jit
-def quantise(values, random, CODES: tl.constexpr):
-    """Codes of float32 numbers, and the scale of each group of LANES neighbours.
+def quantise(values, random, SIGNED: tl.constexpr):
+    """Codes of float32 numbers, of int8 or uint8, and the scale of each group of LANES neighbours.
 
-    `random` has 32 random bits of each group. Zeros count as numbers that do not exist.
+    `random` has 32 random bits of each group. Numbers that do not exist are zeros.
     """
     x = tl.reshape(values, (values.shape[0] // LANES, LANES))
-    scales = group_scales(x)
-    if CODES == tl.int8:
-        codes = signed_codes(x, scales[:, None], rounding_chances(random))
+    scales, chances = group_scales(x), rounding_chances(random)
+    if SIGNED:
+        codes = signed_codes(x, scales[:, None], chances).to(tl.int8)
     else:
-        codes = square_codes(x, scales[:, None], rounding_chances(random))
-    return tl.reshape(codes.to(CODES), (values.shape[0],)), scales
+        codes = square_codes(x, scales[:, None], chances).to(tl.uint8)
+    return tl.reshape(codes, (values.shape[0],)), scales
 
 
 @triton.jit
