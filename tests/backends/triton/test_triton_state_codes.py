@@ -180,7 +180,7 @@ def assert_close(case: Case, expected: Case) -> None:
     ],
     ids=["adam", "lamb"],
 )
-def test_steps(rule: str, step: dict[str, float]) -> None:
+def test_steps(rule: str, step: dict[str, Any]) -> None:
     """Two, the second from the reference's states."""
     kernels = BACKENDS["triton"]()
     groups = [busy(rule), busy(rule, lr=0.02, cautious=1, sign=-1)]
