@@ -49,7 +49,7 @@ _MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.
 
 
 # Floats, or codes of momenta and of averages of squares.
-_STATES = {None: None, **STORED, SIGNED: tl.int8, SQUARES: tl.uint8}
+_STATES: dict[Any, Any] = {None: None, **STORED, SIGNED: tl.int8, SQUARES: tl.uint8}
 
 
 def _has_codes(kind: Kind) -> bool:
@@ -98,7 +98,7 @@ def _update_constants(
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
         *(_STATES[s] for s in kind.states), _MASTERS[kind.master],
-        STORED.get(kind.average) if averages else None, kind.aligned,
+        _STATES[kind.average if averages else None], kind.aligned,
         _index(kind, units), write_back,
         stochastic and kind.param is torch.bfloat16 and kind.master in (None, torch.int8),
         _has_codes(kind), *_sizes(kind),

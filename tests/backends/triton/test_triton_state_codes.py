@@ -78,6 +78,10 @@ LARGEST = [
 ]  # fmt: skip
 
 
+# An element, its group's scale and the 13 bits of the chance with which both codes are as near.
+TIES = {SIGNED: (float_of(0x3D138F80), 1.0, 6813), SQUARES: (131**2 / 2**14, 65025.0, 129)}
+
+
 def groups_of_all_kinds() -> Tensor:
     """256 groups: random ones of all sizes, some with elements of all sizes, and LARGEST among
     zeros and among other numbers."""
@@ -100,6 +104,9 @@ def test_quantised(dtype: torch.dtype) -> None:
     x = groups_of_all_kinds()
     x = x.abs() if dtype == SQUARES else x
     random = torch.randint(0, 2**32, (256,), generator=torch.Generator().manual_seed(6))
+    element, scale, chance = TIES[dtype]
+    x[200] = 0
+    x[200, 0], x[200, 1], random[200] = element, scale, chance << 19
     codes = torch.empty(x.numel(), dtype=dtype, device=device)
     scales = torch.empty(256, device=device)
     signed = dtype == SIGNED
