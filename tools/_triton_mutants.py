@@ -81,6 +81,10 @@ _SPLIT = [
         "a_skipped_step_changes_no_bit",
     )
 ]
+_CODES = [
+    f"test_triton_state_codes::test_{what}"
+    for what in ("quantised", "dequantised", "steps[lamb]", "steps[adam]", "skipped", "scales")
+]
 _CHAINS = ["test_triton_chains", "test_chain_kernels"]
 # The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
 # function is part of: see part_of.
@@ -109,9 +113,9 @@ _TESTS: dict[str, list[str]] = {
     "formulas.py": _OF_FORMULA,
     "images.py": ["test_image_kernels"],
     "_optimizer_measure.py": [*_STEPS, *_SPLIT],
-    "_optimizer_memory.py": [*_STEPS, *_SPLIT],
+    "_optimizer_memory.py": [*_STEPS, *_SPLIT, *_CODES],
     "_optimizer_tail.py": _STEPS,
-    "_optimizer_update.py": [*_STEPS, *_SPLIT],
+    "_optimizer_update.py": [*_STEPS, *_SPLIT, *_CODES],
     "optimizer_rules.py": _OF_RULE,
     "pointwise.py": [
         f"{_NUMBERS}::test_a_grid",
@@ -122,6 +126,7 @@ _TESTS: dict[str, list[str]] = {
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
     "split_weights.py": _SPLIT,
+    "state_codes.py": _CODES,
     "stochastic_rounding.py": [
         f"{_OPTIMIZERS}::test_stochastic",
         "test_triton_rounding",

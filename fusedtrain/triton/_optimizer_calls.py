@@ -44,7 +44,7 @@ class _Kept:
         return entries
 
 
-# Number of kept tables, and of gradients' places in each. 128 bytes a tensor, 8 a chunk.
+# Number of kept tables, and of gradients' places in each. 256 bytes a tensor, 8 a chunk.
 _TABLES, _GRADIENTS = 8, 4
 _kept: OrderedDict[Any, _Kept] = OrderedDict()
 

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from . import _optimizer_tables as _tables
 from .split_weights import join_weights
+from .state_codes import LANES, STATE_STREAM, dequantise, quantise
+from .stochastic_rounding import random_bits
 from .vecmath import widen
 
 ENTRY: tl.constexpr = tl.constexpr(_tables.ENTRY)
@@ -21,6 +23,7 @@ INNER: tl.constexpr = tl.constexpr(_tables.INNER)
 FIRST_UNIT: tl.constexpr = tl.constexpr(_tables.FIRST_UNIT)
 FIRST_PIECE: tl.constexpr = tl.constexpr(_tables.FIRST_PIECE)
 GROUP: tl.constexpr = tl.constexpr(_tables.GROUP)
+SCALES: tl.constexpr = tl.constexpr(_tables.SCALES)
 NUMBERS: tl.constexpr = tl.constexpr(_tables.NUMBERS)
 
 
@@ -77,3 +80,54 @@ def write(pointer, at, inside, values, MASKED: tl.constexpr):
         tl.store(pointer + at, values, mask=inside)
     else:
         tl.store(pointer + at, values)
+
+
+@triton.jit
+def state_memory(
+    entry_ptr, begin, param, K: tl.constexpr, S: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """State K from element `begin` on, and its scales; what does not exist is `param`."""
+    state, scales = param, param
+    if S is not None:
+        state = memory(entry_ptr, 2 + K, S, ALIGNED) + begin
+    if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
+        scales = memory(entry_ptr, SCALES + K, tl.float32, False) + begin // LANES
+    return state, scales
+
+
+@triton.jit
+def read_state(state, scales, start, n, at, inside, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """The elements `at`, which begin with element `start` of `n`."""
+    if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
+        group = start // LANES + tl.arange(0, at.shape[0] // LANES)
+        if MASKED:
+            codes = tl.load(state + at, mask=inside, other=0)
+            scale = tl.load(scales + group, mask=group * LANES < n, other=0.0)
+        else:
+            codes = tl.load(state + at)
+            scale = tl.load(scales + group)
+        return dequantise(codes, scale)
+    else:
+        return read(state, at, inside, MASKED, WIDE)
+
+
+@triton.jit
+def write_state(
+    state, scales, begin, start, n, at, inside, values, key, K: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """State K of the elements `at`. Element 0 is element `begin` of the tensor, whose groups count
+    from STATE_STREAM (K + 1) on for their random numbers."""
+    if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
+        group = start // LANES + tl.arange(0, at.shape[0] // LANES)
+        random = random_bits(begin // LANES + group + STATE_STREAM * (K + 1), key)
+        if MASKED:  # a rule may be nonzero outside
+            values = tl.where(inside, values, 0.0)
+        codes, scale = quantise(values, random, state.dtype.element_ty == tl.int8)
+        if MASKED:
+            tl.store(state + at, codes, mask=inside)
+            tl.store(scales + group, scale, mask=group * LANES < n)
+        else:
+            tl.store(state + at, codes)
+            tl.store(scales + group, scale)
+    else:
+        write(state, at, inside, values, MASKED)

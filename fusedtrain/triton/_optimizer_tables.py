@@ -15,15 +15,18 @@ from torch import Tensor
 
 from .._capture import pinned
 from ..reference.optimizer_rules import RULES
-from ..reference.optimizers import SCALARS, OptimizerCall
+from ..reference.optimizers import MAX_STATES, SCALARS, OptimizerCall
 from ..reference.split_weights import CORRECTIONS
+from ..reference.state_codes import SIGNED, SQUARES, group_count, is_codes
 from ._layout import cdiv, is_dense
 from .launch import STORED
 
 CHUNK = 8192  # elements of a program
 # Columns of the table of tensors: addresses of parameter, gradient, states, master, average; then
 NUMEL, FIRST_CHUNK, TENSOR, SCALAR, GROUP, UNITS, INNER, FIRST_UNIT, FIRST_PIECE = range(7, 16)
-ENTRY = 16
+SCALES = 16  # and the addresses of the states' scales
+# A power of two: with lines of 19 numbers ptxas has other registers, and spills in try_kernel.
+ENTRY = 32
 # prepare_kernel writes rows of so many float64: one for the step, then one for each tensor.
 NUMBERS = 16
 
@@ -135,13 +138,35 @@ class Tables(OptimizerCall):
             )
         return self._companion(t, param, "master")
 
+    def _state(self, i: int, k: int, param: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Floats; or codes and their scales, which follow in the list."""
+        state = self.state[i][k]
+        if not is_codes(state):
+            return self._companion(state, param, "state"), None
+        self._companion(state, param, "state", (SIGNED, SQUARES))
+        if param.dtype is torch.float64:
+            raise RuntimeError("fusedtrain: states of float64 parameters cannot be codes")
+        place = self.places[i][k] + 1
+        if place >= len(self.states):
+            raise RuntimeError("fusedtrain: index of scales")
+        scales = self.states[place]
+        if (
+            scales.device != self.device
+            or scales.dtype != torch.float32
+            or not scales.is_contiguous()
+        ):
+            raise RuntimeError("fusedtrain: scales")
+        if scales.numel() != group_count(param.numel()):
+            raise RuntimeError("fusedtrain: codes have a scale for each group of 32")
+        return state, scales
+
     def _entry(self, i: int) -> tuple[Kind, list[int]]:
         """The kind of a tensor, and its line of the table, without numbers from other tensors."""
         self._check(self.params[i], "param")
         self._check(self.grads[i], "grad")
         param = self._walkable(self.params[i], self.params[i])
         grad = self._walkable(self.grads[i], param)
-        states = [self._companion(s, param, "state") for s in self.state[i]]
+        states, scales = zip(*(self._state(i, k, param) for k in range(MAX_STATES)), strict=True)
         if any(s is not None for s in states[RULES[self.rule].most :]):
             raise RuntimeError("fusedtrain: too many states")
         master = self._master(self.master[i], param)
@@ -166,7 +191,10 @@ class Tables(OptimizerCall):
             together % 16 == 0,
             self.clips_units and numel >= 2**30,
         )
-        line = [*addresses, numel, 0, i, self.column[i], self.group[i], units, inner, 0, 0]
+        of_scales = [0 if t is None else t.data_ptr() for t in scales]
+        numbers = [numel, 0, i, self.column[i], self.group[i], units, inner, 0, 0]
+        line = [*addresses, *numbers, *of_scales]
+        line += [0] * (ENTRY - len(line))
         return kind, line
 
     # --- the tables

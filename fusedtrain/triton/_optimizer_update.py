@@ -19,9 +19,12 @@ from ._optimizer_memory import (
     UNITS,
     memory,
     read,
+    read_state,
     read_weights,
+    state_memory,
     weights_memory,
     write,
+    write_state,
 )
 from .split_weights import split_bfloat16, split_half
 from .stochastic_rounding import random_bits, random_key, stochastic_bfloat16
@@ -48,19 +51,31 @@ def numbers(k_ptr, entry_ptr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def all_states(
+    entry_ptr, begin, param, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Of each state its memory and that of its scales; of none the parameter's."""
+    state0, scales0 = state_memory(entry_ptr, begin, param, 0, S0, ALIGNED)
+    state1, scales1 = state_memory(entry_ptr, begin, param, 1, S1, ALIGNED)
+    state2, scales2 = state_memory(entry_ptr, begin, param, 2, S2, ALIGNED)
+    return (state0, state1, state2), (scales0, scales1, scales2)
+
+
+@triton.jit
 def direction(
-    p, stored, state0, state1, state2, at, inside, k, c,
+    p, stored, states, scales, start, n, at, inside, k, c,
     RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The direction (0 where it disagrees with g), the mask of agreement, and the new states."""
     s0, s1, s2 = tl.zeros_like(p), tl.zeros_like(p), tl.zeros_like(p)
     if S0 is not None:
-        s0 = read(state0, at, inside, MASKED, WIDE)
+        s0 = read_state(states[0], scales[0], start, n, at, inside, MASKED, WIDE)
     if S1 is not None:
-        s1 = read(state1, at, inside, MASKED, WIDE)
+        s1 = read_state(states[1], scales[1], start, n, at, inside, MASKED, WIDE)
     if S2 is not None:
-        s2 = read(state2, at, inside, MASKED, WIDE)
+        s2 = read_state(states[2], scales[2], start, n, at, inside, MASKED, WIDE)
     u, g, s0, s1, s2 = RULE(p, stored * k[0], s0, s1, s2, c)
     agrees = u * g > 0.0
     dropped = tl.where(k[5] != 0.0, u * 0.0, u)
@@ -84,15 +99,17 @@ def read_gradient(
 
 @triton.jit
 def tried(
-    grad, param, master, state0, state1, state2, at, inside, begin, entry_ptr, factors_ptr, k, c,
+    grad, param, master, states, scales, start, n, begin, entry_ptr, factors_ptr, k, c,
     RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
-    INDEX: tl.constexpr, MASKED: tl.constexpr,
+    INDEX: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By element: 1 if direction and gradient agree, u^2, u p."""
+    at = start + tl.arange(0, BLOCK)
+    inside = at < n
     p = read_weights(param, master, at, inside, MASKED, WIDE)
     g = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
     u, agrees, _, _, _ = direction(
-        p, g, state0, state1, state2, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
+        p, g, states, scales, start, n, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
     )
     if MASKED:  # a rule may be nonzero outside
         u = tl.where(inside, u, 0.0)
@@ -118,30 +135,22 @@ def try_kernel(
     param, master = weights_memory(entry_ptr, P, MASTER, ALIGNED)
     param += begin
     master += begin
-    state0, state1, state2 = param, param, param
-    if S0 is not None:
-        state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
-    if S1 is not None:
-        state1 = memory(entry_ptr, 3, S1, ALIGNED) + begin
-    if S2 is not None:
-        state2 = memory(entry_ptr, 4, S2, ALIGNED) + begin
+    states, scales = all_states(entry_ptr, begin, param, S0, S1, S2, ALIGNED)
     agreeing = tl.zeros((BLOCK,), tl.int32)
     squares = tl.zeros((BLOCK,), tl.float64)
     products = tl.zeros((BLOCK,), tl.float64)
     for i in range(n // BLOCK):
         a, u2, up = tried(
-            grad, param, master, state0, state1, state2,
-            i * BLOCK + tl.arange(0, BLOCK), None, begin,
-            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, False,
+            grad, param, master, states, scales, i * BLOCK, n, begin,
+            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, False, BLOCK,
         )  # fmt: skip
         agreeing += a
         squares += u2
         products += up
     if n % BLOCK != 0:
-        at = n // BLOCK * BLOCK + tl.arange(0, BLOCK)
         a, u2, up = tried(
-            grad, param, master, state0, state1, state2, at, at < n, begin,
-            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, True,
+            grad, param, master, states, scales, n // BLOCK * BLOCK, n, begin,
+            entry_ptr, factors_ptr, k, c, RULE, WIDE, S0, S1, S2, INDEX, True, BLOCK,
         )  # fmt: skip
         agreeing += a
         squares += u2
@@ -177,28 +186,30 @@ def write_weights(
 
 @triton.jit
 def update_block(
-    grad, param, state0, state1, state2, master, average, at, inside, begin,
+    grad, param, states, scales, master, average, start, n, begin,
     entry_ptr, factors_ptr, k, c, weight, key,
     RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
     MASTER: tl.constexpr, A: tl.constexpr, INDEX: tl.constexpr, WRITE_BACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MASKED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    inside = at < n
     p = read_weights(param, master, at, inside, MASKED, WIDE)
     stored = read_gradient(grad, at, inside, begin, entry_ptr, factors_ptr, WIDE, INDEX, MASKED)
     if A is not None:
         old = read(average, at, inside, MASKED, WIDE)
     u, _, s0, s1, s2 = direction(
-        p, stored, state0, state1, state2, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
+        p, stored, states, scales, start, n, at, inside, k, c, RULE, WIDE, S0, S1, S2, MASKED
     )
     u *= k[4]
     u = tl.where(k[3] != 0.0, u + k[3] * p, u)
     p = k[1] * p - k[2] * u
     if S0 is not None:
-        write(state0, at, inside, s0, MASKED)
+        write_state(states[0], scales[0], begin, start, n, at, inside, s0, key, 0, MASKED)
     if S1 is not None:
-        write(state1, at, inside, s1, MASKED)
+        write_state(states[1], scales[1], begin, start, n, at, inside, s1, key, 1, MASKED)
     if S2 is not None:
-        write(state2, at, inside, s2, MASKED)
+        write_state(states[2], scales[2], begin, start, n, at, inside, s2, key, 2, MASKED)
     if A is not None:
         write(average, at, inside, old + tl.full((), weight, WIDE) * (p - old), MASKED)
     write_weights(param, master, at, inside, begin, p, key, MASTER, STOCHASTIC, MASKED)
@@ -215,7 +226,7 @@ def update_kernel(
     RULE: tl.constexpr, WIDE: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
     S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, MASTER: tl.constexpr, A: tl.constexpr,
     ALIGNED: tl.constexpr, INDEX: tl.constexpr, WRITE_BACK: tl.constexpr,
-    STOCHASTIC: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, CODES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Backwards: the last reads of the sweep over gradients are still in the cache.
     part = last - tl.program_id(0)
@@ -228,31 +239,24 @@ def update_kernel(
         param, master = weights_memory(entry_ptr, P, MASTER, ALIGNED)
         param += begin
         master += begin
-        state0, state1, state2, average = param, param, param, param
-        if S0 is not None:
-            state0 = memory(entry_ptr, 2, S0, ALIGNED) + begin
-        if S1 is not None:
-            state1 = memory(entry_ptr, 3, S1, ALIGNED) + begin
-        if S2 is not None:
-            state2 = memory(entry_ptr, 4, S2, ALIGNED) + begin
+        average = param
+        states, scales = all_states(entry_ptr, begin, param, S0, S1, S2, ALIGNED)
         if A is not None:
             average = memory(entry_ptr, 6, A, ALIGNED) + begin
         key = tl.full((), 0, tl.uint32)
-        if STOCHASTIC:
+        if STOCHASTIC or CODES:
             key = random_key(seed, tl.load(entry_ptr + SCALAR), tl.load(k_ptr + 1))
         for i in range(n // BLOCK):
             update_block(
-                grad, param, state0, state1, state2, master, average,
-                i * BLOCK + tl.arange(0, BLOCK), None, begin, entry_ptr, factors_ptr, k, c,
-                weight, key,
-                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, False,
+                grad, param, states, scales, master, average, i * BLOCK, n, begin,
+                entry_ptr, factors_ptr, k, c, weight, key,
+                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, False, BLOCK,
             )  # fmt: skip
         if n % BLOCK != 0:
-            at = n // BLOCK * BLOCK + tl.arange(0, BLOCK)
             update_block(
-                grad, param, state0, state1, state2, master, average,
-                at, at < n, begin, entry_ptr, factors_ptr, k, c, weight, key,
-                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, True,
+                grad, param, states, scales, master, average, n // BLOCK * BLOCK, n, begin,
+                entry_ptr, factors_ptr, k, c, weight, key,
+                RULE, WIDE, S0, S1, S2, MASTER, A, INDEX, WRITE_BACK, STOCHASTIC, True, BLOCK,
             )  # fmt: skip
     else:  # the step is skipped
         if WRITE_BACK == 1:

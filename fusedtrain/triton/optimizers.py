@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import MEASURE_PARAMETERS
+from ..reference.state_codes import SIGNED, SQUARES
 from ..reference.stochastic_rounding import whole_seed
 from . import optimizer_rules as optimizers
 from ._layout import cdiv
@@ -37,6 +38,8 @@ _launch_update = Launcher(update_kernel)
 
 # Each of 128 threads (4 wavefronts: 256) has 8 elements, 16 or 32 bytes of each buffer.
 _BLOCK = 1024 if torch.version.hip is None else 2048
+# With states in codes 4, since 8 take more registers than there are: 4 bytes of each code buffer.
+_CODES_BLOCK = 512 if torch.version.hip is None else 1024
 _ADD_BLOCK = 128
 _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 
@@ -45,8 +48,16 @@ _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 _MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.int8: tl.int8}
 
 
-def _stored(dtype: torch.dtype | None) -> Any:
-    return None if dtype is None else STORED[dtype]
+# Floats, or codes of momenta and of averages of squares.
+_STATES: dict[Any, Any] = {None: None, **STORED, SIGNED: tl.int8, SQUARES: tl.uint8}
+
+
+def _has_codes(kind: Kind) -> bool:
+    return SIGNED in kind.states or SQUARES in kind.states
+
+
+def _sizes(kind: Kind) -> tuple[int, int]:
+    return CHUNK, _CODES_BLOCK if _has_codes(kind) else _BLOCK
 
 
 def _index(kind: Kind, units: bool) -> Any:
@@ -75,8 +86,8 @@ def _prepare_constants(
 def _try_constants(rule: str, kind: Kind, units: bool) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *map(_stored, kind.states), _MASTERS[kind.master], kind.aligned, _index(kind, units),
-        CHUNK, _BLOCK,
+        *(_STATES[s] for s in kind.states), _MASTERS[kind.master], kind.aligned,
+        _index(kind, units), *_sizes(kind),
     )  # fmt: skip
 
 
@@ -86,10 +97,11 @@ def _update_constants(
 ) -> tuple[Any, ...]:
     return (
         getattr(optimizers, rule), WIDE[kind.param], STORED[kind.grad], STORED[kind.param],
-        *map(_stored, kind.states), _MASTERS[kind.master],
-        _stored(kind.average) if averages else None, kind.aligned, _index(kind, units), write_back,
+        *(_STATES[s] for s in kind.states), _MASTERS[kind.master],
+        _STATES[kind.average if averages else None], kind.aligned,
+        _index(kind, units), write_back,
         stochastic and kind.param is torch.bfloat16 and kind.master in (None, torch.int8),
-        CHUNK, _BLOCK,
+        _has_codes(kind), *_sizes(kind),
     )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ def _range(t: Tensor) -> Range:
 def _of_tables(arguments: dict[str, Any]) -> Iterator[Range]:
     """What tables of addresses lead to: those of the optimizers (_optimizer_tables.py), of
     learning rates on the device, and of zero_tensors."""
+    from fusedtrain.reference.optimizers import MAX_STATES
+    from fusedtrain.reference.state_codes import group_count
     from fusedtrain.triton import _optimizer_tables as _tables
 
     table, rates = arguments.get("table_ptr"), arguments.get("rates_ptr")
@@ -71,6 +73,9 @@ def _of_tables(arguments: dict[str, Any]) -> Iterator[Range]:
                     bits = 32 if name is None else getattr(dtype, "primitive_bitwidth", 0)
                     if row[column]:
                         yield row[column], row[column] + row[_tables.NUMEL] * bits // 8
+                for scales in row[_tables.SCALES :][:MAX_STATES]:
+                    if scales:
+                        yield scales, scales + 4 * group_count(row[_tables.NUMEL])
         else:
             for address, size, _, _ in table.view(-1, 4).tolist():
                 yield address, address + size

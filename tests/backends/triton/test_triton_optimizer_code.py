@@ -125,7 +125,7 @@ def check_target(target: str, rules: str) -> None:
     from fusedtrain.triton._optimizer_tables import Kind
 
     if TARGETS[target][0] == "hip":
-        m._BLOCK = 2048
+        m._BLOCK, m._CODES_BLOCK = 2048, 1024
     plain = Kind(F32, F32, (None,) * 3, None, None, True, False)
     kinds = {
         "float32": plain,
@@ -162,6 +162,22 @@ def check_target(target: str, rules: str) -> None:
             check_code(compile_for(target, m._launch_measure, units), 0, 0)
             update = m._update_constants("adam", kind, True, True, 2, stochastic)
             check_code(compile_for(target, m._launch_update, update), 5, 5)
+    for name, bytes_of_codes in (("float32", 3), ("split24", 4)):
+        kind = kinds[name]._replace(states=(torch.int8, torch.uint8, torch.uint8))
+        wide = 2 if name == "float32" else 0  # of gradient and parameter; 16-bit ones take 8 bytes
+        update = m._update_constants("adam", kind, False, True, 1, False)
+        compiled = compile_for(target, m._launch_update, update)
+        check_code(compiled, wide, wide)
+        if "ptx" in compiled.asm:
+            code = compiled.asm["ptx"]
+            assert registers(code) <= 96
+            for access in ("ld", "st"):
+                # Four elements of a thread are one access, but at the tensor's end.
+                assert code.count(f"{access}.global.b8") == 4 * bytes_of_codes
+                assert wide or code.count(f"{access}.global.v2.b32") == 2
+        for units in (False, True):
+            tried = m._try_constants("adam", kind, units)
+            check_code(compile_for(target, m._launch_try, tried), wide, 0)
     misaligned = m._update_constants(
         "adam", kinds["float32"]._replace(aligned=False), False, False, 0, False
     )
