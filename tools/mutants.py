@@ -28,6 +28,7 @@ from helpers import models  # noqa: E402
 ENGINE, PLAN = "fusedtrain/optim/_engine.py", "fusedtrain/optim/_plan.py"
 SAVED, REPORTS = "fusedtrain/optim/_checkpoints.py", "fusedtrain/optim/_reports.py"
 RULES, STEP = "csrc/optimizer_rules.h", "csrc/optimizer_step.h"
+CODES, OF_CODES = "csrc/state_codes.h", "fusedtrain/optim/_codes.py"
 LOOPS, BLOCKS = "csrc/cpu/optimizers.cpp", "csrc/cpu/optimizer_blocks.h"
 BINDING, CHECKS = "csrc/bindings/optimizers.h", "csrc/bindings/checks.h"
 APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
@@ -35,11 +36,29 @@ APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_la
 TESTS = all_located([
     "test_optimizer_numbers", "test_compat_optimizers",
     "test_optimizer_counterparts", "test_optimizer_state",
-    "test_optimizer_scaler", "test_split_master_kernels",
+    "test_optimizer_scaler", "test_split_master_kernels", "test_eight_bit_states",
 ])  # fmt: skip
-BUILD = {LOOPS: 1, BLOCKS: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3}
+BUILD = {LOOPS: 1, BLOCKS: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3, CODES: 3}
 # name: file, what is there, what is put in its place.
 MUTANTS: dict[str, tuple[str, str, str]] = {
+    "codes: rounded to nearest": (
+        CODES, "return static_cast<float>(static_cast<int32_t>(2 * bits + 1)) * 0x1p-14f;",
+        "return bits == 0 ? 0.499f : 0.5f;"),
+    "codes of momenta: by the distance of codes": (
+        CODES, "chance * (254.0f - q) < (q - k) * (253.0f - k)", "chance < q - k"),
+    "codes of squares: by the distance of codes": (
+        CODES, "chance * (k + k + 1.0f) < (q - k) * (k + q)", "chance < q - k"),
+    "codes of squares: a root is lost": (
+        CODES, "const int32_t least = q > 0.0f ? 1 : 0;", "const int32_t least = 0;"),
+    "codes: the sign is lost": (CODES, "return x < 0.0f ? -rounded : rounded;", "return rounded;"),
+    "codes: the scale of the first group": (
+        BLOCKS, "t.scales[k] + group, n,", "t.scales[k], n,"),
+    "codes of squares for momenta": (
+        OF_CODES, "return SQUARES if which in rule.squares else SIGNED", "return SQUARES"),
+    "codes for amsgrad": (
+        OF_CODES, "if compared and (which in rule.squares or which == 2):", "if False:"),
+    "codes: the stream is not saved": (
+        SAVED, ' or self._fused_options["state_dtype"] == Q8:', ":"),
     "the step does nothing": (
         STEP, "return keep * p - size * u;", "return p;"),
     "ascends": (
