@@ -23,7 +23,7 @@ namespace emulator {
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
-constexpr int kAll = -1;  // the source of a vote
+constexpr int kAll = 64;  // the source of a vote, which is no lane
 constexpr size_t kStack = 64 << 10, kGuard = 4096;
 
 enum class Waits { kNot, kBarrier, kWarp, kExited };
@@ -149,8 +149,6 @@ void start(Fiber& f, unsigned index, uint32_t block) {
   f.now.block = block;
 }
 
-bool same(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
-
 // Lets the threads go on that all of them have reached the same barrier.
 bool release_barrier() {
   Machine& m = machine();
@@ -159,7 +157,7 @@ bool release_barrier() {
     if (m.fibers[i].waits != Waits::kBarrier) return false;
   for (unsigned i = 0; i < m.threads; ++i) {
     Fiber& f = m.fibers[i];
-    if (f.line != first.line || !same(f.site, first.site)) {
+    if (f.line != first.line || strcmp(f.site, first.site) != 0) {
       m.wrong = "divergent barrier: threads of one block wait at __syncthreads() of lines " +
                 std::to_string(first.line) + " and " + std::to_string(f.line);
       return true;
@@ -184,16 +182,14 @@ bool release_warp(unsigned first) {
       if (!(f.mask >> lane & 1)) continue;
       const Fiber* other = first + lane < m.threads ? &m.fibers[first + lane] : nullptr;
       complete = other != nullptr && other->waits == Waits::kWarp && other->mask == f.mask &&
-                 same(other->site, f.site);
+                 strcmp(other->site, f.site) == 0;
     }
     if (!complete) continue;
     const unsigned mask = f.mask;
     uint64_t given[32] = {}, votes = 0;
     for (unsigned lane = 0; lane < 32; ++lane)
-      if (mask >> lane & 1) {
-        given[lane] = m.fibers[first + lane].value;
-        votes |= uint64_t(given[lane] != 0) << lane;
-      }
+      if (mask >> lane & 1)
+        votes |= uint64_t((given[lane] = m.fibers[first + lane].value) != 0) << lane;
     for (unsigned lane = 0; lane < 32; ++lane) {
       if (!(mask >> lane & 1)) continue;
       Fiber& g = m.fibers[first + lane];
@@ -314,7 +310,7 @@ void barrier(const char* file, int line) {
   to_scheduler();
 }
 
-uint64_t meet(unsigned mask, uint64_t value, int source, const char* name) {
+uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name) {
   Fiber& f = *machine().running;
   if (!(mask >> (f.index % 32) & 1)) fault(std::string(name) + ": the lane is not in its own mask");
   if (source != kAll && !(mask >> source & 1))
@@ -329,12 +325,8 @@ uint64_t meet(unsigned mask, uint64_t value, int source, const char* name) {
   return f.value;
 }
 
-uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name) {
-  return meet(mask, value, source, name);
-}
-
 unsigned ballot(unsigned mask, bool predicate, const char* name) {
-  return unsigned(meet(mask, predicate, kAll, name));
+  return unsigned(exchange(mask, predicate, kAll, name));
 }
 
 float atomic(float* p, float value, Atomic what) { return atomic_operation(p, value, what); }
