@@ -48,6 +48,8 @@ _PRODUCTS = (operator.mul, torch.mul, "mul")
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _LISTS = (list, set, deque)
 _TABLES = (dict, OrderedDict, defaultdict, Counter)
+_NUMBERS = (int, float, str, bool)
+_SHARED = frozenset({*_NUMBERS, type(None), torch.Tensor, nn.Parameter, types.FunctionType})
 # The module's training flag, that of its children, gradients; None: as they are.
 Mode = tuple[bool | None, bool | None, bool | None]
 ALL_MODES: tuple[Mode, ...] = (
@@ -119,18 +121,23 @@ def _clone(root: nn.Module) -> nn.Module:
     clones = {id(m): m if is_scripted(m) else object.__new__(type(m)) for m in root.modules()}
 
     def copied(value: Any) -> Any:
+        kind = type(value)
+        if kind in _SHARED:
+            return value
         if isinstance(value, nn.Module):
             return clones.get(id(value), value)
-        if type(value) is tuple:
+        if kind is tuple:
             return tuple(map(copied, value))
-        if type(value) not in (*_LISTS, *_TABLES):
+        if kind in (dict, OrderedDict):  # empty as a rule: six tables of hooks a module
+            return kind([(key, copied(item)) for key, item in value.items()]) if value else kind()
+        if kind not in (*_LISTS, *_TABLES):
             return value
         twin = copy.copy(value)
         twin.clear()
-        if type(value) in _TABLES:
+        if kind in _TABLES:
             twin.update({key: copied(item) for key, item in value.items()})
         else:
-            (twin.update if type(value) is set else twin.extend)(map(copied, value))
+            (twin.update if kind is set else twin.extend)(map(copied, value))
         return twin
 
     for module in root.modules():
@@ -144,12 +151,12 @@ def _stored(root: nn.Module) -> list[Any]:
     """What its modules have in them, to be compared by identity."""
 
     def identity(value: Any) -> Any:
-        if type(value) in (tuple, *_LISTS):
-            return [id(item) for item in value]
-        if type(value) in _TABLES:
-            return [(key, id(item)) for key, item in value.items()]
-        # Equal numbers need not be one object.
-        return value if type(value) in (int, float, str, bool) else id(value)
+        kind = type(value)
+        if kind in _NUMBERS:  # equal ones need not be one object
+            return value
+        if kind in _TABLES:
+            return [(key, id(item)) for key, item in value.items()] if value else ()
+        return [id(item) for item in value] if kind is tuple or kind in _LISTS else id(value)
 
     return [[(key, identity(v)) for key, v in vars(m).items()] for m in root.modules()]
 
@@ -161,6 +168,7 @@ def _forward_of(module: nn.Module, converted: bool) -> Any:
     return rewritten._function
 
 
+@collector_paused()
 def _trace_once(
     module: nn.Module,
     choices: Choices,
@@ -169,13 +177,6 @@ def _trace_once(
     converted: bool = False,
 ) -> tuple[fx.Graph, Tracer]:
     """One way through a forward, and the tracer, which knows what makes it one of several."""
-    with collector_paused():
-        return _traced(module, choices, mode, defaults, converted)
-
-
-def _traced(
-    module: nn.Module, choices: Choices, mode: Mode, defaults: dict[str, Any], converted: bool
-) -> tuple[fx.Graph, Tracer]:
     root_training, children, gradients = mode
     clone, tracer, watch = _clone(module), Tracer(choices), Watch()
     forward, cls = _forward_of(module, converted), type(module)
@@ -250,7 +251,8 @@ def _trace_all(
     module: nn.Module, optional: dict[str, Any] | None, converted: bool, modes: tuple[Mode, ...]
 ) -> Trace:
     result, error = Trace(module), None
-    if _is_indifferent(module, optional, converted, modes):
+    plain: dict[Mode, tuple[fx.Graph, Tracer]] = {}  # the first way of a mode
+    if _is_indifferent(module, optional, converted, modes, plain):
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
@@ -269,7 +271,11 @@ def _trace_all(
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    traced, tracer = _trace_once(module, choices, mode, defaults, converted)
+                    again = plain.pop(mode, None) if not (choices.forced or defaults) else None
+                    traced, tracer = again or _trace_once(
+                        module, choices, mode, defaults, converted
+                    )
+                    choices = tracer.choices
                     graph = result.add(traced, tracer)
                     by_mode.setdefault(mode[0], []).append(graph)
                     ways[-1][tuple(choices.made)] = graph
@@ -318,15 +324,19 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _is_indifferent(
-    module: nn.Module, optional: dict[str, Any] | None, converted: bool, modes: tuple[Mode, ...]
+    module: nn.Module,
+    optional: dict[str, Any] | None,
+    converted: bool,
+    modes: tuple[Mode, ...],
+    plain: dict[Mode, tuple[fx.Graph, Tracer]],
 ) -> bool:
-    """Whether a forward has no optional arguments, or takes one way whatever they are."""
+    """Whether a forward takes one way whatever its optional arguments are; fills `plain`."""
     if not optional:
         return optional is not None
     chosen = _Modes(modes)
     for mode in chosen:
         try:
-            plain, tracer = _trace_once(module, Choices(), mode, {}, converted)
+            graph, tracer = plain[mode] = _trace_once(module, Choices(), mode, {}, converted)
         except Exception:
             return False
         chosen.asked |= tracer.asks_mode
@@ -341,7 +351,7 @@ def _is_indifferent(
                     return False
                 continue  # the forward would not take that either
             chosen.asked |= tracer.asks_mode
-            if tracer.guessed or tracer.choices.made or looks_at(plain, values, traced):
+            if tracer.guessed or tracer.choices.made or looks_at(graph, values, traced):
                 return False
     return True
 

@@ -4,16 +4,18 @@ graph: guesses, contexts, values that outlive the forward, forwards that are cal
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import gc
 import operator
 import random
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -237,8 +239,13 @@ def bypass(tracer: Tracer, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def has_with(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
+    return code is not None and _has_with(code)
+
+
+@lru_cache(1024)
+def _has_with(code: types.CodeType) -> bool:
     names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
-    return code is not None and any(step.opname in names for step in dis.get_instructions(code))
+    return any(step.opname in names for step in dis.get_instructions(code))
 
 
 @contextmanager
@@ -302,4 +309,5 @@ def random_states() -> tuple[Any, ...]:
     if numpy is not None:
         name, numbers, *place = numpy.random.get_state()
         drawn = (name, numbers.tobytes(), *place)
-    return bytes(torch.default_generator.get_state().tolist()), random.getstate(), drawn
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel()), random.getstate(), drawn

@@ -23,6 +23,7 @@ namespace emulator {
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
+constexpr int kAll = 64;  // the source of a vote, which is no lane
 constexpr size_t kStack = 64 << 10, kGuard = 4096;
 
 enum class Waits { kNot, kBarrier, kWarp, kExited };
@@ -32,6 +33,7 @@ struct Fiber {
   char* stack = nullptr;  // with a guard page below
   bool usable = false;    // waits in fiber_main for its next block
   unsigned index = 0;
+  uint3 thread{0, 0, 0};
   Waits waits = Waits::kNot;
   Moment now;
   // At a barrier, or in a warp operation:
@@ -138,7 +140,9 @@ void create(Fiber& f) {
 void start(Fiber& f, unsigned index, uint32_t block) {
   if (!f.usable) create(f);  // new, or left in the middle of a fault
   f.usable = false;
+  const dim3 size = machine().block_size;
   f.index = index;
+  f.thread = {index % size.x, index / size.x % size.y, index / size.x / size.y};
   f.waits = Waits::kNot;
   f.now = Moment();
   f.now.thread = 1 + index;
@@ -182,13 +186,14 @@ bool release_warp(unsigned first) {
     }
     if (!complete) continue;
     const unsigned mask = f.mask;
-    uint64_t given[32] = {};
+    uint64_t given[32] = {}, votes = 0;
     for (unsigned lane = 0; lane < 32; ++lane)
-      if (mask >> lane & 1) given[lane] = m.fibers[first + lane].value;
+      if (mask >> lane & 1)
+        votes |= uint64_t((given[lane] = m.fibers[first + lane].value) != 0) << lane;
     for (unsigned lane = 0; lane < 32; ++lane) {
       if (!(mask >> lane & 1)) continue;
       Fiber& g = m.fibers[first + lane];
-      g.value = given[g.source];
+      g.value = g.source == kAll ? votes : given[g.source];
       g.waits = Waits::kNot;
       if (mask == 0xffffffffu) ++g.now.warp_syncs;
     }
@@ -288,9 +293,8 @@ T atomic_operation(T* p, T value, Atomic what) {
 }  // namespace
 
 uint3 thread_index() {
-  const Machine& m = machine();
-  const unsigned i = m.running == nullptr ? 0 : m.running->index, x = m.block_size.x;
-  return {i % x, i / x % m.block_size.y, i / x / m.block_size.y};
+  const Fiber* const f = machine().running;
+  return f == nullptr ? uint3{0, 0, 0} : f->thread;
 }
 uint3 block_index() { return machine().block; }
 dim3 block_dim() { return machine().block_size; }
@@ -309,7 +313,7 @@ void barrier(const char* file, int line) {
 uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name) {
   Fiber& f = *machine().running;
   if (!(mask >> (f.index % 32) & 1)) fault(std::string(name) + ": the lane is not in its own mask");
-  if (!(mask >> source & 1))
+  if (source != kAll && !(mask >> source & 1))
     fault(std::string(name) + ": lane " + std::to_string(f.index % 32) + " reads lane " +
           std::to_string(source) + ", which is not in the mask");
   f.waits = Waits::kWarp;
@@ -322,10 +326,7 @@ uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name) {
 }
 
 unsigned ballot(unsigned mask, bool predicate, const char* name) {
-  unsigned votes = 0;
-  for (int source = 0; source < 32; ++source)
-    if (mask >> source & 1) votes |= unsigned(exchange(mask, predicate, source, name)) << source;
-  return votes;
+  return unsigned(exchange(mask, predicate, kAll, name));
 }
 
 float atomic(float* p, float value, Atomic what) { return atomic_operation(p, value, what); }

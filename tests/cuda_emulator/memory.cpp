@@ -77,21 +77,25 @@ std::string race(const char* what, const char* kind, const Moment& then, const M
       now.thread - 1, now.block, what, kind, then.thread - 1, then.block);
 }
 
-std::string check_cell(Cell& cell, const Access& access, const Moment& now, uint32_t launch,
-                       const char* kind) {
-  if (cell.launch != launch) {
-    cell.launch = launch;
+// What is wrong with an access. A cell is looked at for each byte of each access: no text is made
+// before it is needed.
+enum class Wrong { kNothing, kUnwritten, kWriter, kReader };
+
+inline Wrong check_cell(Cell& cell, const Access& access, const Moment& now, uint32_t epoch,
+                        bool forgets) {
+  if (cell.epoch != epoch) {
+    cell.epoch = epoch;
     cell.writer = cell.reader = Moment();
     cell.atomic = false;
+    if (forgets) cell.written = false;
   }
   const bool both_atomic = access.atomic && cell.atomic;
   if (!access.write || access.atomic)
-    if (!cell.written) return text("reads %s memory that nothing has written", kind);
-  if (cell.writer.thread != 0 && !both_atomic && !ordered(cell.writer, now))
-    return race(access.write ? "writes" : "reads", kind, cell.writer, now);
+    if (!cell.written) return Wrong::kUnwritten;
+  if (cell.writer.thread != 0 && !both_atomic && !ordered(cell.writer, now)) return Wrong::kWriter;
   if (access.write) {
     if (cell.reader.thread != 0 && !both_atomic && !ordered(cell.reader, now))
-      return race("writes", kind, cell.reader, now);
+      return Wrong::kReader;
     cell.writer = now;
     cell.written = true;
     cell.atomic = access.atomic;
@@ -103,16 +107,23 @@ std::string check_cell(Cell& cell, const Access& access, const Moment& now, uint
     if (now.barriers > cell.reader.barriers) cell.reader.barriers = now.barriers;
     cell.reader.thread = kManyThreads;
   }
-  return "";
+  return Wrong::kNothing;
+}
+
+std::string explained(Wrong wrong, const Cell& cell, const Access& access, const Moment& now,
+                      const char* kind) {
+  if (wrong == Wrong::kUnwritten) return text("reads %s memory that nothing has written", kind);
+  if (wrong == Wrong::kReader) return race("writes", kind, cell.reader, now);
+  return race(access.write ? "writes" : "reads", kind, cell.writer, now);
 }
 
 }  // namespace
 
-std::string Shadow::check(size_t offset, const Access& access, const Moment& now, uint32_t launch,
+std::string Shadow::check(size_t offset, const Access& access, const Moment& now, uint32_t epoch,
                           const char* kind) {
   for (size_t i = offset; i < offset + access.bytes; ++i) {
-    std::string wrong = check_cell(cells_[i], access, now, launch, kind);
-    if (!wrong.empty()) return wrong;
+    const Wrong wrong = check_cell(cells_[i], access, now, epoch, forgets_);
+    if (wrong != Wrong::kNothing) return explained(wrong, cells_[i], access, now, kind);
   }
   return "";
 }
@@ -164,12 +175,12 @@ void mark(const void* data, size_t bytes, bool accessible) {
 }
 
 void Memory::new_block(size_t dynamic_bytes) {
-  static_shared_.clear();
+  ++block_;
   dynamic_bytes_ = dynamic_bytes;
   mark(dynamic_, kDynamicMost, false);
   mark(dynamic_, dynamic_bytes, true);
   memset(dynamic_, 0xff, dynamic_bytes);
-  dynamic_shadow_.resize(dynamic_bytes, false);
+  if (dynamic_shadow_.bytes() < dynamic_bytes) dynamic_shadow_.resize(dynamic_bytes, false);
 }
 
 std::string Memory::check(const Access& access, const Moment& now) {
@@ -184,7 +195,7 @@ std::string Memory::check(const Access& access, const Moment& now) {
     if (end > dynamic + dynamic_bytes_)
       return text("out of bounds: %s %zu bytes at offset %zu of %zu bytes of dynamic shared memory",
                   verb, access.bytes, size_t(begin - dynamic), dynamic_bytes_);
-    return dynamic_shadow_.check(begin - dynamic, access, now, launch_, "shared");
+    return dynamic_shadow_.check(begin - dynamic, access, now, block_, "shared");
   }
 
   auto after = buffers_.upper_bound(begin);
@@ -203,11 +214,11 @@ std::string Memory::check(const Access& access, const Moment& now) {
 
   if (const Segment* segment = segment_of(begin)) {
     if (!segment->writable) return access.write ? text("writes to a constant") : "";
-    for (uintptr_t at = begin; at < end; ++at) {
-      std::string wrong = check_cell(static_shared_[at], access, now, launch_, "shared");
-      if (!wrong.empty()) return wrong;
-    }
-    return "";
+    if (end > segment->end) return text("out of bounds: %s past the end of a segment", verb);
+    const auto [place, is_new] = static_shared_.try_emplace(segment->begin, true);
+    Shadow& shadow = place->second;
+    if (is_new) shadow.resize(segment->end - segment->begin, false);
+    return shadow.check(begin - segment->begin, access, now, block_, "shared");
   }
 
   size_t before = SIZE_MAX, behind = SIZE_MAX;

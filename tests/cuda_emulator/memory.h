@@ -20,7 +20,7 @@ constexpr uint32_t kManyThreads = 0xffffffffu;
 
 // One byte.
 struct Cell {
-  uint32_t launch = 0;   // that the moments belong to
+  uint32_t epoch = 0;    // the launch, or the block, that the moments belong to
   bool written = false;  // ever
   bool atomic = false;   // the writer was an atomic operation
   Moment writer, reader;
@@ -33,19 +33,23 @@ struct Access {
   bool aligned;  // to its own size, as the hardware demands
 };
 
-// Cells of one piece of memory.
+// Cells of one piece of memory. One that forgets is shared memory: nothing has written it when an
+// epoch, which is a block, begins.
 class Shadow {
  public:
+  explicit Shadow(bool forgets = false) : forgets_(forgets) {}
+  size_t bytes() const { return cells_.size(); }
   void resize(size_t bytes, bool written) {
     cells_.assign(bytes, Cell());
     for (Cell& c : cells_) c.written = written;
   }
   // What is wrong with an access at this offset, or nothing.
-  std::string check(size_t offset, const Access& access, const Moment& now, uint32_t launch,
+  std::string check(size_t offset, const Access& access, const Moment& now, uint32_t epoch,
                     const char* kind);
 
  private:
   std::vector<Cell> cells_;
+  bool forgets_;
 };
 
 struct Buffer {
@@ -76,12 +80,12 @@ class Memory {
   static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
 
  private:
-  std::map<uintptr_t, Buffer> buffers_;      // by address
-  std::map<uintptr_t, Cell> static_shared_;  // of this block
+  std::map<uintptr_t, Buffer> buffers_;        // by address
+  std::map<uintptr_t, Shadow> static_shared_;  // by the address of a segment
   alignas(1024) unsigned char dynamic_[kDynamicMost];
   size_t dynamic_bytes_ = 0;
-  Shadow dynamic_shadow_;
-  uint32_t launch_ = 0;
+  Shadow dynamic_shadow_{true};
+  uint32_t launch_ = 0, block_ = 0;
 };
 
 }  // namespace emulator

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from helpers.faster_interpreter import make_faster
 from helpers.triton_memory import fill_with_nan, watch
 
 ORDERS = ("forward", "reverse", "shuffled")
@@ -24,6 +25,7 @@ def round_to_nearest() -> None:
     """
     watch()
     fill_with_nan()
+    make_faster()
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
@@ -44,14 +46,18 @@ def round_to_nearest() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_modules, done = interpreter._patch_lang, set()
+    patch_modules, done, looked_at = interpreter._patch_lang, set(), set()
+    nothing = interpreter._LangPatchScope()  # to take back
 
     def patched_once(function: Any) -> Any:
+        if function in looked_at:
+            return nothing
+        looked_at.add(function)
         modules = {id(m) for m in function.__globals__.values() if m is tl or m is tl.core}
         if not modules <= done:
             done.update(modules)
             patch_modules(function)
-        return interpreter._LangPatchScope()  # with nothing to take back
+        return nothing
 
     interpreter._patch_lang = patched_once
     interpreter._convert_float = converted

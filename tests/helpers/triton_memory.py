@@ -34,9 +34,9 @@ class _Known:
         self.ends = np.array([end for _, end in merged], dtype=np.uint64)
 
     def check(self, pointers: Any, mask: Any, size: int, kernel: str, what: str) -> None:
-        touched = np.broadcast_to(pointers, np.broadcast(pointers, mask).shape)[
-            np.broadcast_to(mask, np.broadcast(pointers, mask).shape).astype(bool)
-        ].astype(np.uint64)
+        if np.shape(pointers) != np.shape(mask):
+            pointers, mask = np.broadcast_arrays(pointers, mask)
+        touched = np.asarray(pointers)[np.asarray(mask, bool)].astype(np.uint64)
         if not touched.size:
             return
         place = np.searchsorted(self.starts, touched, "right").astype(np.int64) - 1

@@ -147,7 +147,9 @@ def test_opcheck(name: str) -> None:
     row = ACTIVATIONS[name]
     ops = torch.ops.fusedtrain
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    for x in (torch.randn(3, 5, 2), image.bfloat16(), torch.randn(8, 6)[::2, 1:4]):
+    inputs = (torch.randn(3, 5, 2), image.bfloat16(), torch.randn(8, 6)[::2, 1:4])
+    # Ops without tensors of parameters are made by one template: each has one of the layouts.
+    for x in inputs if row.tensors else inputs[NAMES.index(name) % 3 :][:1]:
         arguments = row.arguments_for(x)
         torch.library.opcheck(getattr(ops, name).default, (x, *arguments))
         grad = torch.randn_like(x)

@@ -189,7 +189,8 @@ def test_compiled_to_plain_operators(
         seen.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    for mean, std in ((MEAN, STD), (torch.tensor(MEAN), torch.tensor(STD)), (0.5, 1)):
+    constants = ((MEAN, STD), (torch.tensor(MEAN), torch.tensor(STD)), (0.5, 1))
+    for mean, std in constants if dtype is torch.float32 else constants[1:2]:
         torch.compiler.reset()
         compiled = torch.compile(F.normalize_images, backend=look, fullgraph=True)
         for x in (random_bytes(2, 3, 4, 5), last(random_bytes(2, 3, 4, 5)), random_bytes(3, 4, 5)):
