@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .._capture import is_capturing
-from .._torch_private import pytree
+from .._torch_private import disable_dynamo, pytree
 from . import _distributed
 from ._checks import check_parameter
 from ._plan import RULE_NUMBERS, Needs, Plan, on_device
@@ -173,7 +173,10 @@ class GradientRelease:
 
     def update(self, update: _Update, p: Tensor) -> None:
         """Updates a parameter whose gradient is complete."""
-        with self._lock, torch.no_grad():
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                return self.update(update, p)
+        with self._lock:
             optimizer = self._optimizer
             if "_step" in vars(optimizer):  # within swap_averages()
                 optimizer._step()  # raises
@@ -195,7 +198,7 @@ class GradientRelease:
             plan = update.plan
             if plan is None or update.group != group or not self._fits(plan, p, step):
                 plan = self._prepare(update, p, group, step)
-            self._call(plan, grad.resolve_neg(), update.control, step)
+            self._call(update, plan, grad, step)
             step.updates.append(update)
             update.step = step.number
             p.grad = None
@@ -242,22 +245,28 @@ class GradientRelease:
         self._devices.add(p.device)
         update.plan, update.group = plan, group
         update.control = self._controls[device][update.number]
+        update.written = [*plan.written, *plan.states]
         return plan
 
-    def _call(self, plan: Plan, grad: Tensor, control: Tensor | None, step: _Step) -> None:
+    def _call(self, update: _Update, plan: Plan, grad: Tensor, step: _Step) -> None:
+        if grad.is_neg():
+            grad = grad.resolve_neg()
+        if plan.distributed:
+            grad = _distributed.local_grad(grad, plan.params[0])
         arguments: list[Any] = [
-            step.rule, plan.local_params, [_distributed.local_grad(grad, plan.params[0])],
-            plan.states, plan.masters, plan.averages, step.rates(plan.store.control.device),
-            plan.store.scalars, control, step.table, plan.rows, None, None,
+            step.rule, plan.local_params, [grad], plan.states, plan.masters, plan.averages,
+            step.rates(plan.store.control.device), plan.store.scalars, update.control, step.table,
+            plan.rows, None, None,
         ]  # fmt: skip
-        plan.follow_parameters()
+        if plan.masters:
+            plan.follow_parameters()
         if plan.distributed and (step.measures or step.trial):
             _distributed.step([(plan, arguments)], step.trial)
         else:
             plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, None, None)
-        increment_version(plan.written)
-        increment_version(plan.states)
-        plan.note_versions()
+        increment_version(update.written)
+        if plan.masters:
+            plan.note_versions()
 
     # --- after backward ---
 
@@ -322,8 +331,10 @@ class _Update:
         self.group = -1
         self.plan: Plan | None = None
         self.control: Tensor | None = None
+        self.written: list[Tensor] = []  # whose versions an update increments
         self.step = 0  # the number of the step in which it was updated last
 
+    @disable_dynamo  # under torch.compile, and by compiled autograd
     def __call__(self, p: Tensor) -> None:
         self.release.update(self, p)
 
