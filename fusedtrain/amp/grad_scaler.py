@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from .._capture import refuse_capture
 from ..optim import FusedOptimizer
-from ..optim._release import check_loss
+from ..optim._release_checks import check_loss
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -33,7 +33,8 @@ from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, warn_of_rounding
 from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
-from ._release import GradientsOf, Releases, check_options as check_released
+from ._release import GradientsOf, Releases
+from ._release_checks import check_options as check_released
 from ._reports import Reports
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import RLock
 from typing import Any
 
@@ -13,10 +11,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from .._capture import is_capturing
-from .._torch_private import disable_dynamo, pytree
 from . import _distributed
 from ._checks import check_parameter
 from ._plan import RULE_NUMBERS, Needs, Plan, on_device
+from ._release_checks import (
+    RELEASES,
+    Hook,
+    check_options,
+    check_reducers,
+    check_unscaled,
+    is_released,
+)
 
 GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
@@ -93,7 +98,7 @@ class Releases(torch.optim.Optimizer):
             )
         for p in params:
             check_parameter(p, type(self).__name__)
-            if any(isinstance(hook, _Update) for hook in _hooks_of(p)):
+            if is_released(p):
                 raise RuntimeError(
                     f"release_gradients: another optimizer releases the gradient of a parameter of "
                     f"shape {tuple(p.shape)}. Each parameter belongs to one optimizer"
@@ -125,13 +130,13 @@ class GradientRelease:
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:
         self._optimizer = optimizer
-        _RELEASES.add(self)
+        RELEASES.add(self)
         # Backward has a thread for each device, and optimizers have one state for all.
         self._lock = RLock()
-        self._updates = [_Update(self, number) for number, _ in enumerate(params)]
+        self._updates = [_Update(number) for number, _ in enumerate(params)]
         self._hooks: list[Any] = [
-            p.register_post_accumulate_grad_hook(update)
-            for p, update in zip(params, self._updates, strict=True)
+            p.register_post_accumulate_grad_hook(Hook(self, number))
+            for number, p in enumerate(params)
         ]
         self._devices: set[torch.device] = set()
         self._open: _Step | None = None
@@ -152,6 +157,7 @@ class GradientRelease:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
+            RELEASES.discard(self)
             if self._open is None:
                 self._detach()
 
@@ -171,13 +177,13 @@ class GradientRelease:
 
     # --- within backward ---
 
-    def update(self, update: _Update, p: Tensor) -> None:
+    def update(self, number: int, p: Tensor) -> None:
         """Updates a parameter whose gradient is complete."""
         if torch.is_grad_enabled():  # backward(create_graph=True)
             with torch.no_grad():
-                return self.update(update, p)
+                return self.update(number, p)
         with self._lock:
-            optimizer = self._optimizer
+            optimizer, update = self._optimizer, self._updates[number]
             if "_step" in vars(optimizer):  # within swap_averages()
                 optimizer._step()  # raises
             step = self._open or self._begin()
@@ -323,20 +329,15 @@ class GradientRelease:
 
 
 class _Update:
-    """The hook of a parameter, and the plan of its call."""
+    """The arguments of a parameter's call."""
 
-    def __init__(self, release: GradientRelease, number: int) -> None:
-        self.release = release
+    def __init__(self, number: int) -> None:
         self.number = number
         self.group = -1
         self.plan: Plan | None = None
         self.control: Tensor | None = None
         self.written: list[Tensor] = []  # whose versions an update increments
         self.step = 0  # the number of the step in which it was updated last
-
-    @disable_dynamo  # under torch.compile, and by compiled autograd
-    def __call__(self, p: Tensor) -> None:
-        self.release.update(self, p)
 
 
 class _Step:
@@ -386,74 +387,3 @@ def _report(plans: list[Plan]) -> None:
     for store in {id(plan.store): plan.store for plan in plans}.values():
         store.last_step.grad_norm.copy_(norm)
         store.last_step.nonfinite.copy_(bad)
-
-
-# --- what gradients that are freed exclude ---
-
-_SCALED = (
-    "release_gradients: a GradScaler finds out whether gradients are finite after backward, which "
-    "has updated the parameters by then. Train in bfloat16 without a scaler, or remove() the handle"
-)
-# Those that may have hooks, so that scalers look at graphs only where there are some.
-_RELEASES: weakref.WeakSet[GradientRelease] = weakref.WeakSet()
-
-
-def check_options(options: Any) -> None:
-    """Raises ValueError for options of an optimizer that need all gradients."""
-    if options["max_grad_norm"] is not None:
-        raise ValueError(
-            "release_gradients: max_grad_norm clips the norm of all gradients together, which is "
-            "known only after backward. Set max_grad_norm=None, and agc for clipping by unit"
-        )
-    if options["gradient_writeback"] != "none":
-        raise ValueError(
-            "release_gradients: gradients are freed, so there is none to write to. Set "
-            f"gradient_writeback='none', got {options['gradient_writeback']!r}"
-        )
-
-
-def check_unscaled(optimizer: Any) -> None:
-    """Raises RuntimeError if a GradScaler is at work."""
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-        raise RuntimeError(_SCALED)
-
-
-def check_loss(outputs: Any) -> None:
-    """Raises RuntimeError before a loss is scaled whose gradients are released."""
-    if not any(release._hooks for release in _RELEASES):
-        return
-    nodes = [t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
-    reached: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in reached:
-            continue
-        reached.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and any(isinstance(hook, _Update) for hook in _hooks_of(leaf)):
-            raise RuntimeError(_SCALED)
-
-
-def check_reducers(model: nn.Module | None, params: Iterable[Tensor]) -> None:
-    """Raises RuntimeError if DistributedDataParallel reads these gradients after they are freed."""
-    ranks = torch.distributed
-    if not ranks.is_available():
-        return
-    wrapper = nn.parallel.DistributedDataParallel
-    modules = [] if model is None else list(model.modules())
-    if ranks.is_initialized():  # a wrapper around the model does not show in the model
-        modules += [o for o in gc.get_objects() if issubclass(type(o), wrapper)]
-    ids = set(map(id, params))
-    for module in modules:
-        if isinstance(module, wrapper) and any(id(p) in ids for p in module.parameters()):
-            raise RuntimeError(
-                "release_gradients: DistributedDataParallel sums gradients over the ranks after "
-                "they are complete, and would find none. Shard with "
-                "torch.distributed.fsdp.fully_shard (FSDP2), or take ordinary steps"
-            )
-
-
-def _hooks_of(p: Tensor) -> Iterable[Any]:
-    hooks = p._post_accumulate_grad_hooks
-    return () if hooks is None else hooks.values()
