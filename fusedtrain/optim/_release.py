@@ -130,7 +130,8 @@ class GradientRelease:
 
     def __init__(self, optimizer: Any, params: Sequence[Tensor]) -> None:
         self._optimizer = optimizer
-        RELEASES.add(self)
+        if params:
+            RELEASES.add(self)
         # Backward has a thread for each device, and optimizers have one state for all.
         self._lock = RLock()
         self._updates = [_Update(number) for number, _ in enumerate(params)]
