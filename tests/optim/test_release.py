@@ -252,11 +252,12 @@ def test_parameters_outside_of_the_model_and_added_later() -> None:
             optimizer.release_gradients(model)
         for seed in range(5):
             if seed == 2:
-                model.added = nn.Linear(6, 6).bfloat16()
-                optimizer.add_param_group({"params": model.added.parameters()})
+                added = nn.Linear(6, 6).bfloat16()
+                model.add_module("added", added)
+                optimizer.add_param_group({"params": added.parameters()})
             x = model(torch.ones(2, 6, dtype=BF16) * (seed + 1))
             x = other(x) if seed != 3 else x
-            loss = model.added(x) if seed >= 2 else x
+            loss = added(x) if seed >= 2 else x
             loss.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
