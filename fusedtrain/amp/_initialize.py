@@ -246,6 +246,11 @@ def _check_optimizers(optimizers: list[Any]) -> None:
                 "A given optimizer should only be passed through amp.initialize once: make a new "
                 "one for the parameters as they are now."
             )
+        if getattr(optimizer, "_release", None) is not None:
+            raise RuntimeError(
+                "amp.initialize: the optimizer releases gradients within backward, and amp reads "
+                "all of them after it. remove() the handle of release_gradients first"
+            )
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if owner.setdefault(id(p), optimizer) is not optimizer:

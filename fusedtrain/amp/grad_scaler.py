@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from .._capture import refuse_capture
 from ..optim import FusedOptimizer
+from ..optim._release_checks import check_loss
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -81,6 +82,17 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         refuse_capture("the loss scale")
         super()._lazy_init_scale_growth_tracker(dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies a loss, or each of several, by the scale.
+
+        Raises:
+            RuntimeError: the loss has gradients that backward would release (see
+                `FusedOptimizer.release_gradients`).
+        """
+        if self._enabled:
+            check_loss(outputs)
+        return super().scale(outputs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, unless its gradients hold infs or NaNs.

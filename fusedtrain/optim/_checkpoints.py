@@ -49,6 +49,12 @@ class Checkpoints(torch.optim.Optimizer):
     def _drop_stale_corrections(self) -> None:
         raise NotImplementedError
 
+    def _check_closed(self, what: str) -> None:
+        raise NotImplementedError
+
+    def _discard_step(self) -> None:
+        raise NotImplementedError
+
     @property
     def applied_steps(self) -> Tensor:
         raise NotImplementedError
@@ -73,6 +79,7 @@ class Checkpoints(torch.optim.Optimizer):
                 parameters, which must be saved beside them. By default all are float32 (masters
                 under "master_param"), and load into the same codes.
         """
+        self._check_closed("a state dict")
         self._drop_stale_corrections()
         hook = self.register_state_dict_post_hook(
             lambda _, saved: self._as_torch_has_it(saved, compressed), prepend=True
@@ -227,6 +234,7 @@ class Checkpoints(torch.optim.Optimizer):
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""
+        self._discard_step()
         if _STREAM in saved:  # the seed counts from this optimizer's own steps
             self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
@@ -247,6 +255,7 @@ class Checkpoints(torch.optim.Optimizer):
         return self._state_needs().dtype(p)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_closed("a copy")
         self._drop_stale_corrections()
         state: dict[str, Any] = super().__getstate__()
         unborn = self._without_a_step()

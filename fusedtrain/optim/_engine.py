@@ -33,13 +33,14 @@ from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, warn_of_rounding
 from ._options import DEFAULTS, WRITE_BACK, check_options
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
+from ._release import GradientsOf, Releases
+from ._release_checks import check_options as check_released
 from ._reports import Reports
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
 # Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
 _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
-_GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class _Ahead(NamedTuple):
@@ -64,7 +65,7 @@ def _option(name: str, doc: str) -> Any:
     return property(read, change, doc=doc)
 
 
-class FusedOptimizer(Reports, Checkpoints):
+class FusedOptimizer(Releases, Reports, Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
     # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
@@ -74,7 +75,7 @@ class FusedOptimizer(Reports, Checkpoints):
 
     # The getter of the parameters' gradients, and, by the id of a master weight in `param_groups`,
     # the model's 16-bit parameter, which the step writes too.
-    _gradients_of: _GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
+    _gradients_of: GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
     _first_lr: tuple[Tensor, float] | None = None
@@ -152,6 +153,8 @@ class FusedOptimizer(Reports, Checkpoints):
     def _change(self, name: str, value: Any) -> None:
         options = {**self._fused_options, name: value}
         check_options(options)
+        if self._release is not None:
+            check_released(options)
         if name == "agc":
             self._check_sharding(options)
         if name == "stochastic_rounding":
@@ -181,6 +184,8 @@ class FusedOptimizer(Reports, Checkpoints):
             RuntimeError: for sparse gradients and complex parameters. Nothing is modified.
         """
         loss = None
+        if self._release is not None:
+            self._release.check_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -197,9 +202,9 @@ class FusedOptimizer(Reports, Checkpoints):
             self._measured = False
             for control in self._controls.values():
                 Control.of(control).skipped.zero_()
-        decay = self._fused_options["ema_decay"]
-        if decay is not None:
-            self._average_parameters_without_gradients(1 - decay)
+        if self._release is not None:
+            self._release.close(plans)
+        self._average_parameters_without_gradients()
 
     def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
         writeback = self._writeback()
@@ -321,13 +326,6 @@ class FusedOptimizer(Reports, Checkpoints):
         ):
             return None
         return ahead.sums
-
-    def _read_gradients(
-        self, gradients_of: _GradientsOf, low_precision: Mapping[int, Tensor]
-    ) -> None:
-        """Sets `_gradients_of` and `_low_precision`, for fusedtrain.amp."""
-        self._gradients_of, self._low_precision = gradients_of, low_precision
-        self._forget()
 
     def _measures(self) -> int:
         measures = self._norms

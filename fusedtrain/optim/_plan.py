@@ -220,6 +220,10 @@ class Plan:
             if not all(map(is_, map(state.get, self.params), self.dicts)):
                 return False
             self.all_dicts = all_dicts
+        return self.is_in_place()
+
+    def is_in_place(self) -> bool:
+        """Whether states and parameters are still the plan's tensors, at the same addresses."""
         if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):
             return False
         written = self.written

@@ -161,8 +161,11 @@ class Reports(torch.optim.Optimizer):
         if low is not None:
             low.copy_(value)
 
-    def _average_parameters_without_gradients(self, weight: float) -> None:
+    def _average_parameters_without_gradients(self) -> None:
         """Updates these averages, as ModelEma would, unless the step was skipped."""
+        if self.ema_decay is None:
+            return
+        weight = 1.0 - self.ema_decay
         stepped = {id(p) for plan in self._last for p in plan.params}
         for group in self.param_groups:
             for p in group["params"]:
