@@ -169,17 +169,9 @@ def _parametrised(norm: Any) -> None:
     parametrize.register_parametrization(norm, "weight", Twice())
 
 
-def _hook_on_nothing(twins: Twins, part: str) -> None:
-    for module in twins.both:
-        setattr(module, part, nn.Identity())
-        getattr(module, part).register_forward_hook(lambda m, i, y: 2 * y)
-
-
-def _with_forward(module: Any, part: str) -> None:
-    setattr(module, part, nn.Identity())
-    getattr(module, part).forward = torch.tanh
-
-
+HOOKED, PATCHED = nn.Identity(), nn.Identity()
+HOOKED.register_forward_hook(lambda m, i, y: 2 * y)
+setattr(PATCHED, "forward", torch.tanh)  # noqa: B010 (mypy knows the method)
 CHANGES: dict[str, Callable[[Twins], None]] = {
     "nothing": lambda twins: None,
     "another activation": _both(_set(act=nn.SiLU())),
@@ -197,10 +189,10 @@ CHANGES: dict[str, Callable[[Twins], None]] = {
     "backward hook": _both_acts(
         lambda act: act.register_full_backward_hook(lambda m, gi, go: (2 * gi[0],))
     ),
-    "no activation, but a hook": lambda twins: _hook_on_nothing(twins, "act"),
-    "no drop layer, but a hook": lambda twins: _hook_on_nothing(twins, "drop"),
-    "no activation, but a forward": _both(lambda m: _with_forward(m, "act")),
-    "no drop layer, but a forward": _both(lambda m: _with_forward(m, "drop")),
+    "no activation, but a hook": _both(_set(act=HOOKED)),
+    "no activation, but a forward": _both(_set(act=PATCHED)),
+    "no drop layer, but a hook": _both(_set(drop=HOOKED)),
+    "no drop layer, but a forward": _both(_set(drop=PATCHED)),
     "hook of the norm": _both(lambda m: m.register_forward_hook(lambda m, i, y: 2 * y)),
     "drop layer": _both(_set(drop=Twice())),
     "weight replaced": _both_norms(_set(weight=nn.Parameter(torch.tensor([1.0, -2.0, 3.0])))),
