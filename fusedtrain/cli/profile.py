@@ -126,8 +126,9 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
         notes.append(f"Times are of {shown[0][1]['clock']}. {_IDLE[shown[0][1]['clock']]}")
     if len(shown) == 2:
         notes.append(
-            "The second run had fusedtrain.convert at its first optimizer step; optimizer, loader "
-            "and precision stayed. The runs came one after the other: on a busy machine, repeat."
+            "The second run had fusedtrain.convert at the first step of each optimizer; optimizer, "
+            "loader and precision stayed. The runs came one after the other: on a busy machine, "
+            "repeat."
         )
     data = {
         "script": script,
