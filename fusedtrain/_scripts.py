@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ._backends import environment
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
+EXITED, DIED = "exited", "died"
 _GRACE = 20  # seconds after Ctrl-C in which the child may write its results
 # Seconds in which a script that was ended may clean up. A thread of its own that waits for work
 # would keep the process for ever.
@@ -53,7 +54,8 @@ class Run:
 
     Args:
         end: "done" (it was ended after enough steps), "ended" (before that, by itself), "raised",
-            "stopped" (by Ctrl-C), or "died" (the process, without Python's doing).
+            "exited" (by sys.exit, with a status that is not 0), "stopped" (by Ctrl-C), or "died"
+            (the process, without Python's doing).
         steps: optimizer steps that it took.
         status: the exit status of the process.
         results: of the watcher; empty where the process died.
@@ -90,9 +92,11 @@ def in_fresh_process(
         # Kineto would otherwise write two lines to stderr for each use of the profiler.
         settings = environment(KINETO_LOG_LEVEL="99")
         process = subprocess.Popen(command, stdout=output, env=settings)
+        interrupted = False
         try:
             status = _wait(process, Path(folder, "results.json"))
         except KeyboardInterrupt:
+            interrupted = True
             status = _wait_after_interrupt(process)
         except BaseException:
             process.kill()
@@ -101,7 +105,8 @@ def in_fresh_process(
         written = Path(folder, "results.json")
         if written.exists():
             return Run(**json.loads(written.read_text()), status=status)
-    return Run("died", 0, status)
+    # Interrupted before it came to the script, the child has nothing to write.
+    return Run(STOPPED if interrupted else DIED, 0, status)
 
 
 def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
@@ -190,7 +195,7 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         write(STOPPED)
         return 130
     except SystemExit as end:
-        write(RAISED if end.code not in (None, 0) else ENDED)
+        write(EXITED if end.code not in (None, 0) else ENDED)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)

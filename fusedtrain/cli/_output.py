@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+_FOLDED = 10  # characters: words are folded into columns of this width, not into narrower ones
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,10 @@ def _show(report: Report) -> None:
         _line(console, f"{name}: {value}", style="dim")
     for table in report.tables:
         print()
-        if console.is_terminal:
+        if console.is_terminal and _least_width(table) > console.width:
+            for line in _stacked(table):
+                console.print(Text(line))
+        elif console.is_terminal:
             console.print(_boxed(table))
         else:
             print("\n".join(_columns(table)))
@@ -212,6 +216,28 @@ def _boxed(table: Table) -> RichTable:
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown
+
+
+def _least_width(table: Table) -> int:
+    """Of a terminal that shows the table as one: numbers whole, words folded."""
+    lines = [[column.name for column in table.columns], *table.rows]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return 1 + sum(
+        2 + (min(width, _FOLDED) if column.left else width)
+        for column, width in zip(table.columns, widths, strict=True)
+    )
+
+
+def _stacked(table: Table) -> Iterator[str]:
+    """A few lines a row: its words, then its numbers by their names. The terminal wraps them."""
+    if table.title:
+        yield table.title
+    for row in table.rows:
+        cells = list(zip(table.columns, row, strict=True))
+        yield " ".join(cell for column, cell in cells if column.left and cell)
+        numbers = [f"{column.name} {cell}" for column, cell in cells if not column.left and cell]
+        if numbers:
+            yield f"  {', '.join(numbers)}"
 
 
 def _columns(table: Table) -> Iterator[str]:

@@ -8,6 +8,7 @@ import click
 import torch
 
 from .. import __version__
+from .._scripts import DIED, EXITED, RAISED, STOPPED
 from ..diagnosis import Diagnosis, doctor
 from ..diagnosis.wording import finding_lines, milliseconds
 from ..timing import device_name
@@ -63,9 +64,9 @@ def command(
         print(diagnosis.diff(), end="")
     else:
         outputs.write(_report(diagnosis, script))
-    if diagnosis.end in ("raised", "died"):
+    if diagnosis.end in (RAISED, EXITED, DIED):
         return Exit.SCRIPT_RAISED
-    if diagnosis.end == "stopped":
+    if diagnosis.end == STOPPED:
         return Exit.STOPPED
     return Exit.FOUND if diagnosis.findings or not diagnosis.facts.steps else Exit.DONE
 

@@ -10,7 +10,7 @@ import click
 import torch
 
 from .. import __version__
-from .._scripts import DONE, ENDED, RAISED, STOPPED, Run, in_fresh_process
+from .._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
 from ..timing import device_name
 from ._exit import Exit
 from ._output import Column, NewFile, Outputs, Report, Table, output_options, progress, today
@@ -126,8 +126,9 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
         notes.append(f"Times are of {shown[0][1]['clock']}. {_IDLE[shown[0][1]['clock']]}")
     if len(shown) == 2:
         notes.append(
-            "The second run had fusedtrain.convert at its first optimizer step; optimizer, loader "
-            "and precision stayed. The runs came one after the other: on a busy machine, repeat."
+            "The second run had fusedtrain.convert at the first step of each optimizer; optimizer, "
+            "loader and precision stayed. The runs came one after the other: on a busy machine, "
+            "repeat."
         )
     data = {
         "script": script,
@@ -157,6 +158,8 @@ def _partial(run: Run) -> str:
     taken = f"{run.steps} optimizer step{'s' * (run.steps != 1)}"
     if run.end == RAISED:
         return f"the script raised after {taken}; its traceback is on stderr"
+    if run.end == EXITED:
+        return f"the script ended with exit status {run.status} after {taken}"
     if run.end == STOPPED:
         return f"stopped after {taken}"
     if run.end not in (DONE, ENDED):

@@ -202,16 +202,22 @@ class Account:
         self._steps, self._count = steps, max(len(steps), 1)
 
     def events(self, kind: str) -> list[Event]:
-        """The lines of one kind that are in each of the steps, or every other one."""
+        """The lines of one kind that are in each of the steps, or every other one.
+
+        What is only in the first is not among them: there `if i % 100 == 0: print(loss.item())` of
+        the step before prints.
+        """
+        later = {key for step in self._steps[1:] or self._steps for key in step.events}
         sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0] * 3)
         for step in self._steps:
             for key, entry in step.events.items():
                 if key[0] == kind:
                     sums[key] = [a + b for a, b in zip(sums[key], entry)]
         made = []
-        for (_, site, what, device), entry in sums.items():
+        for key, entry in sums.items():
+            _, site, what, device = key
             count, size, seconds = (number / self._count for number in entry)
-            if count >= 0.5:
+            if count >= 0.5 and key in later:
                 made.append(Event(site, what, count, size, seconds, device))
         return sorted(made, key=lambda event: -event.count)
 

@@ -19,8 +19,8 @@ class Diagnosis:
 
     `findings` are ordered by the time that they cost, `not_checked` maps the rules that say nothing
     about this run to the reason. `end` is how the run ended: "done" (after the steps that were
-    asked for), "ended" (by itself, earlier), "raised", "stopped" (by Ctrl-C) or "died". `status` is
-    the exit status of the script.
+    asked for), "ended" (by itself, earlier), "raised", "exited" (with a `status` that is not 0),
+    "stopped" (by Ctrl-C) or "died". `status` is the exit status of the script.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -41,6 +41,8 @@ class Diagnosis:
         steps = self.facts.steps
         if self.end == "raised":
             return f"the script raised after {steps} steps; these are the findings so far"
+        if self.end == "exited":
+            return f"the script ended with exit status {self.status} after {steps} steps"
         if self.end == "stopped":
             return f"stopped after {steps} steps; these are the findings so far"
         if self.end == "died":

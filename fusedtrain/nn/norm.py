@@ -174,8 +174,10 @@ class BatchNormActBase(BatchNormBase):
                 residual = residual.to(input.dtype)
         act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
-        drop = None if type(drop_layer) is nn.Identity else drop_layer
-        if drop is not None and is_stochastic_depth(drop):
+        drop = drop_layer
+        if type(drop) is nn.Identity and hands_on(drop):
+            drop = None
+        elif is_stochastic_depth(drop):
             branch_scale, drop = branch_scale_of(drop, input), None
         unfused = drop is not None or activation is None or odd
         z = self._normalise(

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._graph.forward import passes_on
-from .._graph.modules import HOOKS, STOCHASTIC_DEPTH, package_and_name
+from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..ops.activations import pointwise
 from ..reference.pointwise import POINTWISE, Pointwise
 from . import activation as _activations
 
+_NOTHING = Pointwise()
 _ROWS = {row.name.replace("_", ""): row for row in POINTWISE}
 
 
@@ -44,7 +45,7 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     """
     cls = type(module)
     if cls is nn.Identity:
-        return Pointwise()
+        return _NOTHING if _replaceable(module) else None
     row = ROW_OF.get(cls)
     if row is None or not _replaceable(module):
         return None
@@ -74,7 +75,7 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
 def hands_on(module: nn.Module) -> bool:
     """Whether a drop layer hands on its input as it is: none, or stochastic depth at rest."""
     if type(module) is nn.Identity:
-        return True
+        return _replaceable(module)
     name = STOCHASTIC_DEPTH.get(package_and_name(module))
     if name is None or (module.training and getattr(module, name) != 0.0):
         return False
@@ -93,10 +94,13 @@ def _replaceable(module: nn.Module) -> bool:
     state = vars(module)
     if "forward" in state:
         return passes_on(module)
-    for hooks in HOOKS:  # noqa: SIM110 (a generator takes twice the time)
-        if state[hooks]:
-            return False
-    return True
+    # Not a loop over HOOKS, which takes three times as long.
+    return not (
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )
 
 
 def call_part(module: nn.Module, z: Tensor) -> Tensor:

@@ -73,6 +73,14 @@ def _fits(input: Tensor, norm: Norm) -> bool:
     return True
 
 
+def _has_gaps(norm: Norm) -> bool:
+    """Whether running statistics have gaps between their elements, which the op cannot take."""
+    for vector in (norm.running_mean, norm.running_var):
+        if vector is not None and _calls.is_plain(vector) and not vector.is_contiguous():
+            return vector.stride(0) != 0
+    return False
+
+
 def _is_narrow(input: Tensor, norm: Norm) -> bool:
     """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
     if not _calls.is_plain(input) or input.dtype.itemsize != 2:
@@ -86,11 +94,17 @@ def _widened(norm: Norm) -> Norm:
     return Norm(norm.branch_scale, weight, bias, mean, var, *norm[5:])
 
 
-def _copy_back(original: Norm, widened: Norm) -> None:
-    """Copies the widened running statistics to the original ones."""
-    for narrow, wide in zip(original[3:5], widened[3:5], strict=True):
-        if narrow is not None and wide is not None:
-            narrow.copy_(wide)
+def _dense(norm: Norm) -> Norm:
+    """With running statistics that are contiguous."""
+    mean, var = [None if t is None else t.contiguous() for t in norm[3:5]]
+    return norm._replace(running_mean=mean, running_var=var)
+
+
+def _copy_back(original: Norm, copied: Norm) -> None:
+    """Copies the running statistics of the op to the original ones."""
+    for mine, other in zip(original[3:5], copied[3:5], strict=True):
+        if mine is not None and other is not None and mine is not other:
+            mine.copy_(other)
 
 
 def _check_residual(residual: Tensor, input: Tensor) -> None:
@@ -266,11 +280,14 @@ def _run(
     if _calls.traced() and not compiled:
         return eager(input, residual, norm, activation)
     # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
-    narrow, original = _is_narrow(input, norm), norm
-    if narrow:
+    original = norm
+    if _is_narrow(input, norm):
         norm = _widened(norm)
+    if _has_gaps(norm):
+        norm = _dense(norm)
     if not _fits(input, norm):
         return eager(input, residual, original, activation)
+    copied = norm is not original
     if norm.branch_scale is not None:
         rows = norm.branch_scale.detach().to(input.device, wide_of(input)).contiguous()
         norm = Norm(rows, *norm[1:])
@@ -288,7 +305,7 @@ def _run(
             output = _apply(input, residual, *norm[:3], norm[3:], activation)
     else:
         output = _forward(input, residual, *norm, *activation)[0]
-    if narrow and norm.training:
+    if copied and norm.training:
         _copy_back(original, norm)
     return output
 

@@ -20,7 +20,7 @@ class ProfilingWatcher:
 
     After ``warmup`` steps come ``steps`` with the profiler, ``steps`` without, which are timed, and
     one with the profiler and with the lines of Python. With ``convert``, the models of the script
-    are converted at its first step.
+    are converted at the first step of each optimizer, before the last step of the warm-up.
 
     A script with torch.compile is not asked for lines: it would compile anew for that step.
     """
@@ -45,8 +45,12 @@ class ProfilingWatcher:
 
     def step(self, count: int, optimizer: Optimizer) -> bool:
         self._ranges.leave()
-        if self._conversion is not None and count == 1:
+        # The last step of the warm-up is without hooks: torch.compile may compile anew.
+        last = max(self._warmup - 1, 1)
+        if self._conversion is not None and count <= last:
             self._conversion.apply(optimizer)
+            if count == last:
+                self._conversion.end()
         first, second = self._warmup + self._steps, self._warmup + 2 * self._steps
         if self._window is not None:
             self._profiled += 1
@@ -74,6 +78,7 @@ class ProfilingWatcher:
         if self._times:
             self._results["step_ms"] = 1e3 * statistics.median(self._times)
         if self._conversion is not None:
+            self._conversion.end()
             self._results["conversion"] = self._conversion.report
         return self._results
 

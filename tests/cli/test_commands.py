@@ -143,6 +143,21 @@ def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
     assert "…" not in shown
 
 
+@pytest.mark.parametrize("width", [24, 40, 60, 200])
+def test_no_cell_is_lost_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [Column("op", left=True), Column("size", left=True)]
+    names += [Column(name) for name in ("time", "GB/s", "% copy", "vs eager", "99 %")]
+    cells = ["bn_silu", "2x96x14x14", "402.5 us", "3.25", "110", "1.01", "0.73-1.19"]
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=width, no_color=True)
+    monkeypatch.setattr(_output, "Console", lambda **options: console)
+    Outputs().write(Report("a title", {}, tables=[Table("", names, [cells])]))
+    shown = " ".join(written.getvalue().split())
+    for cell in cells if width != 24 else cells[:-1]:
+        assert cell in shown, shown
+    assert ("─" in shown) == (width == 200)
+
+
 def test_html_is_one_file_and_escapes(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     Outputs(html=path).write(REPORT)

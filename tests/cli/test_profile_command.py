@@ -193,6 +193,35 @@ def test_a_process_that_dies(
     assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_the_script_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal interrupts both processes."""
+    script = in_folder(tmp_path, monkeypatch, "")
+    (tmp_path / "importing.py").write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    monkeypatch.setattr(profile, "MODULE", "importing")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["profile", script]) == Exit.STOPPED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "PARTIAL: stopped after 0 optimizer steps" in capsys.readouterr().out
+
+
+def test_a_script_that_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = in_folder(tmp_path, monkeypatch, "import sys\nsys.exit('no data')\n")
+    assert main(["profile", script]) == Exit.SCRIPT_RAISED
+    out = capsys.readouterr().out
+    assert "PARTIAL: the script ended with exit status 1 after 0 optimizer steps" in out
+
+
 STUBBORN = """\
 import threading, time, torch
 p = torch.nn.Parameter(torch.ones(2))

@@ -134,6 +134,15 @@ def test_script_without_a_step_is_told_so(
     assert "tensor(2.)" in output
 
 
+def test_a_script_that_exits_has_not_raised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "train.py").write_text("import sys\nsys.exit(7)\n")
+    status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.SCRIPT_RAISED
+    assert "PARTIAL: the script ended with exit status 7 after 0 steps" in output
+
+
 def test_fix_prints_a_diff_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

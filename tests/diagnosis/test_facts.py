@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusedtrain.diagnosis import Facts, decide
+from fusedtrain.diagnosis import Facts, _operators, decide
 from fusedtrain.diagnosis._facts import Copy, Event, Layer, Loader, Optimizer, Timing
 from fusedtrain.diagnosis._sites import Site
 from helpers.diagnosis import examined, rules
@@ -136,3 +136,19 @@ def test_facts_survive_json() -> None:
     assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
     full = gpu(optimizers=[replace(ADAM, timing=Timing(1.0, 2.0, 3.0))], threads_site=LINE)
     assert Facts.from_json(json.loads(json.dumps(full.to_json()))) == full
+
+
+def test_a_number_that_is_printed_after_the_first_step_is_no_wait_of_each_step() -> None:
+    """`if i % 100 == 0: print(loss.item())` behind optimizer.step() is seen in the second step."""
+
+    def events(*counts: int) -> list[float]:
+        steps = [_operators._Step() for _ in counts]
+        for step, count in zip(steps, counts, strict=True):
+            if count:
+                step.events["sync", LINE, "a number is read", "cuda"] = [count, 0.0, 1e-3]
+        return [event.count for event in _operators.Account(steps).events("sync")]
+
+    assert events(1, 0) == events(4, 0) == []
+    assert events(0, 1) == [0.5]
+    assert events(1, 1) == [1.0]
+    assert events(1) == [1.0]

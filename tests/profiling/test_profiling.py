@@ -22,6 +22,7 @@ from fusedtrain.profiling import (
     top_operators,
     uses_tensor_cores,
 )
+from fusedtrain.profiling._convert import Conversion
 from fusedtrain.profiling._records import recording
 
 BACKWARD = "autograd::engine::evaluate_function: ConvolutionBackward0"
@@ -241,3 +242,28 @@ def test_profile_of_a_block_that_raises() -> None:
         torch.ones(3).exp()
     assert again.summary["steps"] == 0
     assert times(again.summary)["pointwise"] > 0
+
+
+def test_conversion_of_two_networks_with_an_optimizer_each() -> None:
+    """As a GAN has them. What spectral_norm calls is part of a network."""
+
+    def network() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU())
+
+    conversion = Conversion()
+    conversion.begin()
+    try:
+        first, second = network(), network()
+        nn.utils.parametrizations.spectral_norm(second[0])
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (first, second)]
+        for _ in range(2):
+            for net in (first, second):
+                net(torch.randn(2, 3, 6, 6))
+            for optimizer in optimizers:
+                conversion.apply(optimizer)
+    finally:
+        conversion.end()
+    assert conversion.report == ["Sequential: 1 norms, 1 activations converted"] * 2
+    assert [type(net[1]).__name__ for net in (first, second)] == ["BatchNormAct2d"] * 2
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks

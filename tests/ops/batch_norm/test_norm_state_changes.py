@@ -169,6 +169,9 @@ def _parametrised(norm: Any) -> None:
     parametrize.register_parametrization(norm, "weight", Twice())
 
 
+HOOKED, PATCHED = nn.Identity(), nn.Identity()
+HOOKED.register_forward_hook(lambda m, i, y: 2 * y)
+setattr(PATCHED, "forward", torch.tanh)  # noqa: B010 (mypy knows the method)
 CHANGES: dict[str, Callable[[Twins], None]] = {
     "nothing": lambda twins: None,
     "another activation": _both(_set(act=nn.SiLU())),
@@ -186,6 +189,10 @@ CHANGES: dict[str, Callable[[Twins], None]] = {
     "backward hook": _both_acts(
         lambda act: act.register_full_backward_hook(lambda m, gi, go: (2 * gi[0],))
     ),
+    "no activation, but a hook": _both(_set(act=HOOKED)),
+    "no activation, but a forward": _both(_set(act=PATCHED)),
+    "no drop layer, but a hook": _both(_set(drop=HOOKED)),
+    "no drop layer, but a forward": _both(_set(drop=PATCHED)),
     "hook of the norm": _both(lambda m: m.register_forward_hook(lambda m, i, y: 2 * y)),
     "drop layer": _both(_set(drop=Twice())),
     "weight replaced": _both_norms(_set(weight=nn.Parameter(torch.tensor([1.0, -2.0, 3.0])))),

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fusedtrain.functional import batch_norm_act
+from fusedtrain.nn import BatchNormAct2d
 
 C = 3
 Arguments = dict[str, Any]
@@ -141,3 +143,15 @@ def test_vectors_of_16_bits(which: str) -> None:
     expected = batch_norm_act(**arguments)
     arguments[which] = arguments[which].detach().bfloat16()
     torch.testing.assert_close(batch_norm_act(**arguments), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_with_gaps_under_a_checkpoint(dtype: torch.dtype) -> None:
+    """The recomputation, which updates no statistics, must save as many tensors as the forward."""
+    norm, expected = BatchNormAct2d(C).to(dtype), BatchNormAct2d(C).to(dtype)
+    for name in ("running_mean", "running_var"):
+        setattr(norm, name, torch.stack([getattr(norm, name)] * 2, 1)[:, 0])
+    x = torch.randn(4, C, 2, 2, dtype=dtype, requires_grad=True)
+    checkpoint(norm, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(expected(x).sum(), x)[0])
+    torch.testing.assert_close(norm.state_dict(), expected.state_dict())
