@@ -28,7 +28,8 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         maximize: ascends.
         foreach, fused: accepted; the step is the fused one in any case.
         differentiable: not supported.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a root
+            that is off by at most the error of the stored root.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.

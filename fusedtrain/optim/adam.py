@@ -28,7 +28,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         maximize: ascends.
         foreach, fused, capturable: accepted; the step is the fused, capturable one in any case.
         differentiable: not supported.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
+            numerator that is off by at most beta1 times the error of the stored average, and a root
+            of the squares that is off by at most sqrt(beta2) times the error of the stored root.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.
@@ -147,7 +149,9 @@ class NAdamW(FusedOptimizer):
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         maximize: ascends.
         foreach, capturable: accepted; the step is the fused, capturable one in any case.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
+            numerator that is off by at most beta1 times the error of the stored average, and a root
+            of the squares that is off by at most sqrt(beta2) times the error of the stored root.
 
     Raises:
         ValueError: for values out of range.

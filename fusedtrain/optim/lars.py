@@ -30,7 +30,8 @@ class LARS(FusedOptimizer):
         eps: see above.
         trust_clip: limits the scale times lr to lr (LARC).
         always_adapt: scales groups without weight decay too.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
+            direction that is off by at most ``momentum`` times the error of the stored buffer.
 
     Raises:
         ValueError: for values out of range.

@@ -28,7 +28,9 @@ class Lion(FusedOptimizer):
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         maximize: ascends.
         foreach: accepted; the step is the fused one in any case.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has
+            another sign where ``|beta1 m + (1 - beta1) g|`` is below beta1 times the error of the
+            stored ``m``, and nowhere else.
 
     Raises:
         ValueError: for values out of range.

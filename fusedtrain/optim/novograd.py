@@ -26,7 +26,8 @@ class NovoGrad(FusedOptimizer):
         weight_decay: L2 penalty of the normalised gradient.
         grad_averaging: multiplies the normalised gradient by 1 - beta1 in its average.
         amsgrad: divides by the largest second moment so far (arXiv 1904.09237).
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has
+            a direction that is off by at most beta1 times the error of the stored average.
 
     Raises:
         ValueError: for values out of range.

@@ -30,7 +30,9 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         maximize: ascends.
         foreach, capturable: accepted; the step is the fused, capturable one in any case.
         differentiable: not supported.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a root
+            that is off by at most sqrt(alpha) times the error of the stored root, and a momentum
+            that is off by ``momentum`` times the error of the stored buffer.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.
@@ -103,7 +105,9 @@ class RMSpropTF(FusedOptimizer):
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         lr_in_momentum: scales by lr before the momentum buffer, not after it.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a root
+            that is off by at most sqrt(alpha) times the error of the stored root, and a momentum
+            that is off by ``momentum`` times the error of the stored buffer.
 
     Raises:
         ValueError: for values out of range.

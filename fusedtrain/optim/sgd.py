@@ -28,7 +28,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         maximize: ascends.
         foreach, fused: accepted; the step is the fused one in any case.
         differentiable: not supported.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
+            direction that is off by at most ``momentum`` times the error of the stored buffer.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.
@@ -93,7 +94,8 @@ class SGDW(FusedOptimizer):
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         foreach: accepted; the step is the fused one in any case.
         differentiable: not supported.
-        options: see `FusedOptions`.
+        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
+            direction that is off by at most ``momentum`` times the error of the stored buffer.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.

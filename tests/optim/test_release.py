@@ -12,19 +12,26 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain.optim import _codes
 from helpers.optimizer_steps import alike, saved_and_loaded
 from helpers.optimizers import CLASSES, make
 from helpers.released import assert_alike, loss_of, network, pair, train
 
 BF16, F32 = torch.bfloat16, torch.float32
-# Every fourth class starts with another of these options.
+# Every sixth class starts with another of these options.
 OPTIONS: list[dict[str, Any]] = [
     {"agc": 0.05, "ema_decay": 0.9},
     {"stochastic_rounding": True},
     {"master_weights": True, "state_dtype": F32},
     {"master_weights": "split24", "stochastic_rounding": True, "agc": 0.1},
     {"master_weights": "split32", "ema_decay": 0.9},
+    {"master_weights": "split24", "state_dtype": "q8"},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _codes_of_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_codes, "LEAST_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("which", range(2))
