@@ -170,7 +170,7 @@ def test_symbols_that_an_old_glibc_lacks_are_named(compiled: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_name_what_is_there(workflow: Path) -> None:
-    """What actionlint cannot know: files of the repository, and targets of make."""
+    """What no linter of workflows knows: files of the repository, and targets of make."""
     yaml = pytest.importorskip("yaml")
     text = workflow.read_text()
     jobs = yaml.safe_load(text)["jobs"]
