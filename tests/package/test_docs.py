@@ -7,7 +7,9 @@ begins with one of REASONS.
 from __future__ import annotations
 
 import ast
+import os
 import re
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.models import accelerate, lightning, onnxruntime, torchvision, transformers
+from helpers.rank_processes import on_two_ranks
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = (ROOT / "README.md", *DOCS)
@@ -61,8 +64,23 @@ EXAMPLES = [
 ]
 
 
+def rank_of_example(rank: int, code: str, folder: Path, port: int) -> None:
+    os.chdir(folder)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2",
+        RANK=str(rank), LOCAL_RANK=str(rank),
+    )  # fmt: skip
+    exec(compile(code, "example", "exec"), {"__name__": "example"})
+
+
 @pytest.mark.parametrize("code", EXAMPLES)
 def test_example_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "init_process_group()" in code:  # as torchrun starts it
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        on_two_ranks(rank_of_example, code, tmp_path, port)
+        return
     if "timm" in code:
         torchvision()  # operator names can be declared once per process, by the tests' helper
     for library in (lightning, accelerate, transformers, onnxruntime):

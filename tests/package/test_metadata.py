@@ -35,11 +35,32 @@ def test_extra_is_printed(extra: str) -> None:
     assert run.stdout.split() == PROJECT["optional-dependencies"][extra]
 
 
+PINS = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+
+
 def test_what_makes_the_site_is_pinned() -> None:
-    pins = (ROOT / "constraints.txt").read_text()
     for requirement in PROJECT["optional-dependencies"]["docs"]:
         name = re.sub(r"\[.*\]", "", requirement)
-        assert re.search(rf"^{name}==", pins, re.M), name
+        assert name in PINS, name
+
+
+# The libraries of each page about one, beside torch.
+PAGES = {
+    "lightning.md": ["lightning"],
+    "huggingface.md": ["accelerate", "transformers"],
+    "coming_from_timm.md": ["timm", "torchvision"],
+    "export.md": ["onnx", "onnxscript", "onnxruntime"],
+    "distributed.md": ["deepspeed"],
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_the_versions_that_are_tested(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    for library in [*PAGES[page], "torch"]:
+        named = re.findall(rf"(?<![\w-]){library} (\d+\.\d+\.\d+)", text, re.I)
+        assert named, f"{page} names no version of {library}"
+        assert set(named) == {PINS[library]}, f"{page}: {library}"
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)

@@ -65,6 +65,27 @@ def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
     assert paths - files - made == set()
 
 
+@pytest.mark.long
+def test_the_sdist_builds_in_a_clean_environment(tmp_path: Path) -> None:
+    """As `pip install` does it: pip fetches torch for the build, and once more for the package."""
+    make = [sys.executable, "tools/build_wheel.py", "--sdist", "--out", str(tmp_path)]
+    subprocess.run(make, cwd=ROOT, check=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "clean"], check=True)
+    python = tmp_path / "clean/bin/python"
+    # Newer releases of pip read the second name for the build.
+    pins = {
+        name: str(ROOT / "constraints.txt") for name in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")
+    }
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    variables |= {**pins, "FUSEDTRAIN_CUDA": "0", "FUSEDTRAIN_REQUIRE": "cpu"}
+    for command in (
+        ["-m", "pip", "install", "-q", sdist, "numpy"],
+        [ROOT / "tools/wheel_check.py"],
+    ):
+        subprocess.run([python, *command], cwd=tmp_path, env=variables, check=True)
+
+
 def archive(names: list[str], time: int, user: int) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as tar:
@@ -170,7 +191,7 @@ def test_symbols_that_an_old_glibc_lacks_are_named(compiled: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_name_what_is_there(workflow: Path) -> None:
-    """What actionlint cannot know: files of the repository, and targets of make."""
+    """What no linter of workflows knows: files of the repository, and targets of make."""
     yaml = pytest.importorskip("yaml")
     text = workflow.read_text()
     jobs = yaml.safe_load(text)["jobs"]
