@@ -45,7 +45,7 @@ KERNEL_TESTS = [
     located(f"test_{name}")
     for name in (
         "activation_kernels", "batch_norm_kernels", "batch_norm_numbers", "chain_kernels",
-        "fold_kernels", "optimizer_kernels",
+        "fold_kernels", "optimizer_kernels", "state_code_kernels",
         "pool_kernels", "pool", "images", "few_bit", "bits", "vecmath",
     )
 ]  # fmt: skip

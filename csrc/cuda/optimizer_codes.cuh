@@ -9,6 +9,7 @@ namespace cuda {
 namespace {
 
 static_assert(kChunk % formulas::kGroup == 0, "a chunk begins with a group");
+static_assert(formulas::kGroup == kWarp, "a group of single elements is a warp");
 
 // A state in floats, or in codes with scales, from the place on where a block works.
 struct State : Stream {
@@ -61,16 +62,13 @@ struct LoadedCodes<1> : Loaded<float, 1> {
   }
 };
 
-// Of the threads that hold a group together: 8 with four elements each, or a warp.
+// Of the threads that hold a group together: 8 with four elements each, or a warp. All lanes of the
+// warp must come.
 template <int kLanes>
 __device__ __forceinline__ uint32_t largest_of_group(uint32_t x) {
-  constexpr int kThreads = formulas::kGroup / kLanes;
-  uint32_t mask = 0xffffffffu;
-  if constexpr (kThreads < kWarp)
-    mask = ((1u << kThreads) - 1) << (threadIdx.x % kWarp / kThreads * kThreads);
 #pragma unroll
-  for (int offset = kThreads / 2; offset > 0; offset /= 2) {
-    const uint32_t other = __shfl_xor_sync(mask, x, offset);
+  for (int offset = formulas::kGroup / kLanes / 2; offset > 0; offset /= 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, x, offset);
     x = other > x ? other : x;
   }
   return x;
@@ -93,7 +91,8 @@ __device__ __forceinline__ void store_codes(const State& s, int i, int end,
     s.data[i] = static_cast<char>(word);
 }
 
-// Rounds a group; all of its threads must come. `random`: its random bits.
+// Rounds a group. All lanes of the warp must come; those that hold nothing before `end` have zeros.
+// random: the group's random bits.
 template <int kLanes>
 __device__ __forceinline__ void store_codes(const State& s, int i, int end,
                                             const float (&v)[kLanes], uint32_t random) {
@@ -108,6 +107,7 @@ __device__ __forceinline__ void store_codes(const State& s, int i, int end,
     store_codes<formulas::SquareCodes>(s, i, end, v, scale, random);
   else
     store_codes<formulas::SignedCodes>(s, i, end, v, scale, random);
+  __syncwarp();  // all have read the old scale
   if (i % formulas::kGroup == 0) s.scales[i / formulas::kGroup] = scale;
 }
 

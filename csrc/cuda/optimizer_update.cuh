@@ -77,15 +77,14 @@ struct Work {
     return kCoded ? (n + formulas::kGroup - 1) & -formulas::kGroup : n;
   }
 
-  // Calls f<lanes>(i) for elements [i, i + lanes) of the chunk, until all are done. Of codes the
-  // threads of a whole group come together, so vectors end with the last full one.
-  // last: where single elements end.
+  // Calls f<lanes>(i) for elements [i, i + lanes) of the chunk, until all are done; of codes the
+  // lanes of a warp come together. last: where single elements end.
   template <class F>
   __device__ __forceinline__ void for_each(int end, int last, F f) const {
     int rest = 0;
     if constexpr (sizeof(T) == sizeof(float)) {
       if (t.wide) {
-        rest = end & (kCoded ? -formulas::kGroup : ~3);
+        rest = end & (kCoded ? -4 * kWarp : ~3);
 #pragma unroll 1
         for (int i = 4 * threadIdx.x; i < rest; i += 4 * kSweepThreads)
           f(i, std::integral_constant<int, 4>());
