@@ -214,11 +214,17 @@ struct Work {
 // Blocks that a multiprocessor must hold: three of 80 registers. With the 16 bytes that a thread
 // reads of each buffer they have 36 KB (SGD) to 48 KB (Adam) on their way; an H100 needs 20 and a
 // B200 43 to keep its memory busy (0.8 us of bandwidth). Codes are a quarter of these bytes. Three
-// states in codes need more than 80 registers.
+// states in codes need more than 80 registers, on sm_120 one or two as well, and its memory keeps
+// busy with 20 KB.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kManyCoded = 1;
+#else
+constexpr int kManyCoded = 3;
+#endif
 template <class Stepper, int kStates, class Table>
 constexpr int kResident =
     sizeof(typename Stepper::T) == sizeof(double) ||
-            (std::is_same<typename Table::Tensor, CodedTensor>::value && kStates == 3)
+            (std::is_same<typename Table::Tensor, CodedTensor>::value && kStates >= kManyCoded)
         ? 2
         : 3;
 
