@@ -140,7 +140,8 @@ struct Work {
     if constexpr (kCoded) {
       const uint32_t key = formulas::random_key(sweep.seed, int64_t(coefficients.state_key),
                                                 int64_t(sweep.verdict->applied));
-      const uint32_t group = uint32_t((begin + i) / formulas::kGroup);
+      const uint32_t group =
+          uint32_t(begin / formulas::kGroup) + static_cast<uint32_t>(i) / formulas::kGroup;
 #pragma unroll
       for (int s = 0; s < kStates; ++s) {
         if (t.state[s] == nullptr) continue;
