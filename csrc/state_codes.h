@@ -18,6 +18,48 @@ constexpr uint32_t kLeastScale = 0x0d800000u;  // bits of 2^-100: groups below b
 constexpr uint32_t kMostScale = 0x7b000000u;   // bits of 2^119: groups from there on become NaN
 constexpr uint32_t kStateStream = 1u << 30;
 
+// Products, divisions and roots that have the bits of IEEE on CUDA, too: nvcc makes sums of
+// products, and is told to approximate the others (setup.py). Its exact functions call a slow path
+// for 0, which is a common code. (The emulator of the tests is no nvcc.)
+FT_INLINE float product(float a, float b) {
+#if defined(__CUDA_ARCH__) && defined(__NVCC__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+// b is normal, or the result is not used; a quotient below 2^-80 need not be the nearest number.
+FT_INLINE float quotient(float a, float b) {
+#if defined(__CUDA_ARCH__) && defined(__NVCC__)
+  // With 1 <= b < 2, what follows the approximation is nvcc's own division.
+  const float power = __uint_as_float(0x7f000000u - (__float_as_uint(b) & 0x7f800000u));
+  a = __fmul_rn(a, power);
+  b = __fmul_rn(b, power);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+  inverse = __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.0f), inverse);
+  const float q = __fmul_rn(a, inverse);
+  return __fmaf_rn(inverse, __fmaf_rn(-b, q, a), q);
+#else
+  return a / b;
+#endif
+}
+
+// x >= 0; of a number below 2^-100 the result need only be below 2^-49, and 0 if the number is.
+FT_INLINE float root(float x) {
+#if defined(__CUDA_ARCH__) && defined(__NVCC__)
+  const float a = fmaxf(x, 0x1p-100f);
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a));
+  const float r = __fmul_rn(a, inverse);  // from here on nvcc's own root
+  const float nearest = __fmaf_rn(__fmaf_rn(-r, r, a), __fmul_rn(inverse, 0.5f), r);
+  return x > 0.0f ? nearest : 0.0f;
+#else
+  return math::sqrt(x);
+#endif
+}
+
 FT_INLINE uint32_t magnitude_bits(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -45,11 +87,11 @@ struct SignedCodes {
   FT_METHOD static float factor(float scale) { return scale; }
   FT_METHOD static float value(int32_t code, float scale) {
     const float k = static_cast<float>(code);
-    return scale * (k / (254.0f - math::abs(k)));
+    return product(scale, quotient(k, 254.0f - math::abs(k)));
   }
   FT_METHOD static int32_t code(float x, float scale, float, float chance) {
     const float magnitude = math::abs(x);
-    const float share = 254.0f * magnitude / (scale + magnitude);
+    const float share = quotient(254.0f * magnitude, scale + magnitude);
     const float q = scale > 0.0f ? share : 0.0f;
     const int32_t below = static_cast<int32_t>(q);
     const float k = static_cast<float>(below);
@@ -62,14 +104,14 @@ struct SignedCodes {
 // divide by its root.
 struct SquareCodes {
   using Code = uint8_t;
-  FT_METHOD static float factor(float scale) { return 65025.0f / scale; }
+  FT_METHOD static float factor(float scale) { return quotient(65025.0f, scale); }
   FT_METHOD static float value(int32_t code, float scale) {
     const float k = static_cast<float>(code);
-    return scale * (k * k * (1.0f / 65025.0f));
+    return product(scale, k * k * (1.0f / 65025.0f));
   }
   FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
-    const float root = math::sqrt(math::abs(x) * factor);
-    const float q = scale > 0.0f ? root : 0.0f;
+    const float share = root(product(math::abs(x), factor));
+    const float q = scale > 0.0f ? share : 0.0f;
     const int32_t below = static_cast<int32_t>(q);
     const float k = static_cast<float>(below);
     const int32_t rounded = chance * (k + k + 1.0f) < (q - k) * (k + q) ? below + 1 : below;

@@ -37,7 +37,7 @@ _GPU_STEPS, _CUDA_STEPS = (
 _LAUNCHES = "test_cuda_optimizer_launches"
 _STEPS = [
     _GPU_STEPS, _CUDA_STEPS, _LAUNCHES, f"{_PASSES}optimizer_step", "test_bad_gradients",
-    "test_split_master_kernels",
+    "test_split_master_kernels", "test_state_code_kernels",
 ]  # fmt: skip
 _CHAINS = [
     "test_chain_walks", *(f"{_PASSES}{op}" for op in ("gated", "scale_add", "bias_act")),

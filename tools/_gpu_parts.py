@@ -59,6 +59,10 @@ _SANITIZED: dict[str, tuple[str, ...]] = {
         "test_gpu_optimizers::test_same_numbers_as_the_cpu[AdamW-dtype0]",
         "test_optimizer_gpu_kernels::test_sizes[cuda-adam-torch.bfloat16-offset]",
     ),
+    "optimizer_update_codes": (
+        "test_optimizer_gpu_kernels::test_bits_of_codes[cuda-squares-offset]",
+        "test_optimizer_gpu_kernels::test_states_in_codes[cuda-lamb]",
+    ),
     "pool": ("test_pool_kernels::test_every_window[cuda-of ResNet-odd-contiguous]",),
     "scaling": (
         "test_gpu_optimizers::test_no_host_sync[AdamW]",

@@ -49,6 +49,8 @@ STREAMS = {
     ("optimizers", "measure_units_kernel"): Stream("", 1, 1),
     ("optimizer_update", "update_kernel"): Stream("OneRule", 1, 1),
     ("optimizer_update", "trial_kernel"): Stream("OneRule", 1, 1),
+    ("optimizer_update_codes", "update_kernel"): Stream(r">, [12], ", 1, 1),
+    ("optimizer_update_codes", "trial_kernel"): Stream("", 1, 1),
     ("pool", "max_pool2d_kernel"): Stream(r"int, [123], ", 1, 1),
     ("pool", "max_pool2d_backward_kernel"): Stream(r"int, [123], ", 1, 1),
     ("fold", "fold_kernel"): Stream("", 1, 1),

@@ -51,4 +51,5 @@ TRAFFIC = {
     "fold_weight": Traffic(2, 2, 1),
     "optimizer_step, SGD with momentum": Traffic(5, 5, 2),
     "optimizer_step, Adam, measured": Traffic(8, 8, 4, "the gradient's norm comes before the step"),
+    "optimizer_step, Adam in codes": Traffic(4, 4, 2, "a code is a quarter of a float"),
 }

@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kTailThreads) prepare_kernel(const Table __gri
   k.gradient = double(unscale(tail.scale)) * v.clip * facts.group->sign;
   k.caution = 1;
   k.cautious = facts.group->cautious;
-  k.key = t.stochastic ? t.scalar : -1;  // the update makes a key of it
+  k.key = t.stochastic ? t.scalar : -1;  // the update makes a key of it, and of the next one
+  k.state_key = t.scalar;
 #define FT_PREPARE(name, Rule, least, most)    \
   case rule_##name:                            \
     formulas::Rule<double>::prepare(facts, k); \

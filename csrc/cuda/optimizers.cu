@@ -19,6 +19,8 @@ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 struct Plan {
   const OptimizerCall& call;
   bool by_unit;
+  bool coded = false;    // a tensor has a state in codes
+  bool doubles = false;  // a tensor is computed in double
   std::vector<int64_t> chunks, unit_chunks, units;
 
   // Units are clipped by what the call itself measures.
@@ -30,6 +32,8 @@ struct Plan {
         units(call.count + 1) {
     for (int64_t i = 0; i < call.count; ++i) {
       const OptimizerTensor& t = call.tensors[i];
+      doubles |= t.param_dtype == Dtype::kFloat64;
+      for (const float* scales : t.scales) coded |= scales != nullptr;
       const int64_t some = by_unit && t.numel > 0 ? t.units : 0;
       chunks[i + 1] = chunks[i] + ceil_div(t.numel, kChunk);
       unit_chunks[i + 1] =
@@ -75,8 +79,8 @@ bool aligned(const void* data, Dtype dtype) {
   return dtype != Dtype::kFloat64 && reinterpret_cast<uintptr_t>(data) % (4 * bytes_of(dtype)) == 0;
 }
 
-SweptTensor swept(const OptimizerTensor& t, int64_t first_unit, int64_t first_chunk) {
-  SweptTensor s = {};
+void fill(SweptTensor& s, const OptimizerTensor& t, int64_t first_unit, int64_t first_chunk) {
+  s = {};
   s.param = t.param;
   s.grad = t.grad;
   s.master = t.master;
@@ -99,10 +103,18 @@ SweptTensor swept(const OptimizerTensor& t, int64_t first_unit, int64_t first_ch
   add(kGrad, t.grad, t.grad_dtype);
   for (int k = 0; k < kMaxStates; ++k) {
     s.state[k] = t.state[k];
-    add(kState + k, t.state[k], t.state_dtype[k]);
+    if (t.scales[k] == nullptr) {
+      add(kState + k, t.state[k], t.state_dtype[k]);
+    } else {
+      s.squares |= static_cast<uint8_t>(t.squares[k] << k);
+      s.wide = s.wide && reinterpret_cast<uintptr_t>(t.state[k]) % 4 == 0;
+    }
   }
   add(kAverage, t.average, t.average_dtype);
-  return s;
+}
+void fill(CodedTensor& s, const OptimizerTensor& t, int64_t first_unit, int64_t first_chunk) {
+  fill(static_cast<SweptTensor&>(s), t, first_unit, first_chunk);
+  for (int k = 0; k < kMaxStates; ++k) s.scales[k] = t.scales[k];
 }
 
 class Step {
@@ -111,16 +123,16 @@ class Step {
       : call_(call), plan_(call, measures), work_(plan_, workspace), stream_(stream) {}
 
   void measure() {
-    sweep(plan_.measured_chunks(), false,
-          [&](const auto& argument, bool in_double, int64_t blocks) {
-            using Table = std::decay_t<decltype(argument)>;
-            const auto kernel =
-                plan_.by_unit
-                    ? (in_double ? &measure_units_kernel<double, Table>
-                                 : &measure_units_kernel<float, Table>)
-                    : (in_double ? &measure_kernel<double, Table> : &measure_kernel<float, Table>);
-            launch(kernel, blocks, kSweepThreads, stream_, 0, argument);
-          });
+    sweep<FewSwept, ManySwept>(
+        plan_.measured_chunks(), false, [&](const auto& argument, bool in_double, int64_t blocks) {
+          using Table = std::decay_t<decltype(argument)>;
+          const auto kernel =
+              plan_.by_unit
+                  ? (in_double ? &measure_units_kernel<double, Table>
+                               : &measure_units_kernel<float, Table>)
+                  : (in_double ? &measure_kernel<double, Table> : &measure_kernel<float, Table>);
+          launch(kernel, blocks, kSweepThreads, stream_, 0, argument);
+        });
     add(plan_.measured_chunks(), call_.sums, work_.clipped, nullptr);
   }
 
@@ -128,32 +140,59 @@ class Step {
   void prepare(bool commits, double* unmeasured) { tail(true, commits, unmeasured); }
 
   void try_update() {
-    sweep(plan_.chunks, false, [&](const auto& argument, bool in_double, int64_t blocks) {
-      launch_trial(argument, call_.states, in_double, blocks, stream_);
-    });
+    sweep_parameters(
+        false,
+        [&](const auto& argument, bool in_double, int64_t blocks) {
+          launch_trial(argument, call_.states, in_double, blocks, stream_);
+        },
+        [&](const auto& argument, int64_t blocks) {
+          launch_coded_trial(argument, call_.states, blocks, stream_);
+        });
     add(plan_.chunks, call_.trial_sums, nullptr, work_.verdict);
   }
 
   void finish() { tail(false, true, nullptr); }
 
   void update() {
-    sweep(plan_.chunks, true, [&](const auto& argument, bool in_double, int64_t blocks) {
-      launch_update(argument, call_.states, in_double, blocks, stream_);
-    });
+    sweep_parameters(
+        true,
+        [&](const auto& argument, bool in_double, int64_t blocks) {
+          launch_update(argument, call_.states, in_double, blocks, stream_);
+        },
+        [&](const auto& argument, int64_t blocks) {
+          launch_coded_update(argument, call_.states, blocks, stream_);
+        });
   }
 
  private:
-  template <class F>
+  // Calls plain(argument, in double?, blocks) and coded(argument, blocks) for the launches of a
+  // sweep over parameters: where a state is in codes, all that are not float64 have tables with
+  // scales.
+  template <class Plain, class Coded>
+  void sweep_parameters(bool backwards, const Plain& plain, const Coded& coded) const {
+    if (!plan_.coded) return sweep<FewSwept, ManySwept>(plan_.chunks, backwards, plain);
+    sweep_by<CodedSwept>(plan_.chunks, backwards,
+                         [&](const auto& argument, bool in_double, int64_t blocks) {
+                           if (!in_double) coded(argument, blocks);
+                         });
+    if (!plan_.doubles) return;
+    sweep<FewSwept, ManySwept>(plan_.chunks, backwards,
+                               [&](const auto& argument, bool in_double, int64_t blocks) {
+                                 if (in_double) plain(argument, in_double, blocks);
+                               });
+  }
+
+  template <class Few, class Many, class F>
   void sweep(const std::vector<int64_t>& chunks, bool backwards, const F& f) const {
-    if (call_.count <= FewSwept::kTensors)
-      sweep<FewSwept>(chunks, backwards, f);
+    if (call_.count <= Few::kTensors)
+      sweep_by<Few>(chunks, backwards, f);
     else
-      sweep<ManySwept>(chunks, backwards, f);
+      sweep_by<Many>(chunks, backwards, f);
   }
 
   // Calls f(argument, in double?, blocks) for the launches of a sweep.
   template <class Table, class F>
-  void sweep(const std::vector<int64_t>& chunks, bool backwards, const F& f) const {
+  void sweep_by(const std::vector<int64_t>& chunks, bool backwards, const F& f) const {
     const StepOptions& options = *call_.options;
     Table s;
     s.verdict = work_.verdict;
@@ -178,7 +217,7 @@ class Step {
       bool any[2] = {};
       for (int j = 0; j < s.count; ++j) {
         const OptimizerTensor& t = call_.tensors[first + j];
-        s.tensors[j] = swept(t, plan_.units[first + j], chunks[first + j] - chunks[first]);
+        fill(s.tensors[j], t, plan_.units[first + j], chunks[first + j] - chunks[first]);
         any[in_double(s.tensors[j])] |= t.numel > 0;
       }
       for (const bool doubles : {false, true})

@@ -33,8 +33,14 @@ struct SweptTensor {
   uint32_t first_chunk;        // of this launch
   uint16_t dtypes;             // two bits each, in the order of Buffer; then bytes of a correction
   bool wide;                   // four elements of each buffer can be accessed at once
+  uint8_t squares;             // a bit for each state whose codes are SquareCodes
 };
 static_assert(sizeof(SweptTensor) == 88, "");
+// In the updates of calls that have states in codes. The sweep over gradients needs no states.
+struct CodedTensor : SweptTensor {
+  float* scales[kMaxStates];  // null where a state is of floats
+};
+static_assert(sizeof(CodedTensor) == 112, "");
 enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates, kCorrection };
 
 // What was decided of the step, on the device. All of the workspace is doubles.
@@ -55,14 +61,19 @@ struct Sweep {
   bool stochastic;
 };
 // 16 KB hold the tensors of many a network (ResNet-50 has 161, ViT-B 152), 4 KB those of toys: 44.
-template <int kBytes>
+template <class OfTensor, int kBytes>
 struct SweepTable : Sweep {
-  static constexpr int kTensors = (kBytes - sizeof(Sweep)) / sizeof(SweptTensor);
-  SweptTensor tensors[kTensors];
+  using Tensor = OfTensor;
+  static constexpr int kTensors = (kBytes - sizeof(Sweep)) / sizeof(Tensor);
+  Tensor tensors[kTensors];
 };
-using FewSwept = SweepTable<(kArgumentBytes < 16384 ? kArgumentBytes : 16384)>;  // 185 tensors
-using ManySwept = SweepTable<kArgumentBytes>;                                    // 371
+constexpr int kFewBytes = kArgumentBytes < 16384 ? kArgumentBytes : 16384;
+using FewSwept = SweepTable<SweptTensor, kFewBytes>;        // 185 tensors
+using ManySwept = SweepTable<SweptTensor, kArgumentBytes>;  // 371
+// One size is enough: twice as many launches carry as many bytes.
+using CodedSwept = SweepTable<CodedTensor, kFewBytes>;  // 145
 static_assert(sizeof(FewSwept) <= 16384 && sizeof(ManySwept) <= kArgumentBytes, "");
+static_assert(sizeof(CodedSwept) <= kFewBytes, "");
 
 // What a chunk leaves: the sums of kTensorSums, and of squares of clipped gradients; or those of
 // kTrialSums.
@@ -73,6 +84,9 @@ template <class Table>
 void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
 template <class Table>
 void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
+// Of float32 and 16-bit tensors, where a state of the call is in codes.
+void launch_coded_update(const CodedSwept& sweep, int states, int64_t blocks, void* stream);
+void launch_coded_trial(const CodedSwept& sweep, int states, int64_t blocks, void* stream);
 
 namespace {
 

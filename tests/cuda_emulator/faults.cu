@@ -178,6 +178,18 @@ __global__ void warp_alone(const float* x, float* y) {
   y[threadIdx.x] = s[threadIdx.x ^ 1];
 }
 
+// A warp reads a number before one of its lanes changes that number.
+template <bool kSync>
+__global__ void warp_reads_one(const float* x, float* y) {
+  __shared__ float s[kThreads / 32];
+  float& first = s[threadIdx.x / 32];
+  if (threadIdx.x % 32 == 0) first = x[threadIdx.x];
+  __syncwarp();
+  y[threadIdx.x] = first;
+  if (kSync) __syncwarp();
+  if (threadIdx.x % 32 == 0) first = 0;
+}
+
 // Numbers that travel as an argument.
 struct Numbers {
   float x[kThreads];
@@ -237,6 +249,8 @@ const Case kCases[] = {
     FT_CASE(atomics),
     FT_CASE(warp_alone<true>),
     FT_CASE(warp_alone<false>),
+    FT_CASE(warp_reads_one<true>),
+    FT_CASE(warp_reads_one<false>),
     FT_CASE_WITH_NUMBERS(argument),
     FT_CASE_WITH_NUMBERS(write_an_argument),
     FT_CASE_WITH_NUMBERS(read_past_an_argument),

@@ -56,17 +56,21 @@ const Segment* segment_of(uintptr_t address) {
   return nullptr;
 }
 
+uint32_t warp_of(const Moment& m) {
+  return m.thread >= kOneWarp ? m.thread - kOneWarp : (m.thread - 1) / 32;
+}
+
 // Whether what was done then is certain to be seen now.
 bool ordered(const Moment& then, const Moment& now) {
   if (then.block != now.block) return false;
   if (then.thread == now.thread) return true;
   if (now.barriers > then.barriers) return true;
   if (then.thread == kManyThreads) return false;
-  return (then.thread - 1) / 32 == (now.thread - 1) / 32 && now.warp_syncs > then.warp_syncs;
+  return warp_of(then) == warp_of(now) && now.warp_syncs > then.warp_syncs;
 }
 
 std::string race(const char* what, const char* kind, const Moment& then, const Moment& now) {
-  if (then.thread == kManyThreads)
+  if (then.thread >= kOneWarp)
     return text(
         "race: thread %u of block %u %s %s memory that other threads read, with nothing in "
         "between that orders them",
@@ -103,9 +107,12 @@ inline Wrong check_cell(Cell& cell, const Access& access, const Moment& now, uin
   } else if (cell.reader.thread == 0 || ordered(cell.reader, now)) {
     cell.reader = now;
   } else {
+    const bool one_warp = cell.reader.block == now.block && cell.reader.thread != kManyThreads &&
+                          warp_of(cell.reader) == warp_of(now);
     if (cell.reader.block != now.block) cell.reader.block = kManyThreads;
     if (now.barriers > cell.reader.barriers) cell.reader.barriers = now.barriers;
-    cell.reader.thread = kManyThreads;
+    if (now.warp_syncs > cell.reader.warp_syncs) cell.reader.warp_syncs = now.warp_syncs;
+    cell.reader.thread = one_warp ? kOneWarp + warp_of(now) : kManyThreads;
   }
   return Wrong::kNothing;
 }

@@ -11,12 +11,13 @@ namespace emulator {
 
 // A thread at a moment: what must be known to tell whether another one is ordered before it.
 struct Moment {
-  uint32_t thread = 0;  // within the launch, from 1; kManyThreads for several readers
+  uint32_t thread = 0;  // within the launch, from 1; of several readers kOneWarp and their warp's
+                        // number, or kManyThreads
   uint32_t block = 0;
   uint32_t barriers = 0;  // that the thread has passed
   uint32_t warp_syncs = 0;
 };
-constexpr uint32_t kManyThreads = 0xffffffffu;
+constexpr uint32_t kOneWarp = 0x80000000u, kManyThreads = 0xffffffffu;
 
 // One byte.
 struct Cell {

@@ -26,9 +26,15 @@ from fusedtrain.reference.optimizers import (
     StepOptions,
 )
 from fusedtrain.reference.split_weights import split_weights
+from fusedtrain.reference.state_codes import SIGNED, SQUARES, quantise
 from helpers.optimizers import RULES as OF_RULES
 
 RULE_NAMES = [rule.name for rule in RULES]
+# States that are averages of squares, by rule.
+SQUARE_SLOTS = {
+    "adam": (1, 2), "nadamw": (1,), "lamb": (1,), "rmsprop": (0,), "rmsprop_tf": (0,),
+    "adagrad": (0,),
+}  # fmt: skip
 
 
 @dataclass
@@ -40,7 +46,7 @@ class Spec:
     layout: str = "contiguous"  # or channels_last, transposed, offset, sliced
     grad_dtype: torch.dtype | None = None  # None: the parameter's
     grad_layout: str | None = None
-    state_dtype: torch.dtype | None = None  # None: what the rule computes in
+    state_dtype: torch.dtype | None = None  # None: what the rule computes in; int8: codes
     states: Sequence[int] | None = None  # which there are; None: all
     master: bool | torch.dtype = False  # in float32; or the dtype of a correction
     average: torch.dtype | None = None
@@ -124,8 +130,13 @@ class Case(Arguments):
             wanted = range(most) if spec.states is None else spec.states
             for k in range(MAX_STATES):
                 dtype = spec.state_dtype or wide
-                state = torch.full_like(dense, float(rule == "rmsprop_tf" and k == 0), dtype=dtype)
-                row.append(_append(self.states, state, k in wanted))
+                codes = dtype == SIGNED
+                state = torch.full_like(
+                    dense, float(rule == "rmsprop_tf" and k == 0), dtype=wide if codes else dtype
+                )
+                row.append(len(self.states) if k in wanted else -1)
+                if k in wanted:
+                    self.states += in_codes(rule, k, state, spec.layout) if codes else [state]
             master = torch.empty_like(dense, dtype=torch.float32).copy_(values)
             if isinstance(spec.master, torch.dtype):
                 split, correction = split_weights(master, spec.dtype, spec.master)
@@ -182,6 +193,12 @@ class Case(Arguments):
             value = getattr(self, name)
             setattr(other, name, None if value is None else value.to(device))
         return other
+
+
+def in_codes(rule: str, slot: int, state: Tensor, layout: str) -> list[Tensor]:
+    """A state as codes, laid out like its parameter, and their scales."""
+    codes, scales = quantise(state, SQUARES if slot in SQUARE_SLOTS.get(rule, ()) else SIGNED)
+    return [in_layout(codes, layout) if layout == "offset" else codes, scales]
 
 
 def _append(tensors: list[Tensor], t: Tensor, wanted: bool) -> int:

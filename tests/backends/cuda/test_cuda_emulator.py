@@ -41,6 +41,7 @@ FAULTS = {
     "too many threads": "invalid configuration argument",
     "no blocks": "invalid configuration argument",
     "warp_alone<false>": f"race: .* shared memory|{UNWRITTEN}",
+    "warp_reads_one<false>": "race: .* shared memory",
     "write_an_argument": "writes to an argument of the kernel",
     "read_past_an_argument": "out of bounds: reads 4 bytes outside of every buffer",
 }
@@ -58,6 +59,7 @@ RIGHT = {
     "votes": torch.cat([(x()[:32] > 0) + 2.0, (x()[32:] > 0) + 6.0]),
     "atomics": x().sum().expand(64),
     "warp_alone<true>": x().view(32, 2).flip(1).flatten(),
+    "warp_reads_one<true>": x()[[0, 32]].repeat_interleave(32),
     "argument": torch.arange(63.0, -1.0, -1.0),
 }
 

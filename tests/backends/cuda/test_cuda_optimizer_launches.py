@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 import cuda_emulator
+from fusedtrain.reference import optimizers
 from helpers.backends import same_bits
 from helpers.optimizer_calls import AMP, F32, F64, Call, Kind, check, cpu, one_call
+from helpers.optimizer_cases import Case, Spec
+from helpers.optimizers import busy
 
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.why_not()), reason=cuda_emulator.why_not())
 
 KB = 1024
 SWEPT = (185, 371)  # tensors that the tables of a sweep hold, the small one and the large one
+CODED = 145  # with scales of states in codes
 ADDED = 1015
 PREPARED, GROUPS = (177, 1528), (8, 63)
 ZEROED = (204, 1637)
@@ -105,6 +109,26 @@ def test_tensors_that_just_fit_into_the_large_table(
 ) -> None:
     case = Kind("lamb", shapes=((2, 2),) * count, step={**AMP, "unit_factor": 0.1})
     assert checked(emulator, case, "reverse")[0] == (7 if count == SWEPT[1] else 10)
+
+
+@pytest.mark.parametrize("count", [CODED, CODED + 1])
+def test_tensors_with_codes_that_just_fit(
+    emulator: cuda_emulator.Emulator,
+    count: int,
+) -> None:
+    """One of them has codes; one is of float64 and has sweeps of its own."""
+    specs = [Spec((i % 3,), F64 if i == 7 else F32) for i in range(count)]
+    specs[-1] = Spec((40,), state_dtype=torch.int8)
+    case = Case("lion", specs, [busy("lion", cautious=0)], max_norm=1.0, measures=3)
+    other = case.clone()
+    launches, size = counted(
+        emulator, lambda: emulator.call("optimizer_step", *case.arguments(), None, None)
+    )
+    sweeps = 1 if count <= CODED else 2
+    assert (launches, size) == (4 + sweeps + 1, near(2 * 16 + 4 + 4 + 16 * sweeps + 16))
+    optimizers.optimizer_step(*other.arguments(), None, None)
+    assert torch.equal(case.states[-2], other.states[-2])
+    assert all(map(torch.allclose, case.params, other.params))
 
 
 @pytest.mark.parametrize("count", [ADDED, ADDED + 1, PREPARED[1], PREPARED[1] + 1])

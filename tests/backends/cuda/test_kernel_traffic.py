@@ -132,8 +132,10 @@ def fold() -> Call:
     return "fold_weight", (weight, *vectors, 1e-5, False, 1), weight.nbytes
 
 
-def step(rule: str, states: list[int], **options: float) -> Call:
-    specs = [Spec((1 << 15,), states=states), Spec((1 << 14,), states=states)]
+def step(
+    rule: str, states: list[int], state_dtype: torch.dtype | None = None, **options: float
+) -> Call:
+    specs = [Spec((1 << n,), states=states, state_dtype=state_dtype) for n in (15, 14)]
     case = StepCase(rule, specs, [{"momentum": 0.9} if rule == "sgd" else {}], **options)
     return "optimizer_step", (*case.arguments(), None, None), 6 << 15
 
@@ -169,6 +171,7 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
     "fold_weight": {"": fold},
     "optimizer_step, SGD with momentum": {"": lambda: step("sgd", [0], measures=0)},
     "optimizer_step, Adam, measured": {"": lambda: step("adam", [0, 1], max_norm=1.0, measures=3)},
+    "optimizer_step, Adam in codes": {"": lambda: step("adam", [0, 1], torch.int8, measures=0)},
 }
 
 
@@ -188,6 +191,7 @@ NARROW: dict[tuple[str, str], float] = {
     ("normalize_images", "channels_last"): 12.0,
     **{("normalize_images", layout): 1.5 for layout in _ODD},
     ("fold_weight", ""): 4.0,
+    ("optimizer_step, Adam in codes", ""): 9.0,
 }  # fmt: skip
 
 

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from fusedtrain.reference.state_codes import SIGNED, SQUARES
 from helpers.backends import BACKENDS, Kernels, placed
 from helpers.optimizer_calls import AMP, BF16, DTYPES, F16, F32, F64, SHAPES, UNITS, Call, Kind, cpu
+from helpers.optimizer_cases import Arguments, Case, Spec, bits
+from helpers.optimizers import busy
+from helpers.state_codes import coded, groups_of_all_kinds, holder, random_states
 
 OPS = ("measure_gradients", "try_update", "optimizer_step", "update_scale", "zero_tensors")
 SIZES = ((0,), (1,), (15,), (17,), (1023,), (4099,))
@@ -28,7 +32,10 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     return kernels
 
 
-def place(call: Call, device: str) -> Call:
+A = TypeVar("A", bound=Arguments)
+
+
+def place(call: A, device: str) -> A:
     """Moves it to the device, misaligned where it is."""
     for name in ("params", "grads", "states", "masters", "averages", "lrs"):
         setattr(call, name, [placed(t, device) for t in getattr(call, name)])
@@ -117,6 +124,47 @@ def test_parts_of_a_step(ops: Kernels) -> None:
     before = Call(case).results()
     for (name, ours), theirs in zip(got.results().items(), want.results().values(), strict=True):
         assert_close(name, ours, theirs, before[name])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "offset"])
+@pytest.mark.parametrize("dtype", [SIGNED, SQUARES], ids=["signed", "squares"])
+def test_bits_of_codes(ops: Kernels, dtype: torch.dtype, layout: str) -> None:
+    """Where the rule computes nothing: every code and scale is the CPU's."""
+    values = groups_of_all_kinds()
+    for length in (len(values), len(values) - 15):
+        want = holder(values[:length], dtype, layout)
+        got = place(holder(values[:length], dtype, layout), ops.device)
+        cpu("optimizer_step", *want.arguments(), None, None)
+        ops("optimizer_step", *got.arguments(), None, None)
+        codes, scales = (t.cpu() for t in got.states)
+        assert torch.equal(codes, want.states[0])
+        finite = want.states[1].isfinite()
+        assert torch.equal(scales.isfinite(), finite)
+        assert bits(scales[finite]) == bits(want.states[1][finite])
+
+
+@pytest.mark.parametrize("rule", ["adam", "lamb", "rmsprop"])
+def test_states_in_codes(ops: Kernels, rule: str) -> None:
+    """Beside the CPU's: a code is its neighbour where the rule rounds otherwise, and rarely."""
+    layouts = ("contiguous", "channels_last", "contiguous", "offset")
+    shapes = ((1,), (6, 3, 5, 4), (4133,), (33,))
+    specs = [Spec(s, layout=at, state_dtype=SIGNED) for s, at in zip(shapes, layouts, strict=True)]
+    specs.append(Spec((130,), F16, state_dtype=F32, master=True))
+    case = Case(rule, specs, [busy(rule)], scale=4.0, measures=7, trial=1, average_weight=0.0)
+    random_states(case)
+    got = place(case.clone(), ops.device)
+    sums = cpu("optimizer_step", *case.arguments(), None, None)
+    gpu_sums = ops("optimizer_step", *got.arguments(), None, None)
+    torch.testing.assert_close(gpu_sums.cpu(), sums, rtol=5e-6, atol=1e-9)
+    for ours, theirs in zip(got.params, case.params, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    total = others = 0
+    for _, _, index in coded(case):
+        ours, theirs = (t.states[index].cpu().to(torch.int16) for t in (got, case))
+        assert (ours - theirs).abs().max() <= 1
+        total, others = total + ours.numel(), others + int((ours != theirs).sum())
+        torch.testing.assert_close(got.states[index + 1].cpu(), case.states[index + 1])
+    assert others <= total / 300
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
