@@ -3,6 +3,7 @@
     python examples/train.py                                  # digits, needs no network
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
     python examples/train.py --model resnet18 --optimizer sgd --clip off --ema off
+    python examples/train.py --optimizer-state q8 --amp bf16 --masters split24
     python examples/train.py --tune-mode
     python examples/train.py --memory store recompute
     python examples/train.py --memory inplace --model darknet19 --optimizer sgd --lr 0.01
@@ -33,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from _train.checks import (
     Check,
+    check_rounding,
     compare_bits,
     compare_gradients,
     compare_rounded_gradients,
@@ -43,6 +45,7 @@ from _train.data import Data, DataError
 from _train.loading import load_in_turn, training_loader
 from _train.models import build_model
 from _train.modes import (
+    PROBE_SCALE,
     Batch,
     Mode,
     World,
@@ -101,13 +104,15 @@ def _load(args: argparse.Namespace, world: World) -> Data:
 def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     torch.manual_seed(args.seed)
     base = build_model(args.model, data.classes, args.width)
+    settings = Settings(args.optimizer, args.clip, args.ema, args.optimizer_state, args.masters)
+    in_float32 = replace(settings, masters="none")
     modes = build_modes(
         base,
         DTYPES[args.amp],
         world,
         compiled=args.compile,
         channels_last=args.channels_last,
-        settings=Settings(args.optimizer, args.clip, args.ema),
+        settings=settings,
     )
     loader = training_loader(data.train, args.batch_size, args.seed, world, args.workers)
     steps = args.epochs * (len(loader) // args.accumulate)
@@ -116,9 +121,8 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
         report.checks += _train(args, modes, steps, args.lr, loader, data, world, progress)
         if args.tune_mode:
-            settings = Settings(args.optimizer, args.clip, args.ema)
             tuned = build_tuning_modes(
-                modes[0].net, world, compiled=args.compile, settings=settings
+                modes[0].net, world, compiled=args.compile, settings=in_float32
             )
             lr = args.lr * TUNING_LR
             report.checks += _train(args, tuned, steps, lr, loader, data, world, progress)
@@ -130,7 +134,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
                 world,
                 compiled=args.compile,
                 channels_last=args.channels_last,
-                settings=Settings(args.optimizer, args.clip, args.ema),
+                settings=in_float32,
             )
             report.checks += _train(args, kept, steps, args.lr, loader, data, world, progress)
             report.checks += compare_bits(kept)
@@ -235,16 +239,25 @@ def _probe(
 def _probe_updates(args: argparse.Namespace, mode: Mode, grads: list[Tensor]) -> list[Check]:
     """Three optimizer steps from equal weights on equal gradients, stock and fused."""
     weights = list(mode.net.parameters())
+    settings = mode.stepper.settings
 
     def make(params: list[Tensor], fused: bool) -> Stepper:
-        scaled = mode.dtype is torch.float16
-        settings = mode.stepper.settings
-        return Stepper(params, settings, fused=fused, device=params[0].device, scaled=scaled)
+        return Stepper(
+            params,
+            settings,
+            fused=fused,
+            device=params[0].device,
+            scaled=mode.dtype is torch.float16,
+            scale=PROBE_SCALE,
+        )
 
     ours, theirs = (updates(make, fused, weights, grads, args.lr) for fused in (True, False))
-    names = ("change of weights", "change of averages")
-    parts = zip(names, ours, theirs, strict=True)
-    return [compare_updates(name, a, b, weights) for name, a, b in parts if b]
+    checks = [compare_updates("change of weights", ours.weights, theirs.weights, weights, settings)]
+    if theirs.averages:
+        what = "change of averages"
+        checks.append(compare_updates(what, ours.averages, theirs.averages, weights, settings))
+    dtypes = {w.dtype for w in weights} - {torch.float32}
+    return checks + [check_rounding(ours.rounding, dtype) for dtype in dtypes]
 
 
 def _accuracy(mode: Mode, data: Data, world: World, batch_size: int) -> float:

@@ -25,6 +25,7 @@ from _train.optimizers import Settings, Stepper
 
 Batch = tuple[Tensor, Tensor]
 STOCK_SETTINGS = Settings()
+PROBE_SCALE = 1024.0  # of losses in float16, whose gradients are to be finite at once
 
 
 @dataclass
@@ -95,7 +96,14 @@ def build_modes(
     channels_last: bool,
     settings: Settings = STOCK_SETTINGS,
 ) -> list[Mode]:
-    """The modes to compare, all starting from the weights of ``base``."""
+    """The modes to compare, all starting from the weights of ``base``.
+
+    With masters, the fused modes have 16-bit weights. Those are rounded once, for all modes.
+    """
+    if settings.masters != "none" and dtype is not None:
+        base = copy.deepcopy(base)
+        for weight in large_weights(base):
+            weight.data = weight.data.to(dtype).float()
     short = {None: "fp32", torch.float16: "AMP fp16", torch.bfloat16: "AMP bf16"}[dtype]
     plan: list[tuple[str, torch.dtype | None, str | None, str]]
     plan = [("fp32 eager", None, None, "")]
@@ -108,6 +116,9 @@ def build_modes(
         net = copy.deepcopy(base)
         fused = bool(memory)
         conversion = str(fusedtrain.convert(net, memory=memory)) if fused else ""
+        if fused and settings.masters != "none" and mode_dtype is not None:
+            for weight in large_weights(net):
+                weight.data = weight.data.to(mode_dtype)
         net.to(world.device)
         if channels_last:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -115,6 +126,15 @@ def build_modes(
             _mode(name, net, mode_dtype, reference, fused, conversion, world, compiled, settings)
         )
     return modes
+
+
+def large_weights(net: nn.Module) -> list[nn.Parameter]:
+    """The weights of convolutions and linear layers: neither biases nor those of norms."""
+    layers = (nn.modules.conv._ConvNd, nn.Linear)
+    params = (
+        p for m in net.modules() if isinstance(m, layers) for p in m.parameters(recurse=False)
+    )
+    return [p for p in dict.fromkeys(params) if p.ndim > 1]
 
 
 def build_tuning_modes(
@@ -284,18 +304,24 @@ def correct_answers(mode: Mode, data: Images, indices: Sequence[int], batch_size
 
 
 def gradients(mode: Mode, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Gradients of one batch by parameter name (zero if none); leaves the model as it was."""
-    scale = 1024.0 if dtype is torch.float16 else 1.0
-    buffers = [b.clone() for b in mode.net.buffers()]
+    """Gradients of one batch by parameter name (zero if none); leaves the model as it was.
+
+    Without a ``dtype`` they are of float32 weights, also where the model has 16-bit ones.
+    """
+    net = mode.net
+    if dtype is None and any(p.dtype is not torch.float32 for p in net.parameters()):
+        net = copy.deepcopy(net).float()
+    scale = PROBE_SCALE if dtype is torch.float16 else 1.0
+    buffers = [b.clone() for b in net.buffers()]
     # TF32's rounding, amplified through a deep net, would hide an error of several percent.
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
-        (loss_of(mode.net, batch, dtype) * scale).backward()
+        (loss_of(net, batch, dtype) * scale).backward()
     by_name = {
         name: torch.zeros_like(p).double() if p.grad is None else p.grad.double() / scale
-        for name, p in mode.net.named_parameters()
+        for name, p in net.named_parameters()
     }
-    mode.net.zero_grad(set_to_none=True)
-    restore(mode.net, buffers)
+    net.zero_grad(set_to_none=True)
+    restore(net, buffers)
     return by_name
 
 

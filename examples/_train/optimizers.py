@@ -6,10 +6,10 @@ import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fusedtrain
@@ -51,6 +51,13 @@ RECIPES = {
 }  # fmt: skip
 
 
+# --optimizer-state and --masters, and what fusedtrain's optimizers call them.
+STATES: dict[str, Any] = {"float32": torch.float32, "bf16": torch.bfloat16, "q8": "q8"}
+MASTERS: dict[str, Any] = {
+    "none": False, "float32": True, "split32": "split32", "split24": "split24",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the command line says of the optimizer step."""
@@ -58,6 +65,13 @@ class Settings:
     name: str = "sgd"
     clip: float | None = None  # norm of all gradients
     ema: float | None = None  # decay of the averaged weights
+    states: str = "float32"  # of STATES; of the fused modes alone
+    masters: str = "none"  # of MASTERS; of the fused modes with AMP alone
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the fused modes keep fewer bits than the stock ones."""
+        return self.states != "float32" or self.masters != "none"
 
 
 class Stepper:
@@ -71,21 +85,28 @@ class Stepper:
         fused: bool,
         device: torch.device,
         scaled: bool,
+        scale: float = 2.0**16,
     ) -> None:
+        """With ``scaled``, the loss scale starts at ``scale``."""
         self.params = [p for p in params if p.requires_grad]
         self.settings = settings
         self.fused = fused
         self.device = device
         recipe = RECIPES[settings.name]
         if fused:
-            options = {"max_grad_norm": settings.clip, "ema_decay": settings.ema}
+            options = {
+                "max_grad_norm": settings.clip,
+                "ema_decay": settings.ema,
+                "state_dtype": STATES[settings.states],
+                "master_weights": MASTERS[settings.masters],
+            }
             of: Any = getattr(fusedtrain.optim, recipe.fused)
             self.optimizer = of(self.params, lr=recipe.lr, **{**recipe.options, **options})
-            self.scaler: Any = fusedtrain.amp.GradScaler(device.type, enabled=scaled)
+            self.scaler: Any = fusedtrain.amp.GradScaler(device.type, scale, enabled=scaled)
         else:
             options = _stock_options(recipe, self.params, scaled)
             self.optimizer = _stock_class(recipe)(self.params, lr=recipe.lr, **options)
-            self.scaler = torch.amp.GradScaler(device.type, enabled=scaled)
+            self.scaler = torch.amp.GradScaler(device.type, scale, enabled=scaled)
         self._averages: list[Tensor] = []
         if settings.ema is not None and not fused:
             self._averages = [p.detach().clone() for p in self.params]
@@ -135,8 +156,19 @@ class Stepper:
             return [average for _, average in self.optimizer.averaged_parameters()]
         return self._averages
 
+    def weights(self) -> list[Tensor]:
+        """The weights in float32: those behind 16-bit parameters, and the other parameters."""
+        if not self.fused:
+            return list(self.params)
+        values = fusedtrain.optim.float32_state_dict(nn.ParameterList(self.params), self.optimizer)
+        return [values[str(index)] for index in range(len(self.params))]
+
+    def weight_bytes(self) -> int:
+        """Of the parameters themselves."""
+        return sum(p.nbytes for p in self.params)
+
     def state_bytes(self) -> int:
-        """Of the optimizer's states and the averages."""
+        """Of the optimizer's states, masters among them, and the averages."""
         states = [v for s in self.optimizer.state.values() for v in s.values()]
         held = [t for t in (*states, *self._averages) if torch.is_tensor(t)]
         return sum(t.nbytes for t in held)
@@ -167,18 +199,38 @@ def _stock_options(recipe: Recipe, params: Sequence[Tensor], scaled: bool) -> di
 Make = Callable[[list[Tensor], bool], Stepper]
 
 
+class Updates(NamedTuple):
+    """What three steps change."""
+
+    weights: list[Tensor]  # of float32, those behind 16-bit parameters
+    averages: list[Tensor]
+    rounding: float  # the largest relative distance of a parameter from its float32 weight
+
+
 def updates(
     make: Make, fused: bool, weights: Sequence[Tensor], grads: Sequence[Tensor], lr: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What three steps on given gradients change: of the weights, and of their averages."""
-    params: list[Tensor] = [torch.nn.Parameter(w.detach().clone()) for w in weights]
+) -> Updates:
+    """What three steps on given gradients change.
+
+    Weights and gradients have the dtypes of ``weights`` in the fused optimizer. In the stock one
+    all are float32, of the same values.
+    """
+    params: list[Tensor] = [
+        nn.Parameter(w.detach().to(w.dtype if fused else torch.float32, copy=True)) for w in weights
+    ]
     stepper = make(params, fused)
     stepper.set_lr(lr)
     for factor in (1.0, 0.5, -2.0):
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = (stepper.scaler.scale(grad * factor)).to(p.dtype)
+        for p, grad, weight in zip(params, grads, weights, strict=True):
+            p.grad = stepper.scaler.scale(grad * factor).to(weight.dtype).to(p.dtype)
         stepper.step()
-    pairs = zip(params, weights, strict=True)
-    changes = [(p.detach() - w.detach()).double() for p, w in pairs]
-    averaged = zip(stepper.averages(), weights)
-    return changes, [(a.detach() - w.detach()).double() for a, w in averaged]
+    ends = [w.detach().double() for w in stepper.weights()]
+    starts = [w.detach().double() for w in weights]
+    changes = [end - start for end, start in zip(ends, starts, strict=True)]
+    averages = [a.detach().double() - start for a, start in zip(stepper.averages(), starts)]
+    rounding = [
+        float((p.detach().double() - end).norm() / end.norm()) for p, end in zip(params, ends)
+        if p.dtype is not torch.float32
+    ]  # fmt: skip
+    # max() would lose a NaN.
+    return Updates(changes, averages, float(torch.tensor([0.0, *rounding]).max()))

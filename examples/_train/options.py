@@ -12,7 +12,7 @@ import torch
 
 from _train.models import MODELS
 from _train.modes import MEMORY
-from _train.optimizers import RECIPES
+from _train.optimizers import MASTERS, RECIPES, STATES
 
 DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -96,6 +96,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lr", type=positive_float, help="peak learning rate (default by optimizer; AdamW 0.001)")
     add("--clip", type=norm, default=1.0, metavar="NORM", help="of all gradients; off: no clipping")
     add("--ema", type=decay, default=0.99, metavar="DECAY", help="of averaged weights; off: none")
+    add(
+        "--optimizer-state",
+        choices=tuple(STATES),
+        default="float32",
+        help="of the fused modes: states of the optimizer (q8: codes of 8 bits)",
+    )
+    add(
+        "--masters",
+        choices=tuple(MASTERS),
+        default="none",
+        help="of the fused modes with AMP: weights of 16 bits, and what the optimizer keeps of "
+        "their float32 values (split32: 16 more bits, split24: 8)",
+    )
     add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
     add(
         "--amp",
@@ -145,6 +158,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.amp = _amp_of(args.device)
         if args.amp == "off":
             print("AMP is off: 16-bit convolutions are slow on this processor (--amp bf16: use it)")
+    if args.masters != "none" and args.amp == "off":
+        parser.error(
+            f"--masters {args.masters} is for weights of 16 bits, and AMP is off; add --amp bf16"
+        )
     return args
 
 

@@ -94,6 +94,10 @@ class Report:
         """Unscaling, clipping, update, average and zeroing, as a part of the step."""
         return self.optimizer_seconds(mode) / self.seconds(mode)
 
+    def state_megabytes(self, mode: Mode) -> float:
+        """Of the optimizer: its states, masters among them, and the averages."""
+        return mode.stepper.state_bytes() / 1e6
+
     def curve_difference(self, mode: Mode) -> float | None:
         reference = next((m for m in self.modes if m.name == mode.reference), None)
         return None if reference is None else curve_difference(mode, reference)
@@ -104,7 +108,11 @@ class Report:
 
     @property
     def setting(self) -> str:
-        extras = [self.args.optimizer, f"batch {self.args.batch_size}"]
+        extras = [self.args.optimizer]
+        states, masters = self.args.optimizer_state, self.args.masters
+        extras += [f"{states} states (fused)"] if states != "float32" else []
+        extras += [f"16-bit weights, {masters} masters (fused)"] if masters != "none" else []
+        extras += [f"batch {self.args.batch_size}"]
         extras += [f"clip {self.args.clip:g}"] if self.args.clip else []
         extras += [f"EMA {self.args.ema:g}"] if self.args.ema else []
         extras += [f"{self.args.accumulate} micro-batches"] * (self.args.accumulate > 1)
@@ -144,11 +152,12 @@ class Report:
 
     def _table(self) -> Table:
         caption = (
-            "optim.: unscale, clip, update, EMA, zero_grad. "
-            "* at any step; fusedtrain from eager in the same precision, AMP from fp32"
+            "optim. share: unscale, clip, update, EMA, zero_grad. optim. MB: states, masters, EMA. "
+            f"memory: {self.memory_label}. * from eager, at any step; fusedtrain in the same "
+            "precision, AMP from fp32"
         )
-        headings = ("mode", "images/s", "ms/step", "optim.\nshare", self.memory_label,
-                    "test\naccuracy", "max loss\ndiff. from\neager*")  # fmt: skip
+        headings = ("mode", "images/s", "ms/step", "optim.\nshare", "optim.\nMB", "memory,\nMB",
+                    "test\nacc.", "loss\ndiff.*")  # fmt: skip
         return build_table(self.title, caption, headings, map(self._row, self.modes))
 
     def _row(self, mode: Mode) -> list[str]:
@@ -158,6 +167,7 @@ class Report:
             f"{self.images_per_second(mode):.1f}",
             f"{self.seconds(mode) * 1e3:.1f}",
             f"{self.optimizer_share(mode):.1%}",
+            f"{self.state_megabytes(mode):.2f}",
             f"{self.memory(mode):.1f}",
             f"{mode.accuracy:.1%}",
             "-" if difference is None else f"{difference:.2g}",
@@ -175,6 +185,8 @@ class Report:
                     "ms_per_step": self.seconds(mode) * 1e3,
                     "optimizer_ms": self.optimizer_seconds(mode) * 1e3,
                     "optimizer_share": self.optimizer_share(mode),
+                    "optimizer_state_mb": self.state_megabytes(mode),
+                    "weights_mb": mode.stepper.weight_bytes() / 1e6,
                     "memory_mb": self.memory(mode),
                     "saved_for_backward_mb": mode.saved_bytes / 1e6,
                     "test_accuracy": plain(mode.accuracy),
@@ -211,12 +223,13 @@ class Report:
             ("#4d4d4d", "-"), ("#1f9e89", "-"), ("#d1495b", (0, (4, 2))), ("#a58fc4", (0, (1, 1))),
             ("#8a6d3b", (0, (6, 3))), ("#5b8c2a", (0, (3, 1, 1, 1))),
         )[: len(kept)]  # fmt: skip
-        figure = plt.figure(figsize=(10, 7), layout="constrained")
+        figure = plt.figure(figsize=(13, 7), layout="constrained")
         figure.suptitle(f"{self.title}\n", fontsize=14, fontweight="bold")
         figure.text(0.5, 0.945, self.setting, ha="center", va="top", fontsize=9, color="#555555")
-        grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.7))
+        grid = figure.add_gridspec(2, 3, height_ratios=(1, 1.7))
         bars = (
             (self.memory_label, [self.memory(m) for m in self.modes]),
+            ("optimizer states and averages, MB", [self.state_megabytes(m) for m in self.modes]),
             ("time per step, ms (median)", [self.seconds(m) * 1e3 for m in self.modes]),
         )
         for column, (label, values) in enumerate(bars):
@@ -250,4 +263,4 @@ class Report:
 
 
 def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"

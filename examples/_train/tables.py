@@ -36,8 +36,8 @@ def median_seconds(seconds: Sequence[float], warm_up: int) -> float:
 def build_table(
     title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> Table:
-    """A row a mode; the first heading is of their names."""
-    table = Table(title=title, caption=caption)
+    """A row a mode; the first heading is of their names. Without a frame: 100 columns are few."""
+    table = Table(title=title, caption=caption, show_edge=False, pad_edge=False)
     table.add_column(headings[0], no_wrap=True)
     for heading in headings[1:]:
         table.add_column(heading.replace(" for ", " for\n").replace(", ", ",\n"), justify="right")

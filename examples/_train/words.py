@@ -9,6 +9,8 @@ from _train.modes import Mode
 
 # Of the memory kept for backward: above this share little was won, and the reader is told why.
 LITTLE = 0.9
+# Parameters with fewer elements have float32 states, also with state_dtype="q8".
+LEAST_CODED = 4096
 
 
 def what_was_won(
@@ -35,8 +37,29 @@ def what_was_won(
         f"step {time:.2f}x, largest batch in this memory {images / batch:.1f}x "
         f"({images} images instead of {batch})."
     )
+    if mode.stepper.settings.rounds:
+        text += f" {bytes_of_parameters(mode, eager)}"
     reason = why_little(eager.net) if kept > LITTLE else ""
     return f"{text} {reason}".rstrip()
+
+
+def bytes_of_parameters(mode: Mode, eager: Mode) -> str:
+    """What weights and optimizer take in the two modes."""
+    ours, theirs = mode.stepper, eager.stepper
+    count = sum(p.numel() for p in ours.params)
+    mine, stock = ((s.weight_bytes() + s.state_bytes()) / count for s in (ours, theirs))
+    states, of_stock = (s.state_bytes() / 1e6 for s in (ours, theirs))
+    text = (
+        f"Weights and optimizer: {mine:.1f} bytes a parameter instead of {stock:.1f} "
+        f"(optimizer {states:.2f} MB instead of {of_stock:.2f})."
+    )
+    if ours.settings.states == "q8":
+        small = sum(p.numel() for p in ours.params if p.numel() < LEAST_CODED) / count
+        text += (
+            f" Parameters with fewer than {LEAST_CODED} elements, {small:.0%} of all elements, "
+            "have float32 states."
+        )
+    return text
 
 
 def fitting_batch(mode: Mode, eager: Mode, batch: int) -> int:

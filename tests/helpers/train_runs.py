@@ -17,13 +17,14 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import train  # noqa: E402
 from _train import data as train_data, modes as train_modes  # noqa: E402
-from _train.checks import compare_gradients, compare_runs  # noqa: E402
+from _train.checks import compare_gradients, compare_runs, compare_updates  # noqa: E402
 from _train.models import MODELS, build_model  # noqa: E402
-from _train.optimizers import RECIPES, Settings, Stepper  # noqa: E402
+from _train.optimizers import MASTERS, RECIPES, Settings, Stepper, updates  # noqa: E402
 
 __all__ = [
-    "MODELS", "QUICK", "RECIPES", "Settings", "Stepper", "build_model", "compare_gradients",
-    "compare_runs", "failed", "losses", "run", "train", "train_data", "train_modes",
+    "MASTERS", "MODELS", "QUICK", "RECIPES", "Settings", "Stepper", "build_model",
+    "compare_gradients", "compare_runs", "compare_updates", "failed", "losses", "run", "train",
+    "train_data", "train_modes", "updates",
 ]  # fmt: skip
 
 QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
