@@ -27,6 +27,9 @@ PIXELS = {DIGITS: 8, FASHION: 12}
 RESNET, VIT = "ResNet-18", "ViT"
 QUARTERS = 4  # of a training, whose mean losses are the loss curve
 DEVIATIONS = 2.0  # of float32 runs over seeds: the run-to-run spread
+# The share of differences beyond the spread if nothing differs but the seeds: a difference of means
+# of 3 seeds has a deviation of sqrt(2 / 3) runs; Student's t beyond 2.45 with 4 (3 - 1) degrees.
+BY_CHANCE = 0.04
 
 FLOAT32, CODES, RANDOM = (
     "float32 states and masters",
@@ -240,14 +243,18 @@ class Group:
         return {rule: d for rule, d in self.differences.items() if abs(d) > self.spread}
 
     def words(self) -> str:
-        differences = ", ".join(f"{rule} {d:+.2g}" for rule, d in self.differences.items())
+        differences = ", ".join(f"{rule} {_signed(d)}" for rule, d in self.differences.items())
         mean = statistics.mean(self.differences.values())
         pairs = self.seeds * len(self.differences)
         error = self.spread / DEVIATIONS * math.sqrt(2 / pairs)
         return (
-            f"{self.name}: {differences}, mean {mean:+.2g} +- {error:.2g} {self.unit} "
+            f"{self.name}: {differences}, mean {_signed(mean)} +- {error:.2g} {self.unit} "
             f"(spread {self.spread:.2g})"
         )
+
+
+def _signed(number: float) -> str:
+    return f"{round(number, 3) + 0.0:+.2g}"  # -0.0 + 0.0 is 0.0
 
 
 def _accuracy_difference(run: Run, line: Run) -> float:
@@ -324,7 +331,7 @@ def _judge_measures(
             for rule, d in group.beyond.items():
                 kind = "better" if measure.sign * d > 0 else "worse"
                 beyond[kind].append(
-                    f"{group.name}, {rule}, {measure.name}: {d:+.2g} {measure.unit} of a spread of "
+                    f"{group.name}, {rule}, {measure.name}: {_signed(d)} {measure.unit} of a spread of "
                     f"{group.spread:.2g}"
                 )
     for kind, cases in beyond.items():
@@ -332,6 +339,7 @@ def _judge_measures(
             words += f". {kind.capitalize()} beyond the spread: {'; '.join(cases)}"
     compared = sum(len(group.differences) for its_groups in made.values() for group in its_groups)
     words += f". Beyond the spread are {sum(map(len, beyond.values()))} of {compared} differences"
+    words += f"; {BY_CHANCE * compared:.1f} are expected by chance of the seeds alone"
     return Verdict(not any(beyond.values()), words)
 
 
