@@ -331,8 +331,8 @@ def _judge_measures(
             for rule, d in group.beyond.items():
                 kind = "better" if measure.sign * d > 0 else "worse"
                 beyond[kind].append(
-                    f"{group.name}, {rule}, {measure.name}: {_signed(d)} {measure.unit} of a spread of "
-                    f"{group.spread:.2g}"
+                    f"{group.name}, {rule}, {measure.name}: {_signed(d)} {measure.unit} of a "
+                    f"spread of {group.spread:.2g}"
                 )
     for kind, cases in beyond.items():
         if cases:
