@@ -15,6 +15,7 @@ NAMES = (
     "conv_bias",
     "accumulation",
     "large_batch",
+    "eight_bit_states",
     "retained_graph",
     "data_parallel",
     "networks",

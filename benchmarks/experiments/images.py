@@ -54,12 +54,24 @@ def real_images(size: int, most: int = MOST, folder: Path = DEBIAN) -> RealImage
     Raises:
         NoImages: scikit-learn is missing, too; or a file is missing or damaged.
     """
-    if folder.is_dir():
-        name = "Fashion-MNIST"
-        train, test = _idx_split(folder, "train", most), _idx_split(folder, "t10k", most)
-    else:
-        name = "scikit-learn's digits"
-        train, test = _digits(most)
+    if not folder.is_dir():
+        return digit_images(size, most)
+    train, test = _idx_split(folder, "train", most), _idx_split(folder, "t10k", most)
+    return _normalised("Fashion-MNIST", size, train, test)
+
+
+def digit_images(size: int, most: int = MOST) -> RealImages:
+    """scikit-learn's digits: 1,500 for training, 297 of other writers for the test.
+
+    Raises:
+        NoImages: scikit-learn is missing.
+    """
+    return _normalised("scikit-learn's digits", size, *_digits(most))
+
+
+def _normalised(
+    name: str, size: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]
+) -> RealImages:
     pixels, test_pixels = (_resized(part[0], size) for part in (train, test))
     deviation, mean = torch.std_mean(pixels)
     return RealImages(
