@@ -174,7 +174,7 @@ class BatchNormActBase(BatchNormBase):
                 residual = residual.to(input.dtype)
         act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
         activation, branch_scale = activation_of(act), None
-        drop = drop_layer
+        drop: Any = drop_layer
         if type(drop) is nn.Identity and hands_on(drop):
             drop = None
         elif is_stochastic_depth(drop):
