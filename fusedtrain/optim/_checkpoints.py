@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reference.state_codes import is_codes
 from ..reference.stochastic_rounding import seed_after
-from ._codes import Q8, check_codes, for_checkpoint, is_scale_name, scale_name
+from ._codes import Q8, check_codes, coded_state, for_checkpoint, is_scale_name, scale_name
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, WEIGHTS, joined
@@ -92,12 +92,16 @@ class Checkpoints(torch.optim.Optimizer):
 
     def _as_torch_has_it(self, state_dict: dict[str, Any], compressed: bool) -> dict[str, Any]:
         unborn, state = self._without_a_step(), dict(state_dict["state"])
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+        needs = self._state_needs()
+        groups = zip(state_dict["param_groups"], self.param_groups, strict=True)
+        for which, (saved, group) in enumerate(groups):
             counts = []
             for number, p in zip(saved["params"], group["params"], strict=True):
                 p_state = self.state.get(p)
                 if not p_state:
                     continue
+                if compressed:
+                    p_state = _codes_ahead(p_state, p, needs, which)
                 kept = {**for_checkpoint(p_state, compressed), **self._copies_ahead(p, p_state)}
                 if id(p) in unborn:
                     kept = _without_momentum(kept)
@@ -281,6 +285,21 @@ class Checkpoints(torch.optim.Optimizer):
                 _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
         super().__setstate__(state)
         self._forget()
+
+
+def _codes_ahead(p_state: dict[str, Any], p: Tensor, needs: Needs, group: int) -> dict[str, Any]:
+    """A parameter's state with the codes that the next step will make of floats.
+
+    Adagrad has states before its first step. torch.distributed.checkpoint would copy saved codes,
+    as they are, into floats.
+    """
+    ahead = dict(p_state)
+    for which, name in enumerate(needs.slots[group]):
+        dtype = needs.codes(group, which, p)
+        if dtype is not None and name in p_state and p_state[name].dtype != dtype:
+            made = coded_state(p_state, name, p, dtype, needs.initial(name))
+            ahead[name], ahead[scale_name(name)] = made
+    return ahead
 
 
 def _without_momentum(p_state: dict[str, Any]) -> dict[str, Any]:

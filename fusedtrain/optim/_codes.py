@@ -58,7 +58,8 @@ def code_dtype(
 def floats(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of codes; a DTensor if the codes are."""
     values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
-    local(values).copy_(dequantise(local(codes), local(scales)))
+    mine = local(codes)
+    local(values).copy_(dequantise(mine, local(scales).to(mine.device)))
     return values
 
 
@@ -80,14 +81,17 @@ def coded_state(
         mine = local(state)
         fits = state.dtype == dtype and mine.stride() == model.stride()
         if fits and mine.device == p.device and scales is not None:
-            flat = local(scales).reshape(-1).to(p.device, torch.float32)
+            flat = local(scales).to(p.device, torch.float32)
+            if flat.dim() != 1:  # else the same object, which other plans have, too
+                flat = flat.reshape(-1)
             if len(flat) == group_count(mine.numel()):
                 return state, flat
         state = floats(state, scales)  # type: ignore[arg-type]
-    values = torch.full_like(model, initial, dtype=torch.float32)
-    if state is not None:
-        values.copy_(local(state))
-    codes, flat = quantise(values, dtype)
+    if state is None:
+        codes, flat = _constant(model, initial)
+    else:
+        values = torch.empty_like(model, dtype=torch.float32)
+        codes, flat = quantise(values.copy_(local(state)), dtype)
     if not is_distributed(p):
         return codes, flat
     whole = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format)
@@ -95,11 +99,21 @@ def coded_state(
     return whole, flat
 
 
+def _constant(model: Tensor, value: float) -> tuple[Tensor, Tensor]:
+    """Codes and scales of equal numbers, made without the 50 bytes an element of `quantise`."""
+    one = torch.full((1,), value, dtype=torch.float32, device=model.device)
+    code, scale = quantise(one, model.dtype)
+    codes = torch.empty_like(model).copy_(code.reshape(()))
+    return codes, scale.repeat(group_count(model.numel()))
+
+
 def for_checkpoint(p_state: dict[str, Any], compressed: bool) -> dict[str, Any]:
     """A parameter's state as a state dict has it: codes and scales, or float32 values.
 
     Scales are [rows, groups of a row] where a row is a whole number of groups, so that a checkpoint
     can be loaded by other numbers of ranks. Where it is not, of DTensors the values are saved.
+    Scales of whole tensors that lie in memory in another order have three dimensions, the last of
+    size 1: formats that forget strides cannot mix them up with those of contiguous tensors.
     """
     saved = {name: value for name, value in p_state.items() if not is_scale_name(name, p_state)}
     for name, value in list(saved.items()):
@@ -110,6 +124,8 @@ def for_checkpoint(p_state: dict[str, Any], compressed: bool) -> dict[str, Any]:
         if by_rows is None:
             saved[name] = floats(value, scales)
         else:
+            if not (is_distributed(value) or value.is_contiguous()):
+                by_rows = by_rows.reshape(len(by_rows), -1, 1)
             saved[scale_name(name)] = by_rows
     return saved
 
@@ -138,7 +154,7 @@ def _by_rows(codes: Any, scales: Tensor) -> Any:
 
 
 def check_codes(name: str, p_state: dict[str, Any], p: Any) -> None:
-    """Raises ValueError for a loaded state in codes that lacks its scales."""
+    """Raises ValueError for a loaded state in codes that lacks its scales or their order."""
     codes = p_state[name]
     if not (isinstance(codes, Tensor) and is_codes(codes)):
         return
@@ -149,4 +165,9 @@ def check_codes(name: str, p_state: dict[str, Any], p: Any) -> None:
         raise ValueError(
             f"state_dict: {name!r} is of 8-bit codes and needs {wanted} scales in "
             f"{scale_name(name)!r}, got {count}"
+        )
+    if scales.dim() == 3 and codes.is_contiguous():
+        raise ValueError(
+            f"state_dict: {name!r} is contiguous, and was not when its scales were made. Save and "
+            "load 8-bit codes with their strides, or state_dict() without compressed"
         )

@@ -273,9 +273,10 @@ class Plan:
         if tensor is None:
             tensor = torch.full_like(p, fill, dtype=dtype, memory_format=torch.preserve_format)
         elif is_codes(tensor):
-            tensor = floats(tensor, p_state.pop(scale_name(name)))
+            tensor = floats(tensor, p_state[scale_name(name)])
         tensor = self._laid_out(tensor, inner, dtype, p)
         self._keep(p_state, name, tensor)
+        p_state.pop(scale_name(name), None)  # not before: memory may not suffice for floats
         self.states.append(local(tensor))
         return len(self.states) - 1
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.optim import _codes
+from fusedtrain.optim import _codes, _plan
 from fusedtrain.optim._codes import floats
+from fusedtrain.reference.state_codes import quantise
 from helpers.optimizer_steps import (
     ALL,
     alike,
@@ -343,3 +344,84 @@ def test_wrong_options_and_checkpoints() -> None:
         with pytest.raises(ValueError, match="'exp_avg' is of 8-bit codes and needs 2 scales"):
             optimizer.load_state_dict(saved)
         assert_same_bits(before, memory(optimizer))
+
+
+def test_alternating_gradients_reuse_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of several sets of parameters hold the same tensors, scales included."""
+    p = parameters(F32)
+    optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8")
+    give_gradients(p, 1)
+    optimizer.step()
+    builds: list[int] = []
+    build = optimizer._build
+    monkeypatch.setattr(
+        optimizer, "_build", lambda ps, *rest: builds.append(len(ps)) or build(ps, *rest)
+    )
+    for seed in range(2, 8):
+        give_gradients(p, seed)
+        if seed % 2:
+            p[0].grad = None
+        optimizer.step()
+    assert builds == [len(p) - 1]
+
+
+def test_failing_conversion_leaves_codes_with_their_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = parameters(F32)
+    optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8")
+    steps(optimizer, p, [1, 2])
+    before = memory(optimizer)
+    optimizer.state_dtype = F32
+
+    def fail(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("as on a full device")
+
+    with monkeypatch.context() as full:
+        full.setattr(_plan, "floats", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            steps(optimizer, p, [3])
+    assert_same_bits(before, memory(optimizer))
+    steps(optimizer, p, [3])
+    assert not coded(optimizer.state[p[0]])
+
+
+@pytest.mark.parametrize("dtype", [I8, U8])
+@pytest.mark.parametrize("value", [0.0, 0.1, 2.0**-101, 2.0**119, float("nan")])
+def test_new_states_are_the_codes_of_their_number(dtype: torch.dtype, value: float) -> None:
+    for shape in ((0,), (1,), (33,), (7, 9)):
+        p = torch.empty(shape).t() if len(shape) == 2 else torch.empty(shape)
+        got = _codes.coded_state({}, "sum", p, dtype, value)
+        want = quantise(torch.full_like(p, value), dtype)
+        assert got[0].stride() == p.stride()
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_compressed_state_dict_has_codes_before_a_step() -> None:
+    """Adagrad has float states then, into which torch.distributed.checkpoint would copy codes."""
+    p = nn.Parameter(torch.randn(64, 32))
+    optimizer = fusedtrain.optim.Adagrad([p], state_dtype="q8", initial_accumulator_value=0.5)
+    saved = optimizer.state_dict(compressed=True)["state"][0]
+    assert saved["sum"].dtype == U8
+    assert torch.equal(floats(saved["sum"], saved["sum_scale"]), torch.full_like(p, 0.5))
+    assert optimizer.state[p]["sum"].dtype == F32
+    assert optimizer.state_dict()["state"][0]["sum"].dtype == F32
+
+
+@pytest.mark.parametrize("channels", [32, 5])
+def test_codes_that_lost_their_strides_are_refused(channels: int) -> None:
+    p = nn.Parameter(torch.randn(8, channels, 3, 3).contiguous(memory_format=torch.channels_last))
+    optimizer = fusedtrain.optim.AdamW([p], state_dtype="q8")
+    give_gradients([p], 1)
+    optimizer.step()
+    saved = saved_and_loaded(optimizer.state_dict(compressed=True))
+    before = memory(optimizer)
+    optimizer.load_state_dict(saved)
+    assert_same_bits(before, memory(optimizer))
+    p.data = p.data.contiguous()
+    give_gradients([p], 2)
+    optimizer.step()
+    other = optimizer.state_dict(compressed=True)["state"][0]["exp_avg_scale"]
+    assert other.shape != saved["state"][0]["exp_avg_scale"].shape
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].contiguous()
+    with pytest.raises(ValueError, match="'exp_avg' is contiguous, and was not when its scales"):
+        optimizer.load_state_dict(saved)
