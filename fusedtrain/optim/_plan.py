@@ -20,7 +20,7 @@ from ..reference.optimizers import (
     GroupOptions,
 )
 from ..reference.state_codes import is_codes
-from ._codes import Q8, code_dtype, coded_state, floats, scale_name
+from ._codes import Q8, check_codes, code_dtype, coded_state, floats, scale_name
 from ._distributed import is_distributed, local, shard_number
 from ._masters import (
     CORRECTION,
@@ -264,6 +264,8 @@ class Plan:
         if tensor is not None and tensor.shape != p.shape:
             raise ValueError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter "
                              f"{tuple(p.shape)}")  # fmt: skip
+        if tensor is not None:
+            check_codes(name, p_state, p)
         if codes is not None:
             tensor, scales = coded_state(p_state, name, p, codes, fill)
             self._keep(p_state, name, tensor)

@@ -425,3 +425,17 @@ def test_codes_that_lost_their_strides_are_refused(channels: int) -> None:
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].contiguous()
     with pytest.raises(ValueError, match="'exp_avg' is contiguous, and was not when its scales"):
         optimizer.load_state_dict(saved)
+
+
+def test_sliced_codes_need_their_scales() -> None:
+    """Scripts that prune rows slice the states as they do the parameter."""
+    p = nn.Parameter(torch.randn(64, 32))
+    optimizer = fusedtrain.optim.AdamW([p], state_dtype="q8")
+    give_gradients([p], 1)
+    optimizer.step()
+    p.grad, p.data = None, p.data[::2].clone()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][name] = optimizer.state[p][name][::2].clone()
+    give_gradients([p], 2)
+    with pytest.raises(ValueError, match="needs 32 scales in 'exp_avg_scale', got 64"):
+        optimizer.step()
