@@ -207,8 +207,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "average: weights swapped": (
         ENGINE, "0.0 if decay is None else 1.0 - decay", "0.0 if decay is None else decay"),
     "average of what has no gradient: weights swapped": (
-        ENGINE, "self._average_parameters_without_gradients(1 - decay)",
-        "self._average_parameters_without_gradients(decay)"),
+        REPORTS, "weight = 1.0 - self.ema_decay", "weight = self.ema_decay"),
     "average goes on at a skipped step": (
         REPORTS, "(1 - skipped) * weight", "weight + 0 * skipped"),
     "average of what has no gradient stands still": (
@@ -260,7 +259,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         BLOCKS, "static_cast<const char*>(t.master) + bytes * i,",
         "static_cast<const char*>(t.master),"),
     "states not written": (
-        BLOCKS, "b.state[s].close(n);", ";"),
+        BLOCKS, "close_state(b.state[s], t, s, i, n, k.state_key);", ";"),
     "strides ignored": (
         BINDING, "const Tensor grad = walkable(grads[i], param, writes_grads);",
         "const Tensor grad = is_dense(grads[i]) ? grads[i]\n"
