@@ -154,7 +154,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("few_bit.cu", "forward_kernel"): (
             "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
         ),
-        ("optimizers.cu", "swept"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
+        ("optimizers.cu", "fill"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
         ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),
     },
     _LARGE: {
