@@ -17,6 +17,7 @@ constexpr int kGroup = 32;
 constexpr uint32_t kLeastScale = 0x0d800000u;  // bits of 2^-100: groups below become 0
 constexpr uint32_t kMostScale = 0x7b000000u;   // bits of 2^119: groups from there on become NaN
 constexpr uint32_t kStateStream = 1u << 30;
+constexpr int kSharedBy = 8;  // groups that follow each other have the same random bits
 
 // Products, divisions and roots that have the bits of IEEE on CUDA, too: nvcc makes sums of
 // products, and is told to approximate the others (setup.py). Its exact functions call a slow path
@@ -66,6 +67,12 @@ FT_INLINE uint32_t magnitude_bits(float x) {
   return bits & 0x7fffffffu;
 }
 
+FT_INLINE int32_t sign_bits(float x) {  // -1 below 0
+  int32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  return bits >> 31;
+}
+
 // The scale of a group with that largest magnitude.
 FT_INLINE float group_scale(uint32_t most) {
   const uint32_t bits = most >= kMostScale ? 0x7fc00000u : (most < kLeastScale ? 0u : most);
@@ -81,26 +88,34 @@ FT_INLINE float rounding_chance(uint32_t random, uint32_t lane) {
   return static_cast<float>(static_cast<int32_t>(2 * bits + 1)) * 0x1p-14f;
 }
 
-// Momenta: with r = x / scale, codes of 127 * 2 r / (1 + |r|).
+// What an element's random bits are a hash of.
+FT_INLINE uint32_t random_index(uint32_t group, int state) {
+  return group / kSharedBy + static_cast<uint32_t>(state + 1) * kStateStream;
+}
+
+// The code of a number is that of the upper neighbour where `chance` is below the number's share
+// of the distance between both. All codes of a group whose scale is 0 or NaN are 0, without
+// these functions.
+
+// Momenta: with r = x / scale, codes of q = 127 * 2 r / (1 + |r|) = 254 - 254 / (1 + |r|).
 struct SignedCodes {
   using Code = int8_t;
-  FT_METHOD static float factor(float scale) { return scale; }
+  FT_METHOD static float factor(float scale) { return 254.0f * scale; }
   FT_METHOD static float value(int32_t code, float scale) {
     const float k = static_cast<float>(code);
     return product(scale, quotient(k, 254.0f - math::abs(k)));
   }
-  FT_METHOD static int32_t code(float x, float scale, float, float chance) {
-    const float magnitude = math::abs(x);
-    const float share = quotient(254.0f * magnitude, scale + magnitude);
-    const float q = scale > 0.0f ? share : 0.0f;
+  FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
+    const float rest = quotient(factor, scale + math::abs(x)), q = 254.0f - rest;
     const int32_t below = static_cast<int32_t>(q);
     const float k = static_cast<float>(below);
-    const int32_t rounded = chance * (254.0f - q) < (q - k) * (253.0f - k) ? below + 1 : below;
-    return x < 0.0f ? -rounded : rounded;
+    const int32_t upper = chance * rest < (q - k) * (253.0f - k);
+    const int32_t sign = sign_bits(x);
+    return ((below + upper) ^ sign) - sign;
   }
 };
 
-// Averages of squares: codes of 255 sqrt(r). A number > 0 has a code of 1 at least, since rules
+// Averages of squares: codes of q = 255 sqrt(r). A number > 0 has a code of 1 at least, since rules
 // divide by its root.
 struct SquareCodes {
   using Code = uint8_t;
@@ -109,13 +124,13 @@ struct SquareCodes {
     const float k = static_cast<float>(code);
     return product(scale, k * k * (1.0f / 65025.0f));
   }
-  FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
-    const float share = root(product(math::abs(x), factor));
-    const float q = scale > 0.0f ? share : 0.0f;
+  FT_METHOD static int32_t code(float x, float, float factor, float chance) {
+    const float q = root(product(math::abs(x), factor));
     const int32_t below = static_cast<int32_t>(q);
     const float k = static_cast<float>(below);
-    const int32_t rounded = chance * (k + k + 1.0f) < (q - k) * (k + q) ? below + 1 : below;
-    const int32_t least = q > 0.0f ? 1 : 0;
+    const int32_t upper = (chance + chance) * (k + 0.5f) < (q - k) * (k + q);
+    const int32_t least = q > 0.0f;
+    const int32_t rounded = below + upper;
     return rounded < least ? least : rounded;
   }
 };

@@ -161,8 +161,7 @@ void close_state(Block<T>& b, const OptimizerTensor& t, int k, int64_t i, int64_
   const int64_t group = i / formulas::kGroup;
   kernels().state_codes.store[t.squares[k]](
       reinterpret_cast<const float*>(b.values), static_cast<char*>(t.state[k]) + i,
-      t.scales[k] + group, n, static_cast<uint32_t>(group) + (k + 1) * formulas::kStateStream,
-      static_cast<uint32_t>(key));
+      t.scales[k] + group, n, static_cast<uint32_t>(group), k, static_cast<uint32_t>(key));
 }
 
 double unscale(const OptimizerCall& call) {

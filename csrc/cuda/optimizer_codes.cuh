@@ -83,7 +83,8 @@ __device__ __forceinline__ void store_codes(const State& s, int i, int end,
 #pragma unroll
   for (int k = 0; k < kLanes; ++k) {
     const float chance = formulas::rounding_chance(random, uint32_t((i + k) % formulas::kGroup));
-    word |= (static_cast<uint32_t>(Codes::code(v[k], scale, factor, chance)) & 0xffu) << (8 * k);
+    const int32_t code = scale > 0.0f ? Codes::code(v[k], scale, factor, chance) : 0;
+    word |= (static_cast<uint32_t>(code) & 0xffu) << (8 * k);
   }
   if constexpr (kLanes == 4)
     *reinterpret_cast<uint32_t*>(s.data + i) = word;

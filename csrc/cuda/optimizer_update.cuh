@@ -147,7 +147,7 @@ struct Work {
         if (t.state[s] == nullptr) continue;
         if (t.scales[s] != nullptr)
           store_codes(state(s), i, end, v[s],
-                      formulas::random_bits(group + (s + 1) * formulas::kStateStream, key));
+                      formulas::random_bits(formulas::random_index(group, s), key));
         else if (i < end)
           store(state(s), i, v[s]);
       }

@@ -23,7 +23,7 @@ from .._capture import is_capturing, pinned
 from . import stochastic_rounding as rounding
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
 from .split_weights import NEAREST, is_correction, join_weights, split_weights
-from .state_codes import STATE_STREAM, dequantise, group_count, is_codes, quantise
+from .state_codes import dequantise, is_codes, quantise, random_indices
 
 # csrc/ops/optimizers.h has the same numbers and names (test_optimizer_tables.py compares them).
 MEASURE_FINITE, MEASURE_GRADIENTS, MEASURE_PARAMETERS = 1, 2, 4
@@ -367,8 +367,8 @@ class OptimizerCall:
         state = self.state[i][k]
         if state is None or not is_codes(state):
             return write(state, values)
-        groups = torch.arange(group_count(state.numel()), device=state.device)
-        random = rounding.random_bits(groups + (k + 1) * STATE_STREAM, self.key(i))
+        indices = random_indices(state.numel(), k, state.device)
+        random = rounding.random_bits(indices, self.key(i))
         dense = torch.empty_like(state, dtype=torch.float32).copy_(values)
         stored = state, self.states[self.places[i][k] + 1]
         for old, new in zip(stored, quantise(dense, state.dtype, random)):

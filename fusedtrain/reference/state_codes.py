@@ -16,6 +16,7 @@ _LEAST, _MOST = 0x0D800000, 0x7B000000  # bits of scales: 2^-100, 2^119
 _LANE = 0x9E3779B9  # 2^32 / golden ratio: random numbers of neighbours are spread out
 _BITS32 = 0xFFFFFFFF
 STATE_STREAM = 1 << 30  # groups of state k are elements from (k + 1) 2^30 on for `random_bits`
+SHARED_BY = 8  # groups that follow each other have the same random bits
 
 
 def is_codes(state: Tensor | None) -> bool:
@@ -25,6 +26,11 @@ def is_codes(state: Tensor | None) -> bool:
 
 def group_count(numel: int) -> int:
     return (numel + GROUP - 1) // GROUP
+
+
+def random_indices(numel: int, state: int, device: torch.device) -> Tensor:
+    """What the random bits of each group of a state are a hash of."""
+    return torch.arange(group_count(numel), device=device) // SHARED_BY + (state + 1) * STATE_STREAM
 
 
 def in_memory_order(t: Tensor) -> Tensor:
@@ -77,15 +83,17 @@ def quantise(
     # (q) numbers of codes, k below them; an upper code where `chance` is below the share of the
     # distance between the numbers that k and k + 1 stand for.
     if dtype == SIGNED:
-        q = torch.where(scale > 0, 254 * magnitude / (scale + magnitude), 0.0)
-        k = q.floor()
-        k = k + (chance * (254 - q) < (q - k) * (253 - k))
+        rest = 254 * scale / (scale + magnitude)
+        q = 254 - rest
+        k = q.trunc()
+        k = k + (chance * rest < (q - k) * (253 - k))
         k = torch.where(x < 0, -k, k)
     else:
-        q = torch.where(scale > 0, (magnitude * (65025 / scale)).sqrt(), 0.0)
+        q = (magnitude * (65025 / scale)).sqrt()
         k = q.floor()
         k = k + (chance * (2 * k + 1) < (q - k) * (k + q))
         k = torch.where((q > 0) & (k < 1), 1.0, k)
+    k = torch.where(scale > 0, k, 0.0)
     codes = torch.empty_like(values, dtype=dtype)
     in_memory_order(codes).copy_(k.view(-1)[: len(flat)])
     return codes, scales

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from . import _optimizer_tables as _tables
 from .split_weights import join_weights
-from .state_codes import LANES, STATE_STREAM, dequantise, quantise
+from .state_codes import LANES, SHARED_BY, STATE_STREAM, dequantise, quantise
 from .stochastic_rounding import random_bits
 from .vecmath import widen
 
@@ -115,11 +115,11 @@ def read_state(state, scales, start, n, at, inside, MASKED: tl.constexpr, WIDE: 
 def write_state(
     state, scales, begin, start, n, at, inside, values, key, K: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """State K of the elements `at`. Element 0 is element `begin` of the tensor, whose groups count
-    from STATE_STREAM (K + 1) on for their random numbers."""
+    """State K of the elements `at`. Element 0 is element `begin` of the tensor, whose SHARED_BY
+    groups at a time count from STATE_STREAM (K + 1) on for their random numbers."""
     if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
         group = start // LANES + tl.arange(0, at.shape[0] // LANES)
-        random = random_bits(begin // LANES + group + STATE_STREAM * (K + 1), key)
+        random = random_bits((begin // LANES + group) // SHARED_BY + STATE_STREAM * (K + 1), key)
         if MASKED:  # a rule may be nonzero outside
             values = tl.where(inside, values, 0.0)
         codes, scale = quantise(values, random, state.dtype.element_ty == tl.int8)

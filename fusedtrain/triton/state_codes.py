@@ -16,6 +16,7 @@ from .vecmath import sqrt
 
 LANES: tl.constexpr = tl.constexpr(_codes.GROUP)
 STATE_STREAM: tl.constexpr = tl.constexpr(_codes.STATE_STREAM)
+SHARED_BY: tl.constexpr = tl.constexpr(_codes.SHARED_BY)
 
 
 @triton.jit
@@ -36,12 +37,12 @@ def rounding_chances(random):
 
 @triton.jit
 def signed_codes(x, scale, chance):
-    """Momenta: with r = x / scale, codes of 127 * 2 r / (1 + |r|)."""
-    magnitude = tl.abs(x)
-    q = tl.where(scale > 0.0, tl.div_rn(254.0 * magnitude, scale + magnitude), 0.0)
+    """Momenta: with r = x / scale, codes of 254 - 254 / (1 + |r|)."""
+    rest = tl.div_rn(254.0 * scale, scale + tl.abs(x))
+    q = tl.where(scale > 0.0, 254.0 - rest, 0.0)
     below = q.to(tl.int32)
     k = below.to(tl.float32)
-    upper = chance * (254.0 - q) < (q - k) * (253.0 - k)
+    upper = chance * rest < (q - k) * (253.0 - k)
     rounded = tl.where(upper, below + 1, below)
     return tl.where(x < 0.0, -rounded, rounded)
 

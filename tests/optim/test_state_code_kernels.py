@@ -13,6 +13,7 @@ import cuda_emulator
 from fusedtrain.reference.optimizers import Control
 from fusedtrain.reference.state_codes import (
     GROUP,
+    SHARED_BY,
     SIGNED,
     SQUARES,
     STATE_STREAM,
@@ -73,8 +74,8 @@ def test_bits_of_codes(ops: Any, dtype: torch.dtype, layout: str) -> None:
         case = holder(values[:length], dtype, layout)
         case.control[5] = 3
         step(ops, case)
-        groups = torch.arange(group_count(length)) + STATE_STREAM
-        random = random_bits(groups, random_key(SEED, 0, torch.tensor(3.0)))
+        indices = torch.arange(group_count(length)) // SHARED_BY + STATE_STREAM
+        random = random_bits(indices, random_key(SEED, 0, torch.tensor(3.0)))
         codes, scales = quantise(values[:length], dtype, random)
         assert torch.equal(case.states[0], codes)
         finite = ~scales.isnan()
@@ -245,8 +246,9 @@ def test_a_skipped_step_changes_no_bit(ops: Any, write_back: int, trial: int) ->
 
 @pytest.mark.parametrize("dtype", [SIGNED, SQUARES], ids=["signed", "squares"])
 def test_rounding_has_no_bias(ops: Any, dtype: torch.dtype) -> None:
-    """In each lane of a group, by its mean over groups."""
-    groups = 1200
+    """In each lane of a group, by its mean over groups: eight have the same random bits."""
+    draws = 600
+    groups = draws * SHARED_BY
     one = torch.linspace(0.003, 0.9, GROUP).clone()
     one[13] = 1.0
     case = holder(one.repeat(groups), dtype)
@@ -255,7 +257,7 @@ def test_rounding_has_no_bias(ops: Any, dtype: torch.dtype) -> None:
     below, above = results.amin(0), results.amax(0)
     assert ((below <= one) & (one <= above)).all()
     spread = (above - below).clamp(min=1e-9)
-    deviations = (results.mean(0) - one.double()).abs() / spread * groups**0.5
+    deviations = (results.mean(0) - one.double()).abs() / spread * draws**0.5
     assert deviations.max() < 2.3  # of a share of a half: 4.6 standard errors
 
 

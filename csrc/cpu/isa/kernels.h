@@ -217,7 +217,7 @@ struct MaxPoolKernels {
 // first element begins a group; the random numbers of that group are those of element `first`.
 struct StateCodeKernels {
   void (*load[2])(const void* codes, const float* scales, float* x, int64_t n);
-  void (*store[2])(const float* x, void* codes, float* scales, int64_t n, uint32_t first,
+  void (*store[2])(const float* x, void* codes, float* scales, int64_t n, uint32_t group, int state,
                    uint32_t key);
 };
 

@@ -20,40 +20,59 @@ void load_codes(const void* from, const float* scales, float* x, int64_t n) {
   for (; i < n; ++i) x[i] = Codes::value(codes[i], scales[i / kGroup]);
 }
 
-template <class Codes>
-FT_METHOD void store_group(const float* x, typename Codes::Code* codes, float* scale,
-                           uint32_t random) {
+FT_METHOD float scale_of(const float* x) {
   uint32_t most = 0;
   for (int lane = 0; lane < kGroup; ++lane) {
     const uint32_t bits = magnitude_bits(x[lane]);
     most = bits > most ? bits : most;
   }
-  *scale = group_scale(most);
-  const float largest = *scale, factor = Codes::factor(largest);
+  return group_scale(most);
+}
+
+template <class Codes>
+FT_METHOD void store_group(const float* x, typename Codes::Code* codes, float scale,
+                           const float* chances) {
+  if (!(scale > 0)) {
+    for (int lane = 0; lane < kGroup; ++lane) codes[lane] = 0;
+    return;
+  }
+  const float factor = Codes::factor(scale);
   int32_t rounded[kGroup];
   for (int lane = 0; lane < kGroup; ++lane)
-    rounded[lane] =
-        Codes::code(x[lane], largest, factor, rounding_chance(random, static_cast<uint32_t>(lane)));
+    rounded[lane] = Codes::code(x[lane], scale, factor, chances[lane]);
   for (int lane = 0; lane < kGroup; ++lane)
     codes[lane] = static_cast<typename Codes::Code>(rounded[lane]);
 }
 
-// `first`: what the first group's random numbers count as.
+// `group`: the number of the first in its tensor. Scales first: what follows a group's largest
+// number waits for nothing then (0.72 and 0.81 ns an element in one pass, AMD EPYC, AVX2).
 template <class Codes>
-void store_codes(const float* x, void* to, float* scales, int64_t n, uint32_t first, uint32_t key) {
+void store_codes(const float* x, void* to, float* scales, int64_t n, uint32_t group, int state,
+                 uint32_t key) {
   using Code = typename Codes::Code;
   Code* const codes = static_cast<Code*>(to);
-  int64_t i = 0;
-  for (; i + kGroup <= n; i += kGroup)
-    store_group<Codes>(x + i, codes + i, scales + i / kGroup,
-                       random_bits(first + static_cast<uint32_t>(i / kGroup), key));
-  if (i == n) return;
-  float padded[kGroup] = {};
-  Code stored[kGroup];
-  for (int64_t j = i; j < n; ++j) padded[j - i] = x[j];
-  store_group<Codes>(padded, stored, scales + i / kGroup,
-                     random_bits(first + static_cast<uint32_t>(i / kGroup), key));
-  for (int64_t j = i; j < n; ++j) codes[j] = stored[j - i];
+  const int64_t whole = n / kGroup, rest = n % kGroup;
+  float last[kGroup] = {};
+  for (int64_t j = 0; j < rest; ++j) last[j] = x[whole * kGroup + j];
+  for (int64_t k = 0; k < whole; ++k) scales[k] = scale_of(x + k * kGroup);
+  if (rest > 0) scales[whole] = scale_of(last);
+
+  float chances[kGroup];
+  for (int64_t k = 0; k * kGroup < n; ++k) {
+    const uint32_t number = group + static_cast<uint32_t>(k);
+    if (k == 0 || number % kSharedBy == 0) {
+      const uint32_t random = random_bits(random_index(number, state), key);
+      for (int lane = 0; lane < kGroup; ++lane)
+        chances[lane] = rounding_chance(random, static_cast<uint32_t>(lane));
+    }
+    if (k < whole) {
+      store_group<Codes>(x + k * kGroup, codes + k * kGroup, scales[k], chances);
+    } else {
+      Code stored[kGroup];
+      store_group<Codes>(last, stored, scales[k], chances);
+      for (int64_t j = 0; j < rest; ++j) codes[k * kGroup + j] = stored[j];
+    }
+  }
 }
 
 FT_END_NAMESPACE
