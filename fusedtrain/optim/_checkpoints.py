@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..reference.state_codes import is_codes
 from ..reference.stochastic_rounding import seed_after
-from ._codes import Q8, check_codes, coded_state, for_checkpoint, is_scale_name, scale_name
+from ._codes import (
+    Q8,
+    any_code_dtype,
+    check_codes,
+    coded_state,
+    for_checkpoint,
+    is_scale_name,
+    scale_name,
+)
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, WEIGHTS, joined
@@ -210,10 +218,13 @@ class Checkpoints(torch.optim.Optimizer):
         vars(trial).update(vars(self))
         try:
             trial.__setstate__({"state": state, "param_groups": groups})
-            large: set[str | None] = {"ema", WEIGHTS, CORRECTION}
+            # Those as large as their parameters, with the dtype of their codes.
+            large: dict[str | None, torch.dtype | None] = {"ema": None, WEIGHTS: None}
+            rule = self._state_needs().rule
             for group in trial.param_groups:
                 trial._numbers(group)
-                large.update(trial._slots(group))
+                for which, slot in enumerate(trial._slots(group)):
+                    large[slot] = any_code_dtype(rule, which)
         except KeyError as error:
             states = [s for s in saved["state"].values() if isinstance(s, dict)]
             named = sorted({name for p_state in states for name in p_state})
@@ -231,10 +242,10 @@ class Checkpoints(torch.optim.Optimizer):
             )
         for p, p_state in state.items():
             for name, value in p_state.items():
-                if name in large:
+                if name in large or name == CORRECTION:
                     check_state(name, value, p)
-                if name in large - {CORRECTION}:
-                    check_codes(name, p_state, p)
+                if name in large:
+                    check_codes(name, p_state, large[name])
 
     def _load(self, saved: dict[str, Any]) -> None:
         """Loads states again, in their dtypes, and the stream of random numbers."""

@@ -14,6 +14,7 @@ from ..reference.state_codes import (
     SQUARES,
     dequantise,
     group_count,
+    in_memory_order,
     is_codes,
     quantise,
 )
@@ -23,6 +24,7 @@ Q8 = "q8"  # the value of the option `state_dtype`
 _SCALE = "_scale"
 # States of smaller parameters stay float32: biases and weights of norms are 0.2 % of ResNet-50.
 LEAST_ELEMENTS = 4096
+_PIECE = 1 << 20  # elements that are converted at once: plain torch takes 50 bytes for each
 
 _BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -47,10 +49,14 @@ def code_dtype(
     """
     if p.dtype is torch.float64 or p.numel() < LEAST_ELEMENTS:
         return None
-    rule: Rule = _BY_NAME[rule_name]
+    dtype = any_code_dtype(rule_name, which)
     compared = len(slots) > 2 and slots[2] is not None
-    if compared and (which in rule.squares or which == 2):
-        return None
+    return None if compared and (dtype == SQUARES or which == 2) else dtype
+
+
+def any_code_dtype(rule_name: str, which: int) -> torch.dtype:
+    """The dtype of the codes of a rule's state, whatever the parameter and other states are."""
+    rule: Rule = _BY_NAME[rule_name]
     return SQUARES if which in rule.squares else SIGNED
 
 
@@ -58,9 +64,29 @@ def code_dtype(
 def floats(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of codes; a DTensor if the codes are."""
     values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
-    mine = local(codes)
-    local(values).copy_(dequantise(mine, local(scales).to(mine.device)))
+    mine = in_memory_order(local(codes))
+    flat, of_groups = in_memory_order(local(values)), local(scales).to(mine.device).reshape(-1)
+    for start in range(0, len(mine), _PIECE):
+        piece, groups = (
+            slice(start, start + _PIECE),
+            slice(start // GROUP, (start + _PIECE) // GROUP),
+        )
+        flat[piece] = dequantise(mine[piece], of_groups[groups])
     return values
+
+
+def _quantised(values: Tensor, model: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes like `model` and scales of float32 values in its layout."""
+    codes = torch.empty_like(model, memory_format=torch.preserve_format)
+    scales = values.new_empty(group_count(values.numel()))
+    flat, of_codes = in_memory_order(values), in_memory_order(codes)
+    for start in range(0, len(flat), _PIECE):
+        piece, groups = (
+            slice(start, start + _PIECE),
+            slice(start // GROUP, (start + _PIECE) // GROUP),
+        )
+        of_codes[piece], scales[groups] = quantise(flat[piece], model.dtype)
+    return codes, scales
 
 
 @torch.no_grad()
@@ -91,7 +117,7 @@ def coded_state(
         codes, flat = _constant(model, initial)
     else:
         values = torch.empty_like(model, dtype=torch.float32)
-        codes, flat = quantise(values.copy_(local(state)), dtype)
+        codes, flat = _quantised(values.copy_(local(state)), model)
     if not is_distributed(p):
         return codes, flat
     whole = torch.empty_like(p, dtype=dtype, memory_format=torch.preserve_format)
@@ -153,18 +179,31 @@ def _by_rows(codes: Any, scales: Tensor) -> Any:
     )  # fmt: skip
 
 
-def check_codes(name: str, p_state: dict[str, Any], p: Any) -> None:
-    """Raises ValueError for a loaded state in codes that lacks its scales or their order."""
+def check_codes(name: str, p_state: dict[str, Any], dtype: torch.dtype | None) -> None:
+    """Raises ValueError for a loaded state of integers that are no codes, or lack their scales.
+
+    Args:
+        name: of the state.
+        p_state: the loaded states of the parameter.
+        dtype: of the state's codes; None: the state is never in codes.
+    """
     codes = p_state[name]
-    if not (isinstance(codes, Tensor) and is_codes(codes)):
+    if not isinstance(codes, Tensor) or codes.is_floating_point():
         return
-    scales = p_state.get(scale_name(name))
-    wanted = group_count(local(codes).numel())
-    if not isinstance(scales, Tensor) or local(scales).numel() != wanted:
-        count = local(scales).numel() if isinstance(scales, Tensor) else "none"
+    if codes.dtype != dtype:
+        or_codes = "" if dtype is None else f" or codes of {dtype}"
+        raise ValueError(
+            f"state_dict: {name!r} must be floating point{or_codes}, got {codes.dtype}"
+        )
+    scales, wanted = p_state.get(scale_name(name)), group_count(local(codes).numel())
+    got: Any = "none"
+    if isinstance(scales, Tensor):
+        of_floats = scales.is_floating_point()
+        got = local(scales).numel() if of_floats else f"a tensor of {scales.dtype}"
+    if scales is None or got != wanted:
         raise ValueError(
             f"state_dict: {name!r} is of 8-bit codes and needs {wanted} scales in "
-            f"{scale_name(name)!r}, got {count}"
+            f"{scale_name(name)!r}, got {got}"
         )
     if scales.dim() == 3 and codes.is_contiguous():
         raise ValueError(

@@ -265,7 +265,7 @@ class Plan:
             raise ValueError(f"state {name!r} has shape {tuple(tensor.shape)}, its parameter "
                              f"{tuple(p.shape)}")  # fmt: skip
         if tensor is not None:
-            check_codes(name, p_state, p)
+            check_codes(name, p_state, codes or (tensor.dtype if is_codes(tensor) else None))
         if codes is not None:
             tensor, scales = coded_state(p_state, name, p, codes, fill)
             self._keep(p_state, name, tensor)

@@ -334,14 +334,20 @@ def test_wrong_options_and_checkpoints() -> None:
     optimizer = fusedtrain.optim.AdamW(p, state_dtype="q8")
     give_gradients(p, 0)
     optimizer.step()
-    for damage in (
-        lambda s: s.pop("exp_avg_scale"),
-        lambda s: s.update(exp_avg_scale=torch.ones(3)),
+    needs = "'exp_avg' is of 8-bit codes and needs 2 scales in 'exp_avg_scale', got"
+    signed = "'exp_avg' must be floating point or codes of torch.int8, got"
+    for damage, words in (
+        ({"exp_avg_scale": None}, f"{needs} none"),
+        ({"exp_avg_scale": torch.ones(3)}, f"{needs} 3"),
+        ({"exp_avg_scale": torch.ones(2, dtype=torch.int64)}, f"{needs} a tensor of torch.int64"),
+        ({"exp_avg": torch.ones(64, dtype=torch.uint8)}, f"{signed} torch.uint8"),
+        ({"exp_avg": torch.ones(64, dtype=torch.int16)}, f"{signed} torch.int16"),
+        ({"ema": torch.ones(64, dtype=torch.int8)}, "'ema' must be floating point, got torch.int8"),
     ):
         saved = optimizer.state_dict(compressed=True)
-        damage(saved["state"][0])
+        saved["state"][0].update(damage)
         before = memory(optimizer)
-        with pytest.raises(ValueError, match="'exp_avg' is of 8-bit codes and needs 2 scales"):
+        with pytest.raises(ValueError, match=words):
             optimizer.load_state_dict(saved)
         assert_same_bits(before, memory(optimizer))
 

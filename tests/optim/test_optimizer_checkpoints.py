@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import fusedtrain
+from fusedtrain.optim import _codes
+from fusedtrain.reference.state_codes import dequantise, quantise
 from helpers.optimizer_steps import (
     ALL,
     SHAPES,
@@ -224,3 +226,15 @@ def test_order_of_groups_does_not_matter(name: str) -> None:
     if name != "LAMB":  # sums the squares of all gradients in that order
         assert alike(p, q)
     assert_close(p, q)
+
+
+def test_codes_are_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces, the last of which ends within a group, give the codes and numbers of the whole."""
+    values = torch.randn(70, 97).t()
+    codes, scales = quantise(values, torch.int8)
+    monkeypatch.setattr(_codes, "_PIECE", 64)
+    p = nn.Parameter(torch.zeros(70, 97).t())
+    assert torch.equal(_codes.floats(codes, scales), dequantise(codes, scales))
+    made = _codes.coded_state({"exp_avg": values}, "exp_avg", p, torch.int8, 0.0)
+    assert torch.equal(made[0], codes)
+    assert torch.equal(made[1], scales)
