@@ -115,12 +115,25 @@ void trial(const Coefficients& k, const T* p, const T* g, const T* const* s, int
 }
 
 template <class T>
+double non_finite(const T* x, T factor, int64_t n) {
+  double bad[kSumLanes] = {}, sum = 0;
+  for (int64_t i = 0; i < n; i += kSumLanes)
+    for (int lane = 0; lane < kSumLanes && i + lane < n; ++lane) {
+      const T value = x[i + lane] * factor;
+      // inf - inf and nan - nan are nan
+      bad[lane] += value - value != T(0) ? 1.0 : 0.0;
+    }
+  for (int lane = 0; lane < kSumLanes; ++lane) sum += bad[lane];
+  return sum;
+}
+
+// Squares of finite floats have a finite sum in double: non-finite values are counted only where it
+// is none.
+template <class T>
 void measure(const T* x, T factor, int64_t n, double* sums) {
-  double bad[kSumLanes] = {}, squares[kSumLanes] = {};
+  double squares[kSumLanes] = {}, sum = 0;
   const auto add = [&](int64_t i, int lane) {
     const T value = x[i] * factor;
-    // inf - inf and nan - nan are nan
-    bad[lane] += value - value != T(0) ? 1.0 : 0.0;
     squares[lane] += double(value) * double(value);
   };
   int64_t i = 0;
@@ -128,9 +141,10 @@ void measure(const T* x, T factor, int64_t n, double* sums) {
     for (int lane = 0; lane < kSumLanes; ++lane) add(i + lane, lane);
   for (int lane = 0; i < n; ++i, ++lane) add(i, lane);
   for (int lane = 0; lane < kSumLanes; ++lane) {
-    sums[0] += bad[lane];
     sums[1] += squares[lane];
+    sum += squares[lane];
   }
+  if (sizeof(T) == sizeof(double) || !(sum - sum == 0)) sums[0] += non_finite(x, factor, n);
 }
 
 template <class T>
