@@ -38,18 +38,22 @@ constexpr uint32_t kNearest24 = 0x80;  // half a unit of the 24 bits that remain
 // `added`: to the 8 bits that kBits = 8 cuts: kNearest24, or 8 random bits. A finite weight stays
 // finite.
 template <int kBits>
-FT_INLINE SplitWeight split_bfloat16(float weight, uint32_t added) {
-  uint32_t bits = bits_of_weight(weight);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t special = (bits >> 16) | (magnitude > 0x7f800000u ? 0x40u : 0u);
+FT_INLINE SplitWeight split_finite_bfloat16(uint32_t bits, uint32_t added) {
   if (kBits == 8) {
-    const uint32_t rounded = magnitude + added;
+    const uint32_t rounded = (bits & 0x7fffffffu) + added;
     bits = (bits & 0x80000000u) | ((rounded < 0x7f7fffffu ? rounded : 0x7f7fffffu) & 0xffffff00u);
   }
   const uint32_t param = (bits + 0x8000u) >> 16;
-  const int32_t correction = static_cast<int32_t>(bits - (param << 16)) >> (16 - kBits);
+  return {param, static_cast<int32_t>(bits - (param << 16)) >> (16 - kBits)};
+}
+
+template <int kBits>
+FT_INLINE SplitWeight split_bfloat16(float weight, uint32_t added) {
+  const uint32_t bits = bits_of_weight(weight), magnitude = bits & 0x7fffffffu;
+  const uint32_t special = (bits >> 16) | (magnitude > 0x7f800000u ? 0x40u : 0u);
+  const SplitWeight parts = split_finite_bfloat16<kBits>(bits, added);
   const bool finite = magnitude < 0x7f800000u;
-  return {finite ? param : special, finite ? correction : 0};
+  return {finite ? parts.param : special, finite ? parts.correction : 0};
 }
 
 // The bits of 2^e for the exponent e of a float16, as float32; that of denormals is -14. What the

@@ -198,7 +198,16 @@ struct SplitLoops<BFloat16, Correction> {
   template <class Added>
   static FT_METHOD void split(const float* weights, uint16_t* p, Correction* c, int64_t n,
                               const Added& added) {
+    uint32_t most = 0;
 #pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t bits = bits_of_weight(weights[i]), magnitude = bits & 0x7fffffffu;
+      const SplitWeight parts = split_finite_bfloat16<kBits>(bits, added(i));
+      p[i] = static_cast<uint16_t>(parts.param);
+      c[i] = static_cast<Correction>(parts.correction);
+      most = magnitude > most ? magnitude : most;
+    }
+    if (most < 0x7f800000u) return;  // all are finite
     for (int64_t i = 0; i < n; ++i) {
       const SplitWeight parts = split_bfloat16<kBits>(weights[i], added(i));
       p[i] = static_cast<uint16_t>(parts.param);
