@@ -56,7 +56,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "codes of squares for momenta": (
         OF_CODES, "return SQUARES if which in rule.squares else SIGNED", "return SQUARES"),
     "codes for amsgrad": (
-        OF_CODES, "if compared and (which in rule.squares or which == 2):", "if False:"),
+        OF_CODES, "return None if compared and (dtype == SQUARES or which == 2) else dtype",
+        "return dtype"),
     "codes: the stream is not saved": (
         SAVED, ' or self._fused_options["state_dtype"] == Q8:', ":"),
     "the step does nothing": (
