@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from benchmarks import bench_amp_step as bench
 from benchmarks.harness import steps
@@ -157,3 +161,26 @@ def test_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(value > 0 for name in ("host_ns", "counts") for value in row[name].values())
     assert row["gb_per_s"]["fused"] == pytest.approx(row["bytes"] / row.ns["fused"])
     assert row["counts"]["single"] > 40 > row["counts"]["fusedtrain"]
+
+
+def test_a_rival_that_is_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile raises below a dispatch mode, by which operators are counted."""
+
+    class Compiled(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            assert _get_current_dispatch_mode() is None
+            return super().step(closure)
+
+    monkeypatch.setattr(bench, "shapes", lambda model: [(16, 8), (16,)] * 20)
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(AdamW8bit=Compiled))
+    monkeypatch.setattr(steps, "rivals", lambda *_: ["fused", steps.TORCHAO])
+    bench._entrants.cache_clear()
+    row = measured(bench, bench.Case("small", "adamw", "bfloat16+q8", "clip"))
+    bench._entrants.cache_clear()
+    assert row["host_ns"].keys() == {"fusedtrain", "fused", steps.TORCHAO}
+    assert row["counts"].keys() == {"fusedtrain", "fused"}
+    ours, fused = row["counts"].values()
+    row.ratio[steps.TORCHAO] = 2 * row.ratio["fused"]
+    assert bench._pair(row["counts"], row, "d") == f"{ours} / {fused}"
+    row.ratio[steps.TORCHAO] = 0.5 * row.ratio["fused"]
+    assert bench._pair(row["counts"], row, "d") == f"{ours} / -"
