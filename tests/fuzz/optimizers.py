@@ -12,6 +12,7 @@ from fusedtrain import optim
 from helpers import models
 from helpers.optimizers import CLASSES, NAMES
 
+from .optimizer_memory import coded, released, split
 from .tensors import Pick
 
 # Arguments that are not options of a group.
@@ -235,118 +236,11 @@ def zeroed(draw: Callable[..., Any]) -> str:
     )  # fmt: skip
 
 
-_SPLIT = """\
-import copy
-import torch, fusedtrain
-
-def run(masters):
-    torch.manual_seed({seed})
-    model = torch.nn.Module()
-    model.p = torch.nn.Parameter((torch.randn({shape}) * {size}).to(torch.{dtype}))
-    model.q = torch.nn.Parameter(torch.randn(5))
-    optimizer = fusedtrain.optim.{name}(model.parameters(), lr={lr}, master_weights=masters)
-    for step in range({steps}):
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape).to(p)
-        if step == {bad}:
-            model.p.grad.fill_(torch.inf)
-            scaler = fusedtrain.amp.GradScaler("cpu", init_scale=2.0)
-            scaler.scale(torch.ones(()))
-            scaler.step(optimizer)
-        else:
-            optimizer.step()
-        if step == {saved}:
-            state = copy.deepcopy(optimizer.state_dict(compressed={compressed}))
-            optimizer = fusedtrain.optim.{name}(
-                model.parameters(), lr={lr}, master_weights=masters
-            )
-            optimizer.load_state_dict(state)
-    weights = fusedtrain.optim.float32_state_dict(model, optimizer)
-    assert {{value.dtype for value in weights.values()}} == {{torch.float32}}
-    assert torch.equal(weights["q"], model.q)
-    return weights
-
-split, want = run("{kind}"), run(True)
-for name in want:
-    torch.testing.assert_close(split[name], want[name], rtol={limit}, atol={limit} * {size})
-"""
-# Four times what seven roundings add: a bfloat16 weight of 24 bits has a significand of 16, a
-# float16 weight one of 19, each rounding half a unit. With 32 bits only kernels of other widths
-# differ.
-_LIMITS = {
-    ("bfloat16", "split32"): 1e-6, ("bfloat16", "split24"): 2**-12,
-    ("float16", "split32"): 1e-6, ("float16", "split24"): 2**-15,
-}  # fmt: skip
-
-
-@st.composite
-def split(draw: Callable[..., Any]) -> str:
-    pick = Pick(draw)
-    dtype, kind = pick(*_LIMITS)
-    return _SPLIT.format(
-        seed=pick(*range(20)), shape=pick("3, 4", "[]", "0", "33", "5, 2, 2, 3"), dtype=dtype,
-        kind=kind, size=pick(1.0, 0.125, 8.0), name=pick("SGD", "AdamW", "Lion", "RMSprop"),
-        lr=pick(0.0, 0.001, 0.05), steps=pick(3, 1, 6), bad=pick(-1, 0, 2), saved=pick(-1, 0, 1),
-        compressed=pick(False, True), limit=_LIMITS[dtype, kind],
-    )  # fmt: skip
-
-
-_CODED = """
-import copy
-import torch, fusedtrain
-
-def run(saved, lr={lr}, **options):
-    torch.manual_seed({seed})
-    model = torch.nn.Module()
-    model.p = torch.nn.Parameter(torch.randn({shape}).to(torch.{dtype}){layout})
-    model.q = torch.nn.Parameter(torch.randn(5))
-    optimizer = fusedtrain.optim.{name}(model.parameters(), lr=lr, **options)
-    for step in range(5):
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape).to(p) * {size}
-        optimizer.step()
-        if step == saved:
-            random = torch.get_rng_state()
-            state = copy.deepcopy(optimizer.state_dict(compressed={compressed}))
-            optimizer = fusedtrain.optim.{name}(model.parameters(), lr=lr, **options)
-            optimizer.load_state_dict(state)
-            torch.set_rng_state(random)
-    return fusedtrain.optim.float32_state_dict(model, optimizer)
-
-options = dict({options})
-whole, resumed = run(-1, state_dtype="q8", **options), run({saved}, state_dtype="q8", **options)
-wide = run(-1, state_dtype=torch.float32, **options)
-for name in whole:
-    assert torch.equal(whole[name], resumed[name]), name
-    assert whole[name].isfinite().all()
-# A root far below its neighbours' is rounded by much of itself: a mean over all elements.
-start = run(-1, lr=0.0, weight_decay=0.0, state_dtype=torch.float32, **options)["p"]
-moved = (wide["p"] - start).abs().mean()
-assert (whole["p"] - wide["p"]).abs().mean() < 0.1 * moved, moved
-"""
-_RATES = (("SGDW", 0.1), ("AdamW", 0.01), ("RMSprop", 0.01), ("NovoGrad", 0.01))
-
-
-@st.composite
-def coded(draw: Callable[..., Any]) -> str:
-    """8-bit states: a run that is saved and loaded is the whole run, bit for bit."""
-    pick = Pick(draw)
-    shape = pick("4096", "64, 70", "8, 16, 6, 6", "5003", "20, 33, 7")
-    layout = pick("", ".contiguous(memory_format=torch.channels_last)") if "6, 6" in shape else ""
-    name, lr = pick(*_RATES)
-    return _CODED.format(
-        seed=pick(*range(20)), shape=shape, dtype=pick("float32", "bfloat16", "float16"),
-        layout=layout, name=name, lr=lr, size=pick(1.0, 1e-3),
-        compressed=pick(False, True), saved=pick(0, 2, 3),
-        options=("momentum=0.9, " if name in ("SGDW", "RMSprop") else "")
-        + pick("", 'master_weights="split24"', "master_weights=True, ema_decay=0.9"),
-    )  # fmt: skip
-
-
 PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{name: partial(programs, name) for name in COUNTERPARTS},
     "AppliedStepScheduler": scheduled,
     "float32_state_dict": lambda: st.one_of(split(), coded()),
+    "release_gradients": released,
     "zero_grad": zeroed,
 }
 # The base class of all, and a type for annotations.
