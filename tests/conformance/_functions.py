@@ -52,7 +52,7 @@ def ours_of(case: str) -> Callable[..., Any]:
 def samples(case: str, dtype: torch.dtype) -> Iterator[Any]:
     """OpInfo's samples, those drawn at random left out; each also with gaps in its memory.
 
-    max_pool2d has 1440, of which float32 gets all, the other dtypes each seventh.
+    max_pool2d has 1440, of which float32 gets each seventh, the other dtypes each 13th.
     """
     torch.manual_seed(0)
     info = op_info(case.partition("+")[0])
@@ -63,7 +63,7 @@ def samples(case: str, dtype: torch.dtype) -> Iterator[Any]:
                 continue
         if case == "max_pool2d":  # the indices are eager torch's
             sample.kwargs["return_indices"] = False
-            if dtype is not torch.float32 and number % 7:
+            if number % (7 if dtype is torch.float32 else 13):
                 continue
         yield sample
         yield sample.noncontiguous()
@@ -72,9 +72,9 @@ def samples(case: str, dtype: torch.dtype) -> Iterator[Any]:
 
 
 def few_samples(case: str) -> Iterator[Any]:
-    """In float64; of the 2880 of max_pool2d a fraction, and a third of those of each activation
+    """In float64; of those of max_pool2d a fraction, and a third of those of each activation
     after a batch norm: another third with the next activation."""
-    of_each, first = 37 if case == "max_pool2d" else 1, 0
+    of_each, first = 19 if case == "max_pool2d" else 1, 0
     if case.startswith("batch_norm+"):
         of_each, first = 3, CASES.index(case) % 3
     for number, sample in enumerate(samples(case, torch.float64)):

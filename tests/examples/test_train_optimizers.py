@@ -18,7 +18,7 @@ def test_optimizer_clip_and_average(tmp_path: Path, capsys: pytest.CaptureFixtur
     status, results = run(tmp_path, *options)
     assert status == 0, failed(results)
     printed = capsys.readouterr().out
-    assert "adamw, batch 16, clip 0.5, EMA 0.9" in printed
+    assert "adamw, batch 8, clip 0.5, EMA 0.9" in printed
     assert "share" in printed
     names = [check["name"] for check in results["checks"]]
     assert [name for name in names if name.startswith("3 equal steps")] == [

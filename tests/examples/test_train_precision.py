@@ -123,7 +123,7 @@ def test_states_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     status, results = run(tmp_path, *options, "--memory", "store", "recompute")
     assert status == 0, failed(results)  # recompute has the losses of store, bit for bit
     printed = " ".join(capsys.readouterr().out.split())
-    assert "adamw, q8 states (fused), batch 16" in printed
+    assert "adamw, q8 states (fused), batch 8" in printed
     eager, fused = results["modes"][:2]
     assert fused["weights_mb"] == eager["weights_mb"]
     count = eager["weights_mb"] / 4

@@ -212,8 +212,9 @@ def released(draw: Callable[..., Any]) -> str:
         pick("", "state_dtype=torch.float32, ") if dtype == "bfloat16" else "",
     ]  # fmt: skip
     return _RELEASED.format(
-        seed=pick(*range(20)), bias=pick(True, False), between=pick("Tanh()", "LayerNorm(6, elementwise_affine=False)"),
-        dtype=dtype, tie="last.weight = first.weight" if tied else "", name=name,
+        seed=pick(*range(20)), bias=pick(True, False), dtype=dtype,
+        between=pick("Tanh()", "LayerNorm(6, elementwise_affine=False)"),
+        tie="last.weight = first.weight" if tied else "", name=name,
         rest="[p for p in last.parameters() if p is not first.weight]"
         if tied else "last.parameters()",
         options="".join(options), lines="\n".join(f"    {line}" for line in lines),

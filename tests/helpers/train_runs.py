@@ -27,7 +27,7 @@ __all__ = [
     "train_data", "train_modes", "updates",
 ]  # fmt: skip
 
-QUICK = ["--width", "8", "--batch-size", "16", "--steps", "4", "--test-images", "64"]
+QUICK = ["--width", "8", "--batch-size", "8", "--steps", "4", "--test-images", "32"]
 QUICK += ["--model", "resnet18", "--optimizer", "sgd", "--clip", "off", "--ema", "off"]
 QUICK += ["--device", "cpu", "--no-progress", "--threads", "1", "--amp", "bf16"]
 

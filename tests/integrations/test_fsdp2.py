@@ -14,6 +14,7 @@ from torch import Tensor
 from helpers import ROOT
 from helpers.optimizers import NAMES
 from helpers.rank_processes import on_two_ranks
+from helpers.shared import made_once
 
 if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
@@ -42,7 +43,6 @@ class Facts:
     """What one process does, and what two did."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         runs = {kind: Run(kind, network(KINDS[kind][1])) for kind in KINDS}
         self.first = {kind: run.train(range(SAVED)) for kind, run in runs.items()}
         save(runs, f"{folder}/of one")
@@ -53,16 +53,18 @@ class Facts:
         self.ranks: list[Any] = [
             torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)
         ]
-        self.resumed = {kind: Run(kind, other_weights(network(KINDS[kind][1]))) for kind in KINDS}
-        load(self.resumed, f"{folder}/of two")
-        self.last_of_two = {
-            kind: run.train(range(SAVED, STEPS)) for kind, run in self.resumed.items()
-        }
+        resumed = {kind: Run(kind, other_weights(network(KINDS[kind][1]))) for kind in KINDS}
+        load(resumed, f"{folder}/of two")
+        self.last_of_two = {kind: run.train(range(SAVED, STEPS)) for kind, run in resumed.items()}
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    return Facts(tmp_path_factory.mktemp("ranks"))
+    def make() -> Facts:
+        return Facts(tmp_path_factory.mktemp("ranks"))
+
+    result: Facts = made_once(tmp_path_factory, "fsdp2", make)  # 20 s
+    return result
 
 
 def close(ours: Tensors, theirs: Tensors) -> None:
