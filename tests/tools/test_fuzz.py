@@ -150,8 +150,8 @@ def test_every_public_name_is_called() -> None:
 
 
 def test_tasks_share_the_cases() -> None:
-    tasks = list(engine.tasks("optimizers", 1, 20, most=300))
-    assert sum(task.cases for task in tasks) == 300
+    tasks = list(engine.tasks("optimizers", 1, 20, most=400))
+    assert sum(task.cases for task in tasks) == 400
     assert len({task.seed for task in tasks}) == len(tasks)
     assert {task.name for task in tasks} == engine.FAMILIES["optimizers"].keys()
     assert [t.name for t in engine.tasks("ops", 1, 5, "hard_mish", 10)] == ["hard_mish"] * 2
