@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ COPIES = ("copy", "copy_fresh")
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
 # taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
 BUSY = 2.0
+# At least, between two runs.
+_PAUSE = timedelta(hours=6)
 # What a table says of the memory (clock.ALLOCATORS).
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
 
@@ -126,12 +129,21 @@ def load(paths: Iterable[Path]) -> list[Row]:
     for path in paths:
         infos = [entry["extra_info"] for entry in json.loads(path.read_text())["benchmarks"]]
         parsed = [Row.parse(info) for info in infos if "ratio" in info]
-        # One date for one run of a family, also across midnight.
-        dates: dict[str, str] = {}
-        for row in parsed:
-            dates[row.family] = min(row.date, dates.get(row.family, row.date))
-        rows += [replace(r, date=dates[r.family]) for r in parsed if r.family in FAMILIES]
+        began = {f: _runs([row.date for row in parsed if row.family == f]) for f in FAMILIES}
+        rows += [replace(r, date=began[r.family][r.date]) for r in parsed if r.family in began]
     return _mark_noisy(rows)
+
+
+def _runs(dates: Sequence[str]) -> dict[str, str]:
+    """When the run of each date began: one run of a family has one date, also across midnight.
+    Rows that were added on another day keep theirs."""
+    began: dict[str, str] = {}
+    first = last = ""
+    for date in sorted(dates):
+        if not last or datetime.fromisoformat(date) - datetime.fromisoformat(last) > _PAUSE:
+            first = date
+        began[date], last = first, date
+    return began
 
 
 def _mark_noisy(rows: Sequence[Row]) -> list[Row]:

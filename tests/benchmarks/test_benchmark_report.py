@@ -233,6 +233,14 @@ def test_chart_of_batch_norms(tmp_path: Path) -> None:
     assert not (tmp_path / "bars.png").exists()
 
 
+def test_rows_of_another_day_keep_their_date(tmp_path: Path) -> None:
+    """A run of a family has one date, also across midnight."""
+    dates = ["2026-11-21T23:50:00+00:00", "2026-11-22T03:10:00+00:00", "2026-11-25T00:00:00+00:00"]
+    infos = [STANDARD | {"date": date} for date in dates]
+    rows = load([write(tmp_path / "r.json", [infos[1], infos[2], infos[0]])])
+    assert [row.date for row in rows] == [dates[0], dates[2], dates[0]]
+
+
 def test_one_family_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "r.json", [STANDARD])
     assert report.main([str(path), "--family", "batch_norm"]) == 0
