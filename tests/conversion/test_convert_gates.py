@@ -144,6 +144,25 @@ def test_products_that_stay(why: str) -> None:
         torch.testing.assert_close(model(x), want)
 
 
+def test_a_hook_for_all_modules_is_part_of_the_proof() -> None:
+    """It would get the gate's input as its output."""
+
+    def louder(module: nn.Module, _: Any, output: Tensor) -> Any:
+        return 1.5 * output if type(module).__name__ == "Sigmoid" else None
+
+    model, x = Gate().double(), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    hook = nn.modules.module.register_module_forward_hook(louder)
+    try:
+        want = model(x)
+        report = fusedtrain.convert(model, x)
+        assert report.products == []
+        torch.testing.assert_close(model(x), want)
+    finally:
+        hook.remove()
+    fusedtrain.revert(model)
+    assert fusedtrain.convert(model, x).products
+
+
 class Overwriting(nn.Module):
     """What the gate is made of is overwritten before the product."""
 
