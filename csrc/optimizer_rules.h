@@ -61,9 +61,27 @@ FT_INLINE double decay_rate(const TensorFacts& t) {
   return (max_lr == 0 ? t.lr : t.lr * t.lr / max_lr) * t.group->weight_decay;
 }
 
+// The states of an element of which the compiler is to know how many the tensor has.
+template <class T, int kCount>
+struct States {
+  T values[kMaxStates];
+  FT_METHOD operator T*() { return values; }
+};
+template <class S>
+struct CountOf {
+  static constexpr int value = kMaxStates;
+};
+template <class T, int kCount>
+struct CountOf<States<T, kCount>> {
+  static constexpr int value = kCount;
+};
+
 // c[] of every rule starts so: coupled (L2) weight decay.
 template <class T>
 struct Rule {
+  using Number = T;
+  static constexpr int kRare = 0;  // the place in c[] of an option that few ask for, where not 0
+
   T weight_decay;
   bool decays;
 
@@ -166,12 +184,15 @@ struct Adam : Rule<T> {
         root(T(k.c[5])),
         eps(T(k.c[6])) {}
 
-  FT_METHOD T operator()(T p, T& g, T* s) const {
+  template <class S>
+  FT_METHOD T operator()(T p, T& g, S& s) const {
     g = this->coupled(p, g);
     s[0] += (g - s[0]) * fresh1;
     s[1] = beta2 * s[1] + fresh2 * g * g;
-    s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];  // amsgrad: the largest so far
-    return s[0] / (math::sqrt(s[2]) * root + eps);
+    T square = s[1];
+    if (CountOf<S>::value > 2)  // amsgrad: the largest so far
+      square = s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];
+    return s[0] / (math::sqrt(square) * root + eps);
   }
 };
 
@@ -276,6 +297,8 @@ struct Lion : Rule<T> {
 // options: alpha, eps, momentum, centered
 template <class T>
 struct RMSprop : Rule<T> {
+  static constexpr int kRare = 5;  // centered
+
   T alpha, fresh, eps, momentum;
   bool centered;
 
@@ -315,6 +338,8 @@ struct RMSprop : Rule<T> {
 // options: alpha, eps, momentum, centered, decoupled_decay, lr_in_momentum
 template <class T>
 struct RMSpropTF : Rule<T> {
+  static constexpr int kRare = 4;  // centered
+
   T fresh, eps, momentum, inner;
   bool centered;
 

@@ -23,15 +23,18 @@ struct Stepper {
         cautious(k.cautious != 0),
         decays_late(k.late_decay != 0) {}
 
-  // The direction of an element, as the rule has it and with disagreeing ones at 0; advances `s`.
-  FT_METHOD T direction(T p, T stored, T* s, bool& agrees) const {
+  // The direction of an element, as the rule has it and with disagreeing ones at 0; advances `s`:
+  // kMaxStates numbers, or States.
+  template <class S>
+  FT_METHOD T direction(T p, T stored, S& s, bool& agrees) const {
     T g = stored * gradient;
     const T u = formula(p, g, s);
     agrees = u * g > T(0);
     return cautious && !agrees ? u * T(0) : u;
   }
 
-  FT_METHOD T step(T p, T stored, T* s) const {
+  template <class S>
+  FT_METHOD T step(T p, T stored, S& s) const {
     bool agrees;
     T u = direction(p, stored, s, agrees) * caution;
     u = decays_late ? u + late_decay * p : u;

@@ -117,10 +117,27 @@ struct BFloat16 {
       const __m512i kept = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
       _mm256_storeu_si256((__m256i*)(out + i), _mm512_cvtepi32_epi16(kept));
     }
+#elif defined(__AVX2__)
+    for (int i = 0; i < kCount; i += 16) {
+      const __m256i low = rounded(in + i), high = rounded(in + i + 8);
+      const __m256i packed = _mm256_packus_epi32(low, high);
+      _mm256_storeu_si256((__m256i*)(out + i), _mm256_permute4x64_epi64(packed, 0xd8));
+    }
 #else
     for (int i = 0; i < kCount; ++i) out[i] = float_to_bfloat16(in[i]);
 #endif
   }
+#if defined(__AVX2__)
+  static FT_METHOD __m256i rounded(const float* in) {
+    const __m256 value = _mm256_loadu_ps(in);
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i nearest = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(nearest, _mm256_set1_epi32(0x7fc0), nan);
+  }
+#endif
 };
 
 // Any number of elements; the tail goes through a block too, so every element sees the same code.

@@ -8,21 +8,49 @@
 
 FT_BEGIN_NAMESPACE
 
+// Calls loop(k) with coefficients of which the compiler knows the usual ones: nothing is cautious
+// or decays late, the rule's rare option is off, and gradients have weight decay or not. Selects
+// that never change need more registers than AVX2 has (in the cache, ns an element, AMD EPYC: AdamW
+// 0.69 and 0.34, RMSprop 0.77 and 0.42; bfloat16 AdamW 1.20 and 0.90).
+template <class Rule, class Loop>
+FT_METHOD void with_usual(const Coefficients& k, const Loop& loop) {
+  Coefficients usual = k;
+  usual.cautious = usual.late_decay = 0;
+  usual.caution = 1;
+  if (Rule::kRare != 0) usual.c[Rule::kRare] = 0;
+  const bool common =
+      k.cautious == 0 && k.late_decay == 0 && (Rule::kRare == 0 || k.c[Rule::kRare] == 0);
+  if (!common || sizeof(typename Rule::Number) == sizeof(double)) return loop(k);
+  if (k.c[0] != 0) return loop(usual);
+  usual.c[0] = 0;
+  loop(usual);
+}
+
 template <template <class> class Rule, int kStates, class T>
-void update(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
+FT_METHOD void update_all(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
   const Stepper<Rule, T> stepper(k);
   T* const s0 = kStates > 0 ? s[0] : nullptr;
   T* const s1 = kStates > 1 ? s[1] : nullptr;
   T* const s2 = kStates > 2 ? s[2] : nullptr;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    T state[kMaxStates] = {kStates > 0 ? s0[i] : T(0), kStates > 1 ? s1[i] : T(0),
-                           kStates > 2 ? s2[i] : T(0)};
+    States<T, kStates> state = {
+        {kStates > 0 ? s0[i] : T(0), kStates > 1 ? s1[i] : T(0), kStates > 2 ? s2[i] : T(0)}};
     p[i] = stepper.step(p[i], g[i], state);
     if (kStates > 0) s0[i] = state[0];
     if (kStates > 1) s1[i] = state[1];
     if (kStates > 2) s2[i] = state[2];
   }
+}
+template <template <class> class Rule, int kStates, class T>
+void update(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
+  with_usual<Rule<T>>(k, [&](const Coefficients& known) __attribute__((always_inline)) {
+    update_all<Rule, kStates>(known, p, g, s, n);
+  });
+}
+
+static FT_METHOD void copy_rest(const uint16_t* from, uint16_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
 // The same where all is of one 16-bit format: converted in registers, block by block.
@@ -34,8 +62,9 @@ FT_METHOD void block_update(const Stepper<Rule, float>& stepper, uint16_t* p, co
   Format::load(g, grad);
   for (int k = 0; k < kStates; ++k) Format::load(s[k], state[k]);
   for (int i = 0; i < kLanes; ++i) {
-    float own[kMaxStates] = {kStates > 0 ? state[0][i] : 0.0f, kStates > 1 ? state[1][i] : 0.0f,
-                             kStates > 2 ? state[2][i] : 0.0f};
+    States<float, kStates> own = {{kStates > 0 ? state[0][i] : 0.0f,
+                                   kStates > 1 ? state[1][i] : 0.0f,
+                                   kStates > 2 ? state[2][i] : 0.0f}};
     value[i] = stepper.step(value[i], grad[i], own);
     for (int k = 0; k < kStates; ++k) state[k][i] = own[k];
   }
@@ -43,29 +72,40 @@ FT_METHOD void block_update(const Stepper<Rule, float>& stepper, uint16_t* p, co
   for (int k = 0; k < kStates; ++k) Format::store(state[k], s[k]);
 }
 
+// The rest goes through a block too, so every element sees the same code.
+template <template <class> class Rule, int kStates, class Format>
+FT_METHOD void update_blocks(const Coefficients& k, uint16_t* p, const uint16_t* g,
+                             uint16_t* const* s, int64_t n) {
+  const Stepper<Rule, float> stepper(k);
+  uint16_t value[kLanes] = {}, grad[kLanes] = {}, state[kMaxStates][kLanes] = {};
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t rest = n - i;
+    uint16_t* values = p + i;
+    const uint16_t* grads = g + i;
+    uint16_t* states[kMaxStates] = {};
+    for (int l = 0; l < kStates; ++l) states[l] = s[l] + i;
+    if (rest < kLanes) {
+      copy_rest(values, value, rest);
+      copy_rest(grads, grad, rest);
+      for (int l = 0; l < kStates; ++l) copy_rest(states[l], state[l], rest);
+      values = value;
+      grads = grad;
+      for (int l = 0; l < kStates; ++l) states[l] = state[l];
+    }
+    block_update<Rule, kStates, Format>(stepper, values, grads, states);
+    if (rest < kLanes) {
+      copy_rest(value, p + i, rest);
+      for (int l = 0; l < kStates; ++l) copy_rest(state[l], s[l] + i, rest);
+    }
+  }
+}
+
 template <template <class> class Rule, int kStates, class Format>
 void update_16bit(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
                   int64_t n) {
-  const Stepper<Rule, float> stepper(k);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    uint16_t* here[kMaxStates] = {};
-    for (int j = 0; j < kStates; ++j) here[j] = s[j] + i;
-    block_update<Rule, kStates, Format>(stepper, p + i, g + i, here);
-  }
-  if (i == n) return;
-  uint16_t value[kLanes] = {}, grad[kLanes] = {}, state[kMaxStates][kLanes] = {};
-  uint16_t* const tail[kMaxStates] = {state[0], state[1], state[2]};
-  for (int64_t j = 0; j < n - i; ++j) {
-    value[j] = p[i + j];
-    grad[j] = g[i + j];
-    for (int l = 0; l < kStates; ++l) state[l][j] = s[l][i + j];
-  }
-  block_update<Rule, kStates, Format>(stepper, value, grad, tail);
-  for (int64_t j = 0; j < n - i; ++j) {
-    p[i + j] = value[j];
-    for (int l = 0; l < kStates; ++l) s[l][i + j] = state[l][j];
-  }
+  with_usual<Rule<float>>(k, [&](const Coefficients& known) __attribute__((always_inline)) {
+    update_blocks<Rule, kStates, Format>(known, p, g, s, n);
+  });
 }
 
 // Sums in a fixed order: lanes first, then across them.
@@ -99,8 +139,8 @@ void trial(const Coefficients& k, const T* p, const T* g, const T* const* s, int
 #pragma GCC ivdep
     for (int64_t j = 0; j < m; ++j) {
       const int64_t i = start + j;
-      T state[kMaxStates] = {kStates > 0 ? s0[i] : T(0), kStates > 1 ? s1[i] : T(0),
-                             kStates > 2 ? s2[i] : T(0)};
+      States<T, kStates> state = {
+          {kStates > 0 ? s0[i] : T(0), kStates > 1 ? s1[i] : T(0), kStates > 2 ? s2[i] : T(0)}};
       bool agrees;
       u[j] = stepper.direction(p[i], g[i], state, agrees);
       agreeing[j] = agrees ? T(1) : T(0);
