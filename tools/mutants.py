@@ -30,6 +30,7 @@ SAVED, REPORTS = "fusedtrain/optim/_checkpoints.py", "fusedtrain/optim/_reports.
 RULES, STEP = "csrc/optimizer_rules.h", "csrc/optimizer_step.h"
 CODES, OF_CODES = "csrc/state_codes.h", "fusedtrain/optim/_codes.py"
 LOOPS, BLOCKS = "csrc/cpu/optimizers.cpp", "csrc/cpu/optimizer_blocks.h"
+IN_LANES = "csrc/cpu/isa/optimizers.h"
 BINDING, CHECKS = "csrc/bindings/optimizers.h", "csrc/bindings/checks.h"
 APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
 
@@ -39,7 +40,7 @@ TESTS = all_located([
     "test_optimizer_scaler", "test_split_master_kernels", "test_eight_bit_states",
     "test_state_code_kernels",
 ])  # fmt: skip
-BUILD = {LOOPS: 1, BLOCKS: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3, CODES: 3}
+BUILD = {LOOPS: 1, BLOCKS: 1, IN_LANES: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3, CODES: 3}
 # name: file, what is there, what is put in its place.
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "codes: rounded to nearest": (
@@ -54,6 +55,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "codes: the sign is lost": (CODES, "sign = sign_bits(x);", "sign = 0;"),
     "codes: the scale of the first group": (
         BLOCKS, "t.scales[k] + group, n,", "t.scales[k], n,"),
+    "usual options: late decay": (
+        IN_LANES, "k.cautious == 0 && k.late_decay == 0 &&", "k.cautious == 0 &&"),
+    "usual options: cautious": (
+        IN_LANES, "k.cautious == 0 && k.late_decay == 0 &&", "k.late_decay == 0 &&"),
+    "usual options: centered": (
+        IN_LANES, " && (Rule::kRare == 0 || k.c[Rule::kRare] == 0);", ";"),
+    "usual options: decay": (IN_LANES, "if (k.c[0] != 0) return loop(usual);", ""),
+    "threads: the first chunk": (
+        LOOPS, "first_element[chunk.tensor] + chunk.begin < e;",
+        "first_element[chunk.tensor] + chunk.begin <= e;"),
     "codes of squares for momenta": (
         OF_CODES, "return SQUARES if which in rule.squares else SIGNED", "return SQUARES"),
     "codes for amsgrad": (
@@ -116,11 +127,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "decoupled || coupled ? 0 : t.group->weight_decay;\n    k.c[0] = coupled",
         "0;\n    k.c[0] = !decoupled"),
     "Adam: eps inside the root": (
-        RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
-        "return s[0] / math::sqrt(s[2] * root * root + eps);"),
+        RULES, "return s[0] / (math::sqrt(square) * root + eps);",
+        "return s[0] / math::sqrt(square * root * root + eps);"),
     "Adam: eps before the correction": (
-        RULES, "return s[0] / (math::sqrt(s[2]) * root + eps);",
-        "return s[0] / ((math::sqrt(s[2]) + eps) * root);"),
+        RULES, "return s[0] / (math::sqrt(square) * root + eps);",
+        "return s[0] / ((math::sqrt(square) + eps) * root);"),
     "RMSprop: eps inside the root": (
         RULES, "g / (math::sqrt(variance) + eps);", "g / math::sqrt(variance + eps);"),
     "RMSpropTF: eps outside the root": (

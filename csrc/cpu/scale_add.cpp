@@ -26,15 +26,25 @@ struct Scaled {
             const Run& run) const {
     alignas(64) T scales[kTile + kNormStep] = {};
     const S* given = static_cast<const S*>(scale);
-    if (!whole_rows(shape)) {
+    if (shape.inner == 1 && shape.channels > kTile / 2) {  // pieces of rows
       const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
-        widen(given + c, scales, step ? n : 1);
-        run(i, n, scales, step, s, step ? n : 1);
+        widen(given + c, scales, n);
+        run(i, n, scales, step, s, n);
       };
-      // One coefficient: nothing to hold in a buffer.
-      const bool by_channel = shape.inner == 1 && shape.channels > 1;
-      each_run(shape, first, last, visit, by_channel ? kTile : kTask);
-      return;
+      return each_run(shape, first, last, visit, kTile);
+    }
+    if (!whole_rows(shape)) {  // one coefficient a run; to convert each alone takes 20 ns
+      int64_t begin = 0, end = 0;
+      const int64_t all = shape.samples * shape.channels;
+      const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
+        if (c < begin || c >= end) {
+          begin = c;
+          end = smaller(c + kNormStep * 2, all);
+          widen(given + begin, scales, end - begin);
+        }
+        run(i, n, scales + (c - begin), step, s, 1);
+      };
+      return each_run(shape, first, last, visit, kTask);
     }
     const Cut cut{shape.rows, shape.channels, 1};
     const int64_t tasks = cut.tasks(), together = kTile / shape.channels;

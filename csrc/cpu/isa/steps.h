@@ -60,17 +60,45 @@ FT_METHOD void store_rest(const uint16_t* in, int64_t n, uint16_t* out) {
   _mm512_mask_storeu_epi16(out, mask, _mm512_loadu_si512(in));
 }
 #elif defined(__AVX2__)
+// A masked store is some 20 operations on AMD: one at most. n is the same for run after run, so the
+// branches are foreseen. (Products of 32 x 672 planes of 14 x 14, one thread: 3.0 to 3.9 ms with
+// four masked stores, 2.1 to 2.3 so; torch's take 2.0 to 2.2.)
 FT_METHOD __m256i first_lanes(int64_t n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 FT_METHOD void load_rest(const float* in, int64_t n, float* out) {
-  for (int i = 0; i < kStep; i += 8)
-    _mm256_storeu_ps(out + i, _mm256_maskload_ps(in + i, first_lanes(n - i)));
+  for (int i = 0; i < kStep; i += 8) {
+    __m256 lanes = _mm256_setzero_ps();
+    if (n >= i + 8)
+      lanes = _mm256_loadu_ps(in + i);
+    else if (n > i)
+      lanes = _mm256_maskload_ps(in + i, first_lanes(n - i));
+    _mm256_storeu_ps(out + i, lanes);
+  }
 }
 FT_METHOD void store_rest(const float* in, int64_t n, float* out) {
-  for (int i = 0; i < kStep; i += 8)
-    _mm256_maskstore_ps(out + i, first_lanes(n - i), _mm256_loadu_ps(in + i));
+  for (int i = 0; i < kStep && n > i; i += 8) {
+    if (n >= i + 8)
+      _mm256_storeu_ps(out + i, _mm256_loadu_ps(in + i));
+    else
+      _mm256_maskstore_ps(out + i, first_lanes(n - i), _mm256_loadu_ps(in + i));
+  }
 }
+// There are no masks for 16 bits: eights, then four, two and one.
+FT_METHOD void copy_rest(const uint16_t* in, int64_t n, uint16_t* out) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) __builtin_memcpy(out + i, in + i, 16);
+  if (n & 4) __builtin_memcpy(out + i, in + i, 8);
+  i += n & 4;
+  if (n & 2) __builtin_memcpy(out + i, in + i, 4);
+  i += n & 2;
+  if (n & 1) out[i] = in[i];
+}
+FT_METHOD void load_rest(const uint16_t* in, int64_t n, uint16_t* out) {
+  for (int lane = 0; lane < kStep; ++lane) out[lane] = 0;
+  copy_rest(in, n, out);
+}
+FT_METHOD void store_rest(const uint16_t* in, int64_t n, uint16_t* out) { copy_rest(in, n, out); }
 #endif
 
 // The numbers of a step, in place where they are stored as such.
