@@ -16,11 +16,15 @@ namespace cpu {
 namespace {
 
 constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of each tensor
-// Where channels are last and few, rows make runs of up to so many elements. Rows are read as
-// memory lies, one stream of each tensor: 8 x 512 x 28 x 28 took twice as long with four rows at
-// once (AVX- 512), BN+SiLU's backward of 32 x 672 x 14 x 14 2.4 times with eight (AMD EPYC,
-// AVX2, 4.8 and 2.0 ns an element), though their sums met in registers.
+// Where channels are last and few, rows make runs of up to so many elements. They are read as
+// memory lies, one stream of each tensor, and their sums stay in the cache: 8 x 512 x 28 x 28 took
+// twice as long with four rows at once.
 constexpr int64_t kRun = 512;
+// Of longer rows the statistics, which read one tensor, take so many at once, whose sums meet in
+// registers (Zen 4, 2048 channels: 0.19 and 0.58 ns an element). What reads two and writes a third
+// takes one: BN+SiLU's backward of 32 x 672 x 14 x 14 took 4.8 ns an element with eight and
+// takes 2.0 (an AMD EPYC with AVX2; two and four rows are slower, too).
+constexpr int64_t kRowsOfStatistics = 8;
 // So many runs, and their sums in float are added to those in double.
 constexpr int64_t kRunsOfSums = 16;
 // Small planes are no runs of their own: a sample is one run, and each of its elements has a
@@ -152,29 +156,33 @@ struct Task {
       std::copy_n(to, columns_a_row, to + k);
   }
 
-  // Everything goes as memory does.
+  // Everything goes as memory does; of rows with more than kRun elements `rows_of_tile` at once.
   template <class F>
-  void visit(bool by_sample, const F& f) const {
+  void visit(int64_t rows_of_tile, bool by_sample, const F& f) const {
     if (by_row) return visit_planes(f);
-    if (!by_sample) return visit_rows(first, last, 0, f);
+    if (!by_sample) return visit_rows(first, last, 0, rows_of_tile, f);
     for (int64_t row = first; row < last;) {
       const int64_t sample = row / call.rows_a_sample;
       const int64_t end = smaller(last, (sample + 1) * call.rows_a_sample);
-      visit_rows(row, end, sample, f);
+      visit_rows(row, end, sample, rows_of_tile, f);
       row = end;
     }
   }
 
   template <class F>
-  void visit_rows(int64_t begin, int64_t end, int64_t sample, const F& f) const {
+  void visit_rows(int64_t begin, int64_t end, int64_t sample, int64_t rows_of_tile,
+                  const F& f) const {
     if (whole_rows) return visit_whole_rows(begin * columns_a_row, end * columns_a_row, sample, f);
-    for (int64_t row = begin; row < end; ++row)
+    const int64_t width = kTile / rows_of_tile;
+    for (int64_t row = begin; row < end; row += rows_of_tile) {
+      const int64_t rows = smaller(rows_of_tile, end - row);
       for (int64_t column = 0; column < columns;) {
-        // A last run of up to twice the length, rather than one of a few elements.
-        const int64_t left = columns - column, n = left < 2 * kTile ? left : kTile;
-        f(Tile{row * columns + column, 1, columns, n, column, sample});
+        // A last run of up to twice the width, rather than one of a few elements.
+        const int64_t left = columns - column, n = left < 2 * width ? left : width;
+        f(Tile{row * columns + column, rows, columns, n, column, sample});
         column += n;
       }
+    }
   }
 
   template <class F>

@@ -167,7 +167,7 @@ struct Worker {
   }
   void statistics(double* shares) {
     clear_sums();
-    task.visit(false, [&](const Tile& t) {
+    task.visit(kRowsOfStatistics, false, [&](const Tile& t) {
       NormTile<S, T> o = operands<S>(t);
       o.x = place(call.x, t);
       o.sums = &sums[t.column];
@@ -180,7 +180,7 @@ struct Worker {
 
   void normalise(const BatchNormForward& f) {
     const auto loop = call.op < 0 ? stored.normalise : stored.forward[call.op];
-    task.visit(by_sample(), [&](const Tile& t) {
+    task.visit(1, by_sample(), [&](const Tile& t) {
       if (loop != nullptr) {
         NormTile<S, T> o = operands<S>(t);
         o.x = place(call.x, t);
@@ -203,7 +203,7 @@ struct Worker {
     for (int64_t i = 0; i < task.columns; ++i) scale[i] = T(1) / scale[i];
   }
   void restore(const BatchNormRestore& r) {
-    task.visit(false, [&](const Tile& t) {
+    task.visit(1, false, [&](const Tile& t) {
       NormTile<S, T> o = operands<S>(t);
       o.x = place(call.x, t);
       o.out = place(r.x, t);
@@ -257,7 +257,7 @@ struct Worker {
     const auto loop = call.op < 0 ? stored.reduce : stored.backward[call.op];
     void* const out = at_once(b) ? b.grad_input : b.grad_residual;
     clear_sums();
-    task.visit(by_sample(), [&](const Tile& t) {
+    task.visit(1, by_sample(), [&](const Tile& t) {
       if (loop != nullptr) {
         NormTile<S, T> o = operands<S>(t);
         o.x = place(call.x, t);
@@ -313,7 +313,7 @@ struct Worker {
   void grad_input(const BatchNormBackward& b) {
     const bool corrected = b.averages != nullptr;
     const void* ready = call.op < 0 ? b.grad : b.ready;
-    task.visit(by_sample(), [&](const Tile& t) {
+    task.visit(1, by_sample(), [&](const Tile& t) {
       if (ready != nullptr) {
         if (b.grad_residual != nullptr) copy(ready, b.grad_residual, t);
         if (b.grad_input == nullptr) return;

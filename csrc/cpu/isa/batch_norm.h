@@ -44,12 +44,23 @@ struct Column {
     return list + i;
   }
 
-  // firsts[] and seconds[] += what f(row, i, part, first, second) adds to the sums of a step; a
-  // tile is one run.
+  // firsts[] and seconds[] += what f(row, i, part, first, second) adds to the sums of a step. The
+  // rows meet in registers.
   template <class T, class F>
-  static FT_METHOD void add_up(int64_t, int64_t n, T* firsts, T* seconds, const F& f) {
-    each_step(n, [&](int64_t i, auto part)
-                     __attribute__((always_inline)) { f(0, i, part, firsts + i, seconds + i); });
+  static FT_METHOD void add_up(int64_t rows, int64_t n, T* firsts, T* seconds, const F& f) {
+    if (rows == 1)
+      return each_step(n, [&](int64_t i, auto part) __attribute__((always_inline)) {
+        f(0, i, part, firsts + i, seconds + i);
+      });
+    each_step(n, [&](int64_t i, auto part) __attribute__((always_inline)) {
+      alignas(64) T first[kStep] = {}, second[kStep] = {};
+      for (int64_t row = 0; row < rows; ++row) f(row, i, part, first, second);
+#pragma GCC ivdep
+      for (int lane = 0; lane < kStep; ++lane) {
+        firsts[i + lane] += first[lane];
+        seconds[i + lane] += second[lane];
+      }
+    });
   }
 };
 
