@@ -85,7 +85,7 @@ FT_METHOD void store_rest(const float* in, int64_t n, float* out) {
   }
 }
 // There are no masks for 16 bits: eights, then four, two and one.
-FT_METHOD void copy_rest(const uint16_t* in, int64_t n, uint16_t* out) {
+FT_METHOD void copy_lanes(const uint16_t* in, int64_t n, uint16_t* out) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) __builtin_memcpy(out + i, in + i, 16);
   if (n & 4) __builtin_memcpy(out + i, in + i, 8);
@@ -96,9 +96,9 @@ FT_METHOD void copy_rest(const uint16_t* in, int64_t n, uint16_t* out) {
 }
 FT_METHOD void load_rest(const uint16_t* in, int64_t n, uint16_t* out) {
   for (int lane = 0; lane < kStep; ++lane) out[lane] = 0;
-  copy_rest(in, n, out);
+  copy_lanes(in, n, out);
 }
-FT_METHOD void store_rest(const uint16_t* in, int64_t n, uint16_t* out) { copy_rest(in, n, out); }
+FT_METHOD void store_rest(const uint16_t* in, int64_t n, uint16_t* out) { copy_lanes(in, n, out); }
 #endif
 
 // The numbers of a step, in place where they are stored as such.
