@@ -22,7 +22,7 @@ constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of ea
 constexpr int64_t kRun = 512;
 // Of longer rows the statistics, which read one tensor, take so many at once, whose sums meet in
 // registers (Zen 4, 2048 channels: 0.19 and 0.58 ns an element). What reads two and writes a third
-// takes one: BN+SiLU's backward of 32 x 672 x 14 x 14 took 4.8 ns an element with eight and
+// takes one: BN+SiLU's backward of 32 x 672 x 14 x 14 took 3.4 to 4.8 ns an element with eight and
 // takes 2.0 (an AMD EPYC with AVX2; two and four rows are slower, too).
 constexpr int64_t kRowsOfStatistics = 8;
 // So many runs, and their sums in float are added to those in double.

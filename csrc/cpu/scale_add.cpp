@@ -15,25 +15,13 @@ struct Scaled {
   const ScaleKernels<S, T>& loops;
   void (*widen)(const S* in, T* out, int64_t n);
 
-  // Where channels are last and few, rows make runs of up to kTile elements, whose coefficients are
-  // repeated: a loop over one short row is mostly its beginning and its end.
-  static bool whole_rows(const Channels& shape) {
-    return shape.inner == 1 && shape.channels > 1 && shape.channels <= kTile / 2;
-  }
-
   template <class Run>
   void each(const Channels& shape, const void* scale, int64_t first, int64_t last,
             const Run& run) const {
     alignas(64) T scales[kTile + kNormStep] = {};
     const S* given = static_cast<const S*>(scale);
-    if (shape.inner == 1 && shape.channels > kTile / 2) {  // pieces of rows
-      const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
-        widen(given + c, scales, n);
-        run(i, n, scales, step, s, n);
-      };
-      return each_run(shape, first, last, visit, kTile);
-    }
-    if (!whole_rows(shape)) {  // one coefficient a run; to convert each alone takes 20 ns
+    if (shape.inner != 1 || shape.channels == 1) {
+      // One coefficient a run; to convert each alone takes 20 ns.
       int64_t begin = 0, end = 0;
       const int64_t all = shape.samples * shape.channels;
       const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
@@ -46,6 +34,15 @@ struct Scaled {
       };
       return each_run(shape, first, last, visit, kTask);
     }
+    if (shape.channels > kTile / 2) {  // pieces of rows
+      const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step, int64_t s) {
+        widen(given + c, scales, n);
+        run(i, n, scales, step, s, n);
+      };
+      return each_run(shape, first, last, visit, kTile);
+    }
+    // Where channels are last and few, rows make runs of up to kTile elements, whose coefficients
+    // are repeated: a loop over one short row is mostly its beginning and its end.
     const Cut cut{shape.rows, shape.channels, 1};
     const int64_t tasks = cut.tasks(), together = kTile / shape.channels;
     int64_t known = -1;
