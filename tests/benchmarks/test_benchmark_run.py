@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +14,7 @@ from benchmarks.harness import store
 from benchmarks.harness.clock import ALLOCATORS, REPLAY
 from benchmarks.run import BOUNDED
 from helpers import ROOT, environment
+from helpers.processes import run_python
 
 # --- files of results ---
 
@@ -114,10 +113,7 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
     for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         settings.pop(name, None)
     options = ("-o", "addopts=", "--threads=1", "-p", "no:cacheprovider", "-p", "no:xdist")
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--quick", *options],
-        cwd=ROOT, env=settings, text=True, capture_output=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run_python("-m", *command, "--quick", *options, cwd=ROOT, env=settings, timeout=240)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -17,6 +17,7 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.run import results_path
 from helpers import ROOT, environment
 from helpers.commands import heed_ctrl_c
+from helpers.processes import run_python
 
 CLAIMS = (
     Claim("A takes 3 ms and C takes 4.", "GTX 980, 2015", {"a": {"ms": 3}, "c": {"ms": 4}}),
@@ -249,10 +250,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.skipif("fp16_resnet" not in command.present(), reason="its file is not there")
 def test_an_experiment_as_a_program(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.experiments.fp16_resnet", "--quick"],
-        cwd=ROOT, env=environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1"),
-        text=True, capture_output=True, timeout=240, check=False,
+    done = run_python(
+        "-m", "benchmarks.experiments.fp16_resnet", "--quick", cwd=ROOT, timeout=240,
+        env=environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     ((name, result),) = store.load(next(tmp_path.glob(f"{FOLDER}/*-quick.json"))).items()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from fusedtrain.cli._exit import Exit
 from fusedtrain.cli._output import Column, Outputs, Report, Table
 from helpers import ROOT
 from helpers.commands import Page, environment
+from helpers.processes import run_python
 
 COMMANDS = ("info", "build-autograd", "bench", "profile")
 
@@ -54,9 +53,7 @@ def test_without_the_extra() -> None:
         "assert main(['bench', '--quick']) == 2\n"
         "sys.exit(main(['profile', 'script.py']))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True
-    )
+    run = run_python("-c", code, env=environment())
     assert run.returncode == Exit.USAGE, run.stderr
     assert run.stdout.startswith("fusedtrain 0.")
     assert run.stderr.splitlines() == [

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,8 @@ from fusedtrain.compat.parallel import (
     convert_syncbn_model,
 )
 from fusedtrain.nn import BatchNormAct2d
+from helpers import environment
+from helpers.processes import run_python
 from helpers.rank_processes import on_two_ranks
 from helpers.ranks import (
     NORMS,
@@ -149,9 +148,8 @@ for number in range(60):
 
 def test_a_model_that_outlives_the_process_group_ends(tmp_path: Path) -> None:
     """The reducer waited for a thread of Gloo that waited for Python: mostly before the 50th."""
-    command = [sys.executable, "-c", ENDINGS, str(tmp_path)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    run = run_python("-c", ENDINGS, tmp_path, timeout=120, env=environment())
+    assert run.returncode == 0, run.stderr
 
 
 def test_reducer(ranks: list[Any]) -> None:

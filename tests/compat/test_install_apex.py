@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from multiprocessing import get_all_start_methods
@@ -13,16 +12,14 @@ import pytest
 
 import fusedtrain
 from fusedtrain.compat._run import main
+from helpers.processes import Done, run_python
 
 ROOT = Path(fusedtrain.__file__).parent.parent
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str) -> Done:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    return run_python(*arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
 
 
 def check(folder: Path, code: str) -> None:

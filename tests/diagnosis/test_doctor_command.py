@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from fusedtrain.cli import Exit, main
 from helpers import ROOT
 from helpers.diagnosis import SCRIPTS
+from helpers.processes import Done, run_python
 
 WORKERS = '''
 import multiprocessing, os, sys
@@ -69,11 +68,10 @@ for step in range(10):
 """
 
 
-def doctor(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def doctor(*words: str, cwd: Path) -> Done:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("MAIN_PID", None)
-    command = [sys.executable, "-m", "fusedtrain", "doctor", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+    return run_python("-m", "fusedtrain", "doctor", *words, cwd=cwd, env=environment)
 
 
 @pytest.fixture

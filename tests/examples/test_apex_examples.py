@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import compare_apex
 from _train import recipe
+from helpers.processes import run_python
 
 QUICK = ["--width", "8", "--image-size", "8", "--batch-size", "8", "--train-images", "24"]
 QUICK += ["--test-images", "40", "--device", "cpu", "--threads", "1", "--epochs", "1"]
@@ -157,14 +158,12 @@ def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixtur
     options += ["--arch", "cifar_resnet18"]
     run(tmp_path, "apex-O0", *options[2:5])
     alone = capsys.readouterr().out
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples" / "imagenet_apex.py"), *QUICK]
     command += [*options, "--batch-size", "4", "--json", str(tmp_path / "two.json")]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
+    done = run_python(*command, env=environment, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "two.json").read_text())["processes"] == 2
     assert printed_losses(done.stdout) == pytest.approx(printed_losses(alone), rel=1e-3)

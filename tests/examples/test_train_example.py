@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from helpers import ROOT
+from helpers.processes import run_python
 from helpers.train_runs import MODELS, QUICK, build_model, failed, losses, run, train, train_modes
 
 
@@ -87,10 +88,7 @@ def test_of_relus_the_words_say_why_little_changes(
 
 
 def test_a_table_fits_100_columns_and_the_profiler_is_silent(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/train.py", *QUICK, "--steps", "1", "--output", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_python("examples/train.py", *QUICK, "--steps", "1", "--output", tmp_path, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "profiler" not in done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import fp16_utils
 from helpers.models import build
+from helpers.processes import python
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,7 +57,7 @@ assert "fp16_utils" in dir(fusedtrain)
 assert callable(fusedtrain.fp16_utils.network_to_half)
 assert "fusedtrain.fp16_utils" in sys.modules
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = python(code)
     assert run.returncode == 0, run.stderr
 
 

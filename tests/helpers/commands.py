@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from helpers import ROOT
+from helpers.processes import Done, run_python
 
 
 def environment() -> dict[str, str]:
@@ -27,13 +26,12 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def fusedtrain(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def fusedtrain(*words: str, folder: Path) -> Done:
     """``python -m fusedtrain WORDS`` in a folder."""
-    command = [sys.executable, "-m", "fusedtrain", *words]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    return run_python("-m", "fusedtrain", *words, cwd=folder, env=environment())
 
 
-def parsed(run: subprocess.CompletedProcess[str]) -> Any:
+def parsed(run: Done) -> Any:
     """The JSON that a command has printed."""
     assert run.stdout.startswith("{"), run.stdout + run.stderr
     return json.loads(run.stdout)

@@ -11,7 +11,6 @@ import contextlib
 import io
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 import helpers
+from helpers.processes import run_python
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 SHORT = {
@@ -41,10 +41,7 @@ _WEIGHTS = ("weight_ptr", "folded_ptr", "grad_ptr", "grad_weight_ptr")
 
 def run(*arguments: str, **environment: str) -> None:
     kept = {k: v for k, v in helpers.environment().items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env={**kept, **environment}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
+    done = run_python(*arguments, env={**kept, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
 
 

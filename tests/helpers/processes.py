@@ -1,59 +1,65 @@
-"""Processes of Python that have imported torch: forks of one process that did so."""
+"""Processes of Python that have imported torch, which takes 1 to 4 s of each: forks of one process
+that did so."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from helpers import TESTS, environment
 
-_SERVER = """
-import json, os, sys, traceback
-import torch
-
-for line in sys.stdin:
-    job = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(os.path.join(job["folder"], name), os.O_WRONLY | os.O_CREAT), number)
-        os.environ.update(job["variables"])
-        status = 0
-        try:
-            exec(compile(job["code"], "<string>", "exec"), {"__name__": "__main__"})
-        except SystemExit as stopped:
-            status = stopped.code
-        except BaseException:
-            traceback.print_exc()
-            status = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+Done = subprocess.CompletedProcess[str]
 
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """It ends when its input is closed, with this process at the latest."""
     return subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=TESTS, env=environment(),
+        [sys.executable, str(TESTS / "helpers" / "fork_server.py")], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONUNBUFFERED")},
     )  # fmt: skip
 
 
-def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process that has imported torch, and nothing of the package."""
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> Done:  # fmt: skip
+    """As `subprocess.run` runs ``python ARGUMENTS``, the output captured as text.
+
+    Not for what torch reads as it is loaded (ATEN_CPU_CAPABILITY), nor for the order of imports
+    before it.
+    """
+    words = [str(argument) for argument in arguments]
+    env = dict(os.environ if env is None else env)
+    if not hasattr(os, "fork"):
+        return subprocess.run(
+            [sys.executable, *words], cwd=cwd, env=env, timeout=timeout, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
-        job = {"code": code, "folder": folder, "variables": variables}
+        job = {
+            "arguments": words, "cwd": str(cwd or Path.cwd()), "env": env, "timeout": timeout,
+            "folder": folder,
+        }  # fmt: skip
         print(json.dumps(job), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
+        status, late = json.loads(server.stdout.readline())
+        # As `text=True` reads: carriage returns of progress bars become newlines.
         out, err = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(code, status, out, err)
+    if late:
+        raise subprocess.TimeoutExpired(words, timeout or 0.0, out, err)
+    return subprocess.CompletedProcess(words, status, out, err)
+
+
+def python(code: str, **variables: str) -> Done:
+    """Runs code in a process that has imported torch, and nothing of the package."""
+    return run_python("-c", code, env=environment(**variables), cwd=TESTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.commands import environment
 from helpers.lightning_runs import (
     BATCHES,
     OPTIMIZERS,
@@ -26,6 +24,7 @@ from helpers.lightning_runs import (
     trainer,
 )
 from helpers.models import lightning
+from helpers.processes import python
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -247,5 +246,5 @@ def test_without_lightning_the_error_tells_the_remedy(
 
 def test_importing_fusedtrain_imports_no_trainer() -> None:
     code = "import sys, fusedtrain; print({'lightning', 'pytorch_lightning'} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True)
-    assert run.stdout.split() == [b"set()"], run.stderr
+    run = python(code)
+    assert run.stdout.split() == ["set()"], run.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from helpers.lightning_runs import (
     trainer,
 )
 from helpers.models import lightning
+from helpers.processes import run_python
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -217,9 +216,8 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     path = tmp_path / "ranks.py"
     path.write_text(RANKS)
     paths = [str(ROOT), str(ROOT / "tests")]
-    command = [sys.executable, str(path), "16-mixed", str(tmp_path)]
     surroundings = environment() | {"PYTHONPATH": ":".join(paths)}
-    run = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=600)
+    run = run_python(path, "16-mixed", tmp_path, env=surroundings, timeout=600)
     assert run.returncode == 0, run.stderr
     (first, scale), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     one = module("torch", base=Shards)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -18,6 +16,7 @@ import fusedtrain.functional as F
 import fusedtrain.nn as fnn
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import INPLACE, NAMES, POINTWISE, public
+from helpers.processes import run_python
 
 ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
 
@@ -262,9 +261,7 @@ x, y = torch.load({str(tmp_path / "x.pt")!r}), torch.load({str(tmp_path / "y.pt"
 torch.testing.assert_close(model(x), y)
 assert "fusedtrain" not in sys.modules
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
-    )
+    run = run_python("-W", "ignore", "-c", code)
     assert run.returncode == 0, run.stderr
 
 

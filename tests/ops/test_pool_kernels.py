@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from helpers import ROOT
 from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels
 from helpers.launches import parameters
+from helpers.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -228,17 +227,12 @@ def test_every_instruction_set(capability: str) -> None:
     environment["PYTHONPATH"] = str(ROOT / "tools")
     file = Path(__file__)
     code = "import fusedtrain"
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    run = run_python("-c", code, env=environment)
     if "this processor" in run.stderr:
         pytest.skip(f"{capability} is not of this processor")
     tests = ["-k", "cpu and (every_window or all_equal)", "-q", "-p", "no:cacheprovider"]
     tests += ["-p", "_every_nth", "--every", "3"]
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(file), *tests],
-        env=environment, capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+    run = run_python("-m", "pytest", file, *tests, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-3000:]
     assert " passed" in run.stdout
 

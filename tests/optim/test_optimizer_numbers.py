@@ -6,8 +6,6 @@ and states, so errors do not add up and the tolerance stays at a few roundings.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +32,7 @@ from helpers.optimizer_runs import (
     simple,
 )
 from helpers.optimizers import CLASSES, NAMES
+from helpers.processes import run_python
 
 
 @pytest.mark.parametrize("history", SPECIAL)
@@ -189,15 +188,12 @@ def test_every_instruction_set_agrees(tmp_path: Path) -> None:
     (used,) = fusedtrain.backend_info().backends["cpu"].architectures
     every = ("default", "avx2", "avx512")
     others = every[: every.index(used)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / name)],
-            env=environment(FUSEDTRAIN_CPU_CAPABILITY=name),
+    for name in others:
+        run = run_python(
+            "-c", code, tmp_path / name, env=environment(FUSEDTRAIN_CPU_CAPABILITY=name)
         )
-        for name in others
-    ]
+        assert run.returncode == 0, run.stderr
     expected = {name: results(name, 1) for name in NAMES}
-    assert [process.wait() for process in processes] == [0] * len(others)
     for capability in others:
         there = torch.load(tmp_path / capability)
         for name in NAMES:

@@ -19,7 +19,7 @@ import fusedtrain
 from fusedtrain import _backends, _gpus
 from fusedtrain.reference import FAMILIES
 from helpers import ROOT, environment
-from helpers.processes import python
+from helpers.processes import python, run_python
 
 PACKAGE = Path(fusedtrain.__file__).parent
 BINARIES = [p for p in (PACKAGE / "_C.so", PACKAGE / "_C_cuda.so") if p.exists()]
@@ -291,9 +291,8 @@ with warnings.catch_warnings():
 
 
 def test_info_command() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "fusedtrain", "info"], capture_output=True, text=True, check=True
-    )
+    run = run_python("-m", "fusedtrain", "info", env=environment())
+    assert run.returncode == 0, run.stderr
     for word in ("cpu", "cuda", "triton", "reference", torch.__version__):
         assert word in run.stdout
     lines = run.stdout.strip().splitlines()
@@ -305,21 +304,15 @@ def test_info_command() -> None:
     assert rows["Python"].startswith(platform.python_version())
     assert torch.backends.cpu.get_cpu_capability() in rows["processor"]
     assert rows["installed"] == str(PACKAGE)
-    run = python(
-        "import runpy, sys\n"
-        "sys.argv = ['fusedtrain', 'nonsense']\n"
-        "runpy.run_module('fusedtrain', run_name='__main__')"
-    )
+    run = run_python("-m", "fusedtrain", "nonsense", env=environment())
     assert run.returncode == 2
     assert "invalid choice" in run.stderr
 
 
 def test_info_is_the_command_without_a_name() -> None:
-    command = [sys.executable, "-m", "fusedtrain"]
     settings = environment(FUSEDTRAIN_CPU_CAPABILITY="default")
     alone, named = (
-        subprocess.run([*command, *words], env=settings, capture_output=True, text=True)
-        for words in ([], ["info"])
+        run_python("-m", "fusedtrain", *words, env=settings) for words in ([], ["info"])
     )
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout == named.stdout

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from helpers.processes import python
 
 
 @pytest.mark.parametrize(
@@ -20,13 +18,15 @@ import pytest
 )
 def test_a_closed_pipe_ends_a_command_quietly(words: list[str]) -> None:
     """As `python -m fusedtrain | head -1` does, where head is faster."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    settings = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-m", *words]
-    try:
-        run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=settings)
-    finally:
-        os.close(writer)
-    assert run.stderr == b""
+    module, *rest = words
+    run = python(
+        "import os, runpy, sys\n"
+        "reader, writer = os.pipe()\n"
+        "os.close(reader)\n"
+        "os.dup2(writer, 1)\n"
+        f"sys.argv = ['-m', *{rest}]\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)",
+        PYTHONUNBUFFERED="",
+    )
+    assert run.stderr == ""
     assert run.returncode == 141

@@ -25,6 +25,7 @@ import _gpu_parts
 import gpu
 from _gpu_plugin import kind_of
 from _gpu_steps import Context, Step
+from helpers.processes import run_python
 
 # Names of backends are names of parts here.
 pytestmark = pytest.mark.launches_nothing("kernels run in other processes, if at all")
@@ -255,10 +256,9 @@ def collected(tmp_path: Path, *tests: str) -> set[str]:
     (tmp_path / "pretend_gpu.py").write_text(PRETEND)
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     env["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(ROOT)))
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "pretend_gpu",
-         "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
-        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    run = run_python(
+        "-m", "pytest", "--collect-only", "-q", "-p", "pretend_gpu", "-p", "no:cacheprovider",
+        "-p", "no:xdist", *tests, cwd=ROOT, env=env,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return {line for line in run.stdout.splitlines() if "::" in line}

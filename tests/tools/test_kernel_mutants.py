@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from helpers import ROOT
+from helpers.processes import run_python
 
 SOURCE = '''
 import triton
@@ -96,11 +96,10 @@ def test_mutants_of_all_kernels(tools: Any) -> None:
 def collected(kind: Any) -> list[str]:
     """The tests that prepare() of a kind of mutants collects."""
     files = sorted({row.split("::")[0] for rows in kind.TESTS.values() for row in rows})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *files, *kind.CHOSEN], cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    command = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = run_python(
+        *command, *files, *kind.CHOSEN, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.splitlines()
 
@@ -178,9 +177,7 @@ assert tests.run(["tests/test_none.py"], 60) == "there are no tests"
 tests.close()
 """
     assert Collected.__module__ == "_collected"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_python("-c", code, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from helpers import ROOT
+from helpers.processes import run_python
 from soak import checkpoint, memory
 from soak.recipes import RECIPES
 from soak.runs import Process, differences
@@ -126,10 +125,10 @@ def test_growth_is_judged_by_medians() -> None:
 
 def soak(*arguments: str) -> tuple[int, str]:
     """Seed 32 plans its kills for the first third: all three have come before the last step."""
-    done = subprocess.run(
-        [sys.executable, "-m", "soak", "--minutes", "4", "--pairs", "1", "--kills", "3",
-         "--steps", "160", "--seed", "32", "--recipe", str(STOCHASTIC), *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    done = run_python(
+        "-m", "soak", "--minutes", "4", "--pairs", "1", "--kills", "3",
+        "--steps", "160", "--seed", "32", "--recipe", STOCHASTIC, *arguments,
+        cwd=ROOT, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from helpers import ROOT
 
 sys.path.append(str(ROOT / "tools"))
 import _sass
+from helpers.processes import python
 
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
 # Of the sources of today: a folder of objects may have those of files that are gone.
@@ -123,5 +124,5 @@ if torch.version.cuda is None:
 for op in (op for ops in FAMILIES.values() for op in ops):
     assert torch._C._dispatch_has_kernel_for_dispatch_key("fusedtrain::" + op, "CUDA"), op
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = python(code)
     assert run.returncode == 0, run.stderr

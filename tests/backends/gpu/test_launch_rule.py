@@ -8,8 +8,6 @@ import importlib.util
 import itertools
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from helpers import ROOT, TESTS, environment, launches, pretended_gpu
 from helpers.backends import BACKENDS, Kernels, placed
+from helpers.processes import run_python
 
 DRIVEN = re.compile(r"^@pytest.fixture\(params=(BACKENDS|\[.*\"cuda\"\])\)$", re.M)
 KERNEL_TESTS = sorted(
@@ -68,11 +67,8 @@ MARKS = {
 
 def run(*arguments: str, pretend: bool) -> str:
     variables = environment(FUSEDTRAIN_TEST_PRETENDED_GPU=str(int(pretend)))
-    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA")
-    done = subprocess.run(
-        [*command, "--tb=line", *arguments], env=variables, capture_output=True, text=True,
-        cwd=ROOT,
-    )  # fmt: skip
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "--tb=line")
+    done = run_python(*command, *arguments, env=variables, cwd=ROOT)
     return done.stdout + done.stderr
 
 

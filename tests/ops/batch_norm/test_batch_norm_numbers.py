@@ -6,8 +6,6 @@ test_batch_norm_kernels.py has the formulas, the layouts and the options.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from torch import Tensor
 
 from fusedtrain.reference import batch_norm as reference
 from fusedtrain.reference.pointwise import INDEX, Pointwise
-from helpers import environment
 from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed, same_bits
 from helpers.batch_norm import Case, check, forward, kernels_of, last
 from helpers.launches import NO_ELEMENTS
+from helpers.processes import python
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -328,9 +326,8 @@ def test_cpu_capabilities_agree(tmp_path: Path) -> None:
     results: dict[str, Any] = {}
     for capability in ("default", "avx2", "avx512"):
         path = tmp_path / capability
-        env = environment(FUSEDTRAIN_CPU_CAPABILITY=capability)
         code = CAPABILITIES.format(path=str(path))
-        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        run = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
         if run.returncode != 0:
             assert "this processor" in run.stderr, run.stderr
             continue
