@@ -3,8 +3,9 @@
     python tools/abi_matrix.py dist/*.whl [--torch 2.10.0] [--python python3.14] [--keep FOLDER]
 
 Every pair gets an environment of its own: gigabytes of downloads, so CI does this for releases only
-(.github/workflows/wheels.yml). A Python is a command or a path; those that are not installed are
-left out by name. The outcome is the table of docs/install.md.
+(.github/workflows/wheels.yml). A Python is a command or a path. Those that are not installed, and
+releases of torch without a wheel for a Python, are left out by name. The outcome is the table of
+docs/install.md.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
 CHECK = Path(__file__).resolve().parent / "wheel_check.py"
 
 
-def run(*command: str | Path) -> None:
-    subprocess.run([str(c) for c in command], check=True)
+PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check")
 
 
-def check(wheel: Path, interpreter: str, torch: str, environment: Path) -> bool:
+def check(wheel: Path, interpreter: str, torch: str, environment: Path) -> str:
     """Installs wheel and torch, and runs the check outside of the checkout.
 
     Args:
@@ -32,14 +32,26 @@ def check(wheel: Path, interpreter: str, torch: str, environment: Path) -> bool:
         interpreter: a Python.
         torch: the version.
         environment: the folder of the virtual environment.
+
+    Returns:
+        "passed", "FAILED", or "no wheel" where PyPI has that torch for other Pythons only.
     """
     python = environment / "bin" / "python"
     if not python.exists():
-        run(interpreter, "-m", "venv", environment)
-    run(python, "-m", "pip", "install", "-q", f"torch=={torch}", "numpy")
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", wheel)
+        subprocess.run([interpreter, "-m", "venv", environment], check=True)
+    install = subprocess.run(
+        [python, *PIP, f"torch=={torch}", "numpy"], text=True, stderr=subprocess.PIPE, check=False
+    )
+    print(install.stderr, end="", file=sys.stderr)
+    if f"No matching distribution found for torch=={torch}" in install.stderr:
+        return "no wheel"
+    if install.returncode:
+        return "FAILED"
+    wheel = wheel.resolve()
+    subprocess.run([python, *PIP, "--no-deps", "--force-reinstall", wheel], check=True)
     # In the folder: Python would find the package of the checkout in the checkout's root.
-    return not subprocess.run([python, CHECK], cwd=environment, check=False).returncode
+    done = subprocess.run([python, CHECK], cwd=environment, check=False)
+    return "FAILED" if done.returncode else "passed"
 
 
 def main() -> int:
@@ -50,25 +62,25 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=PYTHONS, metavar="COMMAND")
     parser.add_argument("--keep", type=Path, help="put the environments here and leave them")
     options = parser.parse_args()
-    failed, passed, absent = [], 0, []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.keep or Path(temporary)
-        for command in options.python:
-            interpreter = shutil.which(command)
-            if interpreter is None:
-                absent.append(command)
-                continue
-            for version in options.torch:
-                name = f"{Path(command).name}, torch {version}"
-                print(f"{name}: installing, about 2 minutes", flush=True)
-                if check(options.wheel, interpreter, version, folder / name.replace(", ", "-")):
-                    passed += 1
-                else:
-                    failed.append(name)
-    print(f"{passed} passed" + "".join(f"; FAILED: {name}" for name in failed))
-    if absent:
-        print(f"not installed, so not tried: {', '.join(absent)}")
-    return 1 if failed or not passed else 0
+    pairs = [(command, version) for command in options.python for version in options.torch]
+    ends: dict[str, list[str]] = {}
+    for number, (command, version) in enumerate(pairs, 1):
+        name = f"{Path(command).name}, torch {version}"
+        interpreter = shutil.which(command)
+        if interpreter is None:
+            end = "no such Python"
+        else:
+            print(f"{number} of {len(pairs)}: {name}: installing, 2 to 5 minutes", flush=True)
+            with tempfile.TemporaryDirectory() as temporary:  # 3 to 7 GB each
+                folder = (options.keep or Path(temporary)) / name.replace(", ", "-")
+                end = check(options.wheel, interpreter, version, folder)
+            print(f"{name}: {end}", flush=True)
+        ends.setdefault(end, []).append(name)
+    passed = ends.pop("passed", [])
+    print(f"{len(passed)} passed")
+    for end, names in ends.items():
+        print(f"{end}: {'; '.join(names)}")
+    return 1 if "FAILED" in ends or not passed else 0
 
 
 if __name__ == "__main__":
