@@ -71,7 +71,7 @@ for step in range(10):
 def doctor(*words: str, cwd: Path) -> Done:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment.pop("MAIN_PID", None)
-    return run_python("-m", "fusedtrain", "doctor", *words, cwd=cwd, env=environment)
+    return run_python("-m", "fusedtrain", "doctor", *words, cwd=cwd, env=environment, trains=True)
 
 
 @pytest.fixture

@@ -88,7 +88,9 @@ def test_of_relus_the_words_say_why_little_changes(
 
 
 def test_a_table_fits_100_columns_and_the_profiler_is_silent(tmp_path: Path) -> None:
-    done = run_python("examples/train.py", *QUICK, "--steps", "1", "--output", tmp_path, cwd=ROOT)
+    done = run_python(
+        "examples/train.py", *QUICK, "--steps", "1", "--output", tmp_path, cwd=ROOT, trains=True
+    )
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "profiler" not in done.stderr

@@ -28,7 +28,7 @@ def heed_ctrl_c() -> None:
 
 def fusedtrain(*words: str, folder: Path) -> Done:
     """``python -m fusedtrain WORDS`` in a folder."""
-    return run_python("-m", "fusedtrain", *words, cwd=folder, env=environment())
+    return run_python("-m", "fusedtrain", *words, cwd=folder, env=environment(), trains=True)
 
 
 def parsed(run: Done) -> Any:

@@ -1,9 +1,11 @@
-"""Runs Python programs in forks of this process, which has imported torch. A line of its input is a
-job, written by tests/helpers/processes.py; a line of its output is an answer."""
+"""Runs Python programs in forks of this process, which has imported torch and the modules that its
+arguments name. A line of its input is a job, written by tests/helpers/processes.py; a line of its
+output is an answer."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import multiprocessing.process
 import os
@@ -80,6 +82,8 @@ def _wait(child: int, seconds: float | None) -> tuple[int, bool]:
 
 
 def main() -> None:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)

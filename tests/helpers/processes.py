@@ -18,10 +18,10 @@ Done = subprocess.CompletedProcess[str]
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(*modules: str) -> subprocess.Popen[str]:
     """It ends when its input is closed, with this process at the latest."""
     return subprocess.Popen(
-        [sys.executable, str(TESTS / "helpers" / "fork_server.py")], text=True,
+        [sys.executable, str(TESTS / "helpers" / "fork_server.py"), *modules], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONUNBUFFERED")},
     )  # fmt: skip
@@ -29,12 +29,16 @@ def _server() -> subprocess.Popen[str]:
 
 def run_python(
     *arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None,
-    timeout: float | None = None,
+    timeout: float | None = None, trains: bool = False,
 ) -> Done:  # fmt: skip
     """As `subprocess.run` runs ``python ARGUMENTS``, the output captured as text.
 
     Not for what torch reads as it is loaded (ATEN_CPU_CAPABILITY), nor for the order of imports
     before it.
+
+    Args:
+        trains: the process has imported torch._dynamo too, as torch.optim does at its first use: it
+            takes as long as torch.
     """
     words = [str(argument) for argument in arguments]
     env = dict(os.environ if env is None else env)
@@ -43,7 +47,7 @@ def run_python(
             [sys.executable, *words], cwd=cwd, env=env, timeout=timeout, capture_output=True,
             text=True, check=False,
         )  # fmt: skip
-    server = _server()
+    server = _server(*(["torch._dynamo"] if trains else []))
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-# A server imports torch once and forks: the processes of "spawn" import it each, for 4 s.
+# A server imports once what the ranks need, and forks: the processes of "spawn" import torch each,
+# for 4 s, and torch.optim imports torch._dynamo, for 3 s.
 _METHOD = next(m for m in ("forkserver", "spawn") if m in multiprocessing.get_all_start_methods())
 if _METHOD == "forkserver":
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp"])
 
 
 def on_two_ranks(function: Callable[..., None], *arguments: Any) -> None:

@@ -217,7 +217,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     path.write_text(RANKS)
     paths = [str(ROOT), str(ROOT / "tests")]
     surroundings = environment() | {"PYTHONPATH": ":".join(paths)}
-    run = run_python(path, "16-mixed", tmp_path, env=surroundings, timeout=600)
+    run = run_python(path, "16-mixed", tmp_path, env=surroundings, timeout=600, trains=True)
     assert run.returncode == 0, run.stderr
     (first, scale), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     one = module("torch", base=Shards)

@@ -190,7 +190,11 @@ def test_every_instruction_set_agrees(tmp_path: Path) -> None:
     others = every[: every.index(used)]
     for name in others:
         run = run_python(
-            "-c", code, tmp_path / name, env=environment(FUSEDTRAIN_CPU_CAPABILITY=name)
+            "-c",
+            code,
+            tmp_path / name,
+            env=environment(FUSEDTRAIN_CPU_CAPABILITY=name),
+            trains=True,
         )
         assert run.returncode == 0, run.stderr
     expected = {name: results(name, 1) for name in NAMES}

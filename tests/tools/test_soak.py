@@ -128,7 +128,7 @@ def soak(*arguments: str) -> tuple[int, str]:
     done = run_python(
         "-m", "soak", "--minutes", "4", "--pairs", "1", "--kills", "3",
         "--steps", "160", "--seed", "32", "--recipe", STOCHASTIC, *arguments,
-        cwd=ROOT, timeout=300,
+        cwd=ROOT, timeout=300, trains=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
