@@ -234,8 +234,10 @@ class Ninja:
 def torch_flags(torch: Path) -> tuple[str, str]:
     """Flags to compile a binding, and to link a file of kernels."""
     include = f"{TARGET} -isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
-    # Messages name a source by its place in the package: two builds have the same bytes.
-    include += f" -fmacro-prefix-map={ROOT}/= -fmacro-prefix-map={torch}=torch"
+    # Messages name a source by its place in the package: two builds have the same bytes. GCC names
+    # a header of torch by its real path where that is shorter.
+    include += f" -fmacro-prefix-map={ROOT}/="
+    include += "".join(f" -fmacro-prefix-map={t}=torch" for t in sorted({torch, torch.resolve()}))
     if sys.platform == "darwin":
         return include, f"-L{torch}/lib -ltorch -ltorch_cpu -lc10 -undefined dynamic_lookup"
     # libtorch.so pulls libtorch_cuda.so where torch has it, also when linked where it has not.
