@@ -168,6 +168,8 @@ _BETWEEN_STEPS = {
     "new lr": "optimizer.param_groups[0]['lr'] *= 0.5",
     "decay": "optimizer.param_groups[-1]['weight_decay'] = 0.05",
     "add group": "optimizer.add_param_group({'params': list(spare.parameters())})",
+    "move": "groups = optimizer.param_groups\nif len(groups[0]['params']) > 1:\n"
+    "    groups[-1]['params'].append(groups[0]['params'].pop())",
     "round trip": "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))",
     "compressed": "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict(compressed=True)))",
     "again": "if released:\n    handle.remove()\n    handle = release()",
@@ -192,14 +194,14 @@ def released(draw: Callable[..., Any]) -> str:
     tied = pick(False, True)
     dtype = pick("bfloat16", "float32", "float64")
     lines: list[str] = []
-    added = False
+    others = False
     for _ in range(pick(2, 4, 7)):
         step = pick("step", *_BETWEEN_STEPS)
-        # A group that is added once; a new optimizer would lack it.
-        if step in ("add group", "into a new one"):
-            if added:
+        # A new optimizer has the first groups.
+        if step in ("add group", "move", "into a new one"):
+            if others and step != "move":
                 continue
-            added = step == "add group"
+            others = step != "into a new one"
         lines += _BETWEEN_STEPS[step].split("\n")
     masters = pick("", "master_weights=True, ", 'master_weights="split24", ')
     options = [
