@@ -19,8 +19,6 @@ from pathlib import Path
 
 PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
 CHECK = Path(__file__).resolve().parent / "wheel_check.py"
-
-
 PIP = ("-m", "pip", "install", "-q", "--disable-pip-version-check")
 
 
@@ -45,13 +43,13 @@ def check(wheel: Path, interpreter: str, torch: str, environment: Path) -> str:
     print(install.stderr, end="", file=sys.stderr)
     if f"No matching distribution found for torch=={torch}" in install.stderr:
         return "no wheel"
-    if install.returncode:
-        return "FAILED"
-    wheel = wheel.resolve()
-    subprocess.run([python, *PIP, "--no-deps", "--force-reinstall", wheel], check=True)
     # In the folder: Python would find the package of the checkout in the checkout's root.
-    done = subprocess.run([python, CHECK], cwd=environment, check=False)
-    return "FAILED" if done.returncode else "passed"
+    passed = (
+        install.returncode == 0
+        and subprocess.call([python, *PIP, "--no-deps", "--force-reinstall", wheel]) == 0
+        and subprocess.call([python, CHECK], cwd=environment) == 0
+    )
+    return "passed" if passed else "FAILED"
 
 
 def main() -> int:
@@ -72,7 +70,7 @@ def main() -> int:
         else:
             print(f"{number} of {len(pairs)}: {name}: installing, 2 to 5 minutes", flush=True)
             with tempfile.TemporaryDirectory() as temporary:  # 3 to 7 GB each
-                folder = (options.keep or Path(temporary)) / name.replace(", ", "-")
+                folder = (options.keep or Path(temporary)).resolve() / name.replace(", ", "-")
                 end = check(options.wheel, interpreter, version, folder)
             print(f"{name}: {end}", flush=True)
         ends.setdefault(end, []).append(name)

@@ -47,6 +47,8 @@ def test_surroundings(tmp_path: Path) -> None:
     assert run.stdout.strip() == f"{[script]} None __main__", run.stderr
     code = "import os, sys; print(os.getcwd(), 'neighbour' in sys.modules, os.environ.get('LEFT'))"
     assert run_python("-c", code, cwd=tmp_path).stdout.strip() == f"{tmp_path} False None"
+    code = "import os, torch; print(torch.get_num_threads(), *sorted(os.environ))"
+    assert run_python("-c", code, env={"OMP_NUM_THREADS": "3"}).stdout == "3 OMP_NUM_THREADS\n"
     missing = run_python("-c", "import neighbour")
     assert "No module named 'neighbour'" in missing.stderr
 
