@@ -136,7 +136,7 @@ def test_every_packing(ops: Kernels, kind: str) -> None:
     for i, dtype in enumerate(DTYPES):
         whole, dim = PACKED[kind]()
         if ops.slow and whole.numel() > 10_000:
-            pytest.skip("slow")
+            pytest.skip("slow where it is emulated or interpreted: needs a GPU")
         if ops.slow and i % 2:
             continue
         x = placed(whole, ops.device, dtype)
@@ -186,7 +186,7 @@ def test_every_scale(ops: Kernels, kind: str) -> None:
     for i, dtype in enumerate(DTYPES):
         x = placed(make(), ops.device, dtype)
         if ops.slow and x.numel() > 10_000:
-            pytest.skip("slow")
+            pytest.skip("slow where it is emulated or interpreted: needs a GPU")
         if ops.slow and i % 2 == len(kind) % 2:
             continue
         samples = x.shape[0] if per_sample else 1
@@ -230,7 +230,7 @@ def test_every_gate_over_space(ops: Kernels, kind: str) -> None:
     for dtype, lay_out in itertools.product(DTYPES, GATES):
         value = placed(SPREAD[kind](), ops.device, dtype)
         if ops.slow and value.numel() > 10_000:
-            pytest.skip("slow")
+            pytest.skip("slow where it is emulated or interpreted: needs a GPU")
         if ops.slow and lay_out == "sliced":
             continue
         name = next(names)
@@ -347,7 +347,7 @@ def test_every_bias(ops: Kernels, kind: str) -> None:
         for j, finish in enumerate(FINISHES):
             x = placed(make(), ops.device, dtype)
             if ops.slow and x.numel() > 10_000:
-                pytest.skip("slow")
+                pytest.skip("slow where it is emulated or interpreted: needs a GPU")
             if ops.slow and (i + j) % 4:
                 continue
             name = ("gelu", "leaky_relu", "identity", "silu", "relu")[(i + j) % 5]

@@ -142,7 +142,7 @@ def test_every_window(ops: Kernels, window: str, kind: str, last: bool) -> None:
     if (last and len(shape) == 3) or not fits(shape, WINDOWS[window]):
         pytest.skip("no such case")
     if ops.slow and not among_few(window, kind, last):
-        pytest.skip("slow")
+        pytest.skip("slow where it is emulated or interpreted: needs a GPU")
     for i, dtype in enumerate(DTYPES):
         if (ops.slow or kind == "large") and i != (len(kind) + len(window)) % 4:
             continue

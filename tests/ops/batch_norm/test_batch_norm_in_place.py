@@ -41,7 +41,7 @@ def test_kernels(ops: Kernels, kind: str) -> None:
         if not dense(x) or (x.size(1) == 1 and x.size(0) > 1 and not x.is_contiguous()):
             pytest.skip("is copied first")
         if ops.slow and x.numel() > 20_000:
-            pytest.skip("slow")
+            pytest.skip("slow where it is emulated or interpreted: needs a GPU")
         if ops.slow and (i + list(LAYOUTS).index(kind)) % (4 if x.numel() > 1_000 else 2):
             continue
         name = ("identity", "leaky_relu")[i // 2]

@@ -63,7 +63,7 @@ def of_layout(kind: str) -> list[tuple[torch.dtype, str, dict[str, Any]]]:
 def test_every_layout(ops: Kernels, kind: str) -> None:
     x = LAYOUTS[kind]()
     if ops.slow and x.numel() > 20_000:
-        pytest.skip("slow")
+        pytest.skip("slow where it is emulated or interpreted: needs a GPU")
     calls = of_layout(kind)
     if ops.slow:
         calls = calls[::6] if x.numel() > 2_000 else calls[::3]
