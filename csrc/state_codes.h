@@ -2,8 +2,8 @@
 // magnitude among them (docs/decisions/0013-eight-bit-states.md).
 //
 // Codes are rounded at random, so that the mean of the stored number is the number: updates that
-// are smaller than half a code are not lost. No operation is a product that a sum follows, so that
-// fused multiplies change no bit, and divisions are those of IEEE: all backends give equal codes.
+// are smaller than half a code are not lost. All backends give equal codes: divisions are those of
+// IEEE, and a product that a sum follows is exact, so that fused multiplies change no bit.
 #pragma once
 
 #include <stdint.h>
@@ -16,10 +16,11 @@ FT_BEGIN_NAMESPACE
 constexpr int kGroup = 32;
 constexpr uint32_t kLeastScale = 0x0d800000u;  // bits of 2^-100: groups below become 0
 constexpr uint32_t kMostScale = 0x7b000000u;   // bits of 2^119: groups from there on become NaN
+constexpr uint32_t kNanScale = 0x7fc00000u;
 constexpr uint32_t kStateStream = 1u << 30;
 constexpr int kSharedBy = 8;  // groups that follow each other have the same random bits
 
-// Products, divisions and roots that have the bits of IEEE on CUDA, too: nvcc makes sums of
+// Products and divisions that have the bits of IEEE on CUDA, too, and a root: nvcc makes sums of
 // products, and is told to approximate the others (setup.py). Its exact functions call a slow path
 // for 0, which is a common code. (The emulator of the tests is no nvcc.)
 FT_INLINE float product(float a, float b) {
@@ -47,15 +48,14 @@ FT_INLINE float quotient(float a, float b) {
 #endif
 }
 
-// x >= 0; of a number below 2^-100 the result need only be below 2^-49, and 0 if the number is.
+// x >= 0. Within 2^-23 of itself, or below 1 where x is below 2^-100: enough for SquareCodes.
 FT_INLINE float root(float x) {
 #if defined(__CUDA_ARCH__) && defined(__NVCC__)
   const float a = fmaxf(x, 0x1p-100f);
   float inverse;
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a));
-  const float r = __fmul_rn(a, inverse);  // from here on nvcc's own root
-  const float nearest = __fmaf_rn(__fmaf_rn(-r, r, a), __fmul_rn(inverse, 0.5f), r);
-  return x > 0.0f ? nearest : 0.0f;
+  const float r = __fmul_rn(a, inverse);
+  return __fmaf_rn(__fmaf_rn(-r, r, a), __fmul_rn(inverse, 0.5f), r);
 #else
   return math::sqrt(x);
 #endif
@@ -75,7 +75,7 @@ FT_INLINE int32_t sign_bits(float x) {  // -1 below 0
 
 // The scale of a group with that largest magnitude.
 FT_INLINE float group_scale(uint32_t most) {
-  const uint32_t bits = most >= kMostScale ? 0x7fc00000u : (most < kLeastScale ? 0u : most);
+  const uint32_t bits = most >= kMostScale ? kNanScale : (most < kLeastScale ? 0u : most);
   float scale;
   __builtin_memcpy(&scale, &bits, sizeof scale);
   return scale;
@@ -93,7 +93,15 @@ FT_INLINE uint32_t random_index(uint32_t group, int state) {
   return group / kSharedBy + static_cast<uint32_t>(state + 1) * kStateStream;
 }
 
-// The code of a number is that of the upper neighbour where `chance` is below the number's share
+// What the formulas below are made of, of one number (cpu/isa/lanes.h: of a register full of them).
+FT_INLINE float magnitude(float x) { return math::abs(x); }
+FT_INLINE int32_t truncated(float x) { return static_cast<int32_t>(x); }
+FT_INLINE float number(int32_t n) { return static_cast<float>(n); }
+FT_INLINE float quotient_of_code(float k, float b) { return quotient(k, b); }
+FT_INLINE int32_t one_more_where_less(int32_t n, float a, float b) { return n + (a < b); }
+FT_INLINE float one_at_most(float x) { return x < 1.0f ? x : 1.0f; }
+
+// The code of a magnitude is that of the upper neighbour where `chance` is below the number's share
 // of the distance between both. All codes of a group whose scale is 0 or NaN are 0, without
 // these functions.
 
@@ -101,37 +109,44 @@ FT_INLINE uint32_t random_index(uint32_t group, int state) {
 struct SignedCodes {
   using Code = int8_t;
   FT_METHOD static float factor(float scale) { return 254.0f * scale; }
-  FT_METHOD static float value(int32_t code, float scale) {
-    const float k = static_cast<float>(code);
-    return product(scale, quotient(k, 254.0f - math::abs(k)));
+  template <class Number>
+  FT_METHOD static Number value(Number k, Number scale) {
+    return product(scale, quotient_of_code(k, 254.0f - magnitude(k)));
+  }
+  template <class Number>
+  FT_METHOD static auto code_of_magnitude(Number a, Number scale, Number factor, Number chance) {
+    const Number rest = quotient(factor, scale + a), q = 254.0f - rest;
+    const auto below = truncated(q);
+    const Number k = number(below);
+    return one_more_where_less(below, chance * rest, (q - k) * (253.0f - k));
   }
   FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
-    const float rest = quotient(factor, scale + math::abs(x)), q = 254.0f - rest;
-    const int32_t below = static_cast<int32_t>(q);
-    const float k = static_cast<float>(below);
-    const int32_t upper = chance * rest < (q - k) * (253.0f - k);
+    const int32_t code = code_of_magnitude(magnitude(x), scale, factor, chance);
     const int32_t sign = sign_bits(x);
-    return ((below + upper) ^ sign) - sign;
+    return (code ^ sign) - sign;
   }
 };
 
-// Averages of squares: codes of q = 255 sqrt(r). A number > 0 has a code of 1 at least, since rules
-// divide by its root.
+// Averages of squares: codes k of 255 sqrt(r), in which a number's share of the distance to the
+// next is (q^2 - k^2) / (2 k + 1). A number > 0 has a code of 1 at least, since rules divide by its
+// root. A root that is wrong in its last bit is no wrong code: it can only take a number near k^2
+// for one beyond, and chances are never so near to 0 or 1.
 struct SquareCodes {
   using Code = uint8_t;
   FT_METHOD static float factor(float scale) { return quotient(65025.0f, scale); }
-  FT_METHOD static float value(int32_t code, float scale) {
-    const float k = static_cast<float>(code);
+  template <class Number>
+  FT_METHOD static Number value(Number k, Number scale) {
     return product(scale, k * k * (1.0f / 65025.0f));
   }
-  FT_METHOD static int32_t code(float x, float, float factor, float chance) {
-    const float q = root(product(math::abs(x), factor));
-    const int32_t below = static_cast<int32_t>(q);
-    const float k = static_cast<float>(below);
-    const int32_t upper = (chance + chance) * (k + 0.5f) < (q - k) * (k + q);
-    const int32_t least = q > 0.0f;
-    const int32_t rounded = below + upper;
-    return rounded < least ? least : rounded;
+  template <class Number>
+  FT_METHOD static auto code_of_magnitude(Number a, Number, Number factor, Number chance) {
+    const Number square = product(a, factor);
+    const auto below = truncated(root(square));
+    const Number k = number(below);
+    return one_more_where_less(below, chance * (k + k + one_at_most(k)) + k * k, square);
+  }
+  FT_METHOD static int32_t code(float x, float scale, float factor, float chance) {
+    return code_of_magnitude(magnitude(x), scale, factor, chance);
   }
 };
 

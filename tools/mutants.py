@@ -47,11 +47,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         CODES, "return static_cast<float>(static_cast<int32_t>(2 * bits + 1)) * 0x1p-14f;",
         "return bits == 0 ? 0.499f : 0.5f;"),
     "codes of momenta: by the distance of codes": (
-        CODES, "chance * rest < (q - k) * (253.0f - k)", "chance < q - k"),
+        CODES, "chance * rest, (q - k) * (253.0f - k));", "chance, q - k);"),
     "codes of squares: by the distance of codes": (
-        CODES, "(chance + chance) * (k + 0.5f) < (q - k) * (k + q)", "chance < q - k"),
+        CODES, "chance * (k + k + one_at_most(k)) + k * k, square);",
+        "chance, root(square) - k);"),
     "codes of squares: a root is lost": (
-        CODES, "const int32_t least = q > 0.0f;", "const int32_t least = 0;"),
+        CODES, "k + k + one_at_most(k)", "k + k + 1.0f"),
     "codes: the sign is lost": (CODES, "sign = sign_bits(x);", "sign = 0;"),
     "codes: the scale of the first group": (
         BLOCKS, "t.scales[k] + group, n,", "t.scales[k], n,"),

@@ -17,6 +17,7 @@ namespace {
 // (AdamW on 25 M bfloat16 parameters, one thread: 28 ms with 256, 32 with 512, 41 with 1024, 31
 // with 128).
 constexpr int64_t kBlock = 256;
+static_assert(kBlock % (formulas::kGroup * formulas::kSharedBy) == 0, "codes of a block");
 // What need not be: longer, but what was just written is still near for averages and write-back.
 constexpr int64_t kDirectBlock = 4096;
 

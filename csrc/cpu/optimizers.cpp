@@ -16,6 +16,7 @@ using formulas::TensorFacts;
 using formulas::TrialFacts;
 
 constexpr int64_t kChunk = 16384;  // four float32 streams of it are 256 KiB: second-level cache
+static_assert(kChunk % kBlock == 0, "blocks of a chunk");
 // A piece of a tensor. Neither chunks nor units depend on the number of threads, so the sums do not
 // either.
 struct Chunk {

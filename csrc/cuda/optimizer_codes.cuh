@@ -30,8 +30,9 @@ __device__ __forceinline__ State state_of(const CodedTensor& t, int s, int64_t b
 }
 
 __device__ __forceinline__ float value_of(bool squares, uint32_t byte, float scale) {
-  return squares ? formulas::SquareCodes::value(static_cast<int32_t>(byte), scale)
-                 : formulas::SignedCodes::value(static_cast<int8_t>(byte), scale);
+  return squares
+             ? formulas::SquareCodes::value(static_cast<float>(byte), scale)
+             : formulas::SignedCodes::value(static_cast<float>(static_cast<int8_t>(byte)), scale);
 }
 
 // A state to compute with, as Loaded of optimizers.cuh.

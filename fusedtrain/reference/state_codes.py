@@ -89,10 +89,9 @@ def quantise(
         k = k + (chance * rest < (q - k) * (253 - k))
         k = torch.where(x < 0, -k, k)
     else:
-        q = (magnitude * (65025 / scale)).sqrt()
-        k = q.floor()
-        k = k + (chance * (2 * k + 1) < (q - k) * (k + q))
-        k = torch.where((q > 0) & (k < 1), 1.0, k)
+        square = magnitude * (65025 / scale)
+        k = square.sqrt().floor()
+        k = k + (chance * (2 * k + k.clamp(max=1)) + k * k < square)
     k = torch.where(scale > 0, k, 0.0)
     codes = torch.empty_like(values, dtype=dtype)
     in_memory_order(codes).copy_(k.view(-1)[: len(flat)])

@@ -1,7 +1,7 @@
 """Optimizer states in 8 bits, with the bits of csrc/state_codes.h.
 
-Divisions and roots are those of IEEE, and no operation is a product that a sum follows: a compiler
-that fuses multiplies changes no code.
+Divisions and roots are those of IEEE, and a product that a sum follows is exact: a compiler that
+fuses multiplies changes no code.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -50,13 +50,11 @@ def signed_codes(x, scale, chance):
 @triton.jit
 def square_codes(x, scale, chance):
     """Averages of squares: codes of 255 sqrt(r), 1 at least of a number > 0."""
-    root = sqrt(tl.abs(x) * tl.div_rn(65025.0, scale))
-    q = tl.where(scale > 0.0, root, 0.0)
-    below = q.to(tl.int32)
+    square = tl.where(scale > 0.0, tl.abs(x) * tl.div_rn(65025.0, scale), 0.0)
+    below = sqrt(square).to(tl.int32)
     k = below.to(tl.float32)
-    upper = chance * (k + k + 1.0) < (q - k) * (k + q)
-    rounded = tl.where(upper, below + 1, below)
-    return tl.where((q > 0.0) & (rounded < 1), 1, rounded)
+    upper = chance * (k + k + tl.minimum(k, 1.0)) + k * k < square
+    return tl.where(upper, below + 1, below)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,28 @@ def test_bits_of_codes(ops: Any, dtype: torch.dtype, layout: str) -> None:
         assert bits(case.states[1][finite]) == bits(scales[finite])
         assert (~finite).sum() > 5
         assert (scales == 0).sum() > 5
+
+
+@pytest.mark.parametrize("to", [0.0, math.inf], ids=["down", "up"])
+def test_a_root_that_is_off_by_one_ulp_changes_no_code(
+    monkeypatch: pytest.MonkeyPatch, to: float
+) -> None:
+    """Backends approximate roots: numbers near the squares of all codes, with many chances."""
+    squares = (torch.arange(256.0).square() / 65025).view(torch.int32)
+    steps = torch.tensor([-64, -32, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64])
+    near = (squares + steps[:, None]).clamp(min=0).view(F32).clamp(max=1.0)
+    rows = near.flatten()[: 123 * (GROUP - 1)].view(-1, GROUP - 1)
+    values = torch.cat([rows, torch.ones(len(rows), 1)], 1).repeat(200, 1).flatten()
+    g = torch.Generator().manual_seed(3)
+    random = torch.randint(2**32, (len(values) // GROUP,), generator=g)
+    lanes = torch.arange(len(random)) % GROUP * 0x9E3779B9  # the least and the largest chance:
+    extremes = (torch.tensor([0, 2**32 - 1]).repeat_interleave(GROUP) - lanes[:64]) % 2**32
+    random[:6400] = extremes.repeat(100)
+    expected, _ = quantise(values, SQUARES, random)
+    exact = Tensor.sqrt
+    monkeypatch.setattr(Tensor, "sqrt", lambda t: exact(t).nextafter(torch.tensor(to)))
+    codes, _ = quantise(values, SQUARES, random)
+    assert torch.equal(codes, expected)
 
 
 @pytest.mark.parametrize("dtype", [SIGNED, SQUARES], ids=["signed", "squares"])
