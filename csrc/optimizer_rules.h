@@ -81,6 +81,7 @@ template <class T>
 struct Rule {
   using Number = T;
   static constexpr int kRare = 0;  // the place in c[] of an option that few ask for, where not 0
+  static constexpr bool kTakesRoots = false;  // of each element
 
   T weight_decay;
   bool decays;
@@ -160,6 +161,8 @@ struct Lars : Sgd<T> {
 // options: beta1, beta2, eps, decoupled, uncorrected
 template <class T>
 struct Adam : Rule<T> {
+  static constexpr bool kTakesRoots = true;
+
   T beta2, fresh1, fresh2, root, eps;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
@@ -191,7 +194,7 @@ struct Adam : Rule<T> {
     s[1] = beta2 * s[1] + fresh2 * g * g;
     T square = s[1];
     if (CountOf<S>::value > 2)  // amsgrad: the largest so far
-      square = s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];
+      square = s[2] = math::largest(s[1], s[2]);
     return s[0] / (math::sqrt(square) * root + eps);
   }
 };
@@ -218,6 +221,8 @@ struct NAdamW : Adam<T> {
 // decoupled_decay
 template <class T>
 struct Lamb : Rule<T> {
+  static constexpr bool kTakesRoots = true;
+
   T beta1, beta2, fresh1, fresh2, root, eps, correction;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
@@ -298,6 +303,7 @@ struct Lion : Rule<T> {
 template <class T>
 struct RMSprop : Rule<T> {
   static constexpr int kRare = 5;  // centered
+  static constexpr bool kTakesRoots = true;
 
   T alpha, fresh, eps, momentum;
   bool centered;
@@ -327,7 +333,7 @@ struct RMSprop : Rule<T> {
     s[0] = alpha * s[0] + fresh * g * g;
     s[2] += (g - s[2]) * fresh;
     T variance = centered ? s[0] - s[2] * s[2] : s[0];
-    variance = variance < T(0) ? T(0) : variance;  // by rounding; torch's square root is nan there
+    variance = math::at_least(variance, T(0));  // by rounding; torch's square root is nan there
     s[1] = momentum * s[1] + g / (math::sqrt(variance) + eps);
     return s[1];
   }
@@ -339,6 +345,7 @@ struct RMSprop : Rule<T> {
 template <class T>
 struct RMSpropTF : Rule<T> {
   static constexpr int kRare = 4;  // centered
+  static constexpr bool kTakesRoots = true;
 
   T fresh, eps, momentum, inner;
   bool centered;
@@ -370,7 +377,7 @@ struct RMSpropTF : Rule<T> {
     s[0] += (g * g - s[0]) * fresh;
     s[2] += (g - s[2]) * fresh;
     T variance = centered ? s[0] - s[2] * s[2] : s[0];
-    variance = variance < T(0) ? T(0) : variance;
+    variance = math::at_least(variance, T(0));
     s[1] = momentum * s[1] + inner * g / math::sqrt(variance + eps);
     return s[1];
   }
@@ -380,6 +387,8 @@ struct RMSpropTF : Rule<T> {
 // options: lr_decay, eps, decoupled
 template <class T>
 struct Adagrad : Rule<T> {
+  static constexpr bool kTakesRoots = true;
+
   T eps;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {

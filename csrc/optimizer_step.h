@@ -40,6 +40,13 @@ struct Stepper {
     u = decays_late ? u + late_decay * p : u;
     return keep * p - size * u;
   }
+
+  // The same where nothing is cautious or decays late, without a comparison of T.
+  template <class S>
+  FT_METHOD T usual_step(T p, T stored, S& s) const {
+    T g = stored * gradient;
+    return keep * p - size * formula(p, g, s);
+  }
 };
 
 // What of the coefficients waits for a trial of the update: caution (arXiv 2411.16085, with timm's

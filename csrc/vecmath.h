@@ -65,6 +65,12 @@ FT_INLINE T clamp(T x, T low, T high) {
   return at_most(at_least(x, low), high);
 }
 
+// NaN if one is.
+template <class T>
+FT_INLINE T largest(T a, T b) {
+  return a > b || a != a ? a : b;
+}
+
 FT_INLINE float abs(float x) { return __builtin_fabsf(x); }
 FT_INLINE double abs(double x) { return __builtin_fabs(x); }
 FT_INLINE float copysign(float x, float s) { return __builtin_copysignf(x, s); }

@@ -62,7 +62,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         IN_LANES, "k.cautious == 0 && k.late_decay == 0 &&", "k.late_decay == 0 &&"),
     "usual options: centered": (
         IN_LANES, " && (Rule::kRare == 0 || k.c[Rule::kRare] == 0);", ";"),
-    "usual options: decay": (IN_LANES, "if (k.c[0] != 0) return loop(usual);", ""),
+    "usual options: decay": (IN_LANES, "if (k.c[0] != 0) return loop(usual, Usual());", ""),
     "threads: the first chunk": (
         LOOPS, "first_element[chunk.tensor] + chunk.begin < e;",
         "first_element[chunk.tensor] + chunk.begin <= e;"),

@@ -240,6 +240,24 @@ void clip_units(const OptimizerTensor& t, const double* factors, T* g, int64_t i
   }
 }
 
+// Asks for elements of what is read to be in the first-level cache soon.
+void fetch(const void* data, int64_t bytes_each, int64_t i, int64_t n) {
+  if (data == nullptr) return;
+  const char* const from = static_cast<const char*>(data) + i * bytes_each;
+  for (int64_t byte = 0; byte < n * bytes_each; byte += 64) __builtin_prefetch(from + byte);
+}
+
+// The same for a block that a step will read. Streams of codes have four lines a block, too few for
+// the processor to run ahead (AdamW with 8-bit states, 25 M parameters, one core of an Intel Xeon:
+// 39.0 ms without, 37.6 with; two blocks ahead or for writing 38.4 and 45).
+void fetch(const OptimizerCall& call, const OptimizerTensor& t, int64_t i, int64_t n) {
+  fetch(t.param, bytes_of(t.param_dtype), i, n);
+  fetch(t.grad, bytes_of(t.grad_dtype), i, n);
+  if (t.correction_bits != 0) fetch(t.master, t.correction_bits / 8, i, n);
+  for (int k = 0; k < call.states; ++k)
+    if (t.scales[k] != nullptr) fetch(t.state[k], 1, i, n);
+}
+
 // The buffers of one tensor that a step reads, block by block.
 template <class T>
 struct Buffers {
@@ -276,8 +294,10 @@ void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coe
                   const double* unit_factors, int64_t begin, int64_t end) {
   const auto rule = table(T()).update[call.rule][call.states];
   const int write_back = static_cast<int>(call.options->write_back);
+  const bool coded = t.scales[0] != nullptr || t.scales[1] != nullptr;
   Buffers<T> b;
   by_block(begin, end, is_direct(call, t, k), [&](int64_t i, int64_t n) {
+    if (coded) fetch(call, t, i + n, smaller(n, end - i - n));
     b.open(call, t, unit_factors, i, n);
     rule(k, b.param.values, b.grad.values, b.states, n);
     for (int s = 0; s < call.states; ++s) close_state(b.state[s], t, s, i, n, k.state_key);

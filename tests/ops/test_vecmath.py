@@ -19,7 +19,11 @@ from helpers import ROOT
 
 CSRC = ROOT / "csrc"
 COMPILER = os.environ.get("CXX") or shutil.which("c++")
-FLAGS = {"default": [], "avx2": ["-mavx2", "-mfma"], "avx512": ["-mavx512f", "-mavx512dq", "-mfma"]}
+FLAGS = {
+    "default": [],
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mfma"],
+}
 
 SOURCE = """
 #include "vecmath.h"
@@ -39,6 +43,24 @@ WRAP(tanh, math::tanh(x[i]))
 WRAP(normal_cdf, math::normal_cdf(x[i]))
 WRAP(normal_cdf_with_density, cdf(x[i]))
 WRAP(normal_pdf, pdf(x[i]))
+
+#include "cpu/isa/lanes.h"
+#ifdef FT_LANES
+#define WRAP_LANES(name, call)                                         \\
+  extern "C" void name##_float(const float* from, float* y, long n) {  \\
+    for (long i = 0; i < n; i += FT_LANES) {                           \\
+      const Lanes x = Lanes::load(from + i);                           \\
+      (call).store(y + i);                                             \\
+    }                                                                  \\
+  }
+#if FT_LANES == 16
+WRAP_LANES(lanes_sqrt, math::sqrt(x))
+WRAP_LANES(lanes_at_least, math::at_least(x, Lanes(0.0f)))
+WRAP_LANES(lanes_largest, math::largest(x, Lanes(1.0f)))
+WRAP_LANES(lanes_largest_of_one, math::largest(Lanes(1.0f), x))
+#endif
+WRAP_LANES(lanes_code, quotient_of_code(x, Lanes(254.0f) - magnitude(x)))
+#endif
 """
 
 HUGE = 3.0e38
@@ -179,3 +201,43 @@ def test_special_values(library: ctypes.CDLL, dtype: type) -> None:
         np.testing.assert_allclose(y, np.array(want * 9, dtype=dtype), rtol=3e-7, err_msg=name)
         zeros = y == 0
         assert np.array_equal(np.signbit(y[zeros]), np.signbit(np.array(want * 9)[zeros])), name
+
+
+def in_lanes(isa: str, name: str, x: np.ndarray) -> np.ndarray:
+    result = built(isa)
+    if isinstance(result, str):
+        pytest.skip(result)
+    return call(result, f"lanes_{name}", x.astype(np.float32))
+
+
+def test_roots_of_registers() -> None:
+    """csrc/cpu/isa/lanes.h: within 1 ULP of all magnitudes, and the special values."""
+    x = np.arange(0, 0x7F800000, 1021, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([x, np.arange(len(x) % 16 * -1 % 16, dtype=np.float32)])
+    truth = np.sqrt(x.astype(np.longdouble))
+    assert ulp_error(in_lanes("avx512", "sqrt", x), truth, ulps(truth, np.float32)).max() <= 1
+    special = np.array([0.0, -0.0, np.inf, np.nan, -1.0, -np.inf, 1e-45, 4.0] * 2, np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = np.sqrt(special)
+    actual = in_lanes("avx512", "sqrt", special)
+    np.testing.assert_array_equal(np.signbit(actual[:2]), [False, True])
+    np.testing.assert_array_max_ulp(actual[[0, 1, 2, 6, 7]], expected[[0, 1, 2, 6, 7]], 1)
+    assert np.isnan(actual[3:6]).all()
+
+
+def test_comparisons_of_registers() -> None:
+    """NaN passes: of the first argument, and of both where the largest is asked for."""
+    x = np.array([-2.0, -0.0, 0.5, 1.0, 3.0, np.inf, -np.inf, np.nan] * 2, np.float32)
+    expected = {
+        "at_least": np.maximum(x, 0), "largest": np.maximum(x, 1),
+        "largest_of_one": np.maximum(1, x),
+    }  # fmt: skip
+    for name, numbers in expected.items():
+        np.testing.assert_array_equal(in_lanes("avx512", name, x), numbers)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_numbers_of_codes(isa: str) -> None:
+    """Every quotient of a code is the nearest one."""
+    k = np.arange(-128.0, 128.0, dtype=np.float32)
+    np.testing.assert_array_equal(in_lanes(isa, "code", k), k / (254 - np.abs(k)))

@@ -1,6 +1,8 @@
 // Loops of the optimizer step over elements of one tensor (optimizers.cpp cuts the work).
 #pragma once
 
+#include "lanes.h"  // before the rules, which call its functions
+
 #include "../../optimizer_step.h"
 #include "../../split_weights.h"
 #include "convert.h"
@@ -12,6 +14,12 @@ FT_BEGIN_NAMESPACE
 // or decays late, the rule's rare option is off, and gradients have weight decay or not. Selects
 // that never change need more registers than AVX2 has (in the cache, ns an element, AMD EPYC: AdamW
 // 0.69 and 0.34, RMSprop 0.79 and 0.36).
+struct Usual {
+  static constexpr bool value = true;
+};
+struct Unusual {
+  static constexpr bool value = false;
+};
 template <class Rule, class Loop>
 FT_METHOD void with_usual(const Coefficients& k, const Loop& loop) {
   Coefficients usual = k;
@@ -20,10 +28,10 @@ FT_METHOD void with_usual(const Coefficients& k, const Loop& loop) {
   if (Rule::kRare != 0) usual.c[Rule::kRare] = 0;
   const bool common =
       k.cautious == 0 && k.late_decay == 0 && (Rule::kRare == 0 || k.c[Rule::kRare] == 0);
-  if (!common || sizeof(typename Rule::Number) == sizeof(double)) return loop(k);
-  if (k.c[0] != 0) return loop(usual);
+  if (!common || sizeof(typename Rule::Number) == sizeof(double)) return loop(k, Unusual());
+  if (k.c[0] != 0) return loop(usual, Usual());
   usual.c[0] = 0;
-  loop(usual);
+  loop(usual, Usual());
 }
 
 template <template <class> class Rule, int kStates, class T>
@@ -42,11 +50,57 @@ FT_METHOD void update_all(const Coefficients& k, T* p, const T* g, T* const* s, 
     if (kStates > 2) s2[i] = state[2];
   }
 }
+
+#if defined(FT_LANES) && FT_LANES == 16
+#define FT_LANES_TAKE_ROOTS 1
+
+template <template <class> class Rule, int kStates>
+FT_METHOD void update_lanes(const Stepper<Rule, Lanes>& stepper, float* p, const float* g,
+                            float* const* s) {
+  const Lanes none(0.0f);
+  States<Lanes, kStates> state = {{none, none, none}};
+  for (int k = 0; k < kStates; ++k) state[k] = Lanes::load(s[k]);
+  stepper.usual_step(Lanes::load(p), Lanes::load(g), state).store(p);
+  for (int k = 0; k < kStates; ++k) state[k].store(s[k]);
+}
+
+// The rest goes through registers too, so every element sees the same code.
+template <template <class> class Rule, int kStates>
+FT_METHOD void update_in_lanes(const Coefficients& k, float* p, const float* g, float* const* s,
+                               int64_t n) {
+  const Stepper<Rule, Lanes> stepper(k);
+  int64_t i = 0;
+  float* states[kMaxStates] = {};
+  for (; i + FT_LANES <= n; i += FT_LANES) {
+    for (int l = 0; l < kStates; ++l) states[l] = s[l] + i;
+    update_lanes<Rule, kStates>(stepper, p + i, g + i, states);
+  }
+  if (i == n) return;
+  float value[FT_LANES] = {}, grad[FT_LANES] = {}, state[kMaxStates][FT_LANES] = {};
+  const auto copy = [&](const float* from, float* to) __attribute__((always_inline)) {
+    for (int64_t j = 0; j < n - i; ++j) to[j] = from[j];
+  };
+  copy(p + i, value);
+  copy(g + i, grad);
+  for (int l = 0; l < kStates; ++l) copy(s[l] + i, states[l] = state[l]);
+  update_lanes<Rule, kStates>(stepper, value, grad, states);
+  copy(value, p + i);
+  for (int l = 0; l < kStates; ++l) copy(state[l], s[l] + i);
+}
+#else
+#define FT_LANES_TAKE_ROOTS 0
+#endif
+
 template <template <class> class Rule, int kStates, class T>
 void update(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
-  with_usual<Rule<T>>(k, [&](const Coefficients& known) __attribute__((always_inline)) {
-    update_all<Rule, kStates>(known, p, g, s, n);
-  });
+  with_usual<Rule<T>>(
+      k, [&](const Coefficients& known, [[maybe_unused]] auto kind) __attribute__((always_inline)) {
+#if FT_LANES_TAKE_ROOTS
+        if constexpr (decltype(kind)::value && Rule<T>::kTakesRoots && sizeof(T) == sizeof(float))
+          return update_in_lanes<Rule, kStates>(known, p, g, s, n);
+#endif
+        update_all<Rule, kStates>(known, p, g, s, n);
+      });
 }
 
 static FT_METHOD void copy_rest(const uint16_t* from, uint16_t* to, int64_t n) {
@@ -103,7 +157,7 @@ FT_METHOD void update_blocks(const Coefficients& k, uint16_t* p, const uint16_t*
 template <template <class> class Rule, int kStates, class Format>
 void update_16bit(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
                   int64_t n) {
-  with_usual<Rule<float>>(k, [&](const Coefficients& known) __attribute__((always_inline)) {
+  with_usual<Rule<float>>(k, [&](const Coefficients& known, auto) __attribute__((always_inline)) {
     update_blocks<Rule, kStates, Format>(known, p, g, s, n);
   });
 }

@@ -1,10 +1,11 @@
 // Loops between states in 8-bit codes and the floats that rules compute with.
 #pragma once
 
+#include "lanes.h"  // before the formulas, which call its functions
+
 #include "../../optimizer_step.h"
 #include "../../state_codes.h"
 #include "kernels.h"
-#include "lanes.h"
 
 FT_BEGIN_NAMESPACE
 
