@@ -144,10 +144,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "inside = option[5] != 0 && option[2] > 0;", "inside = false;"),
     "centered ignored": (
         RULES, "T variance = centered ? s[0] - s[2] * s[2] : s[0];\n"
-        "    variance = variance < T(0) ? T(0) : variance;\n", "T variance = s[0];\n"),
+        "    variance = math::at_least(variance, T(0));\n", "T variance = s[0];\n"),
     "the average of a centered variance stands still": (
         RULES, "s[2] += (g - s[2]) * fresh;\n    T variance = centered ? s[0] - s[2] * s[2] : s[0];"
-        "\n    variance = variance < T(0) ? T(0) : variance;\n",
+        "\n    variance = math::at_least(variance, T(0));\n",
         "T variance = centered ? s[0] - s[2] * s[2] : s[0];\n"),
     "Adagrad: initial value ignored": (
         "fusedtrain/optim/adagrad.py", 'return float(self.defaults["initial_accumulator_value"])',
@@ -155,7 +155,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "nesterov ignored": (
         RULES, "return nesterov ? g + momentum * s[0] : s[0];", "return s[0];"),
     "amsgrad: the last, not the largest": (
-        RULES, "s[2] = s[1] > s[2] || s[1] != s[1] ? s[1] : s[2];", "s[2] = s[1];"),
+        RULES, "s[2] = math::largest(s[1], s[2]);", "s[2] = s[1];"),
     "NovoGrad: amsgrad ignored": (
         RULES, "::sqrt(double(option[4] != 0 ? v[1] : v[0]))", "::sqrt(double(v[0]))"),
     "NovoGrad: first moment from 0": (

@@ -31,7 +31,7 @@ from helpers.optimizer_runs import (
     runs,
     simple,
 )
-from helpers.optimizers import CLASSES, NAMES
+from helpers.optimizers import CLASSES, NAMES, ours
 from helpers.processes import run_python
 
 
@@ -269,3 +269,20 @@ def test_a_wrong_optimizer_fails(name: str, mutant: Any, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", NAMES)
 def test_the_wrapper_alone_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checked_with(_unchanged, name, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_average_changes_no_bit_of_the_weights(name: str, dtype: torch.dtype) -> None:
+    """Tensors of 16 bits alone are stepped in registers, beside anything else in buffers."""
+    weights = []
+    for decay in (None, 0.9):
+        g = torch.Generator().manual_seed(5)
+        p = torch.randn(40_011, generator=g).to(dtype).requires_grad_()
+        optimizer = ours(name, [p], {"lr": 1e-2, "ema_decay": decay})
+        for _ in range(4):
+            p.grad = torch.randn(40_011, generator=g).to(dtype)
+            optimizer.step()
+        weights.append({"": p.detach(), **optimizer.state[p]})
+    without, beside = weights
+    assert all(torch.equal(t, beside[name]) for name, t in without.items())

@@ -96,8 +96,10 @@ void update(const Coefficients& k, T* p, const T* g, T* const* s, int64_t n) {
   with_usual<Rule<T>>(
       k, [&](const Coefficients& known, [[maybe_unused]] auto kind) __attribute__((always_inline)) {
 #if FT_LANES_TAKE_ROOTS
-        if constexpr (decltype(kind)::value && Rule<T>::kTakesRoots && sizeof(T) == sizeof(float))
-          return update_in_lanes<Rule, kStates>(known, p, g, s, n);
+        // Two conditions: clang checks what does not depend on `kind` for every T.
+        if constexpr (Rule<T>::kTakesRoots && sizeof(T) == sizeof(float))
+          if constexpr (decltype(kind)::value)
+            return update_in_lanes<Rule, kStates>(known, p, g, s, n);
 #endif
         update_all<Rule, kStates>(known, p, g, s, n);
       });
@@ -107,14 +109,10 @@ static FT_METHOD void copy_rest(const uint16_t* from, uint16_t* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = from[i];
 }
 
-// The same where all is of one 16-bit format: converted in registers, block by block.
-template <template <class> class Rule, int kStates, class Format>
-FT_METHOD void block_update(const Stepper<Rule, float>& stepper, uint16_t* p, const uint16_t* g,
-                            uint16_t* const* s) {
-  alignas(64) float value[kLanes], grad[kLanes], state[kMaxStates][kLanes];
-  Format::load(p, value);
-  Format::load(g, grad);
-  for (int k = 0; k < kStates; ++k) Format::load(s[k], state[k]);
+// Steps of kLanes elements: with the bits of the two loops above.
+template <template <class> class Rule, int kStates>
+FT_METHOD void step_block(const Stepper<Rule, float>& stepper, float* value, const float* grad,
+                          float (*state)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) {
     States<float, kStates> own = {{kStates > 0 ? state[0][i] : 0.0f,
                                    kStates > 1 ? state[1][i] : 0.0f,
@@ -122,15 +120,37 @@ FT_METHOD void block_update(const Stepper<Rule, float>& stepper, uint16_t* p, co
     value[i] = stepper.step(value[i], grad[i], own);
     for (int k = 0; k < kStates; ++k) state[k][i] = own[k];
   }
+}
+#if FT_LANES_TAKE_ROOTS
+template <template <class> class Rule, int kStates>
+FT_METHOD void step_block(const Stepper<Rule, Lanes>& stepper, float* value, const float* grad,
+                          float (*state)[kLanes]) {
+  float* states[kMaxStates] = {};
+  for (int i = 0; i < kLanes; i += FT_LANES) {
+    for (int k = 0; k < kStates; ++k) states[k] = state[k] + i;
+    update_lanes<Rule, kStates>(stepper, value + i, grad + i, states);
+  }
+}
+#endif
+
+// The same where all is of one 16-bit format: converted in registers, block by block.
+template <template <class> class Rule, int kStates, class Format, class Number>
+FT_METHOD void block_update(const Stepper<Rule, Number>& stepper, uint16_t* p, const uint16_t* g,
+                            uint16_t* const* s) {
+  alignas(64) float value[kLanes], grad[kLanes], state[kMaxStates][kLanes];
+  Format::load(p, value);
+  Format::load(g, grad);
+  for (int k = 0; k < kStates; ++k) Format::load(s[k], state[k]);
+  step_block<Rule, kStates>(stepper, value, grad, state);
   Format::store(value, p);
   for (int k = 0; k < kStates; ++k) Format::store(state[k], s[k]);
 }
 
 // The rest goes through a block too, so every element sees the same code.
-template <template <class> class Rule, int kStates, class Format>
+template <template <class> class Rule, int kStates, class Format, class Number>
 FT_METHOD void update_blocks(const Coefficients& k, uint16_t* p, const uint16_t* g,
                              uint16_t* const* s, int64_t n) {
-  const Stepper<Rule, float> stepper(k);
+  const Stepper<Rule, Number> stepper(k);
   uint16_t value[kLanes] = {}, grad[kLanes] = {}, state[kMaxStates][kLanes] = {};
   for (int64_t i = 0; i < n; i += kLanes) {
     const int64_t rest = n - i;
@@ -157,9 +177,15 @@ FT_METHOD void update_blocks(const Coefficients& k, uint16_t* p, const uint16_t*
 template <template <class> class Rule, int kStates, class Format>
 void update_16bit(const Coefficients& k, uint16_t* p, const uint16_t* g, uint16_t* const* s,
                   int64_t n) {
-  with_usual<Rule<float>>(k, [&](const Coefficients& known, auto) __attribute__((always_inline)) {
-    update_blocks<Rule, kStates, Format>(known, p, g, s, n);
-  });
+  with_usual<Rule<float>>(
+      k, [&](const Coefficients& known, [[maybe_unused]] auto kind) __attribute__((always_inline)) {
+#if FT_LANES_TAKE_ROOTS
+        if constexpr (Rule<float>::kTakesRoots)
+          if constexpr (decltype(kind)::value)
+            return update_blocks<Rule, kStates, Format, Lanes>(known, p, g, s, n);
+#endif
+        update_blocks<Rule, kStates, Format, float>(known, p, g, s, n);
+      });
 }
 
 // Sums in a fixed order: lanes first, then across them.
