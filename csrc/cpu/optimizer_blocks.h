@@ -294,7 +294,7 @@ void update_range(const OptimizerCall& call, const OptimizerTensor& t, const Coe
                   const double* unit_factors, int64_t begin, int64_t end) {
   const auto rule = table(T()).update[call.rule][call.states];
   const int write_back = static_cast<int>(call.options->write_back);
-  const bool coded = t.scales[0] != nullptr || t.scales[1] != nullptr;
+  const bool coded = t.scales[0] != nullptr || t.scales[1] != nullptr || t.scales[2] != nullptr;
   Buffers<T> b;
   by_block(begin, end, is_direct(call, t, k), [&](int64_t i, int64_t n) {
     if (coded) fetch(call, t, i + n, smaller(n, end - i - n));
