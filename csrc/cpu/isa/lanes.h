@@ -1,5 +1,6 @@
 // A register of floats as a number of formulas that are templates of their number:
-// csrc/state_codes.h. For loops that the compiler's own vectors do not make well enough.
+// csrc/state_codes.h and, with AVX-512, csrc/optimizer_rules.h. For loops that the compiler's own
+// vectors do not make well enough.
 #pragma once
 
 #include <stdint.h>

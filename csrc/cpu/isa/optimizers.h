@@ -10,16 +10,18 @@
 
 FT_BEGIN_NAMESPACE
 
-// Calls loop(k) with coefficients of which the compiler knows the usual ones: nothing is cautious
-// or decays late, the rule's rare option is off, and gradients have weight decay or not. Selects
-// that never change need more registers than AVX2 has (in the cache, ns an element, AMD EPYC: AdamW
-// 0.69 and 0.34, RMSprop 0.79 and 0.36).
+// Whether a loop knows that options are the usual ones.
 struct Usual {
   static constexpr bool value = true;
 };
 struct Unusual {
   static constexpr bool value = false;
 };
+
+// Calls loop(k, kind) with coefficients of which the compiler knows the usual ones: nothing is
+// cautious or decays late, the rule's rare option is off, and gradients have weight decay or not.
+// Selects that never change need more registers than AVX2 has (in the cache, ns an element, AMD
+// EPYC: AdamW 0.69 and 0.34, RMSprop 0.79 and 0.36).
 template <class Rule, class Loop>
 FT_METHOD void with_usual(const Coefficients& k, const Loop& loop) {
   Coefficients usual = k;
