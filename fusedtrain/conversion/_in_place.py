@@ -9,7 +9,8 @@ from torch import fx, nn
 from .. import nn as fused_nn
 from .._graph.effects import Effects
 from .._graph.flow import Trace, Value
-from .._graph.modules import CONVOLUTIONS, is_hooked
+from .._graph.hooks import is_hooked
+from .._graph.modules import CONVOLUTIONS
 from .._torch_private import has_global_forward_hooks
 from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of

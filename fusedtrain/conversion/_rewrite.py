@@ -1,13 +1,11 @@
-"""Gives batch norms what follows them, and takes it out of the forwards around them.
-
-An activation or drop module whose every call has gone into a norm hands on its input, wherever it
-is called. A forward is rewritten only for what has no module (a sum, a function), and where some
-calls of a module stay.
+"""Fuses the ops after a batch norm into it, and activations into products and sums: in the forwards
+that call them, which are rewritten. No other module changes.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +13,17 @@ from torch import fx, nn
 
 from .._graph.effects import Effects
 from .._graph.flow import Trace
-from .._graph.forward import PassesOn, Rewritten, install, remove, restore
-from .._graph.records import assign, record_of
+from .._graph.forward import Rewritten, install
+from .._graph.guards import Guards, looked_at, parts_of
+from .._graph.names import globals_of
+from .._graph.records import assign
 from .._graph.report import Left
-from .._graph.unseen_calls import numbers_of
+from ..nn.norm import OURS
 from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
 from ._calls import Call
-from ._formulas import Match
+from ._fused_calls import THEN, Then, handed, norm_then
 from ._gates import Product
 from ._norms import Site, Step, fused_class, has_own_steps
 from ._reordering import Unit, obstacle_of, places_of
@@ -50,7 +50,6 @@ class Plan:
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
     left_calls: dict[fx.Node, str] = field(default_factory=dict)
     left_products: dict[fx.Node, Left] = field(default_factory=dict)
-    passing: dict[int, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._unfit: dict[int, str] = {}
@@ -59,18 +58,25 @@ class Plan:
         self._settle()
         while self._reorders() or self._disagrees():
             self._settle()
-        # A gate that hands on its input computes nothing.
-        handed = [c for c in self.calls if id(c.trace.module) in self.passing]
+        # A gate that is never called computes nothing.
+        opened = {n for product in self.products for n in product.opened}
+        handed = [c for c in self.calls if self._is_passed(c.trace.module, opened)]
         self.calls = [c for c in self.calls if c not in handed]
         self.handed = {n for call in handed for n in call.match.nodes}
+
+    def _is_passed(self, module: nn.Module, taken: set[fx.Node]) -> bool:
+        """Whether other forwards do all that they called the module for."""
+        calls = self.flow.calls(module)
+        return bool(calls) and not self.flow.untraced(module) and all(n in taken for _, n in calls)
+
+    def runs(self, module: nn.Module) -> bool:
+        """Whether anybody but a caller from outside still calls a module."""
+        return not self._is_passed(module, self.gone())
 
     def _settle(self) -> None:
         """Leaves what all of this can be done together."""
         while self._truncate():
             pass
-        for product in self.products[:]:
-            if not (product.match or product.aside or id(product.module) in self.passing):
-                self._leave(product, "its gate is called elsewhere, too")
         taken = {n for site in self.sites for step in site.steps for n in step.calls}
         taken |= {n for p in self.products for n in (p.node, *p.opened)}
         self.branches = [
@@ -97,9 +103,12 @@ class Plan:
         return gone | {n for call in self.calls for n in call.match.nodes}
 
     def owners(self) -> list[nn.Module]:
-        """Modules whose forward computes a product, a sum or an activation otherwise, once each."""
+        """Modules whose forward is rewritten, once each."""
         units: list[Product | Branch | Call] = [*self.products, *self.branches, *self.calls]
-        return list(dict.fromkeys(unit.trace.module for unit in units))
+        owners = [unit.trace.module for unit in units]
+        for site in self.sites:
+            owners += site.owners
+        return list(dict.fromkeys(owners))
 
     def _arbitrate(self) -> None:
         """One norm for each sum: one that can, the one called nearest to it, the later one."""
@@ -141,14 +150,6 @@ class Plan:
             reason = self._unfitness(product.trace, several_ways=True)
             if reason or not taken.isdisjoint(product.opened):
                 self._leave(product, reason or "its gate is part of a batch norm")
-        taken |= {p.gate for p in self.products if not p.aside}
-        steps = [step for site in self.sites for step in site.steps if step.is_call]
-        self.passing = {}
-        for module in (*(step.module for step in steps), *(p.module for p in self.products)):
-            if module is None or self.flow.untraced(module):
-                continue
-            if all(node in taken for _, node in self.flow.calls(module)):
-                self.passing[id(module)] = module
         for site in self.sites:
             for step in site.steps:
                 reason = self._obstacle(site, step)
@@ -201,13 +202,13 @@ class Plan:
         return False
 
     def _obstacle(self, site: Site, step: Step) -> str:
-        if step.kind != "add":
-            passes = step.is_call and id(step.module) in self.passing
-            functions = not step.is_call
-            return "" if passes else self._unfitness(step.trace, several_ways=functions)
         traces = [trace for trace, _ in site.levels]
         level = traces.index(step.trace)
-        reasons = [self._unfitness(trace) for trace in traces[: level + 1]]
+        several = step.kind != "add" and level == 0
+        reasons = [self._unfitness(trace, several) for trace in traces[: level + 1]]
+        inner = [node for trace in traces[:level] for node in trace.graphs[0].nodes]
+        if any(node.op == "placeholder" and str(node.target).startswith("*") for node in inner):
+            return "a forward on the way to it takes any number of arguments"
         if step.overwrites:
             return "the sum is written over its other operand"
         return next(filter(None, reasons), "")
@@ -220,8 +221,6 @@ class Plan:
             return f"{name} cannot be rewritten: {trace.inexact}"
         if key not in self._unfit:
             reason = ""
-            if isinstance(trace.module, fx.GraphModule):
-                reason = "it is a GraphModule"
             for graph in trace.graphs:
                 reason = reason or source_of(trace.module, copied(graph)[0])[2]
             self._unfit[key] = f"{name} cannot be rewritten: {reason}" if reason else ""
@@ -229,27 +228,22 @@ class Plan:
 
 
 def apply(plan: Plan) -> list[nn.Module]:
-    """Installs all sites of a plan; returns the modules other than norms that have a forward of
-    their own now."""
-    changed: list[nn.Module] = []
+    """Installs all of a plan; returns the modules that have a forward of their own now."""
     edits: dict[int, _Edit] = {}
 
     def edit(trace: Trace) -> _Edit:
         return edits.setdefault(id(trace), _Edit(trace))
 
     for site in plan.sites:
-        assign(site.norm, _class_for(site.norm), _attributes(site))
-        for step in site.steps:
-            if step.kind == "add":
-                traces = [trace for trace, _ in site.levels]
-                level = traces.index(step.trace)
-                keyword = "residual"
-                for trace, callee in site.levels[:level]:
-                    edit(trace).routed, edit(trace).keyword = callee, keyword
-                    keyword = _keyword(trace)
-                edit(step.trace).adds.append((site.levels[level][1], step, keyword))
-            elif not (step.is_call and id(step.module) in plan.passing):
-                edit(step.trace).removed += step.matches or step.nodes[:1]
+        if becomes_ours(site):
+            fused = fused_class(site.norm)
+            assert fused is not None
+            assign(site.norm, fused, _attributes(site))
+        if site.steps or site.overwrites:
+            for trace in {id(trace): trace for trace, _ in site.calls}.values():
+                edit(trace).sites.append((site, 0))
+            for level, (trace, _) in enumerate(site.levels[1 : site.last + 1], 1):
+                edit(trace).sites.append((site, level))
     for product in plan.products:
         edit(product.trace).products.append(product)
     for branch in plan.branches:
@@ -258,52 +252,22 @@ def apply(plan: Plan) -> list[nn.Module]:
         edit(call.trace).calls.append(call)
     for one in edits.values():
         source, imports, _ = one.rewritten()
-        install(Rewritten(one.trace.module, source, imports, frozen=one.frozen()))
-        changed.append(one.trace.module)
-    for module in plan.passing.values():
-        install(PassesOn(module))
-        changed.append(module)
-    return changed
+        install(Rewritten(one.trace.module, source, imports, one.guards()))
+    return [one.trace.module for one in edits.values()]
 
 
-def undo(plan: Plan) -> None:
-    """Takes back what `apply` did, and leaves activations their fused classes."""
-    for site in plan.sites:
-        if record_of(site.norm) is not None:
-            restore(site.norm)
-        for trace, _ in site.levels:
-            remove(trace.module)
-    for product in plan.products:
-        remove(product.trace.module)
-    for branch in plan.branches:
-        remove(branch.trace.module)
-    for call in plan.calls:
-        remove(call.trace.module)
-    for module in plan.passing.values():
-        remove(module)
-
-
-def _class_for(norm: nn.Module) -> type:
-    fused = fused_class(norm)
-    assert fused is not None
-    return fused
+def becomes_ours(site: Site) -> bool:
+    """Whether a norm gets a class of this package, with the numbers of its own: timm's, and those
+    whose output is recomputed."""
+    return type(site.norm) not in OURS or not (site.steps or site.overwrites)
 
 
 def _attributes(site: Site) -> dict[str, Any]:
     """What a norm needs beside its class. In its `__dict__`, modules are no children of it."""
-    wanted: dict[str, Any] = {}
-    for kind in ("act", "drop"):
-        step = site.step(kind)
-        if step is not None:
-            wanted[kind] = step.module
-        elif kind not in site.norm._modules:
-            wanted[kind] = nn.Identity()
-    add = site.step("add")
-    if add is not None:
-        wanted["_adds"] = "in place" if add.in_place else "out of place"
-    if not site.steps and not has_own_steps(site.norm):
+    kinds = (kind for kind in ("act", "drop") if kind not in site.norm._modules)
+    wanted: dict[str, Any] = {kind: nn.Identity() for kind in kinds}
+    if not (has_own_steps(site.norm) or site.steps or site.overwrites):
         wanted["_as_torch"] = True
-    wanted["overwrite_input"] = site.overwrites or getattr(site.norm, "overwrite_input", False)
     return wanted
 
 
@@ -312,27 +276,54 @@ class _Edit:
     """All that changes in one forward."""
 
     trace: Trace
-    removed: list[fx.Node | Match] = field(default_factory=list)
-    adds: list[tuple[fx.Node, Step, str]] = field(default_factory=list)  # with a keyword
+    sites: list[tuple[Site, int]] = field(default_factory=list)  # with the level that this is
     products: list[Product] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    routed: fx.Node | None = None  # is handed a residual from outside
-    keyword: str = ""  # by which it takes that
 
-    def frozen(self) -> dict[str, Any]:
-        """The present numbers of the module and of its gates, which stand in the source."""
-        numbers = numbers_of(self.trace.module)
-        for product in self.products:
-            if product.inner is not None:
-                numbers[f"{product.gate.target}.__class__"] = type(product.module)
-            if product.module is None or product.aside or product.inner is not None:
-                continue
-            row = POINTWISE[activation_of(product.module).op]  # type: ignore[union-attr]
-            for name in (*row.parameters, "approximate"):
-                if hasattr(product.module, name):
-                    numbers[f"{product.gate.target}.{name}"] = getattr(product.module, name)
-        return numbers
+    def guards(self) -> Guards:
+        """All that the source takes for granted."""
+        trace, owner = self.trace, self.trace.module
+        passed = [trace.callee(node) for node in self._passed()]
+        passed += [
+            part for site, level in self.sites if level == 0 for part in site.norm.children()
+        ]
+        still = [trace.callee(node) for node in self._crossed()]
+        return Guards(
+            looked_at(trace.reads),
+            globals_of(owner),
+            {id(m): m for m in passed if m is not None}.values(),
+            parts_of({id(m): m for m in still if m is not None}.values()),
+        )
+
+    def _passed(self) -> list[fx.Node]:
+        """Calls that are no more."""
+        nodes = [n for p in self.products for n in (*p.opened, p.node)]
+        nodes += [n for b in self.branches for n in b.gone]
+        for site, level in self.sites:
+            for graph in self.trace.graphs:
+                for call in _calls_of(site, level, self.trace, graph):
+                    chain = _chain(call, site, self.trace)
+                    nodes += chain if level == 0 else chain[1:]
+        return nodes
+
+    def _crossed(self) -> list[fx.Node]:
+        """Calls across which the call of a whole part moves, or random numbers are drawn."""
+        crossed: list[fx.Node] = []
+        groups = [((*reversed(b.gone), b.node), b.drop is not None) for b in self.branches]
+        for site, level in self.sites:
+            for graph in self.trace.graphs:
+                for call in _calls_of(site, level, self.trace, graph):
+                    moves = level > 0 and _moves(call, site, self.trace)
+                    chain = _chain(call, site, self.trace)
+                    draws = any(step.kind == "drop" for step in site.steps)
+                    groups.append((tuple(chain), moves or draws))
+                    crossed += [call] if moves else []
+        for group, matters in groups:
+            order = list(group[0].graph.nodes)
+            between = order[order.index(group[0]) : order.index(group[-1])]
+            crossed += [n for n in between if n not in group] if matters else []
+        return crossed
 
     def rewritten(self) -> Source:
         module, graphs = self.trace.module, self.trace.graphs
@@ -354,61 +345,37 @@ class _Edit:
                 node = replaced[node]
             return node
 
-        def replace(node: fx.Node, value: Any) -> None:
-            replace_all([node], value)
-
-        def replace_all(nodes: list[fx.Node], value: Any) -> None:
+        def replace(nodes: list[fx.Node], value: Any) -> None:
             """Of calls in their order, the last of which gives the value."""
             nodes[-1].replace_all_uses_with(value)
             replaced[nodes[-1]] = value
             _erase(graph, nodes)
 
-        if self.routed is not None:
-            last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-            with graph.inserting_after(last):
-                residual = graph.placeholder(_keyword(self.trace), default_value=None)
-            new[self.routed].kwargs = {self.keyword: residual}
-        for one in self.removed:
-            if isinstance(one, fx.Node):
-                replace(new[one], new[one].args[0])
-            elif one.root.graph is original:
-                replace_all([new[n] for n in one.nodes], present(new[one.input]))
-        for callee, step, keyword in self.adds:
-            total, call = new[step.nodes[0]], new[callee]
-            branch, other = total.args[step.place], total.args[1 - step.place]
-            order = {node: i for i, node in enumerate(graph.nodes)}
-            if isinstance(other, fx.Node) and order[other] > order[call]:
-                for node in _chain(call, branch):
-                    total.prepend(node)
-            call.kwargs = {keyword: other}
-            replace(total, branch)
+        for site, level in self.sites:
+            for call in _calls_of(site, level, self.trace, original):
+                self._fuse(site, level, call, graph, new, replace)
         # Operands are read off the calls as they are by now: one may be another sum or product.
         for product in (p for p in self.products if p.node.graph is original):
             node, gate = new[product.node], new[product.gate]
+            match = product.match
+            opened = gate.args[0] if match is None else present(new[match.input])
             with graph.inserting_before(node):
-                if product.aside:
-                    call = product.call_aside(graph, _other(node, gate), gate)
-                else:
-                    # An activation module hands on its input: its call stays for its hooks.
-                    match = product.match
-                    opened = gate if match is None else present(new[match.input])
-                    call = product.replacement(graph, _other(node, gate), opened)
-            replace(node, call)
-            if product.match is not None or product.aside:
-                _erase(graph, [new[n] for n in product.opened])
+                call = product.replacement(graph, _other(node, gate), opened)
+            replace([node], call)
+            _erase(graph, [new[n] for n in product.opened])
         for branch_sum in self.branches:
             node, gone = new[branch_sum.node], [new[n] for n in branch_sum.gone]  # backwards
             scale = None if branch_sum.scale is None else new[branch_sum.scale]
             branch, shortcut = _other(gone[-1], scale), _other(node, gone[0])
             with graph.inserting_before(node):
                 if scale is not None and scale.op == "call_module":
-                    scale = graph.get_attr(f"{scale.target}.gamma")
+                    scale = graph.get_attr(str(scale.target))
                 drop = branch_sum.drop
                 drop = None if drop is None else graph.get_attr(str(drop.target))
                 in_place = node.target in (operator.iadd, "add_")
                 arguments = (shortcut, branch, scale, drop, *([True] if in_place else []))
                 call = graph.call_function(add_branch, arguments)
-            replace(node, call)
+            replace([node], call)
             for call in gone:
                 graph.erase_node(call)
         for activation in self.calls:
@@ -416,17 +383,105 @@ class _Edit:
                 nodes = [new[n] for n in activation.match.nodes]
                 with graph.inserting_before(nodes[-1]):
                     call = activation.replacement(graph, lambda node: present(new[node]))
-                replace_all(nodes, call)
+                replace(nodes, call)
         return graph
 
+    def _fuse(
+        self,
+        site: Site,
+        level: int,
+        call: fx.Node,
+        graph: fx.Graph,
+        new: dict[fx.Node, fx.Node],
+        replace: Callable[[list[fx.Node], Any], None],
+    ) -> None:
+        """One call in the place of that of the norm, or of the part that ends with it, and of what
+        is done with the value in this forward."""
+        chain = [new[node] for node in _chain(call, site, self.trace)]
+        steps = [step for step in site.steps if step.trace is self.trace]
+        place = chain[0]
+        parameters: dict[str, Any] = {}
+        for step in steps:
+            node = new[_of_graph(step, call.graph)]
+            if step.kind == "add":
+                parameters["residual"] = node.args[1 - step.place]
+                if step.in_place:
+                    parameters["in_place"] = True
+                place = node if _moves(call, site, self.trace) else place
+        with graph.inserting_before(place):
+            for step in steps:
+                if step.kind == "add":
+                    continue
+                if step.is_call:
+                    parameters[step.kind] = graph.get_attr(str(_of_graph(step, call.graph).target))
+                else:
+                    assert step.module is not None
+                    parameters[step.kind] = _named(step.module)
+            target = graph.get_attr(str(call.target))
+            inner = level < site.last
+            if inner:
+                last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+                with graph.inserting_after(last):
+                    then: Any = graph.placeholder(THEN, default_value=None)
+            if level == 0:
+                if inner:
+                    parameters["then"] = then
+                if site.overwrites:
+                    parameters["overwrite_input"] = True
+                fused = graph.call_function(norm_then, (target, *chain[0].args), parameters)
+            else:
+                if not inner:
+                    then = graph.call_function(Then, (), parameters)
+                arguments = (target, then, *chain[0].args)
+                fused = graph.call_function(handed, arguments, dict(chain[0].kwargs))
+        replace(chain, fused)
 
-def _keyword(trace: Trace) -> str:
-    """The name of a rewritten forward's residual argument: none of the other arguments'."""
-    taken = {str(node.target) for node in trace.graphs[0].nodes if node.op == "placeholder"}
-    name = "residual"
-    while name in taken:
-        name = f"outer_{name}"
-    return name
+
+def _calls_of(site: Site, level: int, trace: Trace, graph: fx.Graph) -> list[fx.Node]:
+    """The calls in a graph of the norm, or of the part that it is the end of."""
+    calls = site.calls if level == 0 else [site.levels[level]]
+    return [node for owner, node in calls if owner is trace and node.graph is graph]
+
+
+def _of_graph(step: Step, graph: fx.Graph) -> fx.Node:
+    return next(node for node in step.nodes if node.graph is graph)
+
+
+def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
+    """The calls of a graph that become one: from that of the norm, or the part, to the last step."""
+    members = {
+        node: step
+        for step in site.steps
+        if step.trace is trace
+        for node in step.calls
+        if node.graph is call.graph
+    }
+    nodes, left = [call], set(members)
+    while left:
+        following = next(iter(nodes[-1].users))
+        step = members.get(following)
+        whole = step is not None and len(step.calls) > len(step.nodes)  # a formula, in any order
+        nodes += [n for n in members if members[n] is step] if whole else [following]
+        left.difference_update(nodes)
+    return nodes
+
+
+def _moves(call: fx.Node, site: Site, trace: Trace) -> bool:
+    """Whether the fused call has to wait for the other operand of the sum."""
+    order = {node: i for i, node in enumerate(call.graph.nodes)}
+    for step in site.steps:
+        if step.kind == "add" and step.trace is trace:
+            other = _of_graph(step, call.graph).args[1 - step.place]
+            return isinstance(other, fx.Node) and order[other] > order[call]
+    return False
+
+
+def _named(module: nn.Module) -> tuple[Any, ...]:
+    """Name and parameters of an activation that a function computes."""
+    activation = activation_of(module)
+    assert activation is not None
+    row = POINTWISE[activation.op]
+    return (row.name, *(activation.a, activation.b)[: len(row.parameters)])
 
 
 def _other(call: fx.Node, than: fx.Node | None) -> Any:
@@ -437,11 +492,3 @@ def _other(call: fx.Node, than: fx.Node | None) -> Any:
 def _erase(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     for node in reversed(nodes):
         graph.erase_node(node)
-
-
-def _chain(first: fx.Node, last: Any) -> list[fx.Node]:
-    """The calls from that of a norm to that of which the value is added."""
-    nodes = [first]
-    while nodes[-1] is not last:
-        nodes.append(next(iter(nodes[-1].users)))
-    return nodes

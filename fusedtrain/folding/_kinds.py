@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .._graph.forward import obstacle_of
-from .._graph.modules import CONVOLUTIONS, is_hooked
+from .._graph.hooks import is_hooked
+from .._graph.modules import CONVOLUTIONS
 from .._graph.records import record_of
 from .._torch_private import BatchNormBase
 

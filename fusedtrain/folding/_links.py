@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from .._graph.flow import AS_IT_IS, Flow, Mode, Trace, Value, input_of, trace
-from .._graph.modules import is_hooked
+from .._graph.hooks import is_hooked
 from ._kinds import conv_kind, is_norm
 
 BATCH_NORM_CALLS = (F.batch_norm, torch.batch_norm)
@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 def flow_of(model: nn.Module, modes: tuple[Mode, ...] = AS_IT_IS) -> Flow:
     """The flow of a model in the mode that it is in, or in another one."""
-    return Flow(model, _has_flow, converted=True, modes=modes, whole=True)
+    return Flow(model, _has_flow, modes=modes, whole=True)
 
 
 def _has_flow(module: nn.Module) -> bool:
