@@ -98,7 +98,7 @@ class Rewritten(Replacement):
         self.imports: dict[str, str] = state["imports"]
         self.guards: Guards = state["guards"]
         self.recomputes: bool = state["recomputes"]
-        self._own = type(state["module"]).forward
+        self._class_forward = type(state["module"]).forward
         self._warned = False
         self.function = self._compiled()
         code = self.function.__code__
@@ -132,8 +132,9 @@ class Rewritten(Replacement):
         """Whether the source may run now in the place of the forward of the class."""
         if is_fx_tracing():
             return False
+        module: Any = self._module()
         name = self.guards.changed()
-        if name is None and type(self._module()).forward is not self._own:
+        if name is None and type(module).forward is not self._class_forward:
             name = "`forward` of the class"
         if name is not None:
             self._warn(name)

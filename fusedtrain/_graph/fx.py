@@ -50,12 +50,12 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     called = None if proxy is None else _module_call(proxy.tracer, sys._getframe(2))
     if proxy is None or called is None:
         return handle_torch_function(function, tensors, *args, **kwargs)
-    module, path, arguments = called
+    path, arguments = called
     return proxy.tracer.create_proxy("call_module", path, arguments, {})
 
 
-def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[Any, ...]] | None:
-    """The module whose forward a frame is, its path and its arguments, where it is to be one call.
+def _module_call(tracer: Any, frame: FrameType) -> tuple[str, tuple[Any, ...]] | None:
+    """Path and arguments of the module whose forward a frame is, where it is to be one call.
 
     A subclass with a forward of its own is not: its super().forward() is but a part of it.
     """
@@ -69,7 +69,7 @@ def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[A
     path = path_of(tracer, module)
     if path is None or not tracer.is_leaf_module(_in_its_place(module), path):
         return None
-    return module, path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])
+    return path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])
 
 
 def _in_its_place(module: nn.Module) -> nn.Module:

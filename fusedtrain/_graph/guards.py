@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._torch_private import CALL_CODES
 from .hooks import all_are_hooked, is_hooked, is_untouched
 
 _MISSING: Any = object()
@@ -29,11 +30,8 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 # The code through which every call and read of a module goes: no question of the forward's.
 _MACHINERY = frozenset(
     function.__code__
-    for function in (
-        nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__, nn.Module._call_impl,
-        nn.Module._wrapped_call_impl,
-    )
-)  # fmt: skip
+    for function in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
+).union(CALL_CODES)
 Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, names it was asked for
 
 
@@ -41,6 +39,7 @@ Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, nam
 def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
     """Notes the attributes that Python code of this thread reads. `originals`: by the ids of their
     clones, which stand in for them."""
+    patched: Any = nn.Module
     thread, plain = threading.get_ident(), object.__getattribute__
     before = vars(nn.Module).get("__getattribute__")  # of a trace in this one
 
@@ -55,14 +54,14 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
             reads.setdefault(id(original), (original, set()))[1].add(name)
         return plain(module, name)
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    patched.__getattribute__ = read
     try:
         yield
     finally:
         if before is None:
-            del nn.Module.__getattribute__
+            del patched.__getattribute__
         else:
-            nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+            patched.__getattribute__ = before
 
 
 class Seen(NamedTuple):
@@ -306,7 +305,7 @@ class Guards:
         self.__init__(**state)  # type: ignore[misc]
 
     def changed(self) -> str | None:
-        """The attribute that is another one now than while the forward was traced; None if none is."""
+        """The attribute that is another one now than while the forward was traced, or None."""
         for look in (*self._looks, *self._still):
             name = look.changed()
             if name is not None:

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _torch
 
+from .._torch_private import GLOBAL_HOOKS
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PRE, _POST = _torch._global_forward_pre_hooks, _torch._global_forward_hooks
-_BACK, _PRE_BACK = _torch._global_backward_hooks, _torch._global_backward_pre_hooks
+_POST, _PRE, _BACK, _PRE_BACK = GLOBAL_HOOKS
 Enter = Callable[[nn.Module, Any], None]
 Leave = Callable[[nn.Module, Any, Any, Any], None]  # module, arguments, named ones, output
 
@@ -27,8 +28,7 @@ def all_are_hooked() -> bool:
     """Whether hooks run with the calls of all modules; observers do not count."""
     if not (_POST or _PRE or _BACK or _PRE_BACK):
         return False
-    tables: Any = (_POST, _PRE, _BACK, _PRE_BACK)
-    return any(type(hook) is not _Hook for table in tables for hook in table.values())
+    return any(type(hook) is not _Hook for table in GLOBAL_HOOKS for hook in table.values())
 
 
 def is_untouched(module: nn.Module, cls: type) -> bool:

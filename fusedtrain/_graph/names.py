@@ -105,19 +105,19 @@ def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
     """Globals that a module's forward may read, numbers, flags, strings and functions of the
     user's, also those of Python modules that it names: the name of the Python module, that of the
     global, and its value."""
-    found = {}
+    values = {}
     for function in _reached(module):
         names = _read(function.__code__)
         for name in names.globals & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 inside = names.others & vars(value).keys()
-                found.update({(value.__name__, other): vars(value)[other] for other in inside})
+                values.update({(value.__name__, other): vars(value)[other] for other in inside})
             else:
-                found[str(function.__globals__.get("__name__")), name] = value
+                values[str(function.__globals__.get("__name__")), name] = value
     return [
         (home, name, value)
-        for (home, name), value in found.items()
+        for (home, name), value in values.items()
         if type(value) in _PLAIN or isinstance(value, types.FunctionType)
         if home.partition(".")[0] not in ("torch", "fusedtrain")
     ]

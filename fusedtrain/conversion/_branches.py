@@ -49,14 +49,14 @@ class Branch:
 def add_branch(
     shortcut: Any,
     branch: Tensor,
-    scale: Tensor | nn.Module | None,
+    scale: Any,
     drop: nn.Module | None,
     in_place: bool = False,
 ) -> Tensor:
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
     and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
-    written over the branch. `drop` draws the numbers that it would draw; a module of layer scale
-    stands for its `gamma`."""
+    written over the branch. `drop` draws the numbers that it would draw. `scale` is None, a tensor,
+    or a module of layer scale, which stands for its `gamma`."""
     if isinstance(scale, nn.Module):
         scale = scale.gamma
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]

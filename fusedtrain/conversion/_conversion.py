@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
@@ -46,7 +46,9 @@ class Conversion:
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         # What an earlier conversion did to forwards and norms: all is found anew.
         self.earlier = {m: now for m in model.modules() if (now := rewritten_of(m)) is not None}
-        self.classes = {norm: assigned(norm) for norm in norms if record_of(norm) is not None}
+        self.classes: dict[nn.Module, tuple[type, dict[str, Any]]] = {
+            norm: assigned(norm) for norm in norms if record_of(norm) is not None
+        }
         self._take_earlier_back()
         self.undone: dict[int, str] = {}  # id of a module: why
         self.unfit: dict[int, str] = {}  # id of a norm: why
@@ -260,7 +262,7 @@ class Conversion:
             return [unit for unit in units if unit.trace.module not in done]
 
         for site in self.plan.sites:
-            before = self.classes.get(site.norm, (None,))[0] is type(site.norm)
+            before = site.norm in self.classes and self.classes[site.norm][0] is type(site.norm)
             if done.issuperset(site.owners) if site.owners else before:
                 report.already += 1
             else:
@@ -318,11 +320,12 @@ class Conversion:
 
 
 _Unit = TypeVar("_Unit", Product, Branch, Call)
+_Titled = TypeVar("_Titled", Product, Call)
 
 
-def _of_one_way(units: Iterable[_Unit]) -> Iterator[_Unit]:
+def _of_one_way(units: Iterable[_Titled]) -> Iterator[_Titled]:
     """Of a forward with several ways those of one way: the first that has most of a kind."""
-    groups: dict[tuple[int, str], dict[fx.Graph, list[_Unit]]] = {}
+    groups: dict[tuple[int, str], dict[fx.Graph, list[_Titled]]] = {}
     for unit in units:
         ways = groups.setdefault((id(unit.trace), unit.title), {})
         ways.setdefault(unit.node.graph, []).append(unit)

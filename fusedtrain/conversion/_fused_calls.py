@@ -17,8 +17,14 @@ from ..reference.pointwise import Pointwise
 THEN = "fusedtrain_then"  # the argument by which a rewritten forward is handed a `Then`
 _ABSENT: Any = object()
 _NOTHING = nn.Identity()
-_point = functools.lru_cache(pointwise)
 Act = nn.Module | tuple[Any, ...] | None  # a module, or name and parameters of a function
+
+
+@functools.lru_cache
+def _point(name: str, *parameters: float) -> Pointwise:
+    point = pointwise(name, *parameters)
+    assert point is not None
+    return point
 
 
 class Then(NamedTuple):
@@ -69,11 +75,12 @@ def norm_then(
     added = None if residual is _ABSENT else residual
     drop = _NOTHING if drop is None else drop
     if OBSERVERS:
-        return announced(  # type: ignore[no-any-return]
+        output: Tensor = announced(
             norm,
             (input,),
             lambda: norm_act(norm, input, added, drop, last, in_place, overwrite_input),
         )
+        return output
     return norm_act(norm, input, added, drop, last, in_place, overwrite_input)
 
 

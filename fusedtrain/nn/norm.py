@@ -143,8 +143,8 @@ class BatchNormActBase(BatchNormBase):
             recomputed_as_torch(self, input, output)
             return output
         state, children = self.__dict__, self.__dict__["_modules"]
-        drop = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
-        act = state["act"] if "act" in state else children.get("act", _IDENTITY)
+        drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
+        act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
         if _has(input) and isinstance(input, torch.fx.Proxy):
             return self._traced(input, residual)
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
@@ -219,7 +219,8 @@ def norm_act(
         odd = residual.is_complex() or not _fits_in(residual, input)
         if not odd and residual.dtype is not input.dtype:  # else a graph shows an idle cast
             residual = residual.to(input.dtype)
-    branch_scale, dropping = None, drop
+    branch_scale = None
+    dropping: nn.Module | None = drop
     if hands_on(drop) and type(drop) is nn.Identity:
         dropping = None
     elif is_stochastic_depth(drop):

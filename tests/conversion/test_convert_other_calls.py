@@ -184,8 +184,8 @@ def test_a_formula_as_a_gate_follows_its_module() -> None:
     assert not model(x).any()
     handle.remove()
     ints = torch.arange(-4, 4).reshape(1, 8)
+    model.mlp.a = model.mlp.b = nn.Identity()  # type: ignore[assignment]
     with pytest.warns(UserWarning, match=r"`a` of a Mlp.*revert"):
-        model.mlp.a = model.mlp.b = nn.Identity()  # type: ignore[assignment]
         model(ints)
     torch.testing.assert_close(model(ints), ints * NewGELUActivation()(ints))
     model.mlp.act = nn.SiLU()
