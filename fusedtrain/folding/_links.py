@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 def flow_of(model: nn.Module, modes: tuple[Mode, ...] = AS_IT_IS) -> Flow:
     """The flow of a model in the mode that it is in, or in another one."""
-    return Flow(model, _has_flow, converted=True, modes=modes, whole=True)
+    return Flow(model, _has_flow, modes=modes, whole=True)
 
 
 def _has_flow(module: nn.Module) -> bool:
@@ -175,7 +175,7 @@ class Links:
             return None
         if known is None:
             if id(module) not in self._others:
-                self._others[id(module)] = trace(module, True, self.flow.modes)
+                self._others[id(module)] = trace(module, modes=self.flow.modes)
             other = self._others[id(module)]
             known = other if isinstance(other, Trace) else None
         return None if known is None or known.partial or known.lists else known
