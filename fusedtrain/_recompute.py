@@ -24,6 +24,7 @@ from ._calls import traced
 from ._torch_private import (
     after_backward,
     backward_number,
+    disable_dynamo,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_allowed,
@@ -228,7 +229,14 @@ class _Use:
         return value if self._view is None else value.as_strided(*self._view)
 
 
+# Compiled autograd traces this hook; there, no backward has a number, and no value is kept.
+_take_outside_of_graphs = disable_dynamo(lambda packed: packed.take())
+
+
 def _unpack(packed: _Kept | _Use) -> Tensor:
+    if torch.compiler.is_compiling():
+        value: Tensor = _take_outside_of_graphs(packed)
+        return value
     return packed.take()
 
 
@@ -339,8 +347,8 @@ class recompute:
     Enter the context around the forward pass; backward may run inside or outside. The context is
     reusable and may be nested. It does nothing under torch.compile and torch.func transforms, or
     if other saved-tensor hooks are installed (torch.utils.checkpoint,
-    torch.autograd.graph.save_on_cpu). `fusedtrain.convert(model, memory="recompute")` enters it in
-    the model's forward.
+    torch.autograd.graph.save_on_cpu). Under compiled autograd each consumer recomputes for itself.
+    `fusedtrain.convert(model, memory="recompute")` enters the context in the model's forward.
 
     Backward raises RuntimeError, as in eager PyTorch, if a tensor that it needs has been modified
     in place; inputs of a recipe count as needed. Changes by way of `.data` go unnoticed, as

@@ -38,8 +38,9 @@ NormBase = nn.modules.batchnorm._NormBase
 DropoutBase = nn.modules.dropout._DropoutNd
 verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_size  # type: ignore[attr-defined]
 
-# Sees the operators that a call runs.
+# Sees the operators that a call runs; and how many of these modes follow this thread.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 # The iterators of DataLoader.
 DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter

@@ -199,7 +199,7 @@ def _of_graph(step: Step, graph: fx.Graph) -> fx.Node:
 
 
 def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
-    """The calls of a graph that become one: from that of the norm, or the part, to the last step."""
+    """The calls of a graph that become one: from the norm's, or the part's, to the last step."""
     members = {
         node: step
         for step in site.steps

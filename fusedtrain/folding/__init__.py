@@ -33,7 +33,7 @@ from ._report import Folded, FoldReport, list_scripted
 from ._rewrite import GraphTracer as GraphTracer, replace
 from ._sharing import Sharing
 from ._tune import TunedConv as TunedConv, TunedNorm as TunedNorm, tune_mode
-from ._verify import call, difference, ranks
+from ._verify import call, difference, ranks, stock_copy
 from ._writes import written_between
 
 # The classes are not public: pickles of folded and tuned models name them here.
@@ -76,8 +76,9 @@ def fold_conv_bn(
     layer whose output goes to this norm and nowhere else; or else into one that follows it, where
     that is exact: not if it is transposed or pads with zeros. What goes where is seen by torch.fx;
     the order in which modules were declared tells nothing. Calls of `F.batch_norm` count, too.
-    Shared, hooked and parametrized modules, subclasses with a forward of their own, norms in
-    training mode or without running statistics are left, with the reason in the report. A
+    Whatever `convert`, `tune_mode` and `drop_redundant_bias` did to the model is undone in the copy
+    that is folded. Shared, hooked and parametrized modules, subclasses with a forward of their own,
+    norms in training mode or without running statistics are left, with the reason in the report. A
     BatchNorm1d after Linear is folded only if its input is known to have two dimensions: by the
     example, or because `torch.flatten(x, 1)` comes before.
 
@@ -105,7 +106,8 @@ def fold_conv_bn(
     Raises:
         TypeError: `model` is not a module.
         ValueError: `tolerance` is negative, or `inplace` is asked for a scripted model.
-        RuntimeError: the outputs differ by more than the tolerance; nothing was changed.
+        RuntimeError: the outputs differ by more than the tolerance, or :func:`fusedtrain.revert`
+            cannot undo the conversion of the model; nothing was changed.
 
     >>> import fusedtrain, torch
     >>> conv, norm = torch.nn.Conv2d(3, 8, 3, bias=False), torch.nn.BatchNorm2d(8)
@@ -122,7 +124,7 @@ def fold_conv_bn(
     example = example_inputs if verify is None or verify is True or verify is False else verify
     expected, dims = (None, {}) if example is None else ranks(model, example)
 
-    folded = copy.deepcopy(model)
+    folded = stock_copy(model)
     report = FoldReport()
     with torch.no_grad():
         folded = _fold(folded, dims, report)

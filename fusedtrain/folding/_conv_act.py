@@ -1,13 +1,14 @@
 """Convolutions with the activation, and a residual addition before it, inside: for inference.
 
 The ops that do so are private ones of torch and take no part in autograd. Where they are missing or
-refuse a call, or something asks for gradients or traces, the same is computed in plain torch.
+refuse a call, or something asks for gradients, traces, counts operators or has replaced the
+functions of torch.nn.functional (FlopCounterMode, DeepSpeed's profiler), the same is computed in
+plain torch.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._calls import autocasts, traced
+from .._torch_private import dispatch_modes
 
 _PACKS = 2  # packed weights kept, by size of the input
 _REFUSALS = 64  # refused calls that a convolution remembers
@@ -33,23 +35,22 @@ Act.__module__ = "fusedtrain.folding"  # the name in pickles
 
 NO_ACT = Act("none")
 
-_PLAIN: dict[str, Callable[..., Tensor]] = {
-    "none": lambda x: x,
-    "relu": F.relu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "swish": F.silu,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "leaky_relu": F.leaky_relu,
-    "hardtanh": F.hardtanh,
-}
+_CONVS = (F.conv2d, F.conv3d)
+
+
+def is_watched() -> bool:
+    """Whether somebody watches which operators or functions run, and shall see those of torch."""
+    return dispatch_modes() > 0 or (F.conv2d, F.conv3d) != _CONVS
 
 
 def plain(act: Act, x: Tensor) -> Tensor:
+    if act.name == "none":
+        return x
     if act.name == "gelu":
         return F.gelu(x, approximate=act.algorithm)
-    return _PLAIN[act.name](x, *act.numbers)
+    name = "silu" if act.name == "swish" else act.name
+    output: Tensor = getattr(torch if name in ("sigmoid", "tanh") else F, name)(x, *act.numbers)
+    return output
 
 
 class _Mkldnn:
@@ -164,7 +165,7 @@ class _ConvAct:
     _refused: dict[tuple[Any, ...], None] | None = None
 
     def forward(self: Any, input: Tensor, other: Tensor | None = None) -> Tensor:
-        if traced() or not self._takes(input, other):
+        if traced() or is_watched() or not self._takes(input, other):
             return self._plain(input, other)
         kind = _kind_of(input, self.weight, other)
         if self._refused is not None and kind in self._refused:

@@ -10,12 +10,6 @@ from torch.nn import functional as F
 from .._graph.forward import Replacement
 from ._kinds import is_transposed, spatial
 
-_TRANSPOSED: dict[int, Any] = {
-    1: F.conv_transpose1d,
-    2: F.conv_transpose2d,
-    3: F.conv_transpose3d,
-}
-
 
 class Convolving(Replacement):
     """What stands for the forward of `conv`, which `norm` follows."""
@@ -42,7 +36,7 @@ class Convolving(Replacement):
         padding = conv._output_padding(
             input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
         )
-        output = _TRANSPOSED[dims](
+        output = getattr(F, f"conv_transpose{dims}d")(
             input, weight, bias, conv.stride, conv.padding, padding, conv.groups, conv.dilation
         )
         return output

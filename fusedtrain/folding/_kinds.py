@@ -11,7 +11,6 @@ from torch.nn.utils import parametrize
 from .._graph.forward import obstacle_of
 from .._graph.hooks import is_hooked
 from .._graph.modules import CONVOLUTIONS
-from .._graph.records import record_of
 from .._torch_private import BatchNormBase
 
 # Who wrote the forward of a norm that is one in eval mode: gamma (x - mean) / sqrt(var + eps) +
@@ -114,8 +113,6 @@ class Statistics(NamedTuple):
 
 def norm_obstacle(norm: nn.Module, statistics: bool = True) -> str:
     """Why a norm, even in eval mode, is not known to be multiplication and addition."""
-    if record_of(norm) is not None:
-        return "it was converted, and does what follows it too: fusedtrain.revert first"
     if _norm_kind(norm) is None:
         return f"a {type(norm).__name__} has a forward of its own"
     if reason := _general_obstacle(norm):

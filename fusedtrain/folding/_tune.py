@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._graph.forward import Replacement, install, replacement_of
+from .._graph.forward import Replacement, install, is_changed, replacement_of
 from .._graph.report import Left
 from ..ops.fold import fold_weight
 from ._forward import Convolving
@@ -26,6 +26,7 @@ from ._links import Link, Links, flow_of
 from ._report import Folded, FoldReport, list_scripted
 from ._sharing import Sharing
 
+_CONVERTED = "fusedtrain.convert has changed it, or a module around it: fusedtrain.revert first"
 _TUNED = "fusedtrain.tune_mode has changed its forward: tune_mode(model, False) first"
 
 
@@ -167,8 +168,10 @@ def pairs(
     views = [Links(flow_of(model, ((training, training, None),))) for training in (True, False)]
     first, links = views[0].flow, []
     sharing = Sharing(model, [view.flow for view in views])
+    # A converted forward may do the work of any module inside of it.
+    converted = {id(part) for m in model.modules() if is_changed(m) for part in m.modules()}
     for norm in views[0].norms():
-        link = _pair(views, norm, statistics)
+        link = _CONVERTED if id(norm) in converted else _pair(views, norm, statistics)
         if isinstance(link, Link):
             link = sharing.called(link) or shared(sharing, link) or link
         name, kind = first.name(norm), type(norm).__name__

@@ -36,10 +36,19 @@ def call(model: nn.Module, example: Any) -> Any:
         return model(*arguments, **named)
 
 
-def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
-    """The output of a copy of the model, and by name of a module the dimensions of its inputs."""
-    dims: dict[str, set[int]] = {}
+def stock_copy(model: nn.Module) -> nn.Module:
+    """A copy without what convert, tune_mode and drop_redundant_bias did to the model."""
+    from .. import revert  # on first use: it imports `conversion`, and undoes what is done here
+
     duplicate = copy.deepcopy(model)
+    revert(duplicate)
+    return duplicate
+
+
+def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
+    """The output of a stock copy, and by name of a module the dimensions of its inputs."""
+    dims: dict[str, set[int]] = {}
+    duplicate = stock_copy(model)
     for name, module in duplicate.named_modules():
 
         def note(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
@@ -47,8 +56,7 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
                 dims.setdefault(name, set()).add(inputs[0].dim())
 
         if not is_scripted(module):
-            # The class's own method: those of absorbed modules warn.
-            type(module).register_forward_pre_hook(module, note)
+            module.register_forward_pre_hook(note)
     return call(duplicate, example), dims
 
 

@@ -175,7 +175,7 @@ def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
 
 @pytest.mark.parametrize("exporter", but_long(["torchscript", "dynamo"], "dynamo"))
 def test_resnet50(exporter: str) -> None:
-    """Of full width, converted, reverted and folded, at another batch than the exporter's."""
+    """Of full width, converted and folded, at another batch than the exporter's."""
     torchvision()
     from torchvision.models import resnet50
 
@@ -185,7 +185,6 @@ def test_resnet50(exporter: str) -> None:
     with torch.no_grad():
         stock = model(x)
     assert len(fusedtrain.convert(model).norms) == 49  # but those of shortcuts
-    fusedtrain.revert(model)
     model, report = fusedtrain.fold_conv_bn(model)
     assert len(report.folded) == 53
     exported = export(model, (x[:1],), exporter)

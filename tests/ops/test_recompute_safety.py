@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +103,23 @@ def test_transforms_and_compile_see_plain_operators() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     with fusedtrain.recompute():
         torch.testing.assert_close(compiled(x), want)
+
+
+def test_compiled_autograd() -> None:
+    """It compiled the hook that unpacks, whose callback torch refuses there: AssertionError."""
+    model = nn.Sequential(BatchNormAct2d(2), nn.Conv2d(2, 2, 1))
+    gradients, x = [], torch.randn(2, 2, 3, 3)
+    for compiled in (False, True):
+        loss = recomputed(model, x).square().sum()
+        with compiled_autograd._enable(eager_graph) if compiled else nullcontext():
+            loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(*gradients)
+
+
+def eager_graph(graph: nn.Module) -> Any:
+    return torch.compile(graph, backend="eager")
 
 
 def test_nested_and_reused() -> None:
