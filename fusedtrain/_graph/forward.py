@@ -83,9 +83,7 @@ class Rewritten(Replacement):
         # Copies of a GraphModule are made from its graph, and would leave a copy of this behind.
         module = self._module()
         return (
-            (_OfGraph, ())
-            if isinstance(module, fx.GraphModule)
-            else super().__reduce_ex__(protocol)
+            (OfGraph, ()) if isinstance(module, fx.GraphModule) else super().__reduce_ex__(protocol)
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,9 +158,10 @@ class Rewritten(Replacement):
         return replica
 
 
-class _OfGraph:
+class OfGraph:
     """In the place of what a GraphModule had in its `__dict__`, of which no copy takes notice."""
 
+    __module__ = "fusedtrain.conversion"  # the name in pickles
     forward = _replicate_for_data_parallel = None
 
 

@@ -120,20 +120,20 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
     yield Seen("absent", name) if static is _MISSING else Seen("class", name)
 
 
-class _Contents(NamedTuple):
+class Contents(NamedTuple):
     """In the place of a container or an object: its numbers count, which may change in place."""
 
     contents: Any
 
 
-class _Same:
+class Same:
     """In the place of an object whose identity counts."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.item is self.item
+        return isinstance(other, Same) and other.item is self.item
 
     def __hash__(self) -> int:
         return id(self.item)
@@ -148,7 +148,7 @@ def _has_contents(value: Any) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    return _Contents(_contents(value)) if _has_contents(value) else value
+    return Contents(_contents(value)) if _has_contents(value) else value
 
 
 def _contents(value: Any, depth: int = 3) -> Any:
@@ -156,14 +156,14 @@ def _contents(value: Any, depth: int = 3) -> Any:
     if type(value) in _NUMBERS:
         return value
     if depth == 0 or not _has_contents(value):
-        return _Same(value)
+        return Same(value)
     if isinstance(value, (list, tuple, deque)):
         return [type(value), *(_contents(item, depth - 1) for item in value)]
     if isinstance(value, (set, frozenset)):
         return {_contents(item, 0) for item in value}
     if isinstance(value, dict):
         return {_contents(k, 0): _contents(item, depth - 1) for k, item in value.items()}
-    return _Same(value), _contents(vars(value), depth - 1)
+    return Same(value), _contents(vars(value), depth - 1)
 
 
 class _Look:
@@ -214,7 +214,7 @@ class _Look:
                     return name
         for name, value in self.values:
             now = state.get(name, _MISSING)
-            if type(value) is _Contents:
+            if type(value) is Contents:
                 if now is _MISSING or _contents(now) != value.contents:
                     return name
             elif now is not value and (
@@ -243,7 +243,7 @@ def _nothing() -> None:
     return None
 
 
-class _Gone:
+class Gone:
     """In the place of a child that is no more."""
 
 
@@ -266,7 +266,7 @@ def _reference(module: Any) -> Callable[[], Any]:
 
 def _alive(ref: Callable[[], Any]) -> Any:
     module = ref()
-    return _Gone() if module is None and ref is not _nothing else module
+    return Gone() if module is None and ref is not _nothing else module
 
 
 class Guards:
@@ -326,3 +326,7 @@ class Guards:
         if all_are_hooked():
             return False
         return not any(is_hooked(module) for look in self._still if (module := look.module()))
+
+
+for _class in (Guards, Seen, Contents, Same, Gone):
+    _class.__module__ = "fusedtrain.conversion"  # the name in pickles

@@ -1,7 +1,7 @@
 """Swap the activations and max pooling of a model for the fused ones, in place, and swap them back.
 
-A module is converted by giving the very same object another class. So its hooks, parameters, flags
-and names, and whoever else refers to it, need no copying: they are never touched.
+A module is converted by giving the very same object another class, or another forward. So its
+hooks, parameters, flags and names, and whoever else refers to it, need no copying.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from torch.nn.utils import parametrize
 from .. import nn as fused_nn
 from .._graph.compiled import original_of, without_compiled_code
 from .._graph.forward import (
+    OfGraph as OfGraph,
     Rewritten as Rewritten,
     has_foreign_forward,
     is_changed,
     restore,
+)
+from .._graph.guards import (
+    Contents as Contents,
+    Gone as Gone,
+    Guards as Guards,
+    Same as Same,
+    Seen as Seen,
 )
 from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
@@ -28,8 +36,8 @@ from .._graph.records import Found, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
 
-# Record, Rewritten and what __getattr__ finds are not public: pickles of converted models
-# look for them here.
+# Record, Rewritten, Guards with its rows, and what __getattr__ finds are not public: pickles of
+# converted models look for them here.
 __all__ = ["ConversionReport", "convert", "revert"]
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
@@ -94,85 +102,49 @@ def convert(
     verify: bool = True,
     dry_run: bool = False,
 ) -> ConversionReport:
-    """Give the activations, batch norms and max pooling of `model` their fused classes, in place,
-    and report it.
+    """Fuse what a model computes, in place, and report it: activations, batch norm with what
+    follows it, products with a gate, residual branches, max pooling.
 
-    An activation is converted if its type is exactly an activation class of torch.nn or timm, or if
-    its forward is one activation and it has nothing else (the classes of transformers.activations,
-    a Swish of your own); max pooling if it is exactly torch.nn.MaxPool2d. So are the calls of
-    activations in forwards, `F.gelu(x)` and `x.tanh()`, and formulas, `x * x.sigmoid()`, `F.relu6(x
-    + 3) / 6 * x`, in any order (docs/convert.md lists these). A batch norm is converted if its type
-    is exactly that of torch.nn or timm's BatchNormAct2d, and all that is done with its output is
-    stochastic depth, the addition of another tensor, and an activation (a module or a call such as
-    `F.relu(x)`), each of which may be missing: these become part of it. A product of which one
-    factor comes straight from an activation (a gated linear unit, `silu(gate(x)) * up(x)`, the gate
-    of squeeze-and-excitation) becomes one op, too, as does the sum of a residual branch with its
-    layer scale and stochastic depth. An activation on its own that gains neither time nor memory
-    stays torch's: ReLU, and LeakyReLU in place. That is read off the dataflow
-    (torch.fx) of each module's forward. Where only a forward can drop a sum or a call, that one
-    module gets another `forward`;
-    no module, name, parameter, hook or key of the state_dict changes. What stays as it is, is in
-    the report with the reason. Call it before `torch.compile`: of a compiled model it converts what
-    that wraps, which compiles anew at the next call. Converting again changes nothing;
-    :func:`revert` undoes it, and is due before the structure of a converted model is changed.
+    The dataflow (torch.fx) of each module's forward says what can be one op. A forward that calls
+    several modules or functions which become one gets another source, kept in the module; the
+    modules that it calls stay what they are for everybody else: hooks, slices, replaced parts and
+    torch.compile see the stock model (docs/convert.md). An activation on its own gets a subclass of
+    its class with the same numbers. No name, parameter or key of the state dict changes. Converting
+    again finds everything anew; :func:`revert` undoes it.
 
-    With `example_inputs` (a tensor, a tuple of arguments, a dict of named ones; the shape of one
-    tensor, whose normal random numbers have the dtype and device of the first floating-point
-    parameter; or a function without arguments that returns one of these and may draw random
-    numbers: the states of generators stay) the model runs forward and backward on it before and
-    after, in its mode of training and with the same random numbers, and the report tells the bytes
-    saved for backward and the largest differences. Allowed is 32 times what the stock model shows
-    when its layers' outputs are off by rounding (at least 32 units in the last place of the dtype);
-    where that says little, the two run in float64, too. A swap that differs by more is undone.
-    Gradients, buffers and random number generators stay. The report says so where there was nothing
-    to compare: in inference mode no parameter has a gradient.
+    With `example_inputs` the model runs forward and backward on it before and after, and a swap
+    that changes more than rounding is undone: 32 times what the stock model shows when its layers'
+    outputs are off by one unit in the last place. Gradients, buffers and random generators stay.
 
-    `verify=False` leaves the comparison out, for models that are too large to run twice;
-    `dry_run=True` returns the report and leaves the model as it is.
+    A converted activation may keep its output for backward where torch keeps its input. A model
+    that modifies that output in place, `y = act(x); y += z`, raises torch's error then: exclude
+    that module, or write `y = y + z`.
 
-    A new forward has the numbers of its module as they are now: when one of them is changed later,
-    the next call raises RuntimeError.
+    Args:
+        model: in its mode of training, on its device; before torch.compile.
+        example_inputs: a tensor, a tuple of arguments, a dict of named ones, the shape of one
+            tensor (normal random numbers in the dtype of the first floating-point parameter), or
+            a function without arguments that returns one of these.
+        exclude: module names (as in `named_modules`) and types (by isinstance): these stay, with
+            all that is in them.
+        memory: "store" keeps outputs that backward needs; "recompute" computes them again, bit for
+            bit (:class:`fusedtrain.recompute`); "inplace" lets the output of a norm that LeakyReLU
+            or nothing follows take the place of its input, where a convolution or a linear layer
+            made that for it alone; "q8" keeps the derivatives of GELU, SiLU, Mish, QuickGELU and
+            Hardswish on their own in 8 bits, an approximation that the comparison leaves out.
+        verify: False does not run the example, for models that are too large to run twice.
+        dry_run: True returns the report and leaves the model as it is.
 
-    One thing a converted model may not do: modify the output of an activation in place,
-    `y = act(x); y += z`, where backward needs that output (see fusedtrain.functional): torch raises
-    RuntimeError then, naming the function. Exclude that module, or write `y = y + z`.
+    Returns:
+        a :class:`ConversionReport`: what changed, what was left and why, bytes and errors.
 
-    And one that calls its modules where torch.fx does not see it: an activation that has become
-    part of a norm or a product hands on its input, to whoever calls it. Calls in the forwards of
-    the model are seen, also in those that cannot be traced; a call from outside of the model in
-    another method than forward is not. `example_inputs` shows the difference; exclude that module
-    then.
-
-    To torch.fx (feature extraction of torchvision and timm, FX quantisation) a converted model
-    shows the forwards of its classes: a graph has the values of the unconverted model under their
-    names, at a norm its output before the activation. Fused activations, pooling and timm's norms
-    with an activation stay fused in the graph; what else norms, products and sums have taken over
-    is computed apart there. Where that matters, make the graph first and convert it.
-    :func:`revert` leaves graphs that were made before without what they call: make them anew.
-
-    `exclude` lists module names (as in `named_modules`) and module types (matched by isinstance):
-    these stay as they are, with all that is in them.
-
-    `memory` says what becomes of outputs that backward needs: "store" keeps them; "recompute" lets
-    the forward of `model` run within :class:`fusedtrain.recompute`, so that they are computed again
-    in backward, bit for bit the same as with "store";
-    "inplace" lets the output of norms that LeakyReLU or nothing follows take the place of their
-    input, where a convolution or a linear layer made that for them alone, and backward computes it
-    from the output (how exactly, `overwrite_input` of fusedtrain.functional.batch_norm_act tells);
-    what reads the input where torch.fx does not see it, such as a hook that is put on either layer
-    later, reads the output then; "q8" keeps the derivatives
-    of GELU, SiLU, Mish, QuickGELU and Hardswish in 8 bits, not their inputs (those that are part of
-    a norm or a product excepted, which need these anyway). That is an approximation, which
-    fusedtrain.functional states and the comparison with `example_inputs` leaves out. Converting
-    again with another one changes that.
-
-    Returns a :class:`ConversionReport`. Raises TypeError if `model` is not a module,
-    `example_inputs` of another type or `exclude` lists something else than names and types,
-    ValueError if no module has such a name, `memory` is none of these, `example_inputs` are several
-    shapes or a shape for a model that begins with an embedding, or "recompute" meets a model whose
-    own forward is patched, compiled or scripted, RuntimeError if swaps that are
-    right one by one are wrong together, and what the model raises for the example; nothing is
-    changed then.
+    Raises:
+        TypeError: `model` is no module, `example_inputs` or an item of `exclude` of another type.
+        ValueError: an unknown name in `exclude`, another `memory`, several shapes, a shape for a
+            model that begins with an embedding, or "recompute" for a model whose own forward is
+            patched, compiled or scripted.
+        RuntimeError: swaps that are right one by one are wrong together. And what the model raises
+            for the example. Nothing is changed then.
 
     >>> import fusedtrain, torch
     >>> norm, act = torch.nn.BatchNorm2d(4), torch.nn.SiLU()
@@ -190,7 +162,8 @@ def convert(
     _check_module(model)
     if memory not in MEMORY:
         raise ValueError(f"memory: must be one of {', '.join(map(repr, MEMORY))}, not {memory!r}")
-    if memory == "recompute" and has_foreign_forward(model):
+    compiled = vars(model).get("_compiled_call_impl") is not None  # by `model.compile()`
+    if memory == "recompute" and (compiled or has_foreign_forward(model)):
         raise ValueError(
             f"memory: the forward of this {type(model).__name__} is not that of its class (it is "
             "patched, compiled or scripted), and cannot be replaced; convert the model before that "
@@ -215,7 +188,7 @@ def convert(
 
 
 def revert(model: torch.nn.Module) -> int:
-    """Undo :func:`convert` in place: every converted module gets its class and attributes back.
+    """Undo :func:`convert` in place: every converted module gets its class and forward back.
 
     Also undoes :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias`; each pair
     of a convolution and a norm counts as one module.
