@@ -85,6 +85,16 @@ is_fx_tracing: Callable[[], bool] = _symbolic_trace.is_fx_symbolic_tracing
 CHECKS = (torch._assert, _symbolic_trace._assert_is_none)
 
 
+_modules = nn.modules.module
+# Hooks of all modules: forward, forward pre, backward, backward pre.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
+    _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
+)  # fmt: skip
+# The code through which every call of a module goes.
+CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+
+
 def transformed() -> bool:
     """Whether a functorch transform, forward-mode AD or torch.jit.trace follows the call."""
     return bool(
@@ -92,11 +102,6 @@ def transformed() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
-
-
-def has_global_forward_hooks() -> bool:
-    """Whether torch.nn.modules.module.register_module_forward_hook has registered a hook."""
-    return bool(nn.modules.module._global_forward_hooks)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
 from ._graph.compiled import original_of, without_compiled_code
 from ._graph.example import address_of, arguments_of, example_for
+from ._graph.hooks import observing
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
 from ._recompute import Recipe, observed
@@ -282,7 +282,7 @@ def _following(model: nn.Module) -> Iterator[Any]:
     def enter(module: nn.Module, _: Any) -> None:
         running.append(module)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, _: Any, output: Any) -> None:
         if running[-1] is module:
             running.pop()
         before = {address_of(t) for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
@@ -294,12 +294,5 @@ def _following(model: nn.Module) -> Iterator[Any]:
                 makers.setdefault(address_of(leaf), label(running[-1] if handed_on else module))
                 alive.append(leaf.detach())
 
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
+    with observing(enter, leave):
         yield makers, lambda: label(running[-1])
-    finally:
-        for handle in handles:
-            handle.remove()

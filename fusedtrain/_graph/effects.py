@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 
 from .._torch_private import NormBase, OpOverload, OpOverloadPacket, has_kernel_for
 from .flow import Flow, Trace, trace
-from .forward import passes_on
-from .modules import STOCHASTIC_DEPTH, attribute_of, is_hooked, package_and_name
+from .hooks import is_hooked
+from .modules import STOCHASTIC_DEPTH, attribute_of, package_and_name
 from .tracer import IN_PLACE
 
 Place = tuple[str, Any]  # ("call", node), ("argument", placeholder) or ("storage", number)
@@ -171,13 +171,9 @@ class Effects:
     def _summarise(self, module: nn.Module) -> _Summary | None:
         if is_hooked(module):
             return None
-        if passes_on(module):
-            return _Summary(returned={0, "input"})
         if "forward" not in vars(module) and _is_familiar(module):
             return _familiar(module)
-        traced = self.flow.trace_of(module) or trace(module, self.flow.converted, self.flow.modes)
-        if isinstance(traced, str):
-            traced = trace(module, True, self.flow.modes)  # one that convert has rewritten
+        traced = self.flow.trace_of(module) or trace(module, self.flow.modes)
         return None if isinstance(traced, str) else self._summary_of(traced)
 
     def _summary_of(self, owner: Trace) -> _Summary:

@@ -11,6 +11,7 @@ import copy
 import dis
 import functools
 import operator
+import threading
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .forward import rewritten_of
+from .forward import has_foreign_forward
+from .guards import Reads, reading
 from .modules import is_container, is_scripted
 from .optional import asks_results, looks_at, optional_of, trials
 from .report import shown
@@ -41,6 +43,7 @@ from .tracer import (
     same_generators,
 )
 
+_one_at_a_time = threading.RLock()  # a trace changes nn.Module for its time
 _MOST_WAYS = 16
 _ASKED = "what its forward does depends on its input"
 _TRACING = ("torch.fx", "fusedtrain")
@@ -76,6 +79,7 @@ class Trace:
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
+    reads: Reads = field(default_factory=dict)  # what it looked at, on every way
     _sources: dict[str, fx.Graph] = field(default_factory=dict)
 
     def add(self, graph: fx.Graph, tracer: Tracer) -> fx.Graph:
@@ -88,6 +92,8 @@ class Trace:
         asked = _ASKED if tracer.choices.made else ""
         self.inexact = self.inexact or tracer.guessed or asked
         self.lists = self.lists or tracer.lists
+        for key, (module, names) in tracer.reads.items():
+            self.reads.setdefault(key, (module, set()))[1].update(names)
         self.bypassed |= {id(self.module.get_submodule(name)) for name in tracer.bypassed}
         return same
 
@@ -116,8 +122,9 @@ class Trace:
 Value = tuple[Trace, fx.Node]  # in a graph of the trace
 
 
-def _clone(root: nn.Module) -> nn.Module:
-    """The module, whose forward may store in it what it likes: tensors are shared, no more."""
+def _clone(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """The module, whose forward may store in it what it likes: tensors are shared, no more. And the
+    modules by the ids of their clones."""
     clones = {id(m): m if is_scripted(m) else object.__new__(type(m)) for m in root.modules()}
 
     def copied(value: Any) -> Any:
@@ -144,7 +151,8 @@ def _clone(root: nn.Module) -> nn.Module:
         clone = clones[id(module)]
         if clone is not module:
             vars(clone).update((key, copied(value)) for key, value in vars(module).items())
-    return clones[id(root)]
+    originals = {id(clones[id(module)]): module for module in root.modules()}
+    return clones[id(root)], originals
 
 
 def _stored(root: nn.Module) -> list[Any]:
@@ -161,41 +169,31 @@ def _stored(root: nn.Module) -> list[Any]:
     return [[(key, identity(v)) for key, v in vars(m).items()] for m in root.modules()]
 
 
-def _forward_of(module: nn.Module, converted: bool) -> Any:
-    rewritten = rewritten_of(module) if converted else None
-    if rewritten is None or not rewritten.source:
-        return type(module).forward
-    return rewritten._function
-
-
 @collector_paused()
 def _trace_once(
     module: nn.Module,
     choices: Choices,
     mode: Mode,
     defaults: dict[str, Any],
-    converted: bool = False,
 ) -> tuple[fx.Graph, Tracer]:
     """One way through a forward, and the tracer, which knows what makes it one of several."""
     root_training, children, gradients = mode
-    clone, tracer, watch = _clone(module), Tracer(choices), Watch()
-    forward, cls = _forward_of(module, converted), type(module)
-    if forward is not cls.forward:
-        clone.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    (clone, originals), tracer, watch = _clone(module), Tracer(choices), Watch()
+    forward = type(module).forward
     for part in clone.modules():
         if not is_scripted(part):
             training = root_training if part is clone else children
             if training is not None:
                 vars(part)["training"] = training
-            if part is not clone and "forward" not in vars(part):
+            if part is not clone and not has_foreign_forward(part):
                 vars(part)["forward"] = functools.partial(bypass, tracer, part)
     states, stored = random_states(), _stored(clone)
     gradients = torch.is_grad_enabled() if gradients is None else gradients
-    with same_generators(), torch.set_grad_enabled(gradients):
+    with _one_at_a_time, same_generators(), torch.set_grad_enabled(gradients):
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            with noting_mode(tracer, clone):
+            with noting_mode(tracer, clone), reading(tracer.reads, originals):
                 graph = tracer.trace(clone, defaults or None)
         tracer.mark_kept()
         drawn = random_states() != states
@@ -208,15 +206,12 @@ def _trace_once(
     return graph, tracer
 
 
-def trace(
-    module: nn.Module, converted: bool = False, modes: tuple[Mode, ...] = ALL_MODES
-) -> Trace | str:
-    """All graphs of a forward in these modes, or why there is none. `converted`: of the forward
-    that convert gave the module."""
+def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str:
+    """All graphs of the forward of a module's class in these modes, or why there is none."""
     if is_scripted(module):
         return "it is scripted"
-    forward = _forward_of(module, converted)
-    if "forward" in vars(module) and forward is type(module).forward:
+    forward = type(module).forward
+    if has_foreign_forward(module):
         return "its forward is patched"
     if not isinstance(forward, types.FunctionType):
         return "its forward is no function"
@@ -225,7 +220,7 @@ def trace(
             result = Trace(module)
             result.add(*_trace_once(module, Choices(), modes[0], {}))
             return result
-        return _trace_all(module, optional_of(forward), converted, modes)
+        return _trace_all(module, optional_of(forward), modes)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -248,11 +243,11 @@ class _Modes:
 
 
 def _trace_all(
-    module: nn.Module, optional: dict[str, Any] | None, converted: bool, modes: tuple[Mode, ...]
+    module: nn.Module, optional: dict[str, Any] | None, modes: tuple[Mode, ...]
 ) -> Trace:
     result, error = Trace(module), None
     plain: dict[Mode, tuple[fx.Graph, Tracer]] = {}  # the first way of a mode
-    if _is_indifferent(module, optional, converted, modes, plain):
+    if _is_indifferent(module, optional, modes, plain):
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
@@ -272,9 +267,7 @@ def _trace_all(
                 choices = Choices(pending.pop())
                 try:
                     again = plain.pop(mode, None) if not (choices.forced or defaults) else None
-                    traced, tracer = again or _trace_once(
-                        module, choices, mode, defaults, converted
-                    )
+                    traced, tracer = again or _trace_once(module, choices, mode, defaults)
                     choices = tracer.choices
                     graph = result.add(traced, tracer)
                     by_mode.setdefault(mode[0], []).append(graph)
@@ -294,7 +287,7 @@ def _trace_all(
         chosen.asked |= any(w != ways[0] for w in ways)
     if not result.graphs and error is not None:
         raise error
-    code = getattr(_forward_of(module, converted), "__code__", None)
+    code = getattr(type(module).forward, "__code__", None)
     prints = code is not None and "print" in code.co_names
     if prints:
         result.inexact = result.inexact or "its forward prints"
@@ -326,7 +319,6 @@ def _is_refusal(error: Exception) -> bool:
 def _is_indifferent(
     module: nn.Module,
     optional: dict[str, Any] | None,
-    converted: bool,
     modes: tuple[Mode, ...],
     plain: dict[Mode, tuple[fx.Graph, Tracer]],
 ) -> bool:
@@ -336,7 +328,7 @@ def _is_indifferent(
     chosen = _Modes(modes)
     for mode in chosen:
         try:
-            graph, tracer = plain[mode] = _trace_once(module, Choices(), mode, {}, converted)
+            graph, tracer = plain[mode] = _trace_once(module, Choices(), mode, {})
         except Exception:
             return False
         chosen.asked |= tracer.asks_mode
@@ -344,7 +336,7 @@ def _is_indifferent(
             return False
         for number, values in enumerate(trials(optional)):
             try:
-                traced, tracer = _trace_once(module, Choices(), mode, values, converted)
+                traced, tracer = _trace_once(module, Choices(), mode, values)
             except Exception:
                 chosen.asked = True
                 if number == 0:
@@ -387,13 +379,12 @@ def _near(module: nn.Module) -> Iterator[nn.Module]:
 class Flow:
     """The traces of those forwards of a model that `may_call` names.
 
-    `converted`: of forwards that convert has rewritten as they are now. `whole`: a forward with
+    `whole`: a forward with
     ways that are not known counts as one that cannot be traced.
     """
 
     model: nn.Module
     may_call: Callable[[nn.Module], bool]
-    converted: bool = False
     modes: tuple[Mode, ...] = ALL_MODES
     whole: bool = False
     failed: dict[int, str] = field(default_factory=dict)  # id of a module: why it has no trace
@@ -417,7 +408,7 @@ class Flow:
                 self._add(module)
 
     def _add(self, module: nn.Module) -> None:
-        result = trace(module, self.converted, self.modes)
+        result = trace(module, self.modes)
         if isinstance(result, Trace) and self.whole and (result.partial or result.lists):
             result = result.inexact
         if isinstance(result, str):

@@ -17,8 +17,7 @@ from torch import fx, nn
 from torch.overrides import handle_torch_function
 
 from .._torch_private import BatchNormBase
-from .forward import passes_on
-from .modules import is_hooked
+from .hooks import is_hooked
 from .records import record_of
 
 _NN = "fusedtrain.nn."
@@ -33,7 +32,7 @@ def path_of(tracer: Any, module: nn.Module) -> str | None:
         return None
     if is_hooked(module):
         return None
-    if "forward" in vars(module) and not passes_on(module):
+    if "forward" in vars(module):
         return None
     try:
         return tracer.path_of_module(module)
@@ -51,18 +50,12 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     called = None if proxy is None else _module_call(proxy.tracer, sys._getframe(2))
     if proxy is None or called is None:
         return handle_torch_function(function, tensors, *args, **kwargs)
-    module, path, arguments = called
-    call = proxy.tracer.create_proxy("call_module", path, arguments, {})
-    if passes_on(module):
-        # Under the name of the module, but not by its forward, which hands on its input.
-        node: Any = call.node
-        node.op, node.target = "call_function", function
-        node.args, node.kwargs = proxy.tracer.create_arg(args), proxy.tracer.create_arg(kwargs)
-    return call
+    path, arguments = called
+    return proxy.tracer.create_proxy("call_module", path, arguments, {})
 
 
-def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[Any, ...]] | None:
-    """The module whose forward a frame is, its path and its arguments, where it is to be one call.
+def _module_call(tracer: Any, frame: FrameType) -> tuple[str, tuple[Any, ...]] | None:
+    """Path and arguments of the module whose forward a frame is, where it is to be one call.
 
     A subclass with a forward of its own is not: its super().forward() is but a part of it.
     """
@@ -76,7 +69,7 @@ def _module_call(tracer: Any, frame: FrameType) -> tuple[nn.Module, str, tuple[A
     path = path_of(tracer, module)
     if path is None or not tracer.is_leaf_module(_in_its_place(module), path):
         return None
-    return module, path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])
+    return path, tuple(names[name] for name in code.co_varnames[1 : code.co_argcount])
 
 
 def _in_its_place(module: nn.Module) -> nn.Module:

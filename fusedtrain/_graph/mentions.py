@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .unseen_calls import _add, _Names, _outside, _read
+from .names import _add, _Names, _outside, _read
 
 _read_once = functools.cache(_read)
 

@@ -1,4 +1,4 @@
-"""What a module is to those who rewrite models: its hooks, its package, stochastic depth."""
+"""What a module is to those who rewrite models: its package, stochastic depth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONVOLUTIONS = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -20,11 +19,6 @@ STOCHASTIC_DEPTH = {
     ("timm", "DropPath"): "drop_prob",
     ("torchvision", "StochasticDepth"): "p",
 }
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks run with its calls. A scripted module has no such tables."""
-    return any(getattr(module, hooks, None) for hooks in HOOKS)
 
 
 def package_and_name(module: nn.Module) -> tuple[str, str]:

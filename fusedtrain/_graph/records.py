@@ -49,6 +49,13 @@ def assign(module: nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:
     attributes[_KEY] = record
 
 
+def assigned(module: nn.Module) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes that a module was given."""
+    record = record_of(module)
+    assert record is not None
+    return record.fused, {key: vars(module)[key] for key in (*record.added, *record.replaced)}
+
+
 def unassign(module: nn.Module) -> bool:
     """Takes back class and attributes; whether there was anything to take back."""
     record = record_of(module)

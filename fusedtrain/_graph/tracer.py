@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
+from .guards import Reads
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
 DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
@@ -77,7 +78,6 @@ for _name in IN_PLACE:
 class Tracer(fx.Tracer):
     # So that a forward which updates a buffer in place updates nothing here.
     proxy_buffer_attributes = True
-    sees_conversions = True  # forwards as they run, not as they were before `convert`
 
     def __init__(self, choices: Choices | None = None) -> None:
         super().__init__()
@@ -88,6 +88,7 @@ class Tracer(fx.Tracer):
         self.context = context_now()
         self.proxies: list[weakref.ref[fx.Proxy]] = []
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
+        self.reads: Reads = {}  # what the forward looks at
         self.asks_mode = False  # whether the forward reads the training flag of a module
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -152,9 +153,13 @@ class Tracer(fx.Tracer):
             if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
                 self.guessed = "its forward asks for the type of its input"
             return isinstance(obj, kinds)
-        self.guessed = "its forward asks for the type of its input"
         if obj.node not in self.kinds:
+            if set(flat) == {torch.Tensor}:
+                asked = self.create_node("call_function", torch.is_tensor, (obj.node,), {})
+                self.create_node("call_function", DECISION, (asked,), {})
             self.kinds[obj.node] = self.choices.choose(True)
+        if set(flat) != {torch.Tensor}:
+            self.guessed = "its forward asks for the type of its input"
         return (torch.Tensor in flat) == self.kinds[obj.node]
 
 

@@ -63,12 +63,9 @@ class SyncBatchNorm(SyncBatchNormAct):
         """Whether ReLU follows. After a conversion another activation may: see `act`."""
         return isinstance(self.act, nn.ReLU)
 
-    def forward(self, input: Tensor, z: Tensor | None = None, alone: bool = False) -> Tensor:
-        """Normalises the input, adds z and applies the activation.
-
-        `alone`: only the norm; for graphs of torch.fx.
-        """
-        return self._fused(input, z, alone)
+    def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
+        """Normalises the input, adds z and applies the activation."""
+        return self._fused(input, z)
 
     def _normalise(
         self,

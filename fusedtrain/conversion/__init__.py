@@ -17,18 +17,18 @@ from torch.nn.utils import parametrize
 from .. import nn as fused_nn
 from .._graph.compiled import original_of, without_compiled_code
 from .._graph.forward import (
-    PassesOn as PassesOn,
     Rewritten as Rewritten,
     has_foreign_forward,
     is_changed,
     restore,
 )
-from .._graph.modules import is_hooked, is_quantized, is_scripted
+from .._graph.hooks import is_hooked
+from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Found, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
 
-# PassesOn, Record, Rewritten and what __getattr__ finds are not public: pickles of converted models
+# Record, Rewritten and what __getattr__ finds are not public: pickles of converted models
 # look for them here.
 __all__ = ["ConversionReport", "convert", "revert"]
 
@@ -78,7 +78,8 @@ _FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.v
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
-             "gated_formula": "_gates"}  # fmt: skip
+             "gated_formula": "_gates", "norm_then": "_fused_calls", "handed": "_fused_calls",
+             "Then": "_fused_calls"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from .._graph.flow import Flow, Trace, is_product, is_sum
-from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from .._graph.hooks import is_hooked
+from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..nn.parts import branch_scale_of, is_stochastic_depth
 from ..ops.scale_add import residual_add
 
@@ -48,16 +49,16 @@ class Branch:
 def add_branch(
     shortcut: Any,
     branch: Tensor,
-    scale: Tensor | None,
+    scale: Any,
     drop: nn.Module | None,
     in_place: bool = False,
 ) -> Tensor:
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
     and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
-    written over the branch. `drop` draws the numbers that it would draw."""
-    if isinstance(branch, fx.Proxy):  # fusedtrain.fold looks into forwards as they run
-        call: Any = branch.tracer.create_proxy
-        return call("call_function", add_branch, (shortcut, branch, scale, drop, in_place), {})
+    written over the branch. `drop` draws the numbers that it would draw. `scale` is None, a tensor,
+    or a module of layer scale, which stands for its `gamma`."""
+    if isinstance(scale, nn.Module):
+        scale = scale.gamma
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
     shift = 0 if scale is None else branch.dim() - scale.dim()
     fits = isinstance(shortcut, Tensor) and shortcut.shape == branch.shape

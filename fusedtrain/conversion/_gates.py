@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from .._calls import autocasts, is_plain
 from .._graph.flow import Flow, Trace, is_product
-from .._graph.forward import has_foreign_forward
-from .._graph.modules import is_hooked
+from .._graph.hooks import is_hooked
 from .._graph.report import Left
-from .._graph.unseen_calls import UnseenCalls
 from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
@@ -39,7 +36,6 @@ class Product:
     module: nn.Module | None
     match: Match | None = None
     inner: Match | None = None  # the formula that the forward of the module is
-    aside: bool = False  # the module goes on doing its work for callers that nobody sees
 
     @property
     def opened(self) -> tuple[fx.Node, ...]:
@@ -54,37 +50,16 @@ class Product:
     def title(self) -> str:
         return type(self.module).__name__ if self.match is None else self.match.name
 
-    @property
-    def activation(self) -> tuple[str, dict[str, Any]]:
-        """Name of the function in fusedtrain.functional, and its parameters."""
-        match = self.match or self.inner
-        if match is not None:
-            return match.name, match.parameters
-        assert self.module is not None
-        pointwise = activation_of(self.module)
-        assert pointwise is not None
-        row = POINTWISE[pointwise.op]
-        values = dict(zip(row.parameters, (pointwise.a, pointwise.b)))
-        tanh = row.name == "gelu_tanh"
-        return ("gelu", {"approximate": "tanh"}) if tanh else (row.name, values)
-
     def replacement(self, graph: fx.Graph, other: Any, opened: Any) -> fx.Node:
         """The call in a copy of the graph, of the activation's input `opened`."""
-        name, parameters = self.activation
         match = self.match or self.inner
-        if match is None or not match.is_formula:
-            return graph.call_function(gated, (other, opened, name), parameters)
-        arguments = (other, opened, name, match.number, match.widens)
-        return graph.call_function(gated_formula, arguments, dict(parameters))
-
-    def call_aside(self, graph: fx.Graph, other: Any, gate: fx.Node) -> fx.Node:
-        """The same where the module decides at each call; `gate` calls it in the copy."""
-        arguments = (other, gate.args[0], graph.get_attr(str(gate.target)))
-        if self.inner is None or not self.inner.is_formula:
-            return graph.call_function(gated_by, arguments)
-        name, parameters = self.activation
-        formula = (name, self.inner.number, self.inner.widens)
-        return graph.call_function(gated_by, (*arguments, *formula), dict(parameters))
+        if match is None:  # the module's parameters count as they are at each call
+            module = graph.get_attr(str(self.gate.target))
+            return graph.call_function(gated_by, (other, opened, module))
+        if not match.is_formula:
+            return graph.call_function(gated, (other, opened, match.name), match.parameters)
+        arguments = (other, opened, match.name, match.number, match.widens)
+        return graph.call_function(gated_formula, arguments, dict(match.parameters))
 
 
 def gated_formula(
@@ -100,19 +75,12 @@ def gated_formula(
 gated_formula.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def gated_by(
-    input: Tensor, gate: Tensor, module: nn.Module, *formula: Any, **parameters: Any
-) -> Tensor:
-    """``input * module(gate)``, as one op where the module is an activation without hooks.
-    `formula`: what :func:`gated_formula` takes, of a module whose forward is that."""
-    traced = torch.compiler.is_compiling() or not is_plain(gate)
-    if formula and not (traced or is_hooked(module) or has_foreign_forward(module)):
-        product: Tensor = gated_formula(input, gate, *formula, **parameters)
-        return product
+def gated_by(input: Tensor, gate: Tensor, module: nn.Module) -> Tensor:
+    """``input * module(gate)``, as one op where the module is an activation."""
     in_place = getattr(module, "inplace", False)  # the gate changes, then
-    activation = None if traced or in_place else activation_of(module)
+    activation = None if in_place or not is_plain(gate) else activation_of(module)
     if activation is None or activation.op < 0:
-        product = input * module(gate)
+        product: Tensor = input * module(gate)
         return product
     row = POINTWISE[activation.op]
     values = dict(zip(row.parameters, (activation.a, activation.b)))
@@ -127,14 +95,13 @@ def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[f
     """All products of a model, in the order of its forwards, and those that have to stay."""
     products: list[Product] = []
     left: dict[fx.Node, Left] = {}
-    unseen = UnseenCalls(flow)
     for trace in flow.traces:
         for graph in trace.graphs:
             inner = {n for match in matches_of(graph).values() for n in match.nodes}
             for node in filter(is_product, graph.nodes):
                 if node in inner:  # x * x.sigmoid() is one activation
                     continue
-                product = _product(flow, trace, node, excluded, unseen)
+                product = _product(flow, trace, node, excluded)
                 if isinstance(product, Product):
                     products.append(product)
                 elif product is not None:
@@ -142,9 +109,7 @@ def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[f
     return products, left
 
 
-def _product(
-    flow: Flow, trace: Trace, node: fx.Node, excluded: set[int], unseen: UnseenCalls
-) -> Product | Left | None:
+def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | Left | None:
     """A product, or why it has to stay; None of one without a gate."""
     first, second = node.args
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
@@ -157,7 +122,6 @@ def _product(
         inner = None if module is None or known else only_activation(flow, module)
         if match is None and inner is None and not known:
             continue
-        caller = "" if module is None else unseen.obstacle(module)
         if id(trace.module) in excluded:
             reason = "excluded"
         elif module is not None and id(module) in excluded:
@@ -166,7 +130,7 @@ def _product(
             reason = trace.inexact
         else:
             reason = _obstacle(trace, gate, node) or _unfitness(module, match or inner)
-        product = Product(trace, name, node, gate, other, module, match, inner, bool(caller))
+        product = Product(trace, name, node, gate, other, module, match, inner)
         if not reason:
             return product
         left = left or Left(name, product.title, reason)

@@ -9,8 +9,8 @@ from torch import fx, nn
 from .. import nn as fused_nn
 from .._graph.effects import Effects
 from .._graph.flow import Trace, Value
-from .._graph.modules import CONVOLUTIONS, is_hooked
-from .._torch_private import has_global_forward_hooks
+from .._graph.hooks import all_are_hooked, is_hooked
+from .._graph.modules import CONVOLUTIONS
 from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
@@ -31,7 +31,7 @@ def can_overwrite(
         return False
     if isinstance(norm, (nn.SyncBatchNorm, fused_nn.SyncBatchNormAct)) or is_hooked(norm):
         return False
-    if has_global_forward_hooks():
+    if all_are_hooked():
         return False
     made = all(_is_made_for_it(*call) for call in calls)
     return bool(calls) and made and not any(effects.is_overwritten(*v) for v in ends or calls)

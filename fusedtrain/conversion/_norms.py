@@ -16,10 +16,10 @@ from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
 from .._graph.flow import Flow, Trace, Value, is_sum
-from .._graph.forward import obstacle_of, passes_on
-from .._graph.modules import STOCHASTIC_DEPTH, is_hooked, package_and_name
+from .._graph.forward import obstacle_of
+from .._graph.hooks import is_hooked
+from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from .._graph.tracer import IN_PLACE
-from .._graph.unseen_calls import UnseenCalls
 from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
 from ._formulas import Match, call_of, matches_of, name_of_call
 
@@ -80,7 +80,21 @@ class Site:
     name: str
     steps: list[Step] = field(default_factory=list)
     levels: list[Value] = field(default_factory=list)
+    calls: list[Value] = field(default_factory=list)  # of the norm
     overwrites: bool = False  # the norm its input
+
+    @property
+    def last(self) -> int:
+        """The level of its last step."""
+        traces = [trace for trace, _ in self.levels]
+        return max((traces.index(step.trace) for step in self.steps), default=0)
+
+    @property
+    def owners(self) -> list[nn.Module]:
+        """Modules whose forwards call the norm, or a part that it is the end of."""
+        if not (self.steps or self.overwrites):
+            return []
+        return [trace.module for trace, _ in (*self.calls, *self.levels[1 : self.last + 1])]
 
     def step(self, kind: str) -> Step | None:
         return next((step for step in self.steps if step.kind == kind), None)
@@ -129,12 +143,11 @@ class Finder:
 
     def __init__(self, flow: Flow, excluded: set[int]) -> None:
         self.flow, self.excluded = flow, excluded
-        self.unseen = UnseenCalls(flow)
 
     def find(self, norm: nn.Module) -> Site | str:
         """The site of a norm, or why there is none; "" where nothing of the kind follows."""
-        site = Site(norm, self.flow.names[id(norm)])
         calls = self.flow.calls(norm)
+        site = Site(norm, self.flow.names[id(norm)], calls=calls)
         if not calls:
             for owner in self.flow.untraced(norm):
                 if id(owner) in self.flow.failed:
@@ -157,10 +170,6 @@ class Finder:
         site.steps = walk.steps
         if not site.steps:
             return walk.blocked
-        if unseen := self.unseen.obstacle(norm):
-            return unseen
-        if self.flow.places.get(id(norm), 0) > 1:
-            return f"registered {self.flow.places[id(norm)]} times"
         graphs = {call.graph for _, call in calls}
         if len(graphs) < len(calls) or any(owner is not calls[0][0] for owner, _ in calls):
             return f"called {len(calls)} times"
@@ -179,12 +188,8 @@ class Finder:
         """What follows on every way through the forward."""
         if not trace.inexact:
             return walks[0]
-        # A forward that may take several ways cannot be replaced: calls of modules only. One with a
-        # way for training and one for evaluation can lose calls of functions on both.
-        kept = [
-            [s for s in walk.steps if s.kind != "add" and (s.is_call or trace.by_training)]
-            for walk in walks
-        ]
+        # Of a forward with several ways: what is done on all of them alike.
+        kept = [[s for s in walk.steps if s.kind != "add"] for walk in walks]
         for walk, steps in zip(walks, kept):
             if steps != walk.steps[: len(steps)]:
                 return trace.inexact
@@ -265,12 +270,10 @@ class Finder:
             return ""
         if id(module) in self.excluded:
             return f"{name} is excluded"
-        if unseen := self.unseen.obstacle(module):
-            return f"{name} stays: {unseen}"
         if hooked:
             return f"{name} has hooks"
         if "forward" in vars(module):
-            return "" if passes_on(module) else f"the forward of {name} is patched"
+            return f"the forward of {name} is patched"
         if known and activation_of(module) is not None:
             return Step("act", trace, (user,), module, True)
         if not known and is_stochastic_depth(module):

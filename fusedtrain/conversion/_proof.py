@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from .._graph.example import address_of, arguments_of
+from .._graph.hooks import observing
 from .._graph.tracer import same_generators
 from .._recompute import Recipe, observed
 from .._torch_private import pytree
@@ -295,7 +296,7 @@ def _recording(
         outer.calls[id(module)] += 1
         frames.append(_Frame(module, key))
 
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
+    def leave(module: nn.Module, _: Any, __: Any, output: Any) -> None:
         if frames[-1].module is module:
             frame = frames.pop()
             frames[-1].last = frame.last or frame.key
@@ -328,15 +329,7 @@ def _recording(
             # To the last who saves it: the next layer needs its input, whoever made it.
             storages[address] = (frame.last or frame.key, one.untyped_storage().nbytes())
 
-    handles = [
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    ]
-    try:
-        with observed(observe):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with observing(enter, leave), observed(observe):
+        yield
     for key, size in storages.values():
         done.saved[key] += size

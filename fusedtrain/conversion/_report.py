@@ -9,6 +9,7 @@ from torch import nn
 
 from .._graph.report import Left, counted, left_lines, shown
 
+_CLASS = "fusedtrain.nn."  # of targets that are classes, which a module was given
 _NO_OUTPUTS = "unknown (nothing compared: the model returns no tensors)"
 _NO_GRADIENTS = (
     "unknown (nothing compared: no parameter has one; is this inference mode, or is all frozen?)"
@@ -42,7 +43,6 @@ HELP: dict[str, str] = {
     "is patched": "convert before the forward is replaced",
     "works in place": "set `inplace=False`",
     "used elsewhere": "multiply by that value once; a fused product does not keep it",
-    "called elsewhere": "make one activation module for each product",
     "is stored": "store the input of the gate instead",
     "called with more": "call the gate with its input alone, `act(x)`",
     "gains nothing": 'nothing has to; `memory="recompute"` converts such ones, too',
@@ -58,7 +58,8 @@ class Converted(NamedTuple):
 
 
 class FusedNorm(NamedTuple):
-    """One batch norm which `convert` changed. `parts`: what it took over, in the order of calls."""
+    """One batch norm that is one op with `parts`, in the order of calls, in the forwards around it;
+    or that has a fused class, the `target`."""
 
     name: str
     source: str
@@ -150,8 +151,7 @@ class ConversionReport:
     that is one op with its layer scale and stochastic depth, `shared` maps the first
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
-    added or called what is part of a norm now, and activation and drop modules that hand on their
-    input, since a norm does their work. `overwriting` names the batch norms whose output takes the
+    call what is one op now. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
     fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products`
     the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched.
@@ -187,8 +187,8 @@ class ConversionReport:
     proof: Proof | None = None
 
     def __len__(self) -> int:
-        swapped = {entry.name for entry in self.converted} | {norm.name for norm in self.norms}
-        return len(swapped.union(self.rewritten))
+        norms = [norm.name for norm in self.norms if norm.target.startswith(_CLASS)]
+        return len({*(entry.name for entry in self.converted), *norms, *self.rewritten})
 
     def __getattr__(self, name: str) -> Any:
         """Only for names that it lacks: `model = convert(model)` is an easy mistake."""

@@ -134,7 +134,7 @@ class _Trials:
         conversion, plan = self.conversion, self.conversion.plan
         layers = []
         for site in plan.sites:
-            error = self.errors.layers.get(id(place_of(site, plan)), 0.0)
+            error = self.errors.layers.get(id(place_of(site)), 0.0)
             before, after = self._saved(self.stock, site), self._saved(self.after, site)
             layers.append(Layer(site.name, before, after, error))
         taken = {id(step.module) for site in plan.sites for step in site.steps}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
 
+from .._graph.hooks import Observation
 from .._torch_private import (
     BatchNormBase,
     backward_number,
@@ -80,24 +80,20 @@ class Calls:
         self.devices: Counter[str] = Counter()
         self._step, self._keep_examples = step, keep_examples
         self._stack: list[nn.Module] = []
-        self._handles: list[Any] = []
+        self._observation: Observation | None = None
         self._thread = threading.get_ident()
         self._sizes: dict[int, int] = {}
         self._packs = False
 
     def listen(self) -> None:
-        if not self._handles:
-            self._handles = [
-                hooks.register_module_forward_pre_hook(self._enter),
-                hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
-            ]
+        if self._observation is None:
+            self._observation = Observation(self._enter, self._leave)
 
     def rest(self) -> None:
         """Within a call the hooks stay until the call ends."""
-        if not self._stack:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
+        if not self._stack and self._observation is not None:
+            self._observation.remove()
+            self._observation = None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -126,9 +122,7 @@ class Calls:
                 push_saved_tensors_hooks(self._pack, _unpack)
             self._stack.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        """`rest`: named arguments and the output; the output alone, None, after an error."""
-        kwargs, output = rest if len(rest) == 2 else ({}, None)
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != self._thread or backward_number() != -1:
             return
         if isinstance(output, Tensor) and getattr(module, "bias", None) is not None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from .._graph.effects import Effects
 from .._graph.flow import Trace, input_of, is_sum
-from .._graph.modules import is_hooked
+from .._graph.hooks import is_hooked
 from ._conv_act import KINDS, NO_ACT, PLATFORMS, Act, assign
 from ._kinds import conv_obstacle
 from ._links import flow_of

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .._graph.forward import obstacle_of
-from .._graph.modules import CONVOLUTIONS, is_hooked
+from .._graph.hooks import is_hooked
+from .._graph.modules import CONVOLUTIONS
 from .._torch_private import BatchNormBase
 
 # Who wrote the forward of a norm that is one in eval mode: gamma (x - mean) / sqrt(var + eps) +

@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from .._graph.flow import AS_IT_IS, Flow, Mode, Trace, Value, input_of, trace
-from .._graph.modules import is_hooked
+from .._graph.hooks import is_hooked
 from ._kinds import conv_kind, is_norm
 
 BATCH_NORM_CALLS = (F.batch_norm, torch.batch_norm)
@@ -175,7 +175,7 @@ class Links:
             return None
         if known is None:
             if id(module) not in self._others:
-                self._others[id(module)] = trace(module, modes=self.flow.modes)
+                self._others[id(module)] = trace(module, self.flow.modes)
             other = self._others[id(module)]
             known = other if isinstance(other, Trace) else None
         return None if known is None or known.partial or known.lists else known

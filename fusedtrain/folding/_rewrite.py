@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx, nn
 
 from .._graph.flow import Trace
-from .._graph.modules import attribute_of, is_hooked
+from .._graph.hooks import is_hooked
+from .._graph.modules import attribute_of
 from .._graph.tracer import Tracer
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .._graph.flow import Flow
 from .._graph.functions import functions_of
-from .._graph.modules import HOOKS, attribute_of, is_scripted
+from .._graph.hooks import HOOKS
+from .._graph.modules import attribute_of, is_scripted
 from .._graph.report import shown
 from ._code import WHOLE, Mention, environment, mentions, resolve
 from ._links import Link

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
-from .._graph.forward import follow
 from .._graph.fx import handle as _handle, path_of
-from .._graph.records import record_of
 from .._torch_private import BatchNormBase, backward_number, verify_batch_size
 from ..ops import batch_norm as _batch_norm
 from ..ops.batch_norm_autograd import recomputed_as_torch
@@ -22,9 +20,10 @@ from ..reference.batch_norm import Norm
 from ..reference.pointwise import Pointwise
 from .act_layer import create_activation
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
-from .parts import activation_of, branch_scale_of, call_part, hands_on, is_stochastic_depth
+from .parts import activation_of, branch_scale_of, hands_on, is_stochastic_depth
 
 _NOTHING = Pointwise()
+_IDENTITY = nn.Identity()
 
 
 def _plus(z: Tensor, residual: Any) -> Tensor:
@@ -60,9 +59,6 @@ class BatchNormActBase(BatchNormBase):
     """The forward of all classes: norm, drop, add, activation."""
 
     qconfig = _NoQconfig()
-    # Set by convert: the forward around adds the residual no more, so it must be an argument, added
-    # "in place" of the norm's output or "out of place".
-    _adds = ""
     # Set by convert: a lone norm that overwrites nothing has torch's bits, and backward can
     # recompute its output.
     _as_torch = False
@@ -106,19 +102,13 @@ class BatchNormActBase(BatchNormBase):
         shown = [super().extra_repr()]
         if self.overwrite_input:
             shown.append("overwrite_input=True")
-        if record_of(self) is not None:  # what convert gave it is in no child
-            parts = [(kind, vars(self).get(kind)) for kind in ("drop", "act")]
-            for kind, part in parts:
-                if part is not None and type(part) is not nn.Identity:
-                    shown.append(f"{kind}={type(part).__name__}")
-            shown += ["adds a residual"] * bool(self._adds) + ["fused"]
         return ", ".join(shown)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None, alone: bool = False) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if _scripting():
             self._check_input_dim(input)
             return self._scripted(input, residual)
-        return self._fused(input, residual, alone)
+        return self._fused(input, residual)
 
     def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
         factor = 0.0 if self.momentum is None else self.momentum
@@ -137,7 +127,7 @@ class BatchNormActBase(BatchNormBase):
             factor,
             self.eps,
         )
-        # TorchScript calls modules that convert took over at their old place.
+        # After convert, or convert_sync_batchnorm, a norm may have neither.
         if hasattr(self, "drop"):
             z = self.drop(z)
         if residual is not None:
@@ -147,115 +137,25 @@ class BatchNormActBase(BatchNormBase):
         return z
 
     @torch.jit.unused
-    def _fused(self, input: Tensor, residual: Tensor | None, alone: bool = False) -> Tensor:
-        # `is`: under torch.fx `alone` may be a proxy, which has no truth.
-        if alone is False and not torch.compiler.is_compiling() and type(self) in _RANKS:
-            output = self._usual(input, residual)
-            if output is not None:
-                return output
-        if _has(input) and isinstance(input, torch.fx.Proxy):
-            return self._traced(input, residual)
-        if residual is None and self._adds and not alone:
-            raise RuntimeError(
-                "this batch norm adds a residual since fusedtrain.convert, but a forward that was "
-                "not converted called it without one. fusedtrain.revert undoes the conversion"
-            )
-        if self._as_torch and residual is None and not self.overwrite_input:
+    def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None and self._as_torch:
             output = BatchNormBase.forward(self, input)
             recomputed_as_torch(self, input, output)
             return output
-        self._check_input_dim(input)
-        in_place = self._adds == "in place" and not alone
-        # A number, or a tensor that torch would not add in place.
-        odd = residual is not None and not isinstance(residual, Tensor)
-        if in_place and isinstance(residual, Tensor):
-            odd = residual.is_complex() or not _fits_in(residual, input)
-            if not odd and residual.dtype is not input.dtype:  # else a graph shows an idle cast
-                residual = residual.to(input.dtype)
-        act, drop_layer = self._own_parts() if alone else (self.act, self.drop)
-        activation, branch_scale = activation_of(act), None
-        drop: Any = drop_layer
-        if type(drop) is nn.Identity and hands_on(drop):
-            drop = None
-        elif is_stochastic_depth(drop):
-            branch_scale, drop = branch_scale_of(drop, input), None
-        unfused = drop is not None or activation is None or odd
-        z = self._normalise(
-            input,
-            None if unfused else residual,
-            branch_scale,
-            _NOTHING if unfused or activation is None else activation,
-            self.overwrite_input and not alone,
-        )
-        if not unfused:
-            return z
-        if drop is not None:
-            z = call_part(drop, z)
-        if residual is not None:
-            z = z.add_(residual) if in_place else z + residual
-        return call_part(act, z)
-
-    def _usual(self, input: Tensor, residual: Tensor | None) -> Tensor | None:
-        """The forward of a module and call without anything special; else None, and nothing has
-        happened. All state is read at each call, so a change of the module acts at the next one.
-
-        Reads dictionaries: an attribute that nn.Module.__getattr__ finds takes 0.6 us, and a call
-        needs eight.
-        """
-        if type(input) is not Tensor:
-            return None
-        ranks = _RANKS[type(self)]
-        if (ranks and input.dim() not in ranks) or self.overwrite_input:
-            return None
-        if residual is None and (self._adds or self._as_torch):
-            return None
-        state = self.__dict__
-        children, parameters, buffers = state["_modules"], state["_parameters"], state["_buffers"]
-        try:
-            drop = state["drop"] if "drop" in state else children["drop"]
-            act = state["act"] if "act" in state else children["act"]
-            weight, bias = parameters["weight"], parameters["bias"]
-            running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-            batches = buffers["num_batches_tracked"]
-            training, momentum, eps = state["training"], state["momentum"], state["eps"]
-            tracks = training and state["track_running_stats"]
-        except KeyError:  # weight_norm, or a pickle of another version
-            return None
-        if not hands_on(drop) or type(momentum) is not float or type(eps) is not float:
-            return None
-        activation = activation_of(act)
-        if activation is None:
-            return None
-        updates = tracks and backward_number() == -1
-        if training and not updates:
-            running_mean = running_var = None
-        by_batch = training or (running_mean is None and running_var is None)
-        output = _batch_norm.quick(
-            input, residual, weight, bias, running_mean, running_var, by_batch, momentum, eps,
-            activation,
-        )  # fmt: skip
-        if updates and batches is not None and output is not None:
-            batches.add_(1)
-        return output
-
-    def _own_parts(self) -> tuple[nn.Module, nn.Module]:
-        """Activation and drop layer, but not those that convert took from other modules."""
-        children = self._modules
-        return children.get("act") or nn.Identity(), children.get("drop") or nn.Identity()
+        state, children = self.__dict__, self.__dict__["_modules"]
+        drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
+        act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            return self._traced(input, residual)
+        return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
 
     def _traced(self, input: Any, residual: Any) -> Any:
-        """In a graph of torch.fx: one call of the module, as for torch's batch norms.
-
-        The graph calls a converted norm with `alone`, without the work of other modules: torch.fx
-        traces the forwards around it as their classes define them, and these call the modules.
-        """
-        follow(input.tracer)
+        """In a graph of torch.fx: one call of the module, as for torch's batch norms."""
         path = path_of(input.tracer, self)
         if path is not None:
             args = (input,) if residual is None else (input, residual)
-            kwargs = {} if record_of(self) is None else {"alone": True}
-            return input.tracer.create_proxy("call_module", path, args, kwargs)
-        act, drop = self._own_parts()
+            return input.tracer.create_proxy("call_module", path, args, {})
+        act, drop = self.act, self.drop
         z = drop(self._as_function(input))
         if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
             z = _plus(z, residual)
@@ -279,18 +179,6 @@ class BatchNormActBase(BatchNormBase):
             self.momentum or 0.0, self.eps, activation="identity",
         )  # fmt: skip
 
-    def _updates(self) -> tuple[float, bool]:
-        """The weight of this batch in the running statistics, and whether to update them.
-
-        A recomputation of a forward does not update them again.
-        """
-        tracks = self.training and self.track_running_stats
-        updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
-        factor = 0.0 if self.momentum is None else self.momentum
-        if updates and self.num_batches_tracked is not None and self.momentum is None:
-            factor = 1.0 / (float(self.num_batches_tracked) + 1.0)
-        return factor, updates
-
     def _normalise(
         self,
         input: Tensor,
@@ -299,22 +187,144 @@ class BatchNormActBase(BatchNormBase):
         activation: Pointwise,
         overwrite_input: bool,
     ) -> Tensor:
-        running_mean, running_var = self.running_mean, self.running_var
-        training = self.training or (running_mean is None and running_var is None)
-        if training:
-            verify_batch_size(input.size())
-        factor, updates = self._updates()
-        uses = updates if self.training else not training
-        if not uses:
-            running_mean = running_var = None
-        norm = Norm(
-            branch_scale, self.weight, self.bias, running_mean, running_var, training, factor,
-            self.eps,
-        )  # fmt: skip
-        output = _batch_norm.run(input, residual, norm, activation, overwrite_input)
-        if updates and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return output
+        return normalise(self, input, residual, branch_scale, activation, overwrite_input)
+
+
+def norm_act(
+    norm: Any,
+    input: Tensor,
+    residual: Any,
+    drop: nn.Module,
+    act: nn.Module | Pointwise,
+    in_place: bool = False,
+    overwrite_input: bool = False,
+) -> Tensor:
+    """``act(drop(norm(input)) + residual)`` as one op, for a batch norm of this package or torch.
+
+    Args:
+        residual: None, a tensor, or a number that a tensor is added to.
+        act: a module, or an activation as the op takes it.
+        in_place: whether the sum is written as ``z += residual``, which a residual that does not
+            fit into z must not pass.
+    """
+    activation = activation_of(act) if isinstance(act, nn.Module) else act
+    if not (overwrite_input or torch.compiler.is_compiling()):
+        output = _usual(norm, input, residual, drop, activation)
+        if output is not None:
+            return output
+    norm._check_input_dim(input)
+    # A number, or a tensor that torch would not add in place.
+    odd = residual is not None and not isinstance(residual, Tensor)
+    if in_place and isinstance(residual, Tensor):
+        odd = residual.is_complex() or not _fits_in(residual, input)
+        if not odd and residual.dtype is not input.dtype:  # else a graph shows an idle cast
+            residual = residual.to(input.dtype)
+    branch_scale = None
+    dropping: nn.Module | None = drop
+    if hands_on(drop) and type(drop) is nn.Identity:
+        dropping = None
+    elif is_stochastic_depth(drop):
+        branch_scale, dropping = branch_scale_of(drop, input), None
+    unfused = dropping is not None or activation is None or odd
+    ours: Any = type(norm) if isinstance(norm, BatchNormActBase) else OURS[type(norm)]
+    z: Tensor = ours._normalise(
+        norm,
+        input,
+        None if unfused else residual,
+        branch_scale,
+        _NOTHING if unfused or activation is None else activation,
+        overwrite_input,
+    )
+    if not unfused:
+        return z
+    if dropping is not None:
+        z = dropping(z)
+    if residual is not None:
+        z = z.add_(residual) if in_place else z + residual
+    if isinstance(act, nn.Module):
+        z = act(z)
+    else:
+        z = _batch_norm.activated(z, act)
+    return z
+
+
+def _usual(
+    norm: Any, input: Tensor, residual: Any, drop: nn.Module, activation: Pointwise | None
+) -> Tensor | None:
+    """The op for a module and call without anything special; else None, and nothing has happened.
+    All state is read at each call, so a change of the module acts at the next one.
+
+    Reads dictionaries: an attribute that nn.Module.__getattr__ finds takes 0.6 us, and a call
+    needs eight.
+    """
+    if type(input) is not Tensor or activation is None:
+        return None
+    ranks = _RANKS.get(type(norm))
+    if ranks is None or (ranks and input.dim() not in ranks) or not hands_on(drop):
+        return None
+    if residual is not None and not isinstance(residual, Tensor):
+        return None
+    state = norm.__dict__
+    parameters, buffers = state["_parameters"], state["_buffers"]
+    try:
+        weight, bias = parameters["weight"], parameters["bias"]
+        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+        batches = buffers["num_batches_tracked"]
+        training, momentum, eps = state["training"], state["momentum"], state["eps"]
+        tracks = training and state["track_running_stats"]
+    except KeyError:  # weight_norm, or a pickle of another version
+        return None
+    if type(momentum) is not float or type(eps) is not float:
+        return None
+    updates = tracks and backward_number() == -1
+    if training and not updates:
+        running_mean = running_var = None
+    by_batch = training or (running_mean is None and running_var is None)
+    output = _batch_norm.quick(
+        input, residual, weight, bias, running_mean, running_var, by_batch, momentum, eps,
+        activation,
+    )  # fmt: skip
+    if updates and batches is not None and output is not None:
+        batches.add_(1)
+    return output
+
+
+def updates_of(norm: Any) -> tuple[float, bool]:
+    """The weight of this batch in the running statistics, and whether to update them.
+
+    A recomputation of a forward does not update them again.
+    """
+    tracks = norm.training and norm.track_running_stats
+    updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
+    factor = 0.0 if norm.momentum is None else norm.momentum
+    if updates and norm.num_batches_tracked is not None and norm.momentum is None:
+        factor = 1.0 / (float(norm.num_batches_tracked) + 1.0)
+    return factor, updates
+
+
+def normalise(
+    norm: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    activation: Pointwise,
+    overwrite_input: bool,
+) -> Tensor:
+    running_mean, running_var = norm.running_mean, norm.running_var
+    training = norm.training or (running_mean is None and running_var is None)
+    if training:
+        verify_batch_size(input.size())
+    factor, updates = updates_of(norm)
+    uses = updates if norm.training else not training
+    if not uses:
+        running_mean = running_var = None
+    arguments = Norm(
+        branch_scale, norm.weight, norm.bias, running_mean, running_var, training, factor, norm.eps
+    )
+    output = _batch_norm.run(input, residual, arguments, activation, overwrite_input)
+    if updates and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return output
 
 
 class BatchNormAct1d(BatchNormActBase, nn.BatchNorm1d):
@@ -412,4 +422,9 @@ class BatchNormAddAct(BatchNormActBase):
 # Of the inputs; empty: any from 2. Not of subclasses, which may change any part of the forward.
 _RANKS: dict[type, tuple[int, ...]] = {
     BatchNormAct1d: (2, 3), BatchNormAct2d: (4,), BatchNormAct3d: (5,), BatchNormAddAct: (),
+    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+}  # fmt: skip
+# torch's norms, and the classes that do their work with an activation.
+OURS: dict[type, type[BatchNormActBase]] = {
+    nn.BatchNorm1d: BatchNormAct1d, nn.BatchNorm2d: BatchNormAct2d, nn.BatchNorm3d: BatchNormAct3d,
 }  # fmt: skip

@@ -17,7 +17,16 @@ from ..ops.batch_norm_autograd import save_for_backward
 from ..reference.batch_norm import Norm, Statistics
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
-from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormActBase, BatchNormAddAct
+from .norm import (
+    OURS,
+    BatchNormAct1d,
+    BatchNormAct2d,
+    BatchNormAct3d,
+    BatchNormActBase,
+    BatchNormAddAct,
+    normalise,
+    updates_of,
+)
 
 _stats = op("batch_norm_stats")
 _apply = op("batch_norm_act_apply")
@@ -142,17 +151,17 @@ class SyncBatchNormAct(BatchNormActBase):
         if self.training and dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
-            return super()._normalise(input, residual, branch_scale, activation, overwrite_input)
+            return normalise(self, input, residual, branch_scale, activation, overwrite_input)
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "SyncBatchNormAct: an exported or traced graph cannot exchange statistics between "
                 "ranks: call model.eval() before the export"
             )
-        synchronise = self._synchronise
+        synchronise = SyncBatchNormAct._synchronise  # of nn.SyncBatchNorm, too
         if torch.compiler.is_compiling():
             # A decorator would import torch._dynamo at once, which takes a second.
             synchronise = torch.compiler.disable(synchronise)
-        return synchronise(input, residual, branch_scale, activation)
+        return synchronise(self, input, residual, branch_scale, activation)
 
     def _synchronise(
         self,
@@ -161,7 +170,7 @@ class SyncBatchNormAct(BatchNormActBase):
         branch_scale: Tensor | None,
         activation: Pointwise,
     ) -> Tensor:
-        factor, updates = self._updates()
+        factor, updates = updates_of(self)
         statistics = (self.running_mean, self.running_var) if updates else (None, None)
         wide = wide_of(input)
         if not _calls.takes(input) or input.shape[1] != self.num_features:
@@ -192,6 +201,8 @@ class SyncBatchNormAct(BatchNormActBase):
             self.num_batches_tracked.add_(1)
         return output
 
+
+OURS[nn.SyncBatchNorm] = SyncBatchNormAct
 
 _KNOWN = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,

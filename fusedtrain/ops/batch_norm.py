@@ -251,11 +251,11 @@ def run(
         _check_residual(residual, input)
         # Of another shape or dtype: torch knows what that adds up to.
         z = _run(input, None, norm, Pointwise(), overwrite_input=False)
-        return _activated(z + residual, activation)
+        return activated(z + residual, activation)
     return _run(input, residual, norm, activation, overwrite_input)
 
 
-def _activated(z: Tensor, activation: Pointwise) -> Tensor:
+def activated(z: Tensor, activation: Pointwise) -> Tensor:
     if activation.op < 0:
         return z
     row = POINTWISE[activation.op]

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.optim.optimizer import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from .._graph.hooks import Observation
 from ..conversion import convert
 
 
@@ -27,15 +23,12 @@ class Conversion:
         self.report: list[str] = []
         self._depth = 0
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._observation: Observation | None = None
         self._optimizers: list[Optimizer] = []
         self._converted: set[nn.Module] = set()
 
     def begin(self) -> None:
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
-        ]
+        self._observation = Observation(self._enter, self._leave)
 
     def end(self) -> None:
         """Stops watching."""
@@ -47,8 +40,8 @@ class Conversion:
             self.report.append("no module with the optimizer's parameters was called")
 
     def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        if self._observation is not None:
+            self._observation.remove()
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         self._depth += 1

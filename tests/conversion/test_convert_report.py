@@ -48,12 +48,6 @@ def test_converted_before_needs_no_help() -> None:
     assert "what would help" not in text
 
 
-def test_what_a_norm_has_taken_over_does_not_count_as_untraced() -> None:
-    model = small()
-    looked_at = fusedtrain.convert(model).looked_at
-    assert fusedtrain.convert(model, memory="recompute").looked_at == looked_at
-
-
 def test_the_report_is_not_the_model() -> None:
     report = fusedtrain.convert(small_linear())
     words = dict.fromkeys(("parameters", "train", "to"), "in place and returns its report")

@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "GPT2": ("GPT2Model", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60} | _IDS, 2, 0),
     "Bert": ("BertModel", _TEXT, 3, 0),
     "T5": ("T5EncoderModel", {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8,
-                              "vocab_size": 60, "feed_forward_proj": "gated-gelu"}, 2, 2),
+                              "vocab_size": 60, "feed_forward_proj": "gated-gelu"}, 0, 2),
     "Qwen2": ("Qwen2Model", _LLAMA, 2, 2),
     "Phi3": ("Phi3Model", _LLAMA | _IDS, 2, 2),  # gate and value are chunks of one output
     "ViT": ("ViTModel", _VIT, 3, 0),

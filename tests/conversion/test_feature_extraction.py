@@ -201,7 +201,7 @@ def test_leaves_that_belong_together_with_others_are_looked_into() -> None:
     torch.testing.assert_close(fx.GraphModule(model, graph)(x), expected)
 
 
-def test_a_leaf_that_was_called_too_early_is_an_error() -> None:
+def test_leaves_and_their_surroundings_keep_their_own_work() -> None:
     class Stem(nn.Sequential):
         pass
 
@@ -216,12 +216,14 @@ def test_a_leaf_that_was_called_too_early_is_an_error() -> None:
 
     class Leaves(fx.Tracer):
         def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-            return isinstance(m, Stem)
+            return isinstance(m, (Stem, nn.BatchNorm2d))
 
-    model = Early()
+    model, x = Early().double(), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    want = copy.deepcopy(model)(x)
     assert len(fusedtrain.convert(model, memory="recompute").norms) == 2
-    with pytest.raises(RuntimeError, match="calls stem as a whole"):
-        Leaves().trace(model)
+    graph = Leaves().trace(model)
+    assert [str(n.target) for n in graph.nodes if n.op == "call_module"] == ["stem", "rest"]
+    torch.testing.assert_close(fx.GraphModule(model, graph)(x), want)
 
 
 def test_an_extractor_can_be_converted() -> None:

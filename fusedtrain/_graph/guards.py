@@ -1,0 +1,328 @@
+"""Whether a rewritten forward still does the work of the module's own: all that the own one looked
+at while it was traced is as it was, and the modules that it calls no more may be passed over.
+
+`reading` notes the attributes that a forward reads, whether they are there or not: so `hasattr`, a
+default of `getattr`, flags, `isinstance` and which module stands at a name need no special case.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .._torch_private import CALL_CODES
+from .hooks import all_are_hooked, is_hooked, is_untouched
+
+_MISSING: Any = object()
+_OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
+_NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
+_TABLES = ("_modules", "_parameters", "_buffers")
+# The code through which every call and read of a module goes: no question of the forward's.
+_MACHINERY = frozenset(
+    function.__code__
+    for function in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
+).union(CALL_CODES)
+Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, names it was asked for
+
+
+@contextmanager
+def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
+    """Notes the attributes that Python code of this thread reads. `originals`: by the ids of their
+    clones, which stand in for them."""
+    patched: Any = nn.Module
+    thread, plain = threading.get_ident(), object.__getattribute__
+    before = vars(nn.Module).get("__getattribute__")  # of a trace in this one
+
+    def read(module: nn.Module, name: str) -> Any:
+        frame = sys._getframe(1)
+        if (
+            frame.f_code not in _MACHINERY
+            and threading.get_ident() == thread
+            and not str(frame.f_globals.get("__name__")).startswith(("torch.fx", "fusedtrain."))
+        ):
+            original = originals.get(id(module), module)
+            reads.setdefault(id(original), (original, set()))[1].add(name)
+        return plain(module, name)
+
+    patched.__getattribute__ = read
+    try:
+        yield
+    finally:
+        if before is None:
+            del patched.__getattribute__
+        else:
+            patched.__getattribute__ = before
+
+
+class Seen(NamedTuple):
+    """What a module had by a name. `kind`: "child", "children" (all of them, in their order),
+    "tensor" (whether there is one), "value" (in its `__dict__`), "class", "absent"."""
+
+    kind: str
+    name: str
+    value: Any = None
+
+
+Looked = list[tuple[nn.Module, list[Seen]]]
+
+
+def looked_at(reads: Reads) -> Looked:
+    """What the modules have by the names that they were asked for."""
+    looked = []
+    for module, names in reads.values():
+        seen = {one[:2]: one for name in names for one in _looked_up(module, name)}
+        looked.append((module, [seen[key] for key in sorted(seen)]))
+    return looked
+
+
+def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
+    state = vars(module)
+    if name in ("__dict__", "__class__"):
+        for key in () if name == "__class__" else (*state, *(k for t in _TABLES for k in state[t])):
+            if key not in ("training", "forward"):
+                yield from _looked_up(module, key)
+        return
+    if name in _TABLES:
+        if name == "_modules":
+            yield Seen("children", name, list(state[name].items()))
+        else:
+            yield from (
+                Seen("tensor", key, value is not None) for key, value in state[name].items()
+            )
+        return
+    if name == "training":  # the source asks for it itself
+        return
+    for table in _TABLES:
+        if name in state.get(table, ()):
+            value = state[table][name]
+            if table == "_modules":
+                yield Seen("child", name, value)
+            else:
+                yield Seen("tensor", name, value is not None)
+            return
+    if name in state:
+        if isinstance(state[name], torch.Tensor):
+            yield Seen("tensor", name, True)
+        elif name != "forward" and name not in _OWN:
+            yield Seen("value", name, _kept(state[name]))
+        return
+    static = inspect.getattr_static(type(module), name, _MISSING)
+    yield Seen("absent", name) if static is _MISSING else Seen("class", name)
+
+
+class _Contents(NamedTuple):
+    """In the place of a container or an object: its numbers count, which may change in place."""
+
+    contents: Any
+
+
+class _Same:
+    """In the place of an object whose identity counts."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.item is self.item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+
+def _has_contents(value: Any) -> bool:
+    """Whether it is a container, or an object such as a configuration."""
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+        return True
+    opaque = (nn.Module, torch.Tensor, type, types.ModuleType)
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, opaque)
+
+
+def _kept(value: Any) -> Any:
+    return _Contents(_contents(value)) if _has_contents(value) else value
+
+
+def _contents(value: Any, depth: int = 3) -> Any:
+    """A copy of the numbers in a value, and of the containers of them; other objects as such."""
+    if type(value) in _NUMBERS:
+        return value
+    if depth == 0 or not _has_contents(value):
+        return _Same(value)
+    if isinstance(value, (list, tuple, deque)):
+        return [type(value), *(_contents(item, depth - 1) for item in value)]
+    if isinstance(value, (set, frozenset)):
+        return {_contents(item, 0) for item in value}
+    if isinstance(value, dict):
+        return {_contents(k, 0): _contents(item, depth - 1) for k, item in value.items()}
+    return _Same(value), _contents(vars(value), depth - 1)
+
+
+class _Look:
+    """What one module is asked at each call. Children are referred to weakly: a module that the
+    user has taken out need not live on."""
+
+    __slots__ = ("absent", "child", "children", "cls", "module", "of_class", "tensors", "values")
+
+    def __init__(self, module: nn.Module, seen: Sequence[Seen]) -> None:
+        def of(kind: str) -> list[Seen]:
+            return [one for one in seen if one.kind == kind]
+
+        self.module, self.cls = weakref.ref(module), type(module)
+        self.child = [(one.name, _reference(one.value)) for one in of("child")]
+        self.children = [[(n, _reference(m)) for n, m in one.value] for one in of("children")]
+        self.tensors = [(one.name, one.value) for one in of("tensor")]
+        self.values = [(one.name, one.value) for one in of("value")]
+        self.of_class = [(one.name, getattr(type(module), one.name, None)) for one in of("class")]
+        self.absent = [one.name for one in of("absent")]
+
+    def seen(self) -> tuple[nn.Module | None, list[Seen]]:
+        """The arguments that make this object; children that are gone are objects of no use."""
+        one = [Seen("child", name, _alive(ref)) for name, ref in self.child]
+        one += [
+            Seen("children", "_modules", [(n, _alive(ref)) for n, ref in all_of])
+            for all_of in self.children
+        ]
+        one += [Seen("tensor", *row) for row in self.tensors]
+        one += [Seen("value", *row) for row in self.values]
+        one += [Seen("class", name) for name, _ in self.of_class]
+        return self.module(), one + [Seen("absent", name) for name in self.absent]
+
+    def changed(self) -> str | None:
+        """The name by which something else is found now; None if all is as it was."""
+        module = self.module()
+        if type(module) is not self.cls:
+            return "__class__"
+        state = module.__dict__
+        children = state["_modules"]
+        for name, ref in self.child:
+            if children.get(name, _MISSING) is not ref():
+                return name
+        for all_of in self.children:
+            if len(children) != len(all_of):
+                return "_modules"
+            for (name, ref), (now, child) in zip(all_of, children.items()):
+                if now != name or child is not ref():
+                    return name
+        for name, value in self.values:
+            now = state.get(name, _MISSING)
+            if type(value) is _Contents:
+                if now is _MISSING or _contents(now) != value.contents:
+                    return name
+            elif now is not value and (
+                type(now) is not type(value) or type(now) not in _NUMBERS or now != value
+            ):
+                return name
+        for name, attribute in self.of_class:
+            if name in state or name in children or getattr(self.cls, name, None) is not attribute:
+                return name
+        for name, there in self.tensors:
+            tables = (state["_parameters"], state["_buffers"], state)
+            table = next((one for one in tables if name in one), None)
+            if table is None or (table[name] is not None) is not there:
+                return name
+        for name in self.absent:
+            if name in state or name in children or hasattr(module, name):
+                return name
+        return None
+
+
+def _global(home: str, name: str) -> Any:
+    return getattr(sys.modules.get(home), name, _MISSING)
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Gone:
+    """In the place of a child that is no more."""
+
+
+def _alive_ones(looks: Iterable[_Look]) -> Looked:
+    return [(module, seen) for module, seen in map(_Look.seen, looks) if module is not None]
+
+
+def parts_of(modules: Iterable[nn.Module]) -> Looked:
+    """Everything in some modules, by which `Guards` see another part come into them."""
+    return [
+        (part, [Seen("children", "_modules", list(part._modules.items()))])
+        for module in modules
+        for part in module.modules()
+    ]
+
+
+def _reference(module: Any) -> Callable[[], Any]:
+    return _nothing if module is None else weakref.ref(module)
+
+
+def _alive(ref: Callable[[], Any]) -> Any:
+    module = ref()
+    return _Gone() if module is None and ref is not _nothing else module
+
+
+class Guards:
+    """Of one rewritten forward.
+
+    Args:
+        looked: what its trace has looked at.
+        names: globals, as (name of the Python module, name, value); no value: the present one.
+        passed: modules that it does not call, though the module's own forward does.
+        still: the parts of modules across which calls were moved: neither may another module come
+            into them, nor a hook, which would see another order.
+    """
+
+    def __init__(
+        self,
+        looked: Iterable[tuple[nn.Module, Sequence[Seen]]] = (),
+        names: Iterable[tuple[Any, ...]] = (),
+        passed: Iterable[nn.Module] = (),
+        still: Iterable[tuple[nn.Module, Sequence[Seen]]] = (),
+    ) -> None:
+        self._looks = [_Look(module, seen) for module, seen in looked]
+        rows = [row for row in names if _global(*row[:2]) is not _MISSING]
+        self._names = [row if len(row) > 2 else (*row, _global(*row)) for row in rows]
+        self._passed = [(weakref.ref(module), type(module)) for module in passed]
+        self._still = [_Look(module, seen) for module, seen in still]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "looked": _alive_ones(self._looks),
+            "names": [row if type(row[2]) in _NUMBERS else row[:2] for row in self._names],
+            "passed": [m for ref, _ in self._passed if (m := ref()) is not None],
+            "still": _alive_ones(self._still),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def changed(self) -> str | None:
+        """The attribute that is another one now than while the forward was traced, or None."""
+        for look in (*self._looks, *self._still):
+            name = look.changed()
+            if name is not None:
+                return f"`{name}` of a {look.cls.__name__}"
+        for home, name, value in self._names:
+            now = _global(home, name)
+            if now is not value and (type(now) not in _NUMBERS or now != value):
+                return f"`{name}` of {home}"
+        return None
+
+    def let_pass(self) -> bool:
+        """Whether nobody would notice that some modules are not called: they have the classes
+        that they had, no forward of their own, no hooks, and all modules have none."""
+        for ref, cls in self._passed:
+            module = ref()
+            if module is None or not is_untouched(module, cls):
+                return False
+        if all_are_hooked():
+            return False
+        return not any(is_hooked(module) for look in self._still if (module := look.module()))
