@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._graph.compiled import original_of, without_compiled_code
-from ._graph.example import address_of, arguments_of, check_example
+from ._graph.example import address_of, arguments_of, example_for
 from ._graph.hooks import observing
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
@@ -163,12 +163,15 @@ def memory_report(
 
     Args:
         model: any module.
-        example_inputs: a tensor, a tuple of arguments, or a dict of named arguments.
+        example_inputs: a tensor, a shape, arguments or a function, as for
+            :func:`fusedtrain.convert`.
         optimizer: any optimizer of torch's kind. Most have their states after the first step.
 
     Raises:
-        TypeError: `example_inputs` or `optimizer` has another type. The model's errors are passed
-            on.
+        TypeError: `example_inputs` or `optimizer` has another type.
+        ValueError: `example_inputs` are several shapes, or a shape that does not suit the model.
+
+    The model's errors are passed on.
 
     Example:
         >>> import fusedtrain, torch
@@ -183,8 +186,8 @@ def memory_report(
         raise TypeError(
             f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
-    check_example(example_inputs)
     model = original_of(model, "memory_report")
+    example = example_for(model, example_inputs)
     runs: dict[str, _Kept] = {}
     for mode in _MODES:
         twin = copy.deepcopy(model)
@@ -192,7 +195,7 @@ def memory_report(
         if mode != "eager":
             convert(twin, memory=mode)
         with same_generators(), without_compiled_code(twin):
-            runs[mode] = _run(twin, example_inputs)
+            runs[mode] = _run(twin, example)
         del twin
     report = _report(runs)
     if optimizer is not None:

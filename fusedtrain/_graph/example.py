@@ -8,25 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import pytree
+from .._torch_private import BatchNormBase, pytree
+from .modules import CONVOLUTIONS
 from .tracer import same_generators
 
 
-def check_example(example: Any) -> None:
-    """Raises TypeError where it is no tensor, tuple of arguments or dict of named ones."""
-    if not isinstance(example, Tensor | tuple | list | Mapping):
-        raise TypeError(
-            "example_inputs: expected a tensor, a tuple of arguments or a dict of named ones, got "
-            f"{type(example).__name__}"
-        )
-
-
 def example_for(model: nn.Module, example: Any) -> Any:
-    """What the model is to be run on: of a function its value, of a shape random numbers. The
+    """The input for a run of the model: of a function its value, of a shape random numbers. The
     states of random generators stay.
 
     Raises:
-        ValueError: several shapes, or a shape for a model that takes no floating-point numbers.
+        ValueError: several shapes, a shape without a batch, or a shape for a model that takes no
+            floating-point numbers.
         TypeError: no example at all.
     """
     with same_generators():
@@ -34,7 +27,11 @@ def example_for(model: nn.Module, example: Any) -> Any:
             example = example()
         if _is_shape(example):
             return _drawn(model, example)
-    check_example(example)
+    if not isinstance(example, Tensor | tuple | list | Mapping):
+        raise TypeError(
+            "example_inputs: expected a tensor, a tuple of arguments, a dict of named ones, a "
+            f"shape or a function that returns one of these, got {type(example).__name__}"
+        )
     if type(example) in (tuple, list) and example and all(map(_is_shape, example)):
         raise ValueError(
             f"example_inputs: {example!r} may be shapes or arguments; pass a function that returns "
@@ -59,9 +56,31 @@ def _drawn(model: nn.Module, shape: Sequence[int]) -> Tensor:
             f"example_inputs: the shape {tuple(shape)} stands for floating-point numbers, and this "
             "model begins with a look-up; pass its integers, `lambda: torch.randint(99, (2, 7))`"
         )
+    if layer := _wants_batch(model, shape):
+        raise ValueError(
+            f"example_inputs: the shape {tuple(shape)} has no batch, and the model begins with a "
+            f"{layer}; pass {(2, *shape)}, or a tensor if the model takes single samples"
+        )
     tensors = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
     like = next(tensors, torch.empty(0))
     return torch.randn(shape, dtype=like.dtype, device=like.device)
+
+
+def _wants_batch(model: nn.Module, shape: Sequence[int]) -> str:
+    """The class of the model's first layer, if the shape is that of one sample for it; or ''."""
+    kinds = (*CONVOLUTIONS, BatchNormBase)
+    first: Any = next((m for m in model.modules() if isinstance(m, kinds)), None)
+    if isinstance(first, nn.Linear):  # takes a vector, too, unlike norms behind it
+        dims = 0 if any(isinstance(m, BatchNormBase) for m in model.modules()) else None
+    elif isinstance(first, BatchNormBase):
+        ranks = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+        dims = next((rank for kind, rank in ranks.items() if isinstance(first, kind)), None)
+    else:
+        dims = None if first is None else len(first.kernel_size)
+    if dims is None or len(shape) != dims + 1:
+        return ""
+    sizes = (getattr(first, name, None) for name in ("in_channels", "in_features", "num_features"))
+    return type(first).__name__ if shape[0] in sizes else ""
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,6 +91,8 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return value
         return value.detach().clone().requires_grad_(value.requires_grad)
 
+    if isinstance(example, Mapping):  # also those of transformers, which are no dicts
+        example = dict(example)
     copied = pytree.tree_map(fresh, example)
     if isinstance(copied, dict):
         return (), copied

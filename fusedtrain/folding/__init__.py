@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._graph.effects import Effects
+from .._graph.example import example_for
 from .._graph.flow import Flow
 from .._graph.modules import is_scripted
 from .._graph.report import Left
@@ -33,7 +33,7 @@ from ._report import Folded, FoldReport, list_scripted
 from ._rewrite import GraphTracer as GraphTracer, replace
 from ._sharing import Sharing
 from ._tune import TunedConv as TunedConv, TunedNorm as TunedNorm, tune_mode
-from ._verify import call, difference, ranks, stock_copy
+from ._verify import compare, ranks, stock_copy
 from ._writes import written_between
 
 # The classes are not public: pickles of folded and tuned models name them here.
@@ -92,8 +92,8 @@ def fold_conv_bn(
 
     Args:
         model: in eval mode, at least the norms that are to be folded.
-        example_inputs: one input, a tuple of inputs, or a dict of named ones. Both models are run
-            on it and compared.
+        example_inputs: a tensor, a shape, arguments or a function, as for
+            :func:`fusedtrain.convert`. Both models are run on it and compared.
         verify: False: do not compare; or the inputs to compare with, instead of `example_inputs`.
         tolerance: the largest difference of an output, relative to the output's largest magnitude.
             By default 1e-9 in float64, 1e-4 in float32, 2e-2 in float16, 1e-1 in bfloat16.
@@ -104,8 +104,9 @@ def fold_conv_bn(
         The folded model, a deep copy unless `inplace`, and a :class:`FoldReport`.
 
     Raises:
-        TypeError: `model` is not a module.
-        ValueError: `tolerance` is negative, or `inplace` is asked for a scripted model.
+        TypeError: `model` is not a module, or `example_inputs` has another type.
+        ValueError: `tolerance` is negative, `inplace` is asked for a scripted model, or
+            `example_inputs` are several shapes, or a shape that does not suit the model.
         RuntimeError: the outputs differ by more than the tolerance, or :func:`fusedtrain.revert`
             cannot undo the conversion of the model; nothing was changed.
 
@@ -121,7 +122,8 @@ def fold_conv_bn(
         raise ValueError(f"tolerance must not be negative, but is {tolerance}")
     if inplace and is_scripted(model):
         raise ValueError("inplace: a scripted model cannot be changed")
-    example = example_inputs if verify is None or verify is True or verify is False else verify
+    example = example_inputs if verify is None or isinstance(verify, bool) else verify
+    example = None if example is None else example_for(model, example)
     expected, dims = (None, {}) if example is None else ranks(model, example)
 
     folded = stock_copy(model)
@@ -132,12 +134,7 @@ def fold_conv_bn(
         folded = _activations.fuse(folded, report)
         _activations.pack(folded, report)
     if example is not None and verify is not False:
-        report.error, ratio = difference(call(copy.deepcopy(folded), example), expected, tolerance)
-        if ratio > 1:
-            raise RuntimeError(
-                f"fold_conv_bn: the outputs of the folded model differ by {report.error:.2e} of "
-                f"the largest magnitude, {ratio:.3g} times what is allowed; nothing was changed"
-            )
+        report.error = compare("fold_conv_bn", folded, example, expected, tolerance)
     if inplace:
         model.__class__ = type(folded)
         vars(model).clear()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph.example import example_for
 from .._graph.forward import install, replacement_of
 from .._graph.report import Left
 from ._forward import Convolving
@@ -139,7 +140,8 @@ def drop_redundant_bias(
         A :class:`FoldReport`, with each norm that was left and why.
 
     Raises:
-        TypeError: `model` is not a module, or `mode` not a bool.
+        TypeError: `model` is not a module, `mode` not a bool, or `example_inputs` has another type.
+        ValueError: `example_inputs` are several shapes, or a shape that does not suit the model.
 
     >>> import fusedtrain, torch
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -152,7 +154,7 @@ def drop_redundant_bias(
     check_arguments(model, mode)
     if not mode:
         return restore_bias(model)
-    dims = {} if example_inputs is None else ranks(model, example_inputs)[1]
+    dims = {} if example_inputs is None else ranks(model, example_for(model, example_inputs))[1]
     paired = FoldReport()
     report = FoldReport("dropped the bias before", left=paired.left)
     order = {id(m): i for i, m in enumerate(model.modules())}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from .._graph.example import example_for
 from .._graph.forward import Replacement, install, is_changed, replacement_of
 from .._graph.report import Left
 from ..ops.fold import fold_weight
@@ -25,6 +27,7 @@ from ._kinds import (
 from ._links import Link, Links, flow_of
 from ._report import Folded, FoldReport, list_scripted
 from ._sharing import Sharing
+from ._verify import call, compare
 
 _CONVERTED = "fusedtrain.convert has changed it, or a module around it: fusedtrain.revert first"
 _TUNED = "fusedtrain.tune_mode has changed its forward: tune_mode(model, False) first"
@@ -83,7 +86,7 @@ class TunedNorm(Replacement):
         return input
 
 
-def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
+def tune_mode(model: nn.Module, mode: bool = True, *, example_inputs: Any = None) -> FoldReport:
     """Train with frozen batch norm statistics as fast as without batch norm, in place.
 
     In fine-tuning and detection batch norms often run in eval mode while the model is trained.
@@ -105,12 +108,16 @@ def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
     Args:
         model: of any mode, dtype and device.
         mode: False: undo it.
+        example_inputs: as for :func:`fusedtrain.fold_conv_bn`. The outputs are compared before and
+            after, in the mode that the model is in.
 
     Returns:
         A :class:`FoldReport`, with each norm that was left and why.
 
     Raises:
-        TypeError: `model` is not a module, or `mode` not a bool.
+        TypeError: `model` is not a module, `mode` not a bool, or `example_inputs` has another type.
+        ValueError: `example_inputs` are several shapes, or a shape that does not suit the model.
+        RuntimeError: the outputs differ by more than rounding; the model is left untuned.
 
     >>> import fusedtrain, torch
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -121,14 +128,23 @@ def tune_mode(model: nn.Module, mode: bool = True) -> FoldReport:
     'ConvolutionBackward0'
     """
     check_arguments(model, mode)
+    example = None if example_inputs is None else example_for(model, example_inputs)
     report = restore(model)
-    if mode:
-        report = FoldReport("tuned")
-        for link in pairs(model, report, _shared):
-            assert link.norm is not None
-            tuned = TunedConv(link.conv, link.norm)
-            install(tuned)
-            install(TunedNorm(tuned))
+    if not mode:
+        return report
+    expected = None if example is None else call(copy.deepcopy(model), example)
+    report = FoldReport("tuned")
+    for link in pairs(model, report, _shared):
+        assert link.norm is not None
+        tuned = TunedConv(link.conv, link.norm)
+        install(tuned)
+        install(TunedNorm(tuned))
+    if example is not None:
+        try:
+            report.error = compare("tune_mode", model, example, expected)
+        except BaseException:
+            restore(model)
+            raise
     return report
 
 

@@ -60,6 +60,19 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
     return call(duplicate, example), dims
 
 
+def compare(
+    function: str, model: nn.Module, example: Any, expected: Any, tolerance: float | None = None
+) -> float:
+    """The largest relative difference of a copy's outputs; RuntimeError if that is too large."""
+    error, ratio = difference(call(copy.deepcopy(model), example), expected, tolerance)
+    if ratio > 1:
+        raise RuntimeError(
+            f"{function}: the outputs of the changed model differ by {error:.2e} of the largest "
+            f"magnitude, {ratio:.3g} times what is allowed: the change is undone"
+        )
+    return error
+
+
 def difference(actual: Any, expected: Any, tolerance: float | None) -> tuple[float, float]:
     """The largest relative difference of all outputs, and that in units of what is allowed."""
     values, structure = pytree.tree_flatten(actual)

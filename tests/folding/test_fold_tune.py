@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedtrain
+from fusedtrain.folding import _verify
 from fusedtrain.ops.fold import fold_weight
 from fusedtrain.reference import fold as reference
 from helpers.folding import CONVS, ByNames, Functional, Twice, channels, difference, waken
@@ -299,3 +300,14 @@ def test_reference_before_and_after_agree_for_a_linear_layer() -> None:
     torch.testing.assert_close(after, norm(F.linear(x, weight, bias)))
     before = F.linear(x, *reference.fold_weight_before(weight, bias, *stats, norm.eps, 1))
     torch.testing.assert_close(before, F.linear(norm(x), weight, bias))
+
+
+def test_an_example_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = waken(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    report = fusedtrain.tune_mode(model, example_inputs=(2, 3, 8, 8))
+    assert report.error is not None
+    assert 0 < report.error < 1e-5
+    monkeypatch.setattr(_verify, "TOLERANCES", {})  # not even rounding
+    with pytest.raises(RuntimeError, match=r"tune_mode: the outputs .* is undone"):
+        fusedtrain.tune_mode(model, example_inputs=(2, 3, 8, 8))
+    assert not any("forward" in vars(module) for module in model)
