@@ -220,6 +220,11 @@ def main() -> int:
         "environment variables are read in _backends.py",
     )
     forbid(
+        r"compiler\.is_exporting|is_autocast_available",
+        python("_torch_private.py"),
+        "torch 2.10 compiles is_exporting and autocast_is_available of _torch_private.py alone",
+    )
+    forbid(
         r"#include\s*[<\"](torch|ATen|c10)/",
         [p for p in sources("checks.h", "cuda.cpp") if p.parent.name != "autograd"],
         "only the bindings and the autograd nodes see torch",
