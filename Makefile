@@ -88,7 +88,7 @@ OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops
   tests/folding/test_fold.py tests/folding/test_fold_activations.py \
   tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/amp tests/tools/test_laws.py
 
-oldest-torch:  ## build with torch 2.10, the oldest supported, in .venv-oldest and build/oldest; run the tests of compilers, export, fx, conversion, optimizers
+oldest-torch:  ## build with the oldest supported torch, 2.10, in .venv-oldest and build/oldest; test compilers, export, conversion, optimizers (downloads gigabytes)
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/pip install -q --disable-pip-version-check torch==2.10.0 torchvision==0.25.0 timm scikit-learn "setuptools>=77" wheel ninja numpy \
 	  pytest pytest-xdist hypothesis expecttest mpmath rich matplotlib
