@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._torch_private import transformed as transformed
+from ._torch_private import autocast_is_available, transformed as transformed
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
@@ -43,7 +43,7 @@ def autocasts(input: Tensor, device_type: str = "") -> bool:
     return (
         isinstance(input, Tensor)
         and device_type in ("", input.device.type)
-        and torch.amp.is_autocast_available(input.device.type)
+        and autocast_is_available(input.device.type)
         and torch.is_autocast_enabled(input.device.type)
         and input.is_floating_point()
         and input.dtype is not torch.float64

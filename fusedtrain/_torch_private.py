@@ -104,6 +104,24 @@ def transformed() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether torch.export follows the call.
+
+    torch.compiler.is_exporting() is True in all that torch 2.10 and 2.11 compile; its flag is not.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def autocast_is_available(device_type: str) -> bool:
+    """Whether autocast knows the type of device. torch.is_autocast_enabled raises for others."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+# torch.compile calls it once, as torch.compiler.assume_constant_result does, which imports
+# torch._dynamo at once. torch 2.10 and 2.11 cannot compile it.
+autocast_is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls back at the end of the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

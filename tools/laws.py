@@ -10,6 +10,7 @@ from pathlib import Path
 
 from _imports import circles_in, imports_of
 from _private import private_across, private_of_torch
+from _torch_names import OLDEST as OLDEST, newer_names
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC, PACKAGE = ROOT / "csrc", ROOT / "fusedtrain"
@@ -68,6 +69,13 @@ def forbid_private_names(package: Path) -> None:
                 FOUND.append(f"{where}:{line}: torch's private names: _torch_private.py: {name}")
         for line, name in private_across(package, path):
             FOUND.append(f"{where}:{line}: no private name of another package: {name}")
+
+
+def forbid_newer_names(root: Path) -> None:
+    for path, line, name in newer_names(sorted((root / "csrc/bindings").iterdir())):
+        FOUND.append(
+            f"{path.relative_to(root)}:{line}: torch 2.10 may lack {name}: _torch_names.py"
+        )
 
 
 def forbid_long_files(root: Path) -> None:
@@ -220,6 +228,11 @@ def main() -> int:
         "environment variables are read in _backends.py",
     )
     forbid(
+        r"compiler\.is_exporting|is_autocast_available",
+        python("_torch_private.py"),
+        "torch 2.10 compiles is_exporting and autocast_is_available of _torch_private.py alone",
+    )
+    forbid(
         r"#include\s*[<\"](torch|ATen|c10)/",
         [p for p in sources("checks.h", "cuda.cpp") if p.parent.name != "autograd"],
         "only the bindings and the autograd nodes see torch",
@@ -243,6 +256,7 @@ def main() -> int:
     forbid_upward(PACKAGE)
 
     forbid_private_names(PACKAGE)
+    forbid_newer_names(ROOT)
     forbid_long_files(ROOT)
     forbid_vague_names(ROOT)
     listing = [p for folder in ("fusedtrain", "tools", "tests", "benchmarks", "examples")

@@ -41,7 +41,7 @@ inline Tensor new_seed(const Tensor& input) {
   Tensor seed(at::detail::empty_cpu({2}, at::kLong));
   auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
   std::lock_guard<std::mutex> lock(generator->mutex_);
-  const at::uniform_int_distribution<int64_t> draw;
+  at::uniform_int_distribution<int64_t> draw;
   auto* numbers = seed.mutable_data_ptr<int64_t>();
   for (int i = 0; i < 2; ++i) numbers[i] = draw(generator);
   return seed;

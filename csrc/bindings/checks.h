@@ -8,6 +8,11 @@
 
 #include "../ops/common.h"
 
+// From torch 2.13 on; there, too, this is its meaning for a binary that torch 2.10 can load.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
+
 namespace fusedtrain {
 
 using torch::stable::Tensor;

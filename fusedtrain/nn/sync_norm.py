@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import _calls
-from .._torch_private import BatchNormBase
+from .._torch_private import BatchNormBase, is_exporting
 from ..ops._library import op
 from ..ops.batch_norm_autograd import save_for_backward
 from ..reference.batch_norm import Norm, Statistics
@@ -152,7 +152,7 @@ class SyncBatchNormAct(BatchNormActBase):
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
             return normalise(self, input, residual, branch_scale, activation, overwrite_input)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "SyncBatchNormAct: an exported or traced graph cannot exchange statistics between "
                 "ranks: call model.eval() before the export"

@@ -16,7 +16,7 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _backends, _calls
 from .._calls import KERNEL_DTYPES
 from .._graph.fx import handle as _handle
-from .._torch_private import transformed, verify_batch_size
+from .._torch_private import is_exporting, transformed, verify_batch_size
 from ..reference.batch_norm import Norm, eager
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
@@ -273,7 +273,7 @@ def _run(
     """As :func:`run`, with a residual that is like the input."""
     compiled = (
         torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
+        and not is_exporting()
         and not _calls.transformed()
         and _backends.is_opaque_to_compile(input.device)
     )

@@ -93,6 +93,31 @@ def test_several_ranks_are_not_exported(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(torch.export.export(norm, (x,)).module()(x), norm(x))
 
 
+def test_the_compilers_of_torch_2_10_and_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, is_exporting() is true in all that is compiled, and no graph asks for autocast."""
+    asks = torch.compiler.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", asks)
+    monkeypatch.setattr(
+        torch.compiler, "is_exporting", lambda: torch.compiler.is_dynamo_compiling()
+    )
+    targets: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        x = fusedtrain.functional.prelu(x, weight)
+        return fusedtrain.functional.batch_norm_act(x, None, None, training=True)
+
+    torch._dynamo.reset()
+    x, weight = torch.randn(4, 3), torch.rand(3)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)(x, weight)
+    torch.testing.assert_close(compiled, function(x, weight))
+    if x.is_cpu:  # elsewhere plain torch is compiled
+        assert any("fusedtrain.batch_norm_act" in target for target in targets)
+
+
 @pytest.mark.parametrize(
     ("dynamic", "compilations"),
     [(False, 4), (None, 2), (True, 2)],  # those of the stock model

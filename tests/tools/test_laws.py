@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers import ROOT
 
@@ -19,7 +21,7 @@ def laws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(laws, "FOUND", [])
     yield laws
-    for name in ("laws", "_imports", "_private"):
+    for name in ("laws", "_imports", "_private", "_torch_names"):
         del sys.modules[name]
 
 
@@ -175,6 +177,38 @@ def test_private_names_of_another_package(laws: Any, tmp_path: Path, text: str) 
     line = text.count("\n") + 1
     law = "no private name of another package"
     assert ([f"house/q/f.py:{line}: {law}: {name}"] if name else []) == laws.FOUND
+
+
+NEWER_NAMES = {
+    "STD_TORCH_CHECK(true); torch::stable::copy_(a, b);": "",
+    "STABLE_TORCH_ERROR_CODE_CHECK(x);": "STABLE_TORCH_ERROR_CODE_CHECK",
+    "#define STABLE_TORCH_ERROR_CODE_CHECK(call) call\nSTABLE_TORCH_ERROR_CODE_CHECK(x);": "",
+    "// STABLE_TORCH_ERROR_CODE_CHECK, torch::stable::squeeze": "",
+    "return torch::stable::squeeze(t);": "torch::stable::squeeze",
+    "aoti_torch_get_size(t, 0, &n);": "aoti_torch_get_size",
+}
+
+
+@pytest.mark.parametrize("text", NEWER_NAMES)
+def test_names_that_the_oldest_torch_lacks(laws: Any, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "csrc/bindings/cpu.cpp"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    laws.forbid_newer_names(tmp_path)
+    name = NEWER_NAMES[text]
+    line = text.count("\n") + 1
+    law = f"csrc/bindings/cpu.cpp:{line}: torch 2.10 may lack {name}: _torch_names.py"
+    assert ([law] if name else []) == laws.FOUND
+
+
+def test_torch_has_the_names_of_the_bindings(laws: Any) -> None:
+    """The torch at hand; `make oldest-torch` looks into the oldest."""
+    include = Path(torch.__file__).parent / "include/torch"
+    folders = ("csrc/stable", "headeronly", "csrc/inductor/aoti_torch/c")
+    headers = [path for folder in folders for path in (include / folder).rglob("*.h")]
+    words = set(re.findall(r"\w+", "".join(path.read_text() for path in headers)))
+    names = {word for name in laws.OLDEST for word in name.split("::")}
+    assert names - words == set()
 
 
 def test_long_files(laws: Any, tmp_path: Path) -> None:
