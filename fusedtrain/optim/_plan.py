@@ -204,7 +204,7 @@ class Plan:
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
         ]  # fmt: skip
         self.places = _places(self.written)
-        self.all_dicts: list[int] = []
+        self.all_dicts: list[int] | None = None  # ids; not looked at yet
 
     def fits(self, state: dict[Tensor, _State], stateless: bool = False) -> bool:
         """Whether memory and states are still those that the plan was built for.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import random
 from typing import Any
@@ -214,6 +215,30 @@ def test_states_that_the_user_replaces(name: str, how: str) -> None:
         step(ours, p, seed)
         step(theirs, q, seed)
         assert_close(p, q)
+
+
+@pytest.mark.parametrize("how", ["clear", "pop", "replace"])
+@OF_TORCH
+def test_states_dropped_before_the_second_step(name: str, how: str) -> None:
+    """After its first step a plan has not looked at the dictionaries of the states yet."""
+    if name == "Adagrad":
+        pytest.skip("torch's Adagrad makes its states only once")
+    runs = []
+    for module in (fusedtrain.optim, torch.optim):
+        p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = getattr(module, name)([p], **CLASSES[name].busy)
+        for seed in range(4):
+            if seed in (1, 3):
+                if how == "clear":
+                    optimizer.state.clear()
+                elif how == "pop":
+                    optimizer.state.pop(p)
+                else:
+                    optimizer.state = collections.defaultdict(dict)
+            step(optimizer, [p], seed)
+        assert optimizer.state_dict()["state"].keys() == {0}
+        runs.append(p)
+    assert_close(*runs)
 
 
 @ALL
