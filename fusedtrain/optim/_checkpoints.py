@@ -54,7 +54,7 @@ class Checkpoints(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
-    def _drop_stale_corrections(self) -> None:
+    def _follow_parameters(self) -> None:
         raise NotImplementedError
 
     def _check_closed(self, what: str) -> None:
@@ -88,7 +88,7 @@ class Checkpoints(torch.optim.Optimizer):
                 under "master_param"), and load into the same codes.
         """
         self._check_closed("a state dict")
-        self._drop_stale_corrections()
+        self._follow_parameters()
         hook = self.register_state_dict_post_hook(
             lambda _, saved: self._as_torch_has_it(saved, compressed), prepend=True
         )
@@ -151,7 +151,7 @@ class Checkpoints(torch.optim.Optimizer):
 
     def _float32_masters(self) -> dict[int, Tensor]:
         """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
-        self._drop_stale_corrections()
+        self._follow_parameters()
         masters: dict[int, Tensor] = {}
         for p in (p for group in self.param_groups for p in group["params"]):
             p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
@@ -271,7 +271,7 @@ class Checkpoints(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_closed("a copy")
-        self._drop_stale_corrections()
+        self._follow_parameters()
         state: dict[str, Any] = super().__getstate__()
         unborn = self._without_a_step()
         if unborn:

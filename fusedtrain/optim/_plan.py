@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import chain, repeat, starmap
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -27,9 +27,7 @@ from ._masters import (
     WEIGHTS,
     Versions,
     correction_dtype,
-    is_rounded,
     take_other_form,
-    version_of,
 )
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
@@ -83,9 +81,9 @@ class Store:
         steps[[column for key, column in self.columns.items() if key in loaded]] = 1
         self.scalars[0].copy_(steps)
 
-    def take_over(self, earlier: Store) -> None:
-        """Scalars and versions of parameters that both have."""
-        self.versions.take_over(earlier.versions, self.params)
+    def take_over(self, earlier: Store, low_precision: Iterable[Tensor]) -> None:
+        """Scalars and versions of parameters that both have, and of the model's behind masters."""
+        self.versions.take_over(earlier.versions, [*self.params, *low_precision])
         for key, column in self.columns.items():
             before = earlier.columns.get(key)
             if before is not None:
@@ -163,7 +161,6 @@ class Plan:
         self.masters: list[Tensor] = []
         self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
-        self.versions: list[int] = []  # of `with_master`, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
@@ -187,6 +184,7 @@ class Plan:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
                 self.with_master.append((self.models[len(rows)], inner))
+                store.versions.compare(*self.with_master[-1], self.masters[-1])
             else:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
@@ -234,17 +232,14 @@ class Plan:
     def follow_parameters(self) -> None:
         """Copies to the master weights what others have written to their parameters."""
         whole = (master for master in self.masters if master.is_floating_point())
-        for pair, master, version in zip(self.with_master, whole, self.versions or repeat(-1)):
-            if version_of(*pair) != version:
-                p = pair[1]
-                wide = p.to(master.dtype)
-                master.copy_(torch.where(is_rounded(p, master), master, wide))
+        for (p, inner), master in zip(self.with_master, whole):
+            self.store.versions.follow(p, inner, master)
         for p, inner, correction in self.split:
             self.store.versions.drop_stale(p, inner, correction)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(starmap(version_of, self.with_master))
+        self.store.versions.note_whole(self.with_master)
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
 
@@ -294,7 +289,9 @@ class Plan:
             versions.forget(p)
         if dtype is None:
             self.with_master.append((p, inner))
-            return self._copy(p_state, WEIGHTS, p, self.masters)
+            place = self._copy(p_state, WEIGHTS, p, self.masters)
+            versions.compare(p, inner, self.masters[place])
+            return place
         tensor = p_state.get(CORRECTION)
         if tensor is None:
             tensor = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
