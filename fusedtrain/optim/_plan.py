@@ -74,6 +74,8 @@ class Store:
         self.control = control
         self.last_step = Control.of(control)
         self.versions = Versions()
+        # By column the first state, for optimizers without saved step counts.
+        self.known: dict[int, Tensor] = {}
 
     def count_one_step(self, loaded: set[int]) -> None:
         """For a checkpoint without step counts: a parameter with states, by id, has had a step."""
@@ -88,6 +90,8 @@ class Store:
             before = earlier.columns.get(key)
             if before is not None:
                 self.scalars[:, column].copy_(earlier.scalars[:, before])
+                if before in earlier.known:
+                    self.known[column] = earlier.known[before]
 
 
 class Needs(NamedTuple):
@@ -169,11 +173,14 @@ class Plan:
             column = store.columns[id(p)]
             row = [group, column]
             slots = needs.slots[group]
-            if needs.scalar_names[0] is None and any(n and p_state.get(n) is None for n in slots):
+            named = [name for name in slots if name and needs.scalar_names[0] is None]
+            if any(p_state.get(name) is None for name in named):
                 store.views[0][column].zero_()  # without a saved step count states start anew
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for k, name in enumerate(slots):
+            elif named and p_state[named[0]] is not store.known.get(column):
+                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
                 if name is None:
                     row.append(-1)
                 else:
@@ -181,6 +188,8 @@ class Plan:
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             if is_master:
+            if named:
+                store.known[column] = p_state[named[0]]
                 row.append(len(self.masters))
                 self.masters.append(local(p))
                 self.with_master.append((self.models[len(rows)], inner))

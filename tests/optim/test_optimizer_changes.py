@@ -20,6 +20,7 @@ from helpers.optimizer_steps import (
     give_gradients,
     parameters,
     same,
+    skipped_step,
     step,
 )
 from helpers.optimizers import CLASSES, make
@@ -274,3 +275,21 @@ def test_versions_tell_autograd_of_the_step(name: str) -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         used.backward()
+
+
+def test_a_momentum_buffer_that_the_user_sets_is_dampened() -> None:
+    """torch asks whether there is a buffer; a skipped step has made none."""
+    p, q = parameters(), parameters()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    ours, theirs = fusedtrain.optim.SGD(p, **options), torch.optim.SGD(q, **options)
+    skipped_step(ours, p[3:])
+    for x in p[3:]:
+        x.data = x.data.clone()  # another plan
+    for optimizer, params in ((ours, p), (theirs, q)):
+        for x in params[:3]:
+            optimizer.state[x]["momentum_buffer"] = torch.full_like(x, 0.25)
+    for seed in range(3):
+        step(ours, p, seed)
+        step(theirs, q, seed)
+        assert_close(p, q)
+        ours.add_param_group({"params": parameters()[:1]})  # another store
