@@ -106,6 +106,9 @@ class Needs(NamedTuple):
     ema: bool
     rule: str
 
+    def has_master(self, p: Tensor) -> bool:
+        return bool(self.master_weights) and p.dtype in (torch.float16, torch.bfloat16)
+
     def dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of the states that are as large as their parameter, and not in codes."""
         if isinstance(self.state_dtype, torch.dtype):
@@ -176,20 +179,20 @@ class Plan:
             named = [name for name in slots if name and needs.scalar_names[0] is None]
             if any(p_state.get(name) is None for name in named):
                 store.views[0][column].zero_()  # without a saved step count states start anew
+            elif named and p_state[named[0]] is not store.known.get(column):
+                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for k, name in enumerate(slots):
-            elif named and p_state[named[0]] is not store.known.get(column):
-                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
                 if name is None:
                     row.append(-1)
                 else:
                     row.append(self._large(p_state, name, p, inner, needs.codes(group, k, p)))
+            if named:
+                store.known[column] = p_state[named[0]]
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             if is_master:
-            if named:
-                store.known[column] = p_state[named[0]]
                 row.append(len(self.masters))
                 self.masters.append(local(p))
                 self.with_master.append((self.models[len(rows)], inner))
@@ -289,7 +292,7 @@ class Plan:
     def _master(self, p_state: _State, p: Tensor, inner: Tensor) -> int:
         """The master of a 16-bit parameter: float32 weights or a correction; -1 for none."""
         kind = self.needs.master_weights
-        if not kind or p.dtype not in (torch.float16, torch.bfloat16):
+        if not self.needs.has_master(p):
             return -1
         dtype, versions = correction_dtype(kind), self.store.versions
         if CORRECTION in p_state:

@@ -45,7 +45,7 @@ class Reports(torch.optim.Optimizer):
                     store.versions.follow(low, local(low), local(p))
                 elif CORRECTION in p_state:
                     store.versions.drop_stale(p, local(p), local(p_state[CORRECTION]))
-                elif WEIGHTS in p_state:
+                elif p_state.get(WEIGHTS) is not None:
                     store.versions.follow(p, local(p), local(p_state[WEIGHTS]))
 
     def __repr__(self) -> str:
@@ -122,11 +122,12 @@ class Reports(torch.optim.Optimizer):
 
         Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
         """
-        return [
-            (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
+        averages = [
+            (p, self.state.get(p, {}).get("ema"))
             for group in self.param_groups
             for p in group["params"]
         ]
+        return [(p, p if average is None else average) for p, average in averages]
 
     @contextmanager
     def swap_averages(self) -> Iterator[None]:
