@@ -115,6 +115,13 @@ class GradientState:
         self._watch(self.scaled_by is not None)
         self.optimizer._read_gradients(self._gradients_of, self.masters.param_of)
 
+    def follow_parameters(self) -> None:
+        """Masters take what others have written to the model, before they are read."""
+        if self.lazy:
+            self.optimizer._follow_parameters()
+        else:
+            self.masters.follow_parameters(begun=True)
+
     def retire(self) -> None:
         """Leaves the parameters to another optimizer."""
         self.unscale()

@@ -159,6 +159,9 @@ def master_params(optimizer: Any) -> Any:
         >>> torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
         tensor(1.2247)
     """
+    gradients = getattr(optimizer, "_amp_stash", None)
+    if gradients is not None:
+        gradients.follow_parameters()
     for group in optimizer.param_groups:
         yield from group["params"]
 

@@ -86,9 +86,15 @@ class Masters:
         self._begun = len(self.masters)
 
     @torch.no_grad()
-    def follow_parameters(self) -> None:
-        """Copies to the masters what others have written to their parameters."""
+    def follow_parameters(self, begun: bool = False) -> None:
+        """Copies to the masters what others have written to their parameters.
+
+        Args:
+            begun: only to masters that `begin` is done with.
+        """
         for i, (master, p) in enumerate(self.pairs()):
+            if begun and i >= self._begun:
+                break
             seen = (p._version, p.data_ptr())
             if seen != self._seen[i]:
                 master.copy_(_widened(p, master))

@@ -1,6 +1,7 @@
 """The optimizers of NVIDIA's Apex (``apex.optimizers``), on any device.
 
-Constructors, attributes and parameter groups are Apex's, and its checkpoints load. Steps are those
+Constructors, attributes and parameter groups are Apex's, and its checkpoints load, as do those of
+the optimizers of torch that have the same states, with their options. Steps are those
 of `fusedtrain.optim.FusedOptimizer`, for which `fusedtrain.amp.GradScaler` does not wait. Apex's
 formulas are in its ``csrc/multi_tensor_*.cu``.
 """
@@ -8,7 +9,7 @@ formulas are in its ``csrc/multi_tensor_*.cu``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,7 +44,8 @@ class FusedAdam(ApexOptimizer):
         bias_correction: corrects the averages for their start at 0.
         betas: decays of the averages of the gradient and of its square.
         eps: added to the denominator.
-        adam_w_mode: weights shrink by the fraction lr * weight_decay; otherwise an L2 penalty.
+        adam_w_mode: weights shrink by the fraction lr * weight_decay; otherwise an L2 penalty. A
+            loaded checkpoint does not change it.
         weight_decay: see above.
         amsgrad: not supported, as in Apex.
         set_grad_none: `zero_grad` makes gradients None instead of 0.
@@ -73,6 +75,7 @@ class FusedAdam(ApexOptimizer):
     _wide_states = True
     _attributes = ("adam_w_mode", "capturable")
     _counts = True
+    _absent: ClassVar = {"bias_correction": True}  # torch's Adam has no such key
 
     def __init__(
         self,
@@ -138,7 +141,12 @@ class FusedAdam(ApexOptimizer):
     def _numbers(self, group: dict[str, Any]) -> Numbers:
         uncorrected = not group["bias_correction"]
         option = (*two(group["betas"]), group["eps"], self.adam_w_mode, uncorrected)
-        return Numbers(group["lr"], group["weight_decay"], option)
+        if group.get("amsgrad"):  # of a checkpoint of torch
+            raise ValueError(
+                "state_dict: of Adam with amsgrad=True, which FusedAdam does not support. Load it "
+                "into fusedtrain.optim.Adam, or set amsgrad to False in the dict's groups"
+            )
+        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -213,7 +221,7 @@ class FusedSGD(ApexOptimizer):
         # p - lr (u + decay p) = (1 - lr decay) p - lr u
         decoupled = self.wd_after_momentum
         option = (group["momentum"], group["dampening"], group["nesterov"], decoupled)
-        return Numbers(group["lr"], group["weight_decay"], option)
+        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] != 0 else None,)
@@ -266,8 +274,8 @@ class FusedAdagrad(ApexOptimizer):
         self._set_options(options)
 
     def _numbers(self, group: dict[str, Any]) -> Numbers:
-        option = (0, group["eps"], self.adagrad_w_mode)
-        return Numbers(group["lr"], group["weight_decay"], option)
+        option = (group.get("lr_decay", 0), group["eps"], self.adagrad_w_mode)
+        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
 
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("sum",)

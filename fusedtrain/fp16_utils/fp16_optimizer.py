@@ -257,6 +257,7 @@ class FP16_Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Masters, loss scale and the state of the optimizer, under Apex's keys."""
+        self._gradients.follow_parameters()
         groups = [[p.detach() for p in group] for group in self.fp32_from_fp16_groups]
         scaler = self.loss_scaler
         return {

@@ -25,6 +25,11 @@ from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, WEIGHTS, joined
 from ._plan import Needs, Numbers, Store
 
+_FLATTENED = (
+    "state_dict: flatten_optimizer_state_dict=True looks for the names of the optimizer's own "
+    "states, and so drops the float32 masters of a checkpoint for split ones. Save and load "
+    "without it, or with master_weights=True, and set master_weights afterwards"
+)
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
 
@@ -54,7 +59,7 @@ class Checkpoints(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
-    def _drop_stale_corrections(self) -> None:
+    def _follow_parameters(self) -> None:
         raise NotImplementedError
 
     def _check_closed(self, what: str) -> None:
@@ -88,7 +93,7 @@ class Checkpoints(torch.optim.Optimizer):
                 under "master_param"), and load into the same codes.
         """
         self._check_closed("a state dict")
-        self._drop_stale_corrections()
+        self._follow_parameters()
         hook = self.register_state_dict_post_hook(
             lambda _, saved: self._as_torch_has_it(saved, compressed), prepend=True
         )
@@ -110,7 +115,8 @@ class Checkpoints(torch.optim.Optimizer):
                     continue
                 if compressed:
                     p_state = _codes_ahead(p_state, p, needs, which)
-                kept = {**for_checkpoint(p_state, compressed), **self._copies_ahead(p, p_state)}
+                made = {name: value for name, value in p_state.items() if value is not None}
+                kept = {**for_checkpoint(made, compressed), **self._copies_ahead(p, made)}
                 if id(p) in unborn:
                     kept = _without_momentum(kept)
                 if CORRECTION in kept and not compressed:
@@ -136,11 +142,7 @@ class Checkpoints(torch.optim.Optimizer):
         that the dict has, and no others.
         """
         needs = self._state_needs()
-        masters = (
-            needs.master_weights
-            and p.dtype in (torch.float16, torch.bfloat16)
-            and CORRECTION not in p_state
-        )
+        masters = needs.has_master(p) and CORRECTION not in p_state
         names = [name for name, made in ((WEIGHTS, masters), ("ema", needs.ema)) if made]
         with torch.no_grad():
             return {
@@ -151,7 +153,7 @@ class Checkpoints(torch.optim.Optimizer):
 
     def _float32_masters(self) -> dict[int, Tensor]:
         """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
-        self._drop_stale_corrections()
+        self._follow_parameters()
         masters: dict[int, Tensor] = {}
         for p in (p for group in self.param_groups for p in group["params"]):
             p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
@@ -159,7 +161,7 @@ class Checkpoints(torch.optim.Optimizer):
                 masters[id(low)] = p.detach().clone()
             elif CORRECTION in p_state:
                 masters[id(p)] = joined(self._swapped.get(id(p), p), p_state[CORRECTION])
-            elif WEIGHTS in p_state:
+            elif p_state.get(WEIGHTS) is not None:
                 masters[id(p)] = p_state[WEIGHTS].clone()
         return masters
 
@@ -214,6 +216,8 @@ class Checkpoints(torch.optim.Optimizer):
             for number, p in zip(old["params"], new["params"]):
                 if number in saved["state"]:
                     state[p] = dict(saved["state"][number])
+                    if _is_missing(state[p].get(CORRECTION)):
+                        raise ValueError(_FLATTENED)
         trial = object.__new__(type(self))
         vars(trial).update(vars(self))
         try:
@@ -256,7 +260,9 @@ class Checkpoints(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(numbers, params, strict=True):
             for name, value in saved["state"].get(number, {}).items():
-                if name == CORRECTION or (isinstance(value, Tensor) and is_codes(value)):
+                if _is_missing(value):
+                    del self.state[p][name]
+                elif name == CORRECTION or (isinstance(value, Tensor) and is_codes(value)):
                     # torch has cast the integers to the parameter's dtype
                     self.state[p][name] = value.to(p.device, copy=True)
                 elif isinstance(value, Tensor) and value.is_floating_point() and name != "step":
@@ -271,7 +277,7 @@ class Checkpoints(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_closed("a copy")
-        self._drop_stale_corrections()
+        self._follow_parameters()
         state: dict[str, Any] = super().__getstate__()
         unborn = self._without_a_step()
         if unborn:
@@ -311,6 +317,12 @@ def _codes_ahead(p_state: dict[str, Any], p: Tensor, needs: Needs, group: int) -
             made = coded_state(p_state, name, p, dtype, needs.initial(name))
             ahead[name], ahead[scale_name(name)] = made
     return ahead
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is the empty dictionary that torch has for a state that a flattened dict
+    lacks. It looks for the states of the loading optimizer: scales of codes, say."""
+    return isinstance(value, dict) and not value
 
 
 def _without_momentum(p_state: dict[str, Any]) -> dict[str, Any]:

@@ -433,7 +433,7 @@ class FusedOptimizer(Releases, Reports, Checkpoints):
             if self._scalar_names[0] is None:
                 new.count_one_step(self._loaded)
             if store is not None:
-                new.take_over(store)
+                new.take_over(store, self._low_precision.values())
             self._stores[device] = store = new
             self._plans.clear()
         return store

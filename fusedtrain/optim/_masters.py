@@ -74,20 +74,42 @@ def version_of(p: Tensor, inner: Tensor) -> int:
     return inner._version if inner is p else p._version + inner._version
 
 
-class Versions:
-    """Which versions of split parameters the corrections belong to.
+def _seen(p: Tensor, inner: Tensor) -> tuple[int, int]:
+    """A parameter's version and place in memory, which writing to ``p.data`` may change."""
+    return version_of(p, inner), inner.data_ptr()
 
-    A correction says nothing of the parameter that it was made for. If others write to a
-    parameter, its version is a new one, and all of its corrections become 0: the master is then the
-    parameter. Versions are unknown until the first step after the optimizer was made, loaded or
-    copied; the parameter and its correction then belong together.
+
+class Versions:
+    """Which versions of 16-bit parameters the masters belong to.
+
+    If others write to a parameter, its version is a new one. A correction says nothing of the
+    parameter that it was made for, so that all corrections of this parameter become 0: the master
+    is then the parameter. Of a float32 master the elements that still round to the parameter stay.
+    Versions are unknown until the first step after the optimizer was made, loaded or copied; the
+    parameter and its master then belong together.
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, int] = {}  # by the parameter's id
+        self._of: dict[int, Any] = {}  # by the parameter's id
 
     def note(self, p: Tensor, inner: Tensor) -> None:
         self._of[id(p)] = version_of(p, inner)
+
+    def note_whole(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Notes parameters, with this rank's parts of them, that have float32 masters."""
+        self._of.update({id(p): _seen(p, inner) for p, inner in pairs})
+
+    def follow(self, p: Tensor, inner: Tensor, master: Tensor) -> None:
+        """Copies to a float32 master what others have written to the parameter."""
+        now = _seen(p, inner)
+        if self._of.get(id(p), now) != now:
+            self.compare(p, inner, master)
+
+    @torch.no_grad()
+    def compare(self, p: Tensor, inner: Tensor, master: Tensor) -> None:
+        """As `follow`, whatever the version."""
+        master.copy_(torch.where(is_rounded(inner, master), master, inner.to(master.dtype)))
+        self.note_whole([(p, inner)])
 
     def forget(self, p: Tensor) -> bool:
         """Returns whether the version was known."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import chain, repeat, starmap
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -27,9 +27,7 @@ from ._masters import (
     WEIGHTS,
     Versions,
     correction_dtype,
-    is_rounded,
     take_other_form,
-    version_of,
 )
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
@@ -76,6 +74,8 @@ class Store:
         self.control = control
         self.last_step = Control.of(control)
         self.versions = Versions()
+        # By column the first state, for optimizers without saved step counts.
+        self.known: dict[int, Tensor] = {}
 
     def count_one_step(self, loaded: set[int]) -> None:
         """For a checkpoint without step counts: a parameter with states, by id, has had a step."""
@@ -83,13 +83,15 @@ class Store:
         steps[[column for key, column in self.columns.items() if key in loaded]] = 1
         self.scalars[0].copy_(steps)
 
-    def take_over(self, earlier: Store) -> None:
-        """Scalars and versions of parameters that both have."""
-        self.versions.take_over(earlier.versions, self.params)
+    def take_over(self, earlier: Store, low_precision: Iterable[Tensor]) -> None:
+        """Scalars and versions of parameters that both have, and of the model's behind masters."""
+        self.versions.take_over(earlier.versions, [*self.params, *low_precision])
         for key, column in self.columns.items():
             before = earlier.columns.get(key)
             if before is not None:
                 self.scalars[:, column].copy_(earlier.scalars[:, before])
+                if before in earlier.known:
+                    self.known[column] = earlier.known[before]
 
 
 class Needs(NamedTuple):
@@ -103,6 +105,9 @@ class Needs(NamedTuple):
     master_weights: bool | str
     ema: bool
     rule: str
+
+    def has_master(self, p: Tensor) -> bool:
+        return bool(self.master_weights) and p.dtype in (torch.float16, torch.bfloat16)
 
     def dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of the states that are as large as their parameter, and not in codes."""
@@ -163,7 +168,6 @@ class Plan:
         self.masters: list[Tensor] = []
         self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
-        self.versions: list[int] = []  # of `with_master`, after the last step
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
@@ -172,8 +176,11 @@ class Plan:
             column = store.columns[id(p)]
             row = [group, column]
             slots = needs.slots[group]
-            if needs.scalar_names[0] is None and any(n and p_state.get(n) is None for n in slots):
+            named = [name for name in slots if name and needs.scalar_names[0] is None]
+            if any(p_state.get(name) is None for name in named):
                 store.views[0][column].zero_()  # without a saved step count states start anew
+            elif named and p_state[named[0]] is not store.known.get(column):
+                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for k, name in enumerate(slots):
@@ -181,12 +188,15 @@ class Plan:
                     row.append(-1)
                 else:
                     row.append(self._large(p_state, name, p, inner, needs.codes(group, k, p)))
+            if named:
+                store.known[column] = p_state[named[0]]
             row += [-1] * (MAX_STATES - len(slots))
             is_master = self.models[len(rows)] is not p
             if is_master:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
                 self.with_master.append((self.models[len(rows)], inner))
+                store.versions.compare(*self.with_master[-1], self.masters[-1])
             else:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
@@ -204,7 +214,7 @@ class Plan:
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
         ]  # fmt: skip
         self.places = _places(self.written)
-        self.all_dicts: list[int] = []
+        self.all_dicts: list[int] | None = None  # ids; not looked at yet
 
     def fits(self, state: dict[Tensor, _State], stateless: bool = False) -> bool:
         """Whether memory and states are still those that the plan was built for.
@@ -234,17 +244,14 @@ class Plan:
     def follow_parameters(self) -> None:
         """Copies to the master weights what others have written to their parameters."""
         whole = (master for master in self.masters if master.is_floating_point())
-        for pair, master, version in zip(self.with_master, whole, self.versions or repeat(-1)):
-            if version_of(*pair) != version:
-                p = pair[1]
-                wide = p.to(master.dtype)
-                master.copy_(torch.where(is_rounded(p, master), master, wide))
+        for (p, inner), master in zip(self.with_master, whole):
+            self.store.versions.follow(p, inner, master)
         for p, inner, correction in self.split:
             self.store.versions.drop_stale(p, inner, correction)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.versions = list(starmap(version_of, self.with_master))
+        self.store.versions.note_whole(self.with_master)
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
 
@@ -285,7 +292,7 @@ class Plan:
     def _master(self, p_state: _State, p: Tensor, inner: Tensor) -> int:
         """The master of a 16-bit parameter: float32 weights or a correction; -1 for none."""
         kind = self.needs.master_weights
-        if not kind or p.dtype not in (torch.float16, torch.bfloat16):
+        if not self.needs.has_master(p):
             return -1
         dtype, versions = correction_dtype(kind), self.store.versions
         if CORRECTION in p_state:
@@ -294,7 +301,9 @@ class Plan:
             versions.forget(p)
         if dtype is None:
             self.with_master.append((p, inner))
-            return self._copy(p_state, WEIGHTS, p, self.masters)
+            place = self._copy(p_state, WEIGHTS, p, self.masters)
+            versions.compare(p, inner, self.masters[place])
+            return place
         tensor = p_state.get(CORRECTION)
         if tensor is None:
             tensor = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)

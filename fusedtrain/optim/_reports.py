@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
-from ._masters import CORRECTION
+from ._masters import CORRECTION, WEIGHTS
 from ._plan import Plan, Store
 
 
@@ -36,13 +36,17 @@ class Reports(torch.optim.Optimizer):
     _swapped: Mapping[int, Tensor] = MappingProxyType({})
     ema_decay: Any
 
-    def _drop_stale_corrections(self) -> None:
-        """Makes corrections 0 whose parameters others have written to."""
+    def _follow_parameters(self) -> None:
+        """Masters take what others have written to their parameters, before they are read."""
         for store in self._stores.values():
             for p in store.params:
-                correction = self.state.get(p, {}).get(CORRECTION)
-                if correction is not None:
-                    store.versions.drop_stale(p, local(p), local(correction))
+                p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
+                if low is not None:
+                    store.versions.follow(low, local(low), local(p))
+                elif CORRECTION in p_state:
+                    store.versions.drop_stale(p, local(p), local(p_state[CORRECTION]))
+                elif p_state.get(WEIGHTS) is not None:
+                    store.versions.follow(p, local(p), local(p_state[WEIGHTS]))
 
     def __repr__(self) -> str:
         options = sorted(getattr(self, "_fused_options", {}).items())
@@ -118,11 +122,12 @@ class Reports(torch.optim.Optimizer):
 
         Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
         """
-        return [
-            (p, self.state[p]["ema"] if "ema" in self.state.get(p, ()) else p)
+        averages = [
+            (p, self.state.get(p, {}).get("ema"))
             for group in self.param_groups
             for p in group["params"]
         ]
+        return [(p, p if average is None else average) for p, average in averages]
 
     @contextmanager
     def swap_averages(self) -> Iterator[None]:
@@ -133,7 +138,7 @@ class Reports(torch.optim.Optimizer):
         if self.ema_decay is None:
             raise RuntimeError("swap_averages needs an optimizer with ema_decay")
         pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
-        self._drop_stale_corrections()
+        self._follow_parameters()
         every = [store.versions for store in self._stores.values()]
         known = [(p, versions) for p, _ in pairs for versions in every if versions.forget(p)]
         with torch.no_grad():
@@ -152,8 +157,11 @@ class Reports(torch.optim.Optimizer):
             with torch.no_grad():
                 for (p, _), value in zip(pairs, kept, strict=True):
                     self._write(p, value)
-            for p, versions in known:  # corrections belong to these values
-                versions.note(p, local(p))
+            for p, versions in known:  # masters belong to these values
+                if CORRECTION in self.state[p]:
+                    versions.note(p, local(p))
+                else:
+                    versions.note_whole([(p, local(p))])
 
     def _write(self, p: Tensor, value: Tensor) -> None:
         p.copy_(value)

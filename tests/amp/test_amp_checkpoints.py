@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import fusedtrain
 from fusedtrain import amp
 from helpers.amp_runs import MAKERS, backward, loss_of, network, overflowing, start
 
@@ -70,6 +71,28 @@ def test_masters_follow_what_is_written_to_the_model(maker: str, how: str) -> No
     optimizer.step()
     assert torch.equal(weight, torch.full_like(weight, 0.25))
     assert torch.equal(next(amp.master_params(optimizer)), weight.float())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD", "fused-Adam"])
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_masters_are_read_after_others_have_written(maker: str, how: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O2", loss_scale=64.0)
+    train(model, optimizer)
+    weight = model[0].weight
+    masters = list(amp.master_params(optimizer))
+    with torch.no_grad():
+        masters[-1].add_(1.0)  # of a script that writes to masters: the next step takes it
+    kept = [master.detach().clone() for master in masters[1:]]
+    if how == "data":
+        weight.data = torch.full_like(weight, 0.3)
+    else:
+        with torch.no_grad():
+            weight.fill_(0.3)
+    assert torch.equal(next(amp.master_params(optimizer)), weight.float())
+    if maker.startswith("fused"):
+        weights = fusedtrain.optim.float32_state_dict(model, optimizer)
+        assert torch.equal(weights["0.weight"], weight.float())
+    assert all(map(torch.equal, masters[1:], kept))
 
 
 def test_a_moving_average_made_of_a_copy_is_not_lost() -> None:

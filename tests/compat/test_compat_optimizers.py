@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.optim.optimizer import required
 
+import fusedtrain
 from fusedtrain.amp import GradScaler
 from fusedtrain.compat import optimizers
 from fusedtrain.optim import FusedOptimizer
 from helpers.optimizer_checks import Checked
 from helpers.optimizer_runs import EXAMPLES, REPEATABLE, SCALER, SPECIAL, Run, runs, simple
-from helpers.optimizer_steps import parameters, same, saved_and_loaded, step
+from helpers.optimizer_steps import assert_close, parameters, same, saved_and_loaded, step
 from helpers.optimizers import APEX, CLASSES
 
 ALL = pytest.mark.parametrize("name", APEX)
@@ -341,3 +342,40 @@ def test_norms_of_other_dtypes_and_numbers() -> None:
     saved["param_groups"][0]["exp_avg_sq"] = [single[:1], single[1:]]
     with pytest.raises(ValueError, match=r"1 float16 and 4 float32 parameters; .* 3 and 2"):
         later.load_state_dict(saved)
+
+
+OF_TORCH = [
+    ("FusedAdam", "Adam", {"adam_w_mode": False}, {"weight_decay": 0.1}),
+    ("FusedAdam", "AdamW", {}, {"weight_decay": 0.1}),
+    ("FusedAdam", "Adam", {}, {"maximize": True}),
+    ("FusedSGD", "SGD", {}, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    ("FusedAdagrad", "Adagrad", {}, {"lr_decay": 0.3, "weight_decay": 0.1, "maximize": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "options", "saved"), OF_TORCH)
+@pytest.mark.parametrize("module", [torch.optim, fusedtrain.optim], ids=["torch", "fusedtrain"])
+def test_checkpoints_of_torch(
+    module: Any, name: str, theirs: str, options: dict[str, Any], saved: dict[str, Any]
+) -> None:
+    """The options of the loaded groups count, also those that Apex's groups do not have."""
+    p = parameters()
+    optimizer = getattr(module, theirs)(p, lr=0.1, **saved)
+    step(optimizer, p, 0)
+    q = [nn.Parameter(x.detach().clone()) for x in p]
+    ours = make(name, q, **options)
+    ours.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for seed in range(1, 4):
+        step(optimizer, p, seed)
+        step(ours, q, seed)
+    assert_close(q, p)
+
+
+def test_amsgrad_of_torch_is_refused() -> None:
+    p = parameters()
+    optimizer, ours = torch.optim.Adam(p, amsgrad=True), make("FusedAdam", p)
+    step(optimizer, p, 0)
+    before = ours.state_dict()
+    with pytest.raises(ValueError, match="amsgrad=True, which FusedAdam does not support"):
+        ours.load_state_dict(optimizer.state_dict())
+    assert ours.state_dict() == before

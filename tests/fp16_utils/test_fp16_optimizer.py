@@ -192,6 +192,17 @@ def test_checkpoints_continue_bit_for_bit(kind: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_has_what_others_have_written_to_the_model(kind: str) -> None:
+    model, optimizer = start(kind, static_loss_scale=128.0)
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    weight = optimizer.all_fp16_params[0]
+    with torch.no_grad():
+        weight.fill_(0.3)
+    assert torch.equal(optimizer.state_dict()["fp32_from_fp16"][0][0], weight.float())
+
+
 def test_mistakes() -> None:
     _, optimizer = start("fused")
     _, smaller = start("fused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import random
 from typing import Any
@@ -19,6 +20,7 @@ from helpers.optimizer_steps import (
     give_gradients,
     parameters,
     same,
+    skipped_step,
     step,
 )
 from helpers.optimizers import CLASSES, make
@@ -216,6 +218,30 @@ def test_states_that_the_user_replaces(name: str, how: str) -> None:
         assert_close(p, q)
 
 
+@pytest.mark.parametrize("how", ["clear", "pop", "replace"])
+@OF_TORCH
+def test_states_dropped_before_the_second_step(name: str, how: str) -> None:
+    """After its first step a plan has not looked at the dictionaries of the states yet."""
+    if name == "Adagrad":
+        pytest.skip("torch's Adagrad makes its states only once")
+    runs = []
+    for module in (fusedtrain.optim, torch.optim):
+        p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = getattr(module, name)([p], **CLASSES[name].busy)
+        for seed in range(4):
+            if seed in (1, 3):
+                if how == "clear":
+                    optimizer.state.clear()
+                elif how == "pop":
+                    optimizer.state.pop(p)
+                else:
+                    optimizer.state = collections.defaultdict(dict)
+            step(optimizer, [p], seed)
+        assert optimizer.state_dict()["state"].keys() == {0}
+        runs.append(p)
+    assert_close(*runs)
+
+
 @ALL
 def test_which_parameters_have_gradients_may_vary(name: str) -> None:
     """There are more patterns than stored plans; parameters without gradients do not change."""
@@ -249,3 +275,21 @@ def test_versions_tell_autograd_of_the_step(name: str) -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         used.backward()
+
+
+def test_a_momentum_buffer_that_the_user_sets_is_dampened() -> None:
+    """torch asks whether there is a buffer; a skipped step has made none."""
+    p, q = parameters(), parameters()
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    ours, theirs = fusedtrain.optim.SGD(p, **options), torch.optim.SGD(q, **options)
+    skipped_step(ours, p[3:])
+    for x in p[3:]:
+        x.data = x.data.clone()  # another plan
+    for optimizer, params in ((ours, p), (theirs, q)):
+        for x in params[:3]:
+            optimizer.state[x]["momentum_buffer"] = torch.full_like(x, 0.25)
+    for seed in range(3):
+        step(ours, p, seed)
+        step(theirs, q, seed)
+        assert_close(p, q)
+        ours.add_param_group({"params": parameters()[:1]})  # another store

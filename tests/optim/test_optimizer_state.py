@@ -82,7 +82,8 @@ def test_a_state_dict_of_adagrad_before_the_first_step_is_complete(dtype: torch.
     p = parameters(dtype)
     optimizer = make("Adagrad", p, ema_decay=0.9, master_weights=True)
     saved = optimizer.state_dict()["state"]
-    assert optimizer.state[p[0]].keys() == {"step", "sum"}  # the next step makes the copies
+    made = {name for name, value in optimizer.state[p[0]].items() if value is not None}
+    assert made == {"step", "sum"}  # the next step makes the copies
     step(optimizer, p, 0)
     for i, (x, first) in enumerate(zip(p, parameters(dtype), strict=True)):
         assert saved[i].keys() == optimizer.state[x].keys()

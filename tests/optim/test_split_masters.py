@@ -263,8 +263,55 @@ def test_what_others_write_is_the_weight(kind: str) -> None:
     assert (state["master_correction"] == 0).all()
 
 
-@KINDS
-def test_swapped_averages_leave_the_masters(kind: str) -> None:
+def loaded(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.copy_(torch.full_like(p, 0.3))
+
+
+def replaced(p: nn.Parameter) -> None:
+    p.data = torch.full_like(p, 0.3)
+
+
+READERS = {
+    "float32_state_dict": lambda m, o: fusedtrain.optim.float32_state_dict(m, o)["weight"],
+    "state_dict": lambda m, o: o.state_dict()["state"][0]["master_param"],
+    "deepcopy": lambda m, o: copy.deepcopy(o).state_dict()["state"][0]["master_param"],
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("write", [loaded, replaced])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_float32_masters_are_read_after_others_have_written(
+    read: Any, write: Any, dtype: torch.dtype
+) -> None:
+    """A reader outside of a step sees the model, as the next step does; the rest keeps its bits."""
+    model = nn.Linear(4, 3).to(dtype)
+    optimizer = fusedtrain.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+    give_gradients(model.parameters(), 1)
+    optimizer.step()
+    kept = optimizer.state[model.bias]["master_param"].clone()
+    assert not torch.equal(kept, model.bias.float())
+    write(model.weight)
+    assert torch.equal(read(model, optimizer), model.weight.detach().float())
+    assert torch.equal(optimizer.state[model.bias]["master_param"], kept)
+    optimizer.state[model.bias]["master_param"].add_(1)  # a master itself may be written, too
+    optimizer.state_dict()
+    assert torch.equal(optimizer.state[model.bias]["master_param"], kept + 1)
+
+
+def test_a_float32_master_of_an_option_turned_off_is_not_read_in_place_of_the_model() -> None:
+    model = nn.Linear(4, 3).bfloat16()
+    optimizer = fusedtrain.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+    steps(optimizer, [*model.parameters()] * 3, [4])
+    optimizer.master_weights = False
+    steps(optimizer, [*model.parameters()] * 3, [8])
+    weights = fusedtrain.optim.float32_state_dict(model, optimizer)
+    assert torch.equal(weights["weight"].bfloat16(), model.weight)
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, True])
+def test_swapped_averages_leave_the_masters(kind: Any) -> None:
     p = parameters(BF16)
     optimizer = make("AdamW", p, master_weights=kind, ema_decay=0.5)
     steps(optimizer, p, range(1, 4))
