@@ -1,6 +1,6 @@
 """Runs a user's script in a fresh process until it has taken so many optimizer steps.
 
-The parent calls `in_fresh_process`. The child is a module of ours (``python -m MODULE``), which
+The parent calls `in_fresh_process`. The child is a module of ours (`_child.py` starts it), which
 calls `run_until` with a `Watcher`: the script runs as ``__main__`` with its own arguments, as when
 Python runs a script. A step is an optimizer's ``step()``, of whichever optimizer.
 """
@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._backends import environment
+from ._child import command
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 EXITED, DIED = "exited", "died"
@@ -78,7 +79,7 @@ def in_fresh_process(
     *,
     script_prints_to_stderr: bool = False,
 ) -> Run:
-    """Runs ``python -m module`` on the script; the options and the results travel as JSON.
+    """Runs the module on the script; the options and the results travel as JSON.
 
     The script's output and a traceback go where they would go without us, its stdout to stderr if
     stdout is for the results.
@@ -86,12 +87,12 @@ def in_fresh_process(
     with tempfile.TemporaryDirectory(prefix="fusedtrain-") as folder:
         task = Path(folder, "task.json")
         task.write_text(json.dumps({**options, "results": str(Path(folder, "results.json"))}))
-        command = [sys.executable, "-m", module, str(task), script, *arguments]
+        words = command(module, str(task), script, *arguments)
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
         # Kineto would otherwise write two lines to stderr for each use of the profiler.
         settings = environment(KINETO_LOG_LEVEL="99")
-        process = subprocess.Popen(command, stdout=output, env=settings)
+        process = subprocess.Popen(words, stdout=output, env=settings)
         interrupted = False
         try:
             status = _wait(process, Path(folder, "results.json"))
@@ -179,8 +180,8 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
 
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
-        # The script's folder, as when Python runs a script; -m has put the working directory here.
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        # As when Python runs a script.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     # A fork server would by default run the script before it receives sys.argv.
     multiprocessing.set_forkserver_preload([])
     hook = register_optimizer_step_post_hook(after_step)

@@ -188,7 +188,7 @@ def test_a_process_that_dies(
     script = in_folder(tmp_path, monkeypatch, "")
     # In place of the child, which would import torch first.
     (tmp_path / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setattr(profile, "MODULE", "dying")
+    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "dying.py"])
     assert main(["profile", script]) == Exit.SCRIPT_RAISED
     assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
 
@@ -204,7 +204,7 @@ def test_ctrl_c_before_the_script_has_begun(
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    monkeypatch.setattr(profile, "MODULE", "importing")
+    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "importing.py"])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["profile", script]) == Exit.STOPPED
