@@ -7,7 +7,9 @@ Python runs a script. A step is an optimizer's ``step()``, of whichever optimize
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -16,8 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -150,6 +153,7 @@ def read_task(argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
 def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[str]) -> int:
     """Runs the script as ``__main__``, writes what the watcher has seen; returns the exit status.
 
+    The script may train in another thread, which it need not wait for: Python waits at its end.
     Worker processes of multiprocessing import the script as they do without us, and are not
     watched.
     """
@@ -184,11 +188,12 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     # A fork server would by default run the script before it receives sys.argv.
     multiprocessing.set_forkserver_preload([])
-    hook = register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)
+    threading.excepthook = functools.partial(_thread_ends, threading.excepthook)
     try:
         watcher.begin()
         runpy.run_path(script, run_name="__main__")
-        write(ENDED)
+        _at_end_of_threads(write)
     except _EnoughSteps:
         pass
     except KeyboardInterrupt:
@@ -196,7 +201,10 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         write(STOPPED)
         return 130
     except SystemExit as end:
-        write(EXITED if end.code not in (None, 0) else ENDED)
+        if end.code not in (None, 0):
+            write(EXITED)
+        else:
+            _at_end_of_threads(write)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -204,9 +212,21 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
         write(RAISED)
         return 1
-    finally:
-        hook.remove()
     return 0
+
+
+def _thread_ends(show: Callable[[Any], Any], ended: Any) -> None:
+    """An exception that ends a thread is shown, except ours."""
+    if not issubclass(ended.exc_type, _EnoughSteps):
+        show(ended)
+
+
+def _at_end_of_threads(write: Callable[[str], None]) -> None:
+    """The script has ended, except for threads that Python waits for: one of them may train."""
+    if any(not thread.daemon for thread in threading.enumerate()[1:]):
+        atexit.register(write, ENDED)
+    else:
+        write(ENDED)
 
 
 def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:

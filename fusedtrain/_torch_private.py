@@ -38,8 +38,11 @@ NormBase = nn.modules.batchnorm._NormBase
 DropoutBase = nn.modules.dropout._DropoutNd
 verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_size  # type: ignore[attr-defined]
 
-# Sees the operators that a call runs.
+# Sees the operators that a call runs; and the one of this thread that sees them first, or None.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+current_dispatch_mode: Callable[[], Any] = (
+    torch.utils._python_dispatch._get_current_dispatch_mode
+)
 
 # The iterators of DataLoader.
 DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter

@@ -37,7 +37,7 @@ _Value = TypeVar("_Value")
 
 def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None = None) -> Facts:
     """Everything that the rules look at. `watch` was stopped. `model`: the only one of interest."""
-    facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed)
+    facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed, ignored=watch.ignored)
     _machine(facts, watch)
     with _neutral():
         _times(facts, watch, trials)

@@ -137,6 +137,7 @@ class Facts:
     threads_site: Site | None = None
     oversubscribed: float = 0.0  # time of a parallel operator, by its time with a thread a core
     steps: int = 0
+    ignored: int = 0  # steps of threads that were not watched
     timed: int = 0
     step: float = 0.0  # seconds, the median
     busy: float = 0.0  # of which the main thread runs, other processes do not

@@ -93,11 +93,15 @@ class Calls:
             ]
 
     def rest(self) -> None:
-        """Within a call the hooks stay until the call ends."""
-        if not self._stack:
+        """Within a call of this thread the hooks stay until the call ends."""
+        if not self._stack or threading.get_ident() != self._thread:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
+
+    def follow(self) -> None:
+        """From now on the calls of this thread."""
+        self._thread, self._stack = threading.get_ident(), []
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -13,6 +13,12 @@ from .rules import RULES
 from .wording import WIDTH, device_in_words, finding_lines
 
 
+NO_THREAD = (
+    "each optimizer step was taken by a thread of its own, and doctor follows a thread from its "
+    "first step on: nothing was seen. Take several steps in one thread"
+)
+
+
 @dataclass(repr=False)
 class Diagnosis:
     """What :func:`fusedtrain.doctor` found: print it, or read its fields.
@@ -47,6 +53,8 @@ class Diagnosis:
             return f"stopped after {steps} steps; these are the findings so far"
         if self.end == "died":
             return f"the process died (status {self.status}); nothing was recorded"
+        if not steps and self.facts.ignored:
+            return NO_THREAD
         if not steps:
             return "the script took no step of an optimizer: most rules had nothing to look at"
         return ""

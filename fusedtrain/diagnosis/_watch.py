@@ -7,10 +7,11 @@ but hooks of the optimizer and of loaders.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,11 @@ class Step:
 
 
 class Watch:
-    """Between `start` and `stop` the process is watched; `stop` leaves nothing behind."""
+    """Between `start` and `stop` a thread is watched; `stop` leaves nothing behind.
+
+    The thread is the one that calls `start`, unless another one takes the first step: the watch
+    follows then, from the end of that step on. It does so again when the thread has ended.
+    """
 
     def __init__(self, steps: int, *, assumed: bool, examples: bool) -> None:
         self.limit, self.assumed = steps, assumed
@@ -89,6 +94,8 @@ class Watch:
         self.operators = Operators(self._gradients, self._reads_the_host)
         self._patches, self._closely = Patches(), Patches()  # for the run, for the first steps
         self._running = self._observing = False
+        self._thread, self._followed = threading.current_thread(), False
+        self.ignored = 0  # steps of threads that are not watched
         self._primary: torch.optim.Optimizer | None = None
         self._others: set[int] = set()  # optimizers that stepped since
         self._inside = 0  # of optimizers' steps
@@ -121,10 +128,12 @@ class Watch:
         if not self._running:
             return
         self._running = False
-        self._observe(False)
-        self.calls.rest()
-        self._patches.undo()
-        _watches.remove(self)
+        with ExitStack() as every:  # each of them, even if another one raises
+            every.callback(_watches.remove, self)
+            every.callback(self._patches.undo)
+            every.callback(self.calls.rest)
+            every.callback(self.operators.leave)
+            every.callback(self._observe, False)
 
     def _observe(self, on: bool) -> None:
         if on is self._observing:
@@ -136,15 +145,17 @@ class Watch:
                 self._closely.wrap(Tensor, name, self._waits(name))
             for name in ("empty_cache", "synchronize"):
                 self._closely.wrap(torch.cuda, name, self._waits(f"torch.cuda.{name}"))
-            self.operators.__enter__()
+            self.operators.enter()
         else:
-            self.operators.__exit__(None, None, None)
+            self.operators.leave()
             self._closely.undo()
             self.calls.rest()
 
     # Steps.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.current_thread() is not self._thread:
+            return
         if not self._inside:
             if self._observing and self.calls.autocast.get("float16"):
                 with self.operators.paused():
@@ -154,6 +165,8 @@ class Watch:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """To be called after each step of an optimizer. Returns whether all has been seen."""
+        if threading.current_thread() is not self._thread:
+            return self._step_of_another_thread()
         self._inside = max(self._inside - 1, 0)
         if self._inside:
             return False
@@ -170,6 +183,19 @@ class Watch:
             return False
         self._others.clear()
         return self.taken >= self.limit or self._end_step()
+
+    def _step_of_another_thread(self) -> bool:
+        """Returns whether it was the last: there is a thread for each step, and none to follow."""
+        self.ignored += 1
+        if not self._thread.is_alive() or not (self._followed or self.taken):
+            self._thread, self._followed = threading.current_thread(), True
+            self._inside, self._entered = 0, time.perf_counter()
+            self.calls.follow()
+            if self._observing:
+                self.operators.leave()
+                self.operators.enter()
+            self._begin()
+        return not self.taken and self.ignored >= self.limit
 
     def _record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         if id(optimizer) not in self.optimizers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtrain
 from fusedtrain.diagnosis import Facts, Watcher, doctor
+from fusedtrain.diagnosis._modules import Calls
 from helpers.diagnosis import lines, rules, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -396,3 +399,76 @@ def test_second_derivatives_are_those_without_the_watch() -> None:
         results.append([p.detach() for p in model.parameters()])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(expected, actual)
+
+
+def _in_threads(step: Any, steps: int) -> Any:
+    """A function that takes some steps in a thread of its own."""
+
+    def function() -> None:
+        thread = threading.Thread(target=lambda: [step() for _ in range(steps)])
+        thread.start()
+        thread.join()
+
+    return function
+
+
+def test_training_in_another_thread_is_followed_from_its_second_step_on() -> None:
+    before = state()
+    step = training(network(), torch.randn(2, 3, 6, 6))
+    diagnosis = doctor(_in_threads(step, 7), steps=6)
+    assert state() == before
+    assert diagnosis.facts.steps == 6
+    assert not diagnosis.partial
+    assert diagnosis.facts.operators > 10  # as many as are in a step
+    assert {"bias-before-norm", "in-place-clone", "convert-fuses"} <= rules(diagnosis)
+
+
+def test_a_thread_for_some_steps_each() -> None:
+    step = training(network(), torch.randn(2, 3, 6, 6))
+    diagnosis = doctor(_in_threads(step, 3), steps=6, trials=False)
+    assert diagnosis.facts.steps == 6
+    assert "in-place-clone" in rules(diagnosis)
+
+
+def test_a_thread_for_each_step_is_an_error() -> None:
+    before = state()
+    step = training(network(), torch.randn(2, 3, 6, 6))
+    with pytest.raises(RuntimeError, match="call doctor in the thread that trains"):
+        doctor(_in_threads(step, 1), steps=6)
+    assert state() == before
+
+
+def test_a_mode_of_the_script_stays_on_its_stack() -> None:
+    """The watch leaves its own mode, and no other one, wherever the observed steps end."""
+    step = training(network(), torch.randn(2, 3, 6, 6))
+    counts = []
+
+    def steps() -> None:
+        with FlopCounterMode(display=False) as mode:
+            for _ in range(4):
+                step()
+        counts.append(mode.get_total_flops())
+
+    steps()
+    before = state()
+    diagnosis = doctor(steps, steps=4, trials=False)
+    assert state() == before
+    assert counts[0] == counts[1]
+    assert "in-place-clone" in rules(diagnosis)
+
+
+def test_a_cleanup_that_raises_leaves_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = state()
+    step = training(network(), torch.randn(2, 3, 6, 6))
+    rest = Calls.rest
+
+    def fails(calls: Calls) -> None:
+        rest(calls)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Calls, "rest", fails)
+    with pytest.raises(OSError, match="no memory"):
+        doctor(step, steps=5)
+    assert state() == before
