@@ -40,9 +40,7 @@ verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_si
 
 # Sees the operators that a call runs; and the one of this thread that sees them first, or None.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-current_dispatch_mode: Callable[[], Any] = (
-    torch.utils._python_dispatch._get_current_dispatch_mode
-)
+current_dispatch_mode: Callable[[], Any] = torch.utils._python_dispatch._get_current_dispatch_mode
 
 # The iterators of DataLoader.
 DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -61,7 +62,9 @@ def command(
         )  # fmt: skip
     if fix and not outputs.json:
         say(str(diagnosis))
-        print(diagnosis.diff(), end="")
+        # The bytes of the source, whatever its encoding and the terminal's.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(diagnosis.diff().encode(errors="surrogateescape"))
     else:
         outputs.write(_report(diagnosis, script))
     if diagnosis.end in (RAISED, EXITED, DIED):

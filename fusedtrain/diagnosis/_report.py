@@ -12,7 +12,6 @@ from ._rule import Finding, milliseconds
 from .rules import RULES
 from .wording import WIDTH, device_in_words, finding_lines
 
-
 NO_THREAD = (
     "each optimizer step was taken by a thread of its own, and doctor follows a thread from its "
     "first step on: nothing was seen. Take several steps in one thread"
@@ -60,8 +59,11 @@ class Diagnosis:
         return ""
 
     def diff(self) -> str:
-        """The changes that remove findings, as a unified diff for ``patch -p0``. Nothing is
-        written."""
+        """The changes that remove findings, as a unified diff for ``patch -p0``. Nothing is written.
+
+        Bytes of a source that are not UTF-8 are in the text as surrogates: write it with
+        ``errors="surrogateescape"``.
+        """
         return diff_of(change for finding in self.findings for change in finding.changes)
 
     def to_json(self) -> dict[str, Any]:

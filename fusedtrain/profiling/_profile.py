@@ -148,8 +148,8 @@ class profile:
         seen = self._window.stop(self._steps)
         if self._elsewhere and not self._steps and error[0] is None:
             raise RuntimeError(
-                "fusedtrain.profile: the optimizer steps in another thread, which the profiler does "
-                "not see: put `with fusedtrain.profile()` into the function of that thread"
+                "fusedtrain.profile: the optimizer steps in another thread, which the profiler "
+                "does not see: put `with fusedtrain.profile()` into the function of that thread"
             )
         self.recording = seen
         self.summary = summary(seen)
