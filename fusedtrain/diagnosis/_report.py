@@ -59,9 +59,9 @@ class Diagnosis:
         return ""
 
     def diff(self) -> str:
-        """The changes that remove findings, as a unified diff for ``patch -p0``. Nothing is written.
+        """The changes that remove findings, as a unified diff for ``patch -p0``.
 
-        Bytes of a source that are not UTF-8 are in the text as surrogates: write it with
+        Nothing is written. Bytes of a source that are not UTF-8 are in the text as surrogates: write it with
         ``errors="surrogateescape"``.
         """
         return diff_of(change for finding in self.findings for change in finding.changes)
