@@ -61,8 +61,8 @@ class Diagnosis:
     def diff(self) -> str:
         """The changes that remove findings, as a unified diff for ``patch -p0``.
 
-        Nothing is written. Bytes of a source that are not UTF-8 are in the text as surrogates: write it with
-        ``errors="surrogateescape"``.
+        Nothing is written. Bytes of a source that are not UTF-8 are in the text as surrogates: to
+        write it, take ``errors="surrogateescape"``.
         """
         return diff_of(change for finding in self.findings for change in finding.changes)
 
