@@ -7,6 +7,7 @@ pipe, JSON, a PNG, one HTML file that needs no other file.
 from __future__ import annotations
 
 import base64
+import difflib
 import functools
 import html
 import importlib
@@ -167,6 +168,23 @@ class NewFile(click.Path):
         if not path.exists() and not os.access(path.parent, os.W_OK):
             self.fail(f"the folder {path.parent} cannot be written to", parameter, context)
         return path
+
+
+class Script(click.Path):
+    """The user's script, behind this command's options. Options behind it are the script's own, so
+    click does not refuse an unknown one before it."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        name = str(value).partition("=")[0]
+        if name.startswith("-") and context is not None:
+            options = [o for p in context.command.get_params(context) for o in p.opts]
+            alike = difflib.get_close_matches(name, options, n=1)
+            message = f"No such option {name!r}; options of the script come after SCRIPT."
+            raise click.NoSuchOption(name, message, alike, context)
+        return super().convert(value, parameter, context)
 
 
 def today() -> str:

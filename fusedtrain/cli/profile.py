@@ -13,7 +13,17 @@ from .. import __version__
 from .._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
 from ..timing import device_name
 from ._exit import Exit
-from ._output import Column, NewFile, Outputs, Report, Table, output_options, progress, today
+from ._output import (
+    Column,
+    NewFile,
+    Outputs,
+    Report,
+    Script,
+    Table,
+    output_options,
+    progress,
+    today,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +51,7 @@ WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its numbe
     epilog="Exit codes: 0 done; 1 the script took too few optimizer steps; 2 wrong usage; 3 the "
     "script raised; 4 stopped. What was seen until then is shown.",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script", type=Script())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--steps",
@@ -52,7 +62,11 @@ WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its numbe
 )
 @click.option("--warmup", type=click.IntRange(0), default=3, show_default=True,
               help="Optimizer steps before these.")  # fmt: skip
-@click.option("--compare", is_flag=True, help="Run it four times, in turns as it is and with fusedtrain.convert on its models.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Run it four times, in turns as it is and with fusedtrain.convert on its models.",
+)
 @click.option("--trace", type=NewFile(), help="Write a trace for chrome://tracing.")
 @output_options
 def command(

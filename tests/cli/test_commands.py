@@ -78,6 +78,13 @@ def test_without_the_extra() -> None:
         (["profile"], "Missing argument 'SCRIPT'"),
         (["profile", "/no/script.py"], "does not exist"),
         (["profile", "--steps", "0", __file__], "0 is not in the range"),
+        (
+            ["doctor", "--step", "10", __file__],
+            "No such option '--step'; options of the script come",
+        ),
+        (["doctor", "--step", "10", __file__], "--steps"),
+        (["profile", "--lr=0.1", __file__], "No such option '--lr'; options of the script come"),
+        (["tune", "--switches", "batch", "m.py:f"], "No such option '--switches'"),
     ],
 )
 def test_wrong_use(
