@@ -42,6 +42,9 @@ verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_si
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 current_dispatch_mode: Callable[[], Any] = torch.utils._python_dispatch._get_current_dispatch_mode
 
+# The part of `clip_grad_norm_` that clips, in the module torch.nn.utils.clip_grad.
+CLIP_GRADS = torch.nn.utils.clip_grad._clip_grads_with_norm_.__name__
+
 # The iterators of DataLoader.
 DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter
 

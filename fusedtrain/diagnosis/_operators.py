@@ -30,6 +30,7 @@ _SYNCS = {
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution")
 _CONVOLUTIONS = ("convolution", "_convolution")
+_CLAMPS = ("clamp_", "clamp_max_", "_foreach_clamp_max_")  # clip_grad_value_ calls one
 _LARGE = 1 << 20  # bytes
 # Activations whose derivative needs the input: autograd clones it before they work in place.
 CLONING = frozenset(
@@ -86,6 +87,7 @@ class Operators:
         self._cloned: tuple[int, int] = (0, 0)  # the input of a clone just made, and its bytes
         self._inside = 0
         self._modes: list[_Mode] = []
+        self.clamps: Callable[[list[Tensor]], None] = lambda tensors: None  # called before a clamp
 
     def enter(self) -> None:
         self._modes.append(_Mode(self._run))
@@ -125,6 +127,11 @@ class Operators:
         finally:
             self._inside -= 1
 
+    def clipped(self, site: Site | None, what: str, gradients: list[Tensor]) -> None:
+        """Gradients are clipped that are multiplied by a loss scale."""
+        size = sum(t.nbytes for t in gradients)
+        self._count("clip", site, what, gradients[0].device.type, size)
+
     def _count(
         self, kind: str, site: Site | None, what: str, device: str, size: float, seconds: float = 0
     ) -> None:
@@ -155,6 +162,8 @@ class Operators:
         cloned, self._cloned = self._cloned, (0, 0)
         if name == "zero_" and first is not None and first.data_ptr() in self._gradients():
             self._count("memset", user_site(), name, first.device.type, first.nbytes)
+        elif name in _CLAMPS and not self._inside:
+            self.clamps(args[0] if first is None else [first])
         elif name == "_foreach_zero_":
             cleared = [t for t in args[0] if t.data_ptr() in self._gradients()]
             if cleared:

@@ -26,6 +26,7 @@ from ._graphs import kept_graphs
 from ._modules import Calls, Mark
 from ._operators import Operators
 from ._patches import Patches
+from ._scaling import Scaling
 from ._sites import Site, user_site
 
 OBSERVED = 3  # steps
@@ -92,6 +93,8 @@ class Watch:
         self.zeros: list[float] = []
         self.calls = Calls(lambda: self.taken, examples)
         self.operators = Operators(self._gradients, self._reads_the_host)
+        self.scaling = Scaling(self._known, self.operators.clipped)
+        self.operators.clamps = self.scaling.clamped
         self._patches, self._closely = Patches(), Patches()  # for the run, for the first steps
         self._running = self._observing = False
         self._thread, self._followed = threading.current_thread(), False
@@ -119,6 +122,7 @@ class Watch:
         wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
         wrap(torch.amp.GradScaler, "scale", self._scale)
         wrap(torch, "set_num_threads", self._set_num_threads)
+        self.scaling.watch(self._patches)
         self._running = True
         self._observe(True)
         _watches.append(self)
@@ -143,6 +147,7 @@ class Watch:
             self.calls.listen()
             for name in ("__repr__", "tolist", "cpu"):
                 self._closely.wrap(Tensor, name, self._waits(name))
+            self.scaling.watch_clipping(self._closely)
             for name in ("empty_cache", "synchronize"):
                 self._closely.wrap(torch.cuda, name, self._waits(f"torch.cuda.{name}"))
             self.operators.enter()
@@ -157,6 +162,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             return
         if not self._inside:
+            self.scaling.step(optimizer)
             if self._observing and self.calls.autocast.get("float16"):
                 with self.operators.paused():
                     self._count_zeros(optimizer)
@@ -239,11 +245,15 @@ class Watch:
         if len({mark.step for mark in old}) >= 2:
             self.kept = kept_graphs(old)
 
+    def _known(self) -> list[torch.optim.Optimizer]:
+        return [record.optimizer for record in self.optimizers.values()]
+
     def _gradients(self) -> set[int]:
         """Addresses of the gradients, found once a step."""
         if self._addresses[0] != self.taken:
-            every = (record.optimizer for record in self.optimizers.values())
-            tensors = (p.grad for o in every for group in o.param_groups for p in group["params"])
+            tensors = (
+                p.grad for o in self._known() for group in o.param_groups for p in group["params"]
+            )
             self._addresses = (self.taken, {t.data_ptr() for t in tensors if t is not None})
         return self._addresses[1]
 
@@ -347,6 +357,7 @@ class Watch:
             record = self.scalers.setdefault(id(scaler), ScalerRecord(user_site(), scaler))
             if scaler.is_enabled():
                 record.used += 1
+                self.scaling.scale()
             return original(scaler, outputs)
 
         return scale

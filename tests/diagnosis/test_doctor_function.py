@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtrain
-from fusedtrain.diagnosis import Facts, Watcher, doctor
+from fusedtrain.diagnosis import Facts, Watcher, _trials, doctor
 from fusedtrain.diagnosis._modules import Calls
 from helpers.diagnosis import lines, rules, training
 
@@ -472,3 +472,39 @@ def test_a_cleanup_that_raises_leaves_nothing_of_the_others(
     with pytest.raises(OSError, match="no memory"):
         doctor(step, steps=5)
     assert state() == before
+
+
+@pytest.mark.parametrize(("half", "slow"), [(3.0, True), (0.5, False)])
+def test_convolutions_in_16_bits(half: float, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The convolution with the most work is timed; a clock that is set says how long it takes."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(2, 3, 6, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+    calls = iter([half, 1.0])
+    layers: list[torch.Size] = []
+    half_ratio = _trials.half_ratio
+
+    def timed(layer: nn.Module, *rest: Any) -> float:
+        layers.append(layer.weight.shape)
+        monkeypatch.setattr(_trials, "shortest", lambda call, rounds: call() or next(calls))
+        ratio = half_ratio(layer, *rest)
+        monkeypatch.setattr(_trials, "shortest", shortest)
+        return ratio
+
+    shortest = _trials.shortest
+    monkeypatch.setattr(_trials, "half_ratio", timed)
+    diagnosis = doctor(step, steps=4)
+    assert layers == [(8, 4, 3, 3)]
+    found = [f for f in diagnosis.findings if f.rule == "slow-16-bit-convolutions"]
+    assert len(found) == slow
+    if slow:
+        assert str(found[0].cost) == ("measured: 1 (2x4x4x4) takes 3 times as long as in float32")
+        assert found[0].site is not None
+        assert found[0].site.code == "loss = model(torch.randn(2, 3, 6, 6)).square().mean()"
