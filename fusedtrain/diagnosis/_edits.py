@@ -236,6 +236,8 @@ def _detach(source: _Source, change: Change) -> _Made:
         if not adds_to(node, change.names[0]):
             continue
         value = node.args[0] if isinstance(node, ast.Call) else node.value  # type: ignore[attr-defined]
+        if isinstance(value, (ast.Tuple, ast.List, ast.Dict, ast.Set)):  # the loss is an item of it
+            return [], []
         simple = isinstance(value, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
         end = source.end(value)
         if simple:

@@ -1,24 +1,16 @@
-"""`doctor` of a function, in this process: what it sees, and that nothing of it stays."""
+"""`doctor` of a function, in this process: what it sees."""
 
 from __future__ import annotations
 
-import gc
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
-from torch.optim import optimizer as optimizers
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtrain
 from fusedtrain.diagnosis import Facts, Watcher, _trials, doctor
-from fusedtrain.diagnosis._modules import Calls
 from helpers.diagnosis import lines, rules, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,41 +20,6 @@ def network() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(64, 2)
     )
-
-
-def state() -> dict[str, Any]:
-    """Whatever the watch replaces or registers."""
-    return {
-        "hooks": [dict(hooks._global_forward_hooks), dict(hooks._global_forward_pre_hooks)],
-        "steps": [dict(optimizers._global_optimizer_pre_hooks),
-                  dict(optimizers._global_optimizer_post_hooks)],
-        "modes": list(_get_current_dispatch_mode_stack()),
-        "vars": [dict(vars(owner)) for owner in (
-            nn.Module, torch.optim.Optimizer, DataLoader, _BaseDataLoaderIter, torch.Tensor,
-            torch.amp.GradScaler)],
-        "functions": [torch.set_num_threads, torch.cuda.empty_cache, torch.cuda.synchronize],
-    }  # fmt: skip
-
-
-def test_nothing_stays() -> None:
-    before = state()
-    doctor(training(network(), torch.randn(2, 3, 6, 6)), steps=5)
-    assert state() == before
-
-
-def test_nothing_stays_when_the_function_raises() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    calls = iter((True, True, False))
-
-    def fails() -> None:
-        step()
-        if not next(calls):
-            raise KeyError("of the user")
-
-    with pytest.raises(KeyError, match="of the user"):
-        doctor(fails, steps=5)
-    assert state() == before
 
 
 def test_training_is_what_it_is_without() -> None:
@@ -137,48 +94,6 @@ def test_a_tensor_modified_in_place_is_still_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         doctor(step, steps=4)
-
-
-class Meter:
-    """As in many examples: the average of a loss."""
-
-    def __init__(self) -> None:
-        self.sum: Any = 0
-
-    def update(self, value: Any) -> None:
-        self.sum += value
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_a_meter_that_keeps_graphs(detach: bool) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    meter = Meter()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 4)).sum()
-        loss.backward()
-        meter.update(loss.detach() if detach else loss)
-        optimizer.step()
-
-    diagnosis = doctor(step, steps=5)
-    assert lines(diagnosis, "graph-kept") == ([] if detach else ["self.sum += value"])
-    assert "detach" not in diagnosis.diff()  # the method may be called with plain numbers
-
-
-def test_predictions_without_backward_keep_all_that_was_saved() -> None:
-    model, kept = nn.Sequential(nn.Linear(4, 64), nn.Tanh()), []
-    step = training(model, torch.randn(2, 4))
-
-    def predicts() -> None:
-        kept.append(model(torch.randn(512, 4)))
-        step()
-
-    (finding,) = (f for f in doctor(predicts, steps=6).findings if f.rule == "graph-kept")
-    assert finding.cost.kind == "measured"
-    assert finding.cost.bytes is not None
-    assert finding.cost.bytes >= 512 * 64 * 4
 
 
 def test_evaluation_within_training() -> None:
@@ -357,25 +272,6 @@ def test_a_compiled_model_is_left_to_the_compiler() -> None:
     assert "bias-before-norm" in rules(diagnosis)
 
 
-@pytest.mark.parametrize("act", [nn.Tanh, nn.ReLU, nn.SiLU, fusedtrain.nn.Mish])
-def test_outputs_that_nobody_keeps_are_freed(act: Any) -> None:
-    """The watch's hooks of saved tensors keep no graph alive, nor does a forward without backward
-    count as one that is kept."""
-    model = nn.Sequential(nn.Linear(4, 4), act(), nn.Sigmoid())
-    train = training(model, torch.randn(2, 4))
-
-    def step() -> None:
-        model(torch.randn(2, 4))  # for its side effects, and dropped
-        train()
-
-    gc.disable()
-    try:
-        diagnosis = doctor(step, steps=6, trials=False)
-    finally:
-        gc.enable()
-    assert "graph-kept" not in rules(diagnosis)
-
-
 def test_second_derivatives_are_those_without_the_watch() -> None:
     results = []
     for watched in (False, True):
@@ -399,79 +295,6 @@ def test_second_derivatives_are_those_without_the_watch() -> None:
         results.append([p.detach() for p in model.parameters()])
     for expected, actual in zip(*results, strict=True):
         assert torch.equal(expected, actual)
-
-
-def _in_threads(step: Any, steps: int) -> Any:
-    """A function that takes some steps in a thread of its own."""
-
-    def function() -> None:
-        thread = threading.Thread(target=lambda: [step() for _ in range(steps)])
-        thread.start()
-        thread.join()
-
-    return function
-
-
-def test_training_in_another_thread_is_followed_from_its_second_step_on() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    diagnosis = doctor(_in_threads(step, 7), steps=6)
-    assert state() == before
-    assert diagnosis.facts.steps == 6
-    assert not diagnosis.partial
-    assert diagnosis.facts.operators > 10  # as many as are in a step
-    assert {"bias-before-norm", "in-place-clone", "convert-fuses"} <= rules(diagnosis)
-
-
-def test_a_thread_for_some_steps_each() -> None:
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    diagnosis = doctor(_in_threads(step, 3), steps=6, trials=False)
-    assert diagnosis.facts.steps == 6
-    assert "in-place-clone" in rules(diagnosis)
-
-
-def test_a_thread_for_each_step_is_an_error() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    with pytest.raises(RuntimeError, match="call doctor in the thread that trains"):
-        doctor(_in_threads(step, 1), steps=6)
-    assert state() == before
-
-
-def test_a_mode_of_the_script_stays_on_its_stack() -> None:
-    """The watch leaves its own mode, and no other one, wherever the observed steps end."""
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    counts = []
-
-    def steps() -> None:
-        with FlopCounterMode(display=False) as mode:
-            for _ in range(4):
-                step()
-        counts.append(mode.get_total_flops())
-
-    steps()
-    before = state()
-    diagnosis = doctor(steps, steps=4, trials=False)
-    assert state() == before
-    assert counts[0] == counts[1]
-    assert "in-place-clone" in rules(diagnosis)
-
-
-def test_a_cleanup_that_raises_leaves_nothing_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    rest = Calls.rest
-
-    def fails(calls: Calls) -> None:
-        rest(calls)
-        raise OSError("no memory")
-
-    monkeypatch.setattr(Calls, "rest", fails)
-    with pytest.raises(OSError, match="no memory"):
-        doctor(step, steps=5)
-    assert state() == before
 
 
 @pytest.mark.parametrize(("half", "slow"), [(3.0, True), (0.5, False)])

@@ -97,6 +97,8 @@ EDITS: dict[str, tuple[str, int, tuple[str, ...], str, dict[str, str], str | Non
                      "total = (total + loss * n).detach()\n"),
     "detach in a list": ("losses.append(f(x))\n", 1, ("losses",), "detach", {},
                          "losses.append(f(x).detach())\n"),
+    "no detach of a tuple": ("losses.append((step, loss))\n", 1, ("losses",), "detach", {}, None),
+    "no detach of a list": ("losses += [loss]\n", 1, ("losses",), "detach", {}, None),
     "replace": ("import torch, fusedtrain\no = torch.optim.Adam(p)\n", 2,
                 ("Adam", "fusedtrain.optim.Adam"), "replace", {},
                 "import torch, fusedtrain\no = fusedtrain.optim.Adam(p)\n"),
