@@ -204,8 +204,8 @@ class Facts:
 _CLASSES: dict[str, Any] = {
     "loaders": Loader, "copies": Copy, "syncs": Event, "memsets": Event, "clones": Event,
     "scalers": Scaler, "clips": Event, "direct_steps": Event, "optimizers": Optimizer,
-    "parallel": Layer, "kept": Kept, "twice": Layer, "frozen": Layer, "biases": Layer, "in_place": Layer, "evaluations": Evaluation,
-    "fusable": Fusable,
+    "parallel": Layer, "kept": Kept, "twice": Layer, "frozen": Layer, "biases": Layer,
+    "in_place": Layer, "evaluations": Evaluation, "fusable": Fusable,
 }  # fmt: skip
 
 

@@ -40,10 +40,10 @@ def kept_graphs(marks: list[Mark]) -> Kept:
     steps = len({mark.step for mark in marks})
     backward = all(mark.used for mark in marks)
     size = max(mark.bytes for mark in marks)
-    found = list(islice(_holders({id(mark) for mark in marks}), _HOLDERS))
-    if not found:
+    holders = list(islice(_holders({id(mark) for mark in marks}), _HOLDERS))
+    if not holders:
         return Kept(None, "", steps, 0, size, backward)
-    sites = [(holder, _keeping(holder)) for holder in found]
+    sites = [(holder, _keeping(holder)) for holder in holders]
     holder, site = next((pair for pair in sites if pair[1] is not None), sites[0])
     assert holder.tensor is not None
     nodes = sum(1 for _ in _graph(holder.tensor)) // max(steps + 1, 1)

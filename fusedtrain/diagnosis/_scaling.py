@@ -111,7 +111,8 @@ class Scaling:
         return step
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    subclass: type[Any]
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

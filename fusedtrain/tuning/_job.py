@@ -90,8 +90,8 @@ def search_path(job: Job) -> list[str]:
     places = [split(place)[0] for place in (job.model, job.loader) if place]
     if any(not where.endswith(".py") and where not in LIBRARIES for where in places):
         return sys.path
-    here = os.getcwd()
-    return [folder for folder in sys.path if os.path.abspath(folder) != here]
+    working = os.getcwd()
+    return [folder for folder in sys.path if os.path.abspath(folder) != working]
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -126,12 +126,11 @@ def test_the_line_that_keeps_a_graph(how: str) -> None:
         keep(loss)
 
     try:
-        (kept,) = (
-            f for f in doctor(step, steps=6, trials=False).findings if f.rule == "graph-kept"
-        )
+        findings = doctor(step, steps=6, trials=False).findings
     finally:
         LOG.__init__()  # type: ignore[misc]
         HISTORY.clear()
+    (kept,) = (finding for finding in findings if finding.rule == "graph-kept")
     assert kept.site is not None
     lines, first = inspect.getsourcelines(keep)
     assert kept.site.line == first + len(lines) - 1
