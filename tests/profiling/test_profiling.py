@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -273,19 +274,22 @@ def test_conversion_of_two_networks_with_an_optimizer_each() -> None:
     assert not nn.modules.module._global_forward_pre_hooks
 
 
-def _in_a_thread(steps: int) -> None:
-    """A thread that takes so many steps."""
+def _in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def _steps(count: int) -> Callable[[], None]:
     layer = nn.Conv2d(3, 8, 3)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
 
     def train() -> None:
-        for _ in range(steps):
+        for _ in range(count):
             layer(torch.randn(4, 3, 16, 16)).sum().backward()
             optimizer.step()
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
+    return train
 
 
 def test_steps_of_another_thread_are_an_error() -> None:
@@ -293,21 +297,21 @@ def test_steps_of_another_thread_are_an_error() -> None:
         pytest.raises(RuntimeError, match="into the function of that thread"),
         fusedtrain.profile() as p,
     ):
-        _in_a_thread(2)
+        _in_a_thread(_steps(2))
     assert not p.summary
 
 
 def test_a_watched_script_that_trains_in_a_thread() -> None:
     """The profiler that began with the script sees nothing of it, and begins again."""
     watcher = ProfilingWatcher({"steps": 2, "warmup": 0})
-    watcher.begin()
+    _in_a_thread(watcher.begin)  # the profiler of this thread stays as it is
     counts = itertools.count(1)
     ends: list[bool] = []
     hook = register_optimizer_step_post_hook(
         lambda optimizer, *call: ends.append(watcher.step(next(counts), optimizer))
     )
     try:
-        _in_a_thread(6)
+        _in_a_thread(_steps(6))
     finally:
         hook.remove()
     results = watcher.finish()
