@@ -1,13 +1,15 @@
 """Runs a user's script in a fresh process until it has taken so many optimizer steps.
 
-The parent calls `in_fresh_process`. The child is a module of ours (``python -m MODULE``), which
+The parent calls `in_fresh_process`. The child is a module of ours (`_child.py` starts it), which
 calls `run_until` with a `Watcher`: the script runs as ``__main__`` with its own arguments, as when
 Python runs a script. A step is an optimizer's ``step()``, of whichever optimizer.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -16,8 +18,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +29,7 @@ from typing import Any, Protocol
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._backends import environment
+from ._child import command
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 EXITED, DIED = "exited", "died"
@@ -78,7 +82,7 @@ def in_fresh_process(
     *,
     script_prints_to_stderr: bool = False,
 ) -> Run:
-    """Runs ``python -m module`` on the script; the options and the results travel as JSON.
+    """Runs the module on the script; the options and the results travel as JSON.
 
     The script's output and a traceback go where they would go without us, its stdout to stderr if
     stdout is for the results.
@@ -86,12 +90,12 @@ def in_fresh_process(
     with tempfile.TemporaryDirectory(prefix="fusedtrain-") as folder:
         task = Path(folder, "task.json")
         task.write_text(json.dumps({**options, "results": str(Path(folder, "results.json"))}))
-        command = [sys.executable, "-m", module, str(task), script, *arguments]
+        words = command(module, str(task), script, *arguments)
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
         # Kineto would otherwise write two lines to stderr for each use of the profiler.
         settings = environment(KINETO_LOG_LEVEL="99")
-        process = subprocess.Popen(command, stdout=output, env=settings)
+        process = subprocess.Popen(words, stdout=output, env=settings)
         interrupted = False
         try:
             status = _wait(process, Path(folder, "results.json"))
@@ -149,6 +153,7 @@ def read_task(argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
 def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[str]) -> int:
     """Runs the script as ``__main__``, writes what the watcher has seen; returns the exit status.
 
+    The script may train in another thread, which it need not wait for: Python waits at its end.
     Worker processes of multiprocessing import the script as they do without us, and are not
     watched.
     """
@@ -179,15 +184,16 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
 
     sys.argv = [script, *arguments]
     if not getattr(sys.flags, "safe_path", False):
-        # The script's folder, as when Python runs a script; -m has put the working directory here.
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        # As when Python runs a script.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
     # A fork server would by default run the script before it receives sys.argv.
     multiprocessing.set_forkserver_preload([])
-    hook = register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)
+    threading.excepthook = functools.partial(_thread_ends, threading.excepthook)
     try:
         watcher.begin()
         runpy.run_path(script, run_name="__main__")
-        write(ENDED)
+        _at_end_of_threads(write)
     except _EnoughSteps:
         pass
     except KeyboardInterrupt:
@@ -195,7 +201,10 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         write(STOPPED)
         return 130
     except SystemExit as end:
-        write(EXITED if end.code not in (None, 0) else ENDED)
+        if end.code not in (None, 0):
+            write(EXITED)
+        else:
+            _at_end_of_threads(write)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -203,9 +212,21 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
         traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
         write(RAISED)
         return 1
-    finally:
-        hook.remove()
     return 0
+
+
+def _thread_ends(show: Callable[[Any], Any], ended: Any) -> None:
+    """An exception that ends a thread is shown, except ours."""
+    if not issubclass(ended.exc_type, _EnoughSteps):
+        show(ended)
+
+
+def _at_end_of_threads(write: Callable[[str], None]) -> None:
+    """The script has ended, except for threads that Python waits for: one of them may train."""
+    if any(not thread.daemon for thread in threading.enumerate()[1:]):
+        atexit.register(write, ENDED)
+    else:
+        write(ENDED)
 
 
 def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:

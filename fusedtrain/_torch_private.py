@@ -41,6 +41,11 @@ verify_batch_size: Callable[[torch.Size], None] = nn.functional._verify_batch_si
 # Sees the operators that a call runs; and how many of these modes follow this thread.
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# The mode of this thread that sees the operators first, or None.
+current_dispatch_mode: Callable[[], Any] = torch.utils._python_dispatch._get_current_dispatch_mode
+
+# The part of `clip_grad_norm_` that clips, in the module torch.nn.utils.clip_grad.
+CLIP_GRADS = torch.nn.utils.clip_grad._clip_grads_with_norm_.__name__
 
 # The iterators of DataLoader.
 DataLoaderIter = torch.utils.data.dataloader._BaseDataLoaderIter

@@ -31,8 +31,8 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 # What is right under fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
     "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_capture", "_calls",
-    "_recompute", "timing", "reference", "triton", "_backends", "_scripts", "_graph", "ops",
-    "functional", "nn", "optim", "amp", "fp16_utils", "compat", "folding", "conversion",
+    "_recompute", "timing", "reference", "triton", "_backends", "_child", "_scripts", "_graph",
+    "ops", "functional", "nn", "optim", "amp", "fp16_utils", "compat", "folding", "conversion",
     "integrations", "memory", "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli",
     "__main__",
 )  # fmt: skip

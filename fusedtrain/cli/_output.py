@@ -7,10 +7,13 @@ pipe, JSON, a PNG, one HTML file that needs no other file.
 from __future__ import annotations
 
 import base64
+import difflib
 import functools
 import html
+import importlib
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,15 +93,48 @@ class Outputs:
             print(json.dumps({"title": report.title, **stamp, **report.data}, indent=2))
         else:
             _show(report)
-        figure = report.figure() if report.figure and (self.plot or self.html) else None
-        if self.plot and figure:
-            figure.savefig(self.plot, dpi=110)
-            say(f"{self.plot} is written")
+        picture = _picture(report) if self.plot or self.html else None
+        if self.plot and picture:
+            _write(self.plot, picture)
         elif self.plot:
             say(f"{self.plot} is not written: there is nothing to draw")
         if self.html:
-            self.html.write_text(_page(report, figure), encoding="utf-8")
-            say(f"{self.html} is written")
+            _write(self.html, _page(report, picture).encode())
+
+    def check(self) -> None:
+        """Raises UsageError where a file could not be written after the work is done."""
+        if not self.plot and not self.html:
+            return
+        option = "--plot" if self.plot else "--html"
+        try:
+            importlib.import_module("matplotlib.figure")
+        except ImportError as error:
+            raise click.UsageError(
+                f'{option} needs matplotlib ({error}): pip install "fusedtrain[cli]", or leave '
+                f"{option} out"
+            ) from None
+
+
+def _picture(report: Report) -> bytes | None:
+    """The chart as a PNG; the results are shown already, and do not fail with the chart."""
+    if report.figure is None:
+        return None
+    try:
+        written = io.BytesIO()
+        report.figure().savefig(written, format="png", dpi=110)
+    except Exception as error:
+        say(f"the chart was not drawn: {type(error).__name__}: {error}")
+        return None
+    return written.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        say(f"{path} is not written: {error}")
+    else:
+        say(f"{path} is written")
 
 
 def output_options(function: Command) -> Command:
@@ -111,13 +147,16 @@ def output_options(function: Command) -> Command:
     def with_outputs(
         *arguments: Any, as_json: bool, plot: Path | None, page: Path | None, **options: Any
     ) -> Any:
-        return function(*arguments, outputs=Outputs(as_json, plot, page), **options)
+        outputs = Outputs(as_json, plot, page)
+        outputs.check()
+        return function(*arguments, outputs=outputs, **options)
 
     return with_outputs  # type: ignore[return-value]
 
 
 class NewFile(click.Path):
-    """A file to be written. That its folder exists is checked before any work is done."""
+    """A file to be written. That its folder is there, and can be written to, is checked before any
+    work is done."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -126,7 +165,26 @@ class NewFile(click.Path):
         path = Path(str(super().convert(value, parameter, context)))
         if not path.parent.is_dir():
             self.fail(f"there is no folder {path.parent}", parameter, context)
+        if not path.exists() and not os.access(path.parent, os.W_OK):
+            self.fail(f"the folder {path.parent} cannot be written to", parameter, context)
         return path
+
+
+class Script(click.Path):
+    """The user's script, behind this command's options. Options behind it are the script's own, so
+    click does not refuse an unknown one before it."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> Any:
+        name = str(value).partition("=")[0]
+        if name.startswith("-") and context is not None:
+            options = [o for p in context.command.get_params(context) for o in p.opts]
+            alike = difflib.get_close_matches(name, options, n=1)
+            message = f"No such option {name!r}; options of the script come after SCRIPT."
+            raise click.NoSuchOption(name, message, alike, context)
+        return super().convert(value, parameter, context)
 
 
 def today() -> str:
@@ -268,16 +326,14 @@ img { max-width: 100%; } pre { background: #f1f5f9; padding: 1em; overflow-x: au
 """
 
 
-def _page(report: Report, figure: Figure | None) -> str:
+def _page(report: Report, picture: bytes | None) -> str:
     body = [f"<h1>{html.escape(report.title)}</h1>"]
     if report.partial:
         body.append(f'<p class="partial">PARTIAL: {html.escape(report.partial)}</p>')
     facts = (f"{html.escape(k)}: {html.escape(v)}" for k, v in report.facts.items())
     body.append(f'<p class="facts">{"<br>".join(facts)}</p>')
-    if figure:
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=110)
-        encoded = base64.b64encode(picture.getvalue()).decode()
+    if picture:
+        encoded = base64.b64encode(picture).decode()
         body.append(f'<img alt="chart" src="data:image/png;base64,{encoded}">')
     body += map(_html_table, report.tables)
     body += [f"<p>{html.escape(note)}</p>" for note in report.notes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -13,7 +14,7 @@ from ..diagnosis import Diagnosis, doctor
 from ..diagnosis.wording import finding_lines, milliseconds
 from ..timing import device_name
 from ._exit import Exit
-from ._output import Column, Outputs, Report, Table, output_options, progress, say, today
+from ._output import Column, Outputs, Report, Script, Table, output_options, progress, say, today
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +38,7 @@ _COLUMNS = (Column("line", left=True), Column("rule", left=True), Column("cost a
               help="Print a diff for `patch -p0` that removes findings; no file is written. The "
               "report goes to stderr.")  # fmt: skip
 @output_options
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script", type=Script())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     script: str,
@@ -61,7 +62,9 @@ def command(
         )  # fmt: skip
     if fix and not outputs.json:
         say(str(diagnosis))
-        print(diagnosis.diff(), end="")
+        # The bytes of the source, whatever its encoding and the terminal's.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(diagnosis.diff().encode(errors="surrogateescape"))
     else:
         outputs.write(_report(diagnosis, script))
     if diagnosis.end in (RAISED, EXITED, DIED):

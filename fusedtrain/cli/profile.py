@@ -13,7 +13,17 @@ from .. import __version__
 from .._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
 from ..timing import device_name
 from ._exit import Exit
-from ._output import Column, NewFile, Outputs, Report, Table, output_options, progress, today
+from ._output import (
+    Column,
+    NewFile,
+    Outputs,
+    Report,
+    Script,
+    Table,
+    output_options,
+    progress,
+    today,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,6 +41,8 @@ COLORS = {
     "other": "#8a8a8a",
     "idle": "#e3e3e3",
 }
+NAMES = ("as it is", "with fusedtrain")
+TWICE = len(NAMES) * NAMES  # in turns: a machine that becomes slower is no difference between them
 WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its number written in
 
 
@@ -39,7 +51,7 @@ WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its numbe
     epilog="Exit codes: 0 done; 1 the script took too few optimizer steps; 2 wrong usage; 3 the "
     "script raised; 4 stopped. What was seen until then is shown.",
 )
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("script", type=Script())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--steps",
@@ -50,7 +62,11 @@ WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its numbe
 )
 @click.option("--warmup", type=click.IntRange(0), default=3, show_default=True,
               help="Optimizer steps before these.")  # fmt: skip
-@click.option("--compare", is_flag=True, help="Run it again with fusedtrain.convert on its models.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Run it four times, in turns as it is and with fusedtrain.convert on its models.",
+)
 @click.option("--trace", type=NewFile(), help="Write a trace for chrome://tracing.")
 @output_options
 def command(
@@ -64,13 +80,14 @@ def command(
     """
     task = {"steps": steps, "warmup": warmup, "trace": str(trace.resolve()) if trace else None}
     runs: list[Run] = []
-    with progress("profile", 2 if compare else 1) as begins:
-        begins(f"{script}, as it is")
-        runs.append(_run(task, script, arguments, outputs))
-        if compare and runs[0].end in (DONE, ENDED) and _saw(runs[0]):
-            begins(f"{script}, with fusedtrain")
-            second = {**task, "convert": True, "trace": None}
-            runs.append(_run(second, script, arguments, outputs))
+    names = TWICE if compare else NAMES[:1]
+    with progress("profile", len(names)) as begins:
+        for name in names:
+            begins(f"{script}, {name}")
+            now = {**task, "convert": name == NAMES[1], "trace": None if runs else task["trace"]}
+            runs.append(_run(now, script, arguments, outputs))
+            if runs[-1].end not in (DONE, ENDED) or not _saw(runs[-1]):
+                break
     report = _report(script, runs, steps)
     outputs.write(report)
     return _status(runs)
@@ -97,7 +114,7 @@ def _status(runs: Sequence[Run]) -> Exit:
 
 
 def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
-    names = ["as it is", "with fusedtrain"][: len(runs)]
+    names = TWICE[: len(runs)]
     facts = {
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "torch": torch.__version__,
@@ -105,10 +122,20 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
         "date": today(),
     }
     notes: list[str] = []
-    for name, run in zip(names, runs, strict=True):
+    by_name = {
+        name: [run.results for other, run in zip(names, runs, strict=True)
+               if other == name and _saw(run)]
+        for name in NAMES
+    }  # fmt: skip
+    for name, each in by_name.items():
+        if steps_ms := [seen["step_ms"] for seen in each if "step_ms" in seen]:
+            listed = " and ".join(f"{ms:.4g}" for ms in steps_ms)
+            facts[f"step, {name}"] = f"{listed} ms, the median without the profiler"
+    compared = _compared(*by_name.values()) if len(runs) == len(TWICE) and _saw(runs[-1]) else {}
+    if "step" in compared:
+        facts[f"step, {RATIO}"] = _range(compared["step"])
+    for name, run in list(zip(names, runs, strict=True))[: len(NAMES)]:
         seen = run.results
-        if "step_ms" in seen:
-            facts[f"step, {name}"] = f"{seen['step_ms']:.4g} ms, the median without the profiler"
         share = seen.get("tensor_core_share")
         if share is not None:
             facts[f"tensor cores, {name}"] = (
@@ -121,14 +148,20 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
         if run.end == ENDED and _saw(run) and seen["steps"] < steps:
             notes.append(f"{name}: the script ended after {run.steps} optimizer steps; "
                          f"{seen['steps']} of {steps} were profiled")  # fmt: skip
-    shown = [(name, run.results) for name, run in zip(names, runs, strict=True) if _saw(run)]
+    shown = [(name, _mean(each)) for name, each in by_name.items() if each]
     if shown:
         notes.append(f"Times are of {shown[0][1]['clock']}. {_IDLE[shown[0][1]['clock']]}")
     if len(shown) == 2:
         notes.append(
-            "The second run had fusedtrain.convert at the first step of each optimizer; optimizer, "
-            "loader and precision stayed. The runs came one after the other: on a busy machine, "
-            "repeat."
+            f"Runs {NAMES[1]} had fusedtrain.convert at the first step of each optimizer; "
+            "optimizer, loader and precision stayed."
+        )
+        notes.append(
+            f"{RATIO}: from the least to the greatest ratio of {len(TWICE) // 2} runs each, which "
+            "came in turns; ms are their means. A range with 1 in it is no difference: work that "
+            "is the same in both, such as convolutions, shows how far the machine varies."
+            if compared
+            else f"The runs cannot be compared: {NAMES[0]} and {NAMES[1]} must run twice each."
         )
     data = {
         "script": script,
@@ -136,9 +169,10 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
             {"name": name, "end": run.end, "steps": run.steps, **_json(run.results)}
             for name, run in zip(names, runs, strict=True)
         ],
+        "before_after": compared or None,
     }
     return Report(
-        f"fusedtrain profile {script}", data, list(_tables(shown)), notes, facts,
+        f"fusedtrain profile {script}", data, list(_tables(shown, compared)), notes, facts,
         (lambda: _figure(shown, script)) if shown else None, _partial(runs[-1]),
     )  # fmt: skip
 
@@ -147,6 +181,39 @@ _IDLE = {
     "operators on the host": "Idle is the rest of a step: Python, and waiting.",
     "kernels on the GPU": "Idle is the time in which the GPU ran nothing.",
 }
+
+
+RATIO = "before / after"
+
+
+def _compared(before: Sequence[Any], after: Sequence[Any]) -> dict[str, tuple[float, float]]:
+    """The least and the greatest ratio of the runs, of each family and of the step."""
+    every = [[_times(seen) for seen in runs] for runs in (before, after)]
+    compared = {}
+    for what in every[0][0]:
+        old, new = ([times.get(what, 0.0) for times in runs] for runs in every)
+        if min(old) > 0 and min(new) > 0:
+            compared[what] = (min(old) / max(new), max(old) / min(new))
+    return compared
+
+
+def _times(seen: Mapping[str, Any]) -> dict[str, float]:
+    families = {row["family"]: row["ms"] for row in seen["families"]}
+    return {**families, **({"step": seen["step_ms"]} if "step_ms" in seen else {})}
+
+
+def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first of the runs, with the mean times of all."""
+    rows = [
+        {key: value if isinstance(value, str) else sum(row[key] for row in same) / len(same)
+         for key, value in same[0].items()}
+        for same in zip(*(seen["families"] for seen in runs), strict=True)
+    ]  # fmt: skip
+    return {**runs[0], "families": rows}
+
+
+def _range(ratios: tuple[float, float]) -> str:
+    return "-".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _json(seen: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,10 +238,12 @@ def _partial(run: Run) -> str:
     return ""
 
 
-def _tables(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Table]:
+def _tables(
+    shown: Sequence[tuple[str, Mapping[str, Any]]], compared: Mapping[str, tuple[float, float]]
+) -> list[Table]:
     if not shown:
         return []
-    tables = [_families(shown)]
+    tables = [_families(shown, compared)]
     top = shown[0][1].get("top_operators")
     if top:
         columns = [Column("operator", left=True), Column("pass", left=True), Column("family", True)]
@@ -188,7 +257,9 @@ def _tables(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Table]:
     return tables
 
 
-def _families(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+def _families(
+    shown: Sequence[tuple[str, Mapping[str, Any]]], compared: Mapping[str, tuple[float, float]]
+) -> Table:
     before = shown[0][1]["families"]
     columns = [Column("family", left=True), Column("ms/step"), Column("%")]
     if len(shown) == 1:
@@ -199,11 +270,11 @@ def _families(shown: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
             for row in before
         ]  # fmt: skip
     else:
-        columns += [Column("with fusedtrain"), Column("%"), Column("before / after")]
+        columns += [Column("with fusedtrain"), Column("%"), Column(RATIO)]
         rows = [
             [old["family"], f"{old['ms']:.3f}", f"{100 * old['share']:.1f}",
              f"{new['ms']:.3f}", f"{100 * new['share']:.1f}",
-             f"{old['ms'] / new['ms']:.2f}" if new["ms"] else ""]
+             _range(compared[old["family"]]) if old["family"] in compared else ""]
             for old, new in zip(before, shown[1][1]["families"], strict=True)
         ]  # fmt: skip
     return Table("time by family", columns, rows)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .._scripts import DONE, ENDED, in_fresh_process
 from ._collect import collect
 from ._facts import Facts
-from ._report import Diagnosis, decide
+from ._report import NO_THREAD, Diagnosis, decide
 from ._rule import Change, Cost, Finding, Rule
 from ._watch import Watch
 from .rules import RULES
@@ -60,6 +60,7 @@ def doctor(
 
     Raises:
         FileNotFoundError: there is no such script.
+        RuntimeError: `target` is a function that takes each step in a new thread.
         TypeError: `target` is neither a path nor a function.
         ValueError: `steps` is less than 4.
 
@@ -134,4 +135,6 @@ def _in_this_process(
     finally:
         hook.remove()
         watch.stop()
+    if watch.ignored and not watch.taken:
+        raise RuntimeError(f"target: {NO_THREAD}, or call doctor in the thread that trains.")
     return decide(collect(watch, "", trials=trials, model=model), end=DONE if enough else ENDED)

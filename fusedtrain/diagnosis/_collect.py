@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from statistics import median
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ _Value = TypeVar("_Value")
 
 def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None = None) -> Facts:
     """Everything that the rules look at. `watch` was stopped. `model`: the only one of interest."""
-    facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed)
+    facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed, ignored=watch.ignored)
     _machine(facts, watch)
     with _neutral():
         _times(facts, watch, trials)
@@ -130,7 +131,7 @@ def _operators(facts: Facts, watch: Watch) -> None:
     facts.single_convolutions = account.convolutions("single")
     facts.contiguous = account.convolutions("contiguous")
     facts.copies, facts.memsets = account.copies(), account.events("memset")
-    facts.clones = account.events("clone")
+    facts.clones, facts.clips = account.events("clone"), account.events("clip")
     waits = [e for e in account.events("sync") if facts.assumed or e.device == "cuda"]
     facts.syncs = waits if facts.on_gpu else []
     facts.shapes_vary = any(len(shapes) > 1 for shapes in watch.calls.shapes.values())
@@ -146,6 +147,7 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
     for scaler in watch.scalers.values():
         used[scaler.site] += scaler.used
     facts.scalers = [Scaler(site, count) for site, count in used.items()]
+    facts.direct_steps = watch.scaling.direct_steps(watch.taken)
     records = {record.site: record for record in watch.optimizers.values() if record.seconds}
     facts.optimizers = [_optimizer(record, trials) for record in records.values()]
     facts.loaders = [
@@ -265,6 +267,7 @@ class _Model:
                 layer.note = operator
                 facts.in_place.append(layer)
         if trials:
+            self._half(facts)
             self._biases(facts)
             self._fusable(facts)
 
@@ -280,6 +283,22 @@ class _Model:
             layer.note = "tune_mode" if layer.name in taken or not trials else ""
             if layer.note or not trains:  # a weight that trains needs the input
                 facts.frozen.append(layer)
+
+    def _half(self, facts: Facts) -> None:
+        """Times the convolution with the most work in the dtype of autocast."""
+        dtype = next((d for d in ("bfloat16", "float16") if facts.autocast.get(d)), "")
+        shapes = self.watch.calls.shapes
+        layers = {m: max(shapes[id(m)]) for m in self.module.modules() if id(m) in shapes}
+        if facts.device != "cpu" or not dtype or not facts.half_convolutions or not layers:
+            return
+        layer: Any = max(layers, key=lambda m: prod(layers[m]) * m.weight.numel())  # type: ignore[operator]
+        ratio = attempt(
+            lambda: _trials.half_ratio(layer, layers[layer], getattr(torch, dtype)), 0.0
+        )
+        if ratio > facts.half_ratio:
+            shape = "x".join(map(str, layers[layer]))
+            facts.half_ratio = ratio
+            facts.half_convolution = f"{self.names[id(layer)] or type(layer).__name__} ({shape})"
 
     def _biases(self, facts: Facts) -> None:
         layers = [m for m in self.module.modules() if isinstance(m, _CONVOLUTIONS)]

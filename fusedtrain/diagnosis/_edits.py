@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
+import io
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +18,7 @@ _COMPOUND = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.W
 
 
 class _Edit(NamedTuple):
-    """Bytes of the file from `start` to `end` become `text`."""
+    """The source from character `start` to `end` becomes `text`."""
 
     start: int
     end: int
@@ -24,24 +26,39 @@ class _Edit(NamedTuple):
 
 
 class _Source:
-    """A file as bytes, with the offsets of its lines: ast counts columns in bytes."""
+    """A file as text, in the encoding that it declares, with the offsets of its lines."""
 
     def __init__(self, file: str) -> None:
-        self.text = Path(file).read_bytes()
+        raw = Path(file).read_bytes()
+        self.encoding = tokenize.detect_encoding(io.BytesIO(raw).readline)[0]
+        self.text = raw.decode(self.encoding)
         self.tree = ast.parse(self.text)
         self.lines = [0]
-        for line in self.text.splitlines(keepends=True):
+        for line in _lines(self.text):
             self.lines.append(self.lines[-1] + len(line))
 
     def start(self, node: ast.AST) -> int:
-        return self.lines[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
+        return self._offset(node.lineno, node.col_offset)  # type: ignore[attr-defined]
 
     def end(self, node: ast.AST) -> int:
-        return self.lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
+        return self._offset(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
+
+    def _offset(self, line: int, column: int) -> int:
+        """ast counts columns in bytes of UTF-8."""
+        before = self.line(line).encode()[:column].decode()
+        return self.lines[line - 1] + len(before)
+
+    def line(self, number: int) -> str:
+        return self.text[self.lines[number - 1] : self.lines[number]]
 
     def indentation(self, line: int) -> str:
-        text = self.text[self.lines[line - 1] : self.lines[line]].decode()
+        text = self.line(line)
         return text[: len(text) - len(text.lstrip())]
+
+    def as_written(self, text: str) -> list[str]:
+        """Lines of the text in the bytes of the file: bytes that are not UTF-8 are escaped as
+        surrogates."""
+        return _lines(text.encode(self.encoding).decode(errors="surrogateescape"))
 
     def calls(self, line: int, names: tuple[str, ...]) -> list[ast.Call]:
         """Calls of these names over the line, those that begin latest first."""
@@ -61,6 +78,11 @@ class _Source:
         return sorted(nodes, key=lambda n: n.end_lineno - n.lineno)  # type: ignore[attr-defined]
 
 
+def _lines(text: str) -> list[str]:
+    """Lines as Python counts them: `str.splitlines` also ends a line at a form feed."""
+    return list(io.StringIO(text, newline=""))
+
+
 def _name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -69,7 +91,8 @@ def _name(node: ast.AST) -> str:
 
 def diff_of(changes: Iterable[Change]) -> str:
     """All changes as one unified diff, for `patch -p0`; those that the source does not allow are
-    left out, and so is what overlaps an earlier change."""
+    left out, and so is what overlaps an earlier change. Bytes of the source that are not UTF-8 are
+    escaped as surrogates."""
     files: dict[str, list[Change]] = {}
     for change in dict.fromkeys(_hashable(change) for change in changes):
         files.setdefault(change[1], []).append(
@@ -103,13 +126,10 @@ def _diff(file: str, changes: list[Change]) -> str:
         return ""
     after = source.text
     for edit in sorted(edits, reverse=True):
-        after = after[: edit.start] + edit.text.encode() + after[edit.end :]
+        after = after[: edit.start] + edit.text + after[edit.end :]
     path = shortest(file)
     lines = difflib.unified_diff(
-        source.text.decode().splitlines(keepends=True),
-        after.decode().splitlines(keepends=True),
-        path,
-        path,
+        source.as_written(source.text), source.as_written(after), path, path
     )
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
                    for line in lines)  # fmt: skip
@@ -216,6 +236,8 @@ def _detach(source: _Source, change: Change) -> _Made:
         if not adds_to(node, change.names[0]):
             continue
         value = node.args[0] if isinstance(node, ast.Call) else node.value  # type: ignore[attr-defined]
+        if isinstance(value, (ast.Tuple, ast.List, ast.Dict, ast.Set)):  # the loss is an item of it
+            return [], []
         simple = isinstance(value, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
         end = source.end(value)
         if simple:

@@ -137,6 +137,7 @@ class Facts:
     threads_site: Site | None = None
     oversubscribed: float = 0.0  # time of a parallel operator, by its time with a thread a core
     steps: int = 0
+    ignored: int = 0  # steps of threads that were not watched
     timed: int = 0
     step: float = 0.0  # seconds, the median
     busy: float = 0.0  # of which the main thread runs, other processes do not
@@ -173,6 +174,10 @@ class Facts:
     zeros: float = 0.0  # share of the gradients' elements
     parameters: dict[str, int] = field(default_factory=dict)  # elements by dtype
     scalers: list[Scaler] = field(default_factory=list)
+    clips: list[Event] = field(default_factory=list)  # of gradients times a loss scale
+    direct_steps: list[Event] = field(default_factory=list)  # `what`: "scaler", or "": none steps
+    half_convolution: str = ""  # a convolution of the model in the dtype of autocast
+    half_ratio: float = 0.0  # its time by its time in float32
     optimizers: list[Optimizer] = field(default_factory=list)
     parallel: list[Layer] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
@@ -198,9 +203,9 @@ class Facts:
 
 _CLASSES: dict[str, Any] = {
     "loaders": Loader, "copies": Copy, "syncs": Event, "memsets": Event, "clones": Event,
-    "scalers": Scaler, "optimizers": Optimizer, "parallel": Layer, "kept": Kept, "twice": Layer,
-    "frozen": Layer, "biases": Layer, "in_place": Layer, "evaluations": Evaluation,
-    "fusable": Fusable,
+    "scalers": Scaler, "clips": Event, "direct_steps": Event, "optimizers": Optimizer,
+    "parallel": Layer, "kept": Kept, "twice": Layer, "frozen": Layer, "biases": Layer,
+    "in_place": Layer, "evaluations": Evaluation, "fusable": Fusable,
 }  # fmt: skip
 
 

@@ -90,10 +90,15 @@ class Calls:
             self._observation = Observation(self._enter, self._leave)
 
     def rest(self) -> None:
-        """Within a call the hooks stay until the call ends."""
-        if not self._stack and self._observation is not None:
+        """Within a call of this thread the hooks stay until the call ends."""
+        done = not self._stack or threading.get_ident() != self._thread
+        if done and self._observation is not None:
             self._observation.remove()
             self._observation = None
+
+    def follow(self) -> None:
+        """From now on the calls of this thread."""
+        self._thread, self._stack = threading.get_ident(), []
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import TorchDispatchMode
+from .._torch_private import TorchDispatchMode, current_dispatch_mode
 from ._facts import Copy, Event
 from ._sites import Site, user_site
 
@@ -30,6 +30,7 @@ _SYNCS = {
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 _MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution")
 _CONVOLUTIONS = ("convolution", "_convolution")
+_CLAMPS = ("clamp_", "clamp_max_", "_foreach_clamp_max_")  # clip_grad_value_ calls one
 _LARGE = 1 << 20  # bytes
 # Activations whose derivative needs the input: autograd clones it before they work in place.
 CLONING = frozenset(
@@ -53,16 +54,54 @@ class _Step:
     large: int = 0
 
 
-class Operators(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Calls `run` with each operator of the thread that has entered it; without `run` it does
+    nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run: Callable[..., Any] | None = run
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.run is None:
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+
+class Operators:
     """`gradients` returns the addresses of gradients; `quiet()` is true where what reads a number
-    would read it of the host's memory in any case."""
+    would read it of the host's memory in any case.
+
+    It sees the operators of the thread that called `enter`, until `leave`.
+    """
 
     def __init__(self, gradients: Callable[[], set[int]], quiet: Callable[[], bool]) -> None:
-        super().__init__()
         self.steps: list[_Step] = [_Step()]
         self._gradients, self._quiet = gradients, quiet
         self._cloned: tuple[int, int] = (0, 0)  # the input of a clone just made, and its bytes
         self._inside = 0
+        self._modes: list[_Mode] = []
+        self.clamps: Callable[[list[Tensor]], None] = lambda tensors: None  # called before a clamp
+
+    def enter(self) -> None:
+        self._modes.append(_Mode(self._run))
+        self._modes[-1].__enter__()
+
+    def leave(self) -> None:
+        """Only the thread that has entered a mode can take it off its stack, and only from the top,
+        where the script may have a mode of its own: there the mode stays and does nothing, until
+        `leave` is called again."""
+        for mode in reversed(self._modes):
+            mode.run = None
+            if current_dispatch_mode() is mode:
+                mode.__exit__(None, None, None)
+                self._modes.remove(mode)
 
     def next_step(self) -> None:
         self.steps.append(_Step())
@@ -88,6 +127,11 @@ class Operators(TorchDispatchMode):
         finally:
             self._inside -= 1
 
+    def clipped(self, site: Site | None, what: str, gradients: list[Tensor]) -> None:
+        """Gradients are clipped that are multiplied by a loss scale."""
+        size = sum(t.nbytes for t in gradients)
+        self._count("clip", site, what, gradients[0].device.type, size)
+
     def _count(
         self, kind: str, site: Site | None, what: str, device: str, size: float, seconds: float = 0
     ) -> None:
@@ -96,14 +140,7 @@ class Operators(TorchDispatchMode):
         entry[1] += size
         entry[2] += seconds
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "profiler" or name == "detach":  # no work; and the watch detaches, too
             return func(*args, **kwargs)
@@ -125,6 +162,8 @@ class Operators(TorchDispatchMode):
         cloned, self._cloned = self._cloned, (0, 0)
         if name == "zero_" and first is not None and first.data_ptr() in self._gradients():
             self._count("memset", user_site(), name, first.device.type, first.nbytes)
+        elif name in _CLAMPS and not self._inside:
+            self.clamps(args[0] if first is None else [first])
         elif name == "_foreach_zero_":
             cleared = [t for t in args[0] if t.data_ptr() in self._gradients()]
             if cleared:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 _MISSING = object()
 
 
 class Patches:
-    """What was replaced; `undo` puts everything back, the latest first."""
+    """Replaced attributes. `undo` puts everything back, the latest first, and all of it even if
+    one attribute raises."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replaces the function `owner.name` by `make(function)`."""
@@ -28,12 +30,11 @@ class Patches:
             else:
                 setattr(owner, name, before)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def later(self, undo: Callable[[], Any]) -> None:
         """`undo` is called with the rest."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()

@@ -12,6 +12,11 @@ from ._rule import Finding, milliseconds
 from .rules import RULES
 from .wording import WIDTH, device_in_words, finding_lines
 
+NO_THREAD = (
+    "each optimizer step was taken by a thread of its own, and doctor follows a thread from its "
+    "first step on: nothing was seen. Take several steps in one thread"
+)
+
 
 @dataclass(repr=False)
 class Diagnosis:
@@ -47,13 +52,18 @@ class Diagnosis:
             return f"stopped after {steps} steps; these are the findings so far"
         if self.end == "died":
             return f"the process died (status {self.status}); nothing was recorded"
+        if not steps and self.facts.ignored:
+            return NO_THREAD
         if not steps:
             return "the script took no step of an optimizer: most rules had nothing to look at"
         return ""
 
     def diff(self) -> str:
-        """The changes that remove findings, as a unified diff for ``patch -p0``. Nothing is
-        written."""
+        """The changes that remove findings, as a unified diff for ``patch -p0``.
+
+        Nothing is written. Bytes of a source that are not UTF-8 are in the text as surrogates: to
+        write it, take ``errors="surrogateescape"``.
+        """
         return diff_of(change for finding in self.findings for change in finding.changes)
 
     def to_json(self) -> dict[str, Any]:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ._facts import Facts
-from ._rule import NOT_MEASURED, Cost, Finding, Rule, change, share
+from ._rule import (
+    MEASURED,
+    NOT_MEASURED,
+    Cost,
+    Finding,
+    Rule,
+    change,
+    megabytes,
+    share,
+    times,
+)
 from ._sites import Site
 
 _TENSOR_CORES, _TF32 = (7, 0), (8, 0)
 _FEW = 4  # calls a step
+_SLOWER = 1.5  # times, of a convolution
 
 
 def _top(facts: Facts) -> Site | None:
@@ -65,6 +76,44 @@ def scaler_with_bfloat16(rule: Rule, facts: Facts) -> Iterator[Finding]:
                 Cost(NOT_MEASURED, "a pass over all gradients and a wait for the device each step"),
                 changes=change("keywords", scaler.site, "GradScaler", enabled="False"),
             )
+
+
+def clipped_before_unscaling(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for event in facts.clips:
+        yield rule.finding(
+            event.site,
+            f"{megabytes(event.bytes)} of gradients are clipped ({event.what}) {times(event.count)}"
+            " a step while they are multiplied by the loss scale",
+            event.bytes,
+            Cost(NOT_MEASURED, "no time: the limit is divided by the scale, and training suffers"),
+        )
+
+
+def steps_beside_scaler(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for event in facts.direct_steps:
+        how = "beside scaler.step(optimizer)" if event.what else "and scaler.step(optimizer) never"
+        yield rule.finding(
+            event.site,
+            f"optimizer.step() is called {times(event.count)} a step, {how}, after losses were "
+            "scaled",
+            event.count,
+            Cost(NOT_MEASURED, "no time: an update too many, with infs or the loss scale in it"),
+        )
+
+
+def slow_half_convolutions(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    if facts.on_gpu or facts.half_ratio < _SLOWER or facts.half_convolutions < 1:
+        return
+    dtype = next(d for d in ("bfloat16", "float16") if facts.autocast.get(d))
+    yield rule.finding(
+        facts.autocast_site,
+        f"{facts.half_convolutions:.0f} convolutions a step run in {dtype}",
+        facts.half_ratio,
+        Cost(
+            MEASURED,
+            f"{facts.half_convolution} takes {facts.half_ratio:.2g} times as long as in float32",
+        ),
+    )
 
 
 def tf32_off(rule: Rule, facts: Facts) -> Iterator[Finding]:
@@ -134,6 +183,32 @@ RULES = (
         "GradScaler.scale, and autocast to bfloat16 alone",
         "Leave the GradScaler out: GradScaler(..., enabled=False).",
         scaler_with_bfloat16,
+    ),
+    Rule(
+        "clip-before-unscale",
+        "gradients are clipped before they are unscaled",
+        "clip_grad_norm_, clip_grad_value_ or a clamp of gradients between GradScaler.scale and "
+        "unscale_",
+        "Call scaler.unscale_(optimizer) before the gradients are clipped, or let "
+        "fusedtrain.optim clip: max_grad_norm=...",
+        clipped_before_unscaling,
+    ),
+    Rule(
+        "step-beside-scaler",
+        "an optimizer steps without its GradScaler",
+        "optimizer.step() outside of GradScaler.step, after a loss was scaled",
+        "Call scaler.step(optimizer) and scaler.update() alone.",
+        steps_beside_scaler,
+    ),
+    Rule(
+        "slow-16-bit-convolutions",
+        "convolutions are slower in 16 bits on this CPU",
+        "convolutions in 16 bits under autocast on the CPU; the one with the most work is timed in "
+        "both dtypes on a copy",
+        'Leave convolutions in float32: torch.autocast("cpu", enabled=False) around them, or train '
+        "without autocast. CPUs with AVX512_BF16 or AMX compute bfloat16 fast.",
+        slow_half_convolutions,
+        ("eager", "trials"),
     ),
     Rule(
         "tf32-off",

@@ -100,6 +100,22 @@ def bias_seconds(shape: tuple[int, ...], like: Tensor) -> float:
     return shortest(lambda: _done(gradient.sum(dims)), 3)
 
 
+def half_ratio(convolution: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """The time of forward and backward in 16 bits, by that in float32."""
+    times = []
+    layer = copy.deepcopy(convolution)
+    for kind in (dtype, torch.float32):
+        layer.to(kind)
+        x = torch.randn(shape, dtype=kind, requires_grad=True)
+
+        def call(x: Tensor = x) -> None:
+            layer(x).sum().backward()
+
+        call()
+        times.append(shortest(call, 3))
+    return times[0] / times[1]
+
+
 def clearing_seconds(size: float, device: str) -> float:
     """Of a memset, and of the addition instead of a write in backward."""
     gradient = torch.zeros(max(int(min(size, _MOST)) // 4, 1), device=device)

@@ -7,10 +7,11 @@ but hooks of the optimizer and of loaders.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from ._graphs import kept_graphs
 from ._modules import Calls, Mark
 from ._operators import Operators
 from ._patches import Patches
+from ._scaling import Scaling
 from ._sites import Site, user_site
 
 OBSERVED = 3  # steps
@@ -69,7 +71,11 @@ class Step:
 
 
 class Watch:
-    """Between `start` and `stop` the process is watched; `stop` leaves nothing behind."""
+    """Between `start` and `stop` a thread is watched; `stop` leaves nothing behind.
+
+    The thread is the one that calls `start`, unless another one takes the first step: the watch
+    follows then, from the end of that step on. It does so again when the thread has ended.
+    """
 
     def __init__(self, steps: int, *, assumed: bool, examples: bool) -> None:
         self.limit, self.assumed = steps, assumed
@@ -87,8 +93,12 @@ class Watch:
         self.zeros: list[float] = []
         self.calls = Calls(lambda: self.taken, examples)
         self.operators = Operators(self._gradients, self._reads_the_host)
+        self.scaling = Scaling(self._known, self.operators.clipped)
+        self.operators.clamps = self.scaling.clamped
         self._patches, self._closely = Patches(), Patches()  # for the run, for the first steps
         self._running = self._observing = False
+        self._thread, self._followed = threading.current_thread(), False
+        self.ignored = 0  # steps of threads that are not watched
         self._primary: torch.optim.Optimizer | None = None
         self._others: set[int] = set()  # optimizers that stepped since
         self._inside = 0  # of optimizers' steps
@@ -112,6 +122,7 @@ class Watch:
         wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
         wrap(torch.amp.GradScaler, "scale", self._scale)
         wrap(torch, "set_num_threads", self._set_num_threads)
+        self.scaling.watch(self._patches)
         self._running = True
         self._observe(True)
         _watches.append(self)
@@ -121,10 +132,12 @@ class Watch:
         if not self._running:
             return
         self._running = False
-        self._observe(False)
-        self.calls.rest()
-        self._patches.undo()
-        _watches.remove(self)
+        with ExitStack() as every:  # each of them, even if another one raises
+            every.callback(_watches.remove, self)
+            every.callback(self._patches.undo)
+            every.callback(self.calls.rest)
+            every.callback(self.operators.leave)
+            every.callback(self._observe, False)
 
     def _observe(self, on: bool) -> None:
         if on is self._observing:
@@ -134,18 +147,22 @@ class Watch:
             self.calls.listen()
             for name in ("__repr__", "tolist", "cpu"):
                 self._closely.wrap(Tensor, name, self._waits(name))
+            self.scaling.watch_clipping(self._closely)
             for name in ("empty_cache", "synchronize"):
                 self._closely.wrap(torch.cuda, name, self._waits(f"torch.cuda.{name}"))
-            self.operators.__enter__()
+            self.operators.enter()
         else:
-            self.operators.__exit__(None, None, None)
+            self.operators.leave()
             self._closely.undo()
             self.calls.rest()
 
     # Steps.
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.current_thread() is not self._thread:
+            return
         if not self._inside:
+            self.scaling.step(optimizer)
             if self._observing and self.calls.autocast.get("float16"):
                 with self.operators.paused():
                     self._count_zeros(optimizer)
@@ -154,6 +171,8 @@ class Watch:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """To be called after each step of an optimizer. Returns whether all has been seen."""
+        if threading.current_thread() is not self._thread:
+            return self._step_of_another_thread()
         self._inside = max(self._inside - 1, 0)
         if self._inside:
             return False
@@ -170,6 +189,19 @@ class Watch:
             return False
         self._others.clear()
         return self.taken >= self.limit or self._end_step()
+
+    def _step_of_another_thread(self) -> bool:
+        """Returns whether it was the last: there is a thread for each step, and none to follow."""
+        self.ignored += 1
+        if not self._thread.is_alive() or not (self._followed or self.taken):
+            self._thread, self._followed = threading.current_thread(), True
+            self._inside, self._entered = 0, time.perf_counter()
+            self.calls.follow()
+            if self._observing:
+                self.operators.leave()
+                self.operators.enter()
+            self._begin()
+        return not self.taken and self.ignored >= self.limit
 
     def _record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         if id(optimizer) not in self.optimizers:
@@ -213,11 +245,15 @@ class Watch:
         if len({mark.step for mark in old}) >= 2:
             self.kept = kept_graphs(old)
 
+    def _known(self) -> list[torch.optim.Optimizer]:
+        return [record.optimizer for record in self.optimizers.values()]
+
     def _gradients(self) -> set[int]:
         """Addresses of the gradients, found once a step."""
         if self._addresses[0] != self.taken:
-            every = (record.optimizer for record in self.optimizers.values())
-            tensors = (p.grad for o in every for group in o.param_groups for p in group["params"])
+            tensors = (
+                p.grad for o in self._known() for group in o.param_groups for p in group["params"]
+            )
             self._addresses = (self.taken, {t.data_ptr() for t in tensors if t is not None})
         return self._addresses[1]
 
@@ -321,6 +357,7 @@ class Watch:
             record = self.scalers.setdefault(id(scaler), ScalerRecord(user_site(), scaler))
             if scaler.is_enabled():
                 record.used += 1
+                self.scaling.scale()
             return original(scaler, outputs)
 
         return scale

@@ -99,7 +99,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     if options["ema_decay"] is not None and not 0 <= options["ema_decay"] < 1:
         raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
     if options["gradient_writeback"] not in WRITE_BACK:
-        raise ValueError(f"Invalid gradient_writeback value: {options['gradient_writeback']!r}")
+        raise ValueError(
+            f"gradient_writeback must be one of {', '.join(map(repr, WRITE_BACK))}, got "
+            f"{options['gradient_writeback']!r}"
+        )
     if options["state_dtype"] not in (None, torch.float32, torch.bfloat16, Q8):
         raise ValueError(
             "state_dtype must be torch.float32, torch.bfloat16 or 'q8', got "

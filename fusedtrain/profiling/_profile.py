@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -22,7 +23,10 @@ from ._summary import summary, top_operators
 
 
 class Window:
-    """torch.profiler from `start` to `stop`, which need not be in one function."""
+    """torch.profiler from `start` to `stop`, which need not be in one function.
+
+    It sees the operators of the thread that has called `start`.
+    """
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -34,7 +38,13 @@ class Window:
     def start(self) -> None:
         wait_for_device()
         self.profiler.start()
+        self._thread = threading.current_thread()
         self._begun = time.perf_counter()
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread is the one that is profiled."""
+        return threading.current_thread() is self._thread
 
     def stop(self, steps: int) -> Recording:
         wait_for_device()
@@ -84,7 +94,8 @@ class profile:
     they are the operators' own times, and idle is the rest of the wall time: Python, and waiting.
 
     The profiler slows small operators: compare shares, not steps per second. It cannot run inside
-    another torch.profiler (RuntimeError of torch's).
+    another torch.profiler (RuntimeError of torch's), and sees the thread that it was started in: if
+    optimizers step in other threads alone, it raises RuntimeError.
 
     Args:
         lines: also find the lines of Python that call the operators with most time,
@@ -116,14 +127,17 @@ class profile:
         self._window.start()
         self._ranges = OptimizerRange()
         self._hook = register_optimizer_step_post_hook(self._after_step)
-        self._steps = 0
+        self._steps, self._elsewhere = 0, False
         if self._lines is not None:
             self._lines.__enter__()
         return self
 
     def _after_step(self, *call: Any) -> None:
         self._ranges.leave()
-        self._steps += 1
+        if self._window.here:
+            self._steps += 1
+        else:
+            self._elsewhere = True
 
     def __exit__(self, *error: Any) -> None:
         if self._lines is not None:
@@ -131,7 +145,13 @@ class profile:
         self._hook.remove()
         self._ranges.leave()
         self._ranges.remove()
-        seen = self.recording = self._window.stop(self._steps)
+        seen = self._window.stop(self._steps)
+        if self._elsewhere and not self._steps and error[0] is None:
+            raise RuntimeError(
+                "fusedtrain.profile: the optimizer steps in another thread, which the profiler "
+                "does not see: put `with fusedtrain.profile()` into the function of that thread"
+            )
+        self.recording = seen
         self.summary = summary(seen)
         if self._lines is not None:
             self.top_operators = top_operators(seen)

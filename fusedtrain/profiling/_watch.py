@@ -51,9 +51,14 @@ class ProfilingWatcher:
             self._conversion.apply(optimizer)
             if count == last:
                 self._conversion.end()
-        first, second = self._warmup + self._steps, self._warmup + 2 * self._steps
         if self._window is not None:
-            self._profiled += 1
+            if not self._window.here:  # the training thread had not begun, or is another one now
+                self._profiled = 0
+                self._close()
+                self._warmup = count
+            else:
+                self._profiled += 1
+        first, second = self._warmup + self._steps, self._warmup + 2 * self._steps
         if count == self._warmup:
             self._open()
         elif count == first:
@@ -95,6 +100,7 @@ class ProfilingWatcher:
         if self._lines is not None:
             # Not taken off torch's stack of modes: the script may have put one on top meanwhile.
             self._lines.active = False
+            self._lines = None
             if self._profiled:
                 self._results["top_operators"] = top_operators(seen)
         elif self._profiled:

@@ -114,11 +114,13 @@ def tune(
     if report.partial:
         made = len(report.trials)
         report.partial += f"; {made} trial{'s' * (made != 1)} until then"
+        if missing := tuner.untried(names, full):
+            report.partial += f"; {missing}"
     if tuner.best_trial is not None:
         best = report.best = tuner.best_trial.config
         known = tuner.known
         report.recipe = recipe(job, best, known["target_shape"], known["classes"])
-        report.summary = sentences(tuner.trials[0], tuner.best_trial, tuner.whole) + tuner.notes
+        report.summary = sentences(tuner.trials, tuner.best_trial, tuner.whole) + tuner.notes
     return report
 
 

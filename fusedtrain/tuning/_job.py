@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,19 @@ def load_function(place: str) -> Callable[..., Any]:
     if not callable(function):
         raise TypeError(f"{place}: expected a function, got {type(function).__name__}")
     return function
+
+
+def search_path(job: Job) -> list[str]:
+    """Folders in which a trial finds modules: those of this process.
+
+    The working directory is among them only where a module is named, which may lie there. A file
+    comes with its folder, and runs no other file of the working directory.
+    """
+    places = [split(place)[0] for place in (job.model, job.loader) if place]
+    if any(not where.endswith(".py") and where not in LIBRARIES for where in places):
+        return sys.path
+    working = os.getcwd()
+    return [folder for folder in sys.path if os.path.abspath(folder) != working]
 
 
 def _from_file(path: Path) -> ModuleType:

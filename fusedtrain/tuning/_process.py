@@ -8,13 +8,13 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from typing import Any
 
 from .._backends import environment
-from ._job import Job
+from .._child import command
+from ._job import Job, search_path
 from ._switches import Config
 
 
@@ -40,11 +40,11 @@ class Process:
     """A context manager: the process ends with it."""
 
     def __init__(self, job: Job, config: Config, facts: dict[str, Any]) -> None:
-        known = {"job": job.to_json(), "config": config, "facts": facts, "path": sys.path}
-        task = json.dumps(known)
+        known = {"job": job.to_json(), "config": config, "facts": facts}
+        task = json.dumps({**known, "path": search_path(job)})
         self._printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}", task],
+            command(f"{__package__}", task),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, text=True,
             env=environment(), start_new_session=True,
         )  # fmt: skip

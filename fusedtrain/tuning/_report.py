@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,8 +101,14 @@ def memory_text(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
-def sentences(plain: TunedTrial, best: TunedTrial, whole: TunedTrial | None) -> list[str]:
-    """What was won. ``whole`` is the last race, of plain against best."""
+def sentences(
+    trials: Sequence[TunedTrial], best: TunedTrial, whole: TunedTrial | None
+) -> list[str]:
+    """The gain over the plain configuration, the first of the trials. ``whole`` is the last race,
+    of plain against best; where one trial alone was accepted, this trial was such a race, too."""
+    plain, *accepted = (trial for trial in trials if trial.accepted)
+    if len(accepted) == 1:
+        whole = whole or accepted[0]
     if best is plain:
         return ["Nothing was won: no switch is surely faster than plain fp32, or saves memory."]
     changed = difference(best.config, plain.config)
@@ -113,12 +120,8 @@ def sentences(plain: TunedTrial, best: TunedTrial, whole: TunedTrial | None) -> 
             f" It trains {whole.gain:.2f}x as many images per second as the plain configuration "
             f"({low:.2f}-{high:.2f}, in turns{doubt})"
         )
-    elif best.images_per_second and plain.images_per_second:
-        ratio = best.images_per_second / plain.images_per_second
-        text += (
-            f" {ratio:.2f}x the images per second of the plain configuration, measured at "
-            "different times (no interval)"
-        )
+    else:
+        text += " Its gain over the plain configuration was not measured"
     if best.memory and plain.memory:
         share = (best.memory / best.config[BATCH]) / (plain.memory / plain.config[BATCH])
         text += f"; memory for an image: {share:.2f}x"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from ._memory import SHARE, available_memory
 from ._process import Process, TrialFailed
 from ._race import LEAST, TURN, Race, race, rounds_in, verdict
 from ._report import TunedTrial, memory_text
-from ._search import largest_batch
+from ._search import largest_batch, size_of_product
 from ._switches import BATCH, EPS, SWITCHES, Config, Facts, difference, plain
 
 MOST_TIMES = 16  # the batch grows to no more than so many times the first one
@@ -56,6 +56,7 @@ class Tuner:
         self.trials: list[TunedTrial] = []
         self.notes: list[str] = []
         self.whole: TunedTrial | None = None
+        self._batch_decided = False
         self.facts = Facts(job.device, loader=bool(job.loader), compile=compile, cores=cores)
         self.known: dict[str, Any] = {}
         self._processes = ExitStack()
@@ -184,12 +185,34 @@ class Tuner:
             batch, why = self._largest()
         except TrialFailed as failure:
             self.notes.append(f"No larger batch was tried: {failure.reason}.")
+            self._batch_decided = True
             return
         if batch == best[BATCH]:
             self.notes.append(f"No larger batch than {batch} was tried: {why}.")
-            return
-        self.notes.append(f"The largest batch that was tried is {batch}: {why}.")
-        self.judge(best, {**best, BATCH: batch})
+        else:
+            self.judge(best, {**best, BATCH: batch})
+            self.notes.append(f"The largest batch that was tried is {batch}: {why}.")
+        self._batch_decided = True
+
+    def untried(self, names: Collection[str], full: bool) -> str:
+        """The values of switches, or how many combinations, that were left out."""
+        if not self.trials:
+            return "no switch was tried"
+        missing = []
+        if full:
+            total = size_of_product(self.facts, names)
+            left = total - len(self.trials[1:])
+            if left > 0:
+                missing.append(f"{left} of {total} combinations")
+        else:
+            measured = {pair for trial in self.trials for pair in trial.config.items()}
+            for switch in SWITCHES:
+                pairs = [(switch.name, value.name) for value in switch.others(self.facts)]
+                if switch.name in names:
+                    missing += [" ".join(pair) for pair in pairs if pair not in measured]
+        if BATCH in names and not self._batch_decided:
+            missing.append("a larger batch")
+        return f"not tried: {', '.join(missing)}" if missing else ""
 
     def _largest(self) -> tuple[int, str]:
         """The largest batch, and what limits it."""

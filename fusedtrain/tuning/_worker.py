@@ -216,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     task = json.loads(argv[0])
-    sys.path += [folder for folder in task["path"] if folder not in sys.path]
+    sys.path[:] = dict.fromkeys([*task["path"], *sys.path])
     job = Job.from_json(task["job"])
     state: Trial | None = None
     for line in sys.stdin:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
+import os
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from fusedtrain.cli import _output, main
@@ -73,6 +78,13 @@ def test_without_the_extra() -> None:
         (["profile"], "Missing argument 'SCRIPT'"),
         (["profile", "/no/script.py"], "does not exist"),
         (["profile", "--steps", "0", __file__], "0 is not in the range"),
+        (
+            ["doctor", "--step", "10", __file__],
+            "No such option '--step'; options of the script come",
+        ),
+        (["doctor", "--step", "10", __file__], "--steps"),
+        (["profile", "--lr=0.1", __file__], "No such option '--lr'; options of the script come"),
+        (["tune", "--switches", "batch", "m.py:f"], "No such option '--switches'"),
     ],
 )
 def test_wrong_use(
@@ -153,6 +165,54 @@ def test_no_cell_is_lost_at_any_width(width: int, monkeypatch: pytest.MonkeyPatc
     for cell in cells if width != 24 else cells[:-1]:
         assert cell in shown, shown
     assert ("─" in shown) == (width == 200)
+
+
+@pytest.mark.parametrize("command", ["bench", "doctor", "profile", "tune"])
+@pytest.mark.parametrize("option", ["--plot", "--html"])
+def test_a_chart_without_matplotlib_is_refused_before_any_work(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = {"bench": [], "tune": ["m.py:f", "--input", "3x8x8"]}.get(command, [__file__])
+    module = importlib.import_module(f"fusedtrain.cli.{command}")
+    for name in ("measure", "doctor", "in_fresh_process", "tune"):
+        monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("work"), raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([command, option, str(tmp_path / "file"), *words]) == Exit.USAGE
+    blame = re.sub(r"[│╭╰─\s]+", " ", capsys.readouterr().err)
+    assert f"{option} needs matplotlib" in blame
+    assert 'pip install "fusedtrain[cli]"' in blame
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert main(["bench", "--plot", str(tmp_path / "chart.png")]) == Exit.USAGE
+    assert "cannot be written to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chart.unknown", "folder"])
+def test_results_are_shown_whatever_the_chart_does(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Figure:
+        raise ValueError("no such colour")
+
+    (tmp_path / "folder").mkdir()
+    page = tmp_path / "report.html"
+    Outputs(plot=tmp_path / name, html=page).write(replace(REPORT, figure=fails))
+    shown = capsys.readouterr()
+    assert "a title" in shown.out
+    assert "the chart was not drawn: ValueError: no such colour" in shown.err
+    assert Page(page.read_text()).images == []
+    Outputs(plot=tmp_path / name).write(replace(REPORT, figure=Figure))
+    shown = capsys.readouterr()
+    assert "a title" in shown.out
+    if name == "folder":
+        assert "folder is not written: " in shown.err
+    else:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_html_is_one_file_and_escapes(tmp_path: Path) -> None:

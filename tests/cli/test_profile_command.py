@@ -90,8 +90,10 @@ def test_before_and_after(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == Exit.DONE, run.stderr
     result = parsed(run)
-    before, after = result["runs"]
-    for one in (before, after):
+    before, after, _, _ = result["runs"]
+    names = [run["name"] for run in result["runs"]]
+    assert names == ["as it is", "with fusedtrain"] * 2
+    for one in result["runs"]:
         assert one["end"] == "done"
         assert one["profiled_steps"] == 3
         assert one["steps"] == 1 + 3 + 3 + 1
@@ -115,11 +117,14 @@ def test_before_and_after(tmp_path: Path) -> None:
     conv = f"train.py:{line_of('x = self.conv(x)', script)}"
     assert lines["aten::mkldnn_convolution", "forward"] == conv
     assert lines["aten::convolution_backward", "backward"] == conv
-    # The script's output is kept off stdout, and the script has ended in peace, twice.
-    assert run.stderr.count("runs as __main__") == 2
+    low, high = result["before_after"]["step"]
+    assert 0 < low < high
+    assert result["facts"]["step, before / after"] == f"{low:.2f}-{high:.2f}"
+    # The script's output is kept off stdout, and the script has ended in peace, each time.
+    assert run.stderr.count("runs as __main__") == 4
     assert run.stderr.count("step 8") == 0
-    assert run.stderr.count("step 7") == 2
-    assert run.stderr.count("the script has cleaned up") == 2
+    assert run.stderr.count("step 7") == 4
+    assert run.stderr.count("the script has cleaned up") == 4
     assert "USDT" not in run.stderr
     assert "Traceback" not in run.stderr
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -188,7 +193,7 @@ def test_a_process_that_dies(
     script = in_folder(tmp_path, monkeypatch, "")
     # In place of the child, which would import torch first.
     (tmp_path / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setattr(profile, "MODULE", "dying")
+    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "dying.py"])
     assert main(["profile", script]) == Exit.SCRIPT_RAISED
     assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
 
@@ -204,7 +209,7 @@ def test_ctrl_c_before_the_script_has_begun(
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    monkeypatch.setattr(profile, "MODULE", "importing")
+    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "importing.py"])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["profile", script]) == Exit.STOPPED
@@ -270,6 +275,50 @@ def test_steps_of_the_warm_up_alone(
     why = "the script took 2 optimizer steps, no more than the warm-up: try --warmup 0"
     assert result["partial"] == why
     assert [run["name"] for run in result["runs"]] == ["as it is"]
+
+
+def _profiled(conv: float, norm: float, step: float) -> Run:
+    rows = [("conv", conv), ("norm", norm), ("idle", 0.0)]
+    families = [{"family": name, "ms": ms, "share": ms / (conv + norm)} for name, ms in rows]
+    seen = {"families": families, "step_ms": step, "clock": "operators on the host", "steps": 10}
+    return Run("done", 23, 0, seen)
+
+
+def test_noise_is_no_gain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convolutions, the same work in all runs, vary by 1.71x; norms are faster each time."""
+    runs = iter(
+        [_profiled(12, 8, 20), _profiled(7, 4, 11), _profiled(8, 9, 17), _profiled(9, 3, 12)]
+    )
+    converts = []
+
+    def run(module: str, task: dict[str, Any], *words: Any, **options: Any) -> Run:
+        converts.append(task["convert"])
+        return next(runs)
+
+    monkeypatch.setattr(profile, "in_fresh_process", run)
+    assert main(["profile", "--compare", __file__]) == Exit.DONE
+    assert converts == [False, True, False, True]
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert [rows["conv"][i] for i in (1, 3, 5)] == ["10.000", "8.000", "0.89-1.71"]
+    assert [rows["norm"][i] for i in (1, 3, 5)] == ["8.500", "3.500", "2.00-3.00"]
+    assert len(rows["idle"]) == 5
+    assert "step, as it is: 20 and 17 ms" in out
+    assert "step, before / after: 1.42-1.82" in out
+    assert "1.71 " not in out
+
+
+def test_one_pair_of_runs_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = iter([_profiled(12, 8, 20), _profiled(7, 4, 11), Run("stopped", 0, 130)])
+    monkeypatch.setattr(profile, "in_fresh_process", lambda *a, **k: next(runs))
+    assert main(["profile", "--compare", __file__]) == Exit.STOPPED
+    out = capsys.readouterr().out
+    assert "The runs cannot be compared" in out
+    assert "1.71" not in out
 
 
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:

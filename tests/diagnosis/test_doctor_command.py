@@ -141,6 +141,37 @@ def test_a_script_that_exits_has_not_raised(
     assert "PARTIAL: the script ended with exit status 7 after 0 steps" in output
 
 
+THREAD = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU(inplace=True))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+def train():
+    while True:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+
+ThreadPoolExecutor().submit(print, "a thread that waits for work until Python ends")
+threading.Thread(target=train).start()
+"""
+
+
+def test_a_script_that_trains_in_a_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ends before the thread does."""
+    (folder / "train.py").write_text(THREAD)
+    words = ("--json", "--no-trials", "--steps", "6", "train.py")
+    status, output, errors = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    assert status == Exit.FOUND
+    report = json.loads(output)
+    assert (report["end"], report["steps"], report["partial"]) == ("done", 6, None)
+    assert "in-place-clone" in {finding["rule"] for finding in report["findings"]}
+    assert "Traceback" not in errors
+
+
 def test_fix_prints_a_diff_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,10 @@ CASES: list[tuple[str, Facts, Facts]] = [
     ("amp-off", gpu(matmuls={"float32": 80.0}, autocast={}), gpu(matmuls={"bfloat16": 80.0})),
     ("amp-off", gpu(matmuls={"float32": 80.0}, autocast={}, capability=(7, 0)),
      gpu(matmuls={"float32": 80.0}, autocast={}, capability=(6, 1))),
+    ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=0.6)),
+    ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=2.5, half_convolutions=0)),
+    ("clip-before-unscale", gpu(clips=[Event(LINE, "clamped", 1, MB)]), gpu()),
+    ("step-beside-scaler", gpu(direct_steps=[Event(LINE, "scaler", 0.5)]), gpu()),
     ("tf32-off", gpu(matmuls={"float32": 80.0}, tf32_matmul=False),
      gpu(matmuls={"float32": 80.0}, tf32_matmul=True)),
     ("tf32-off", gpu(matmuls={"float32": 80.0}, tf32_matmul=False, tf32_conv=False,
@@ -98,7 +102,8 @@ def test_costs_are_measured_bounded_or_said_not_to_be() -> None:
         (finding,) = decide(faulty).findings
         assert finding.rule == rule
         if finding.cost.kind != "not measured here":
-            assert finding.cost.seconds or finding.cost.bytes or rule == "too-many-threads"
+            ratio = rule in ("too-many-threads", "slow-16-bit-convolutions")
+            assert finding.cost.seconds or finding.cost.bytes or ratio
         if finding.cost.seconds is not None:
             assert 0 < finding.cost.seconds <= faulty.step
 

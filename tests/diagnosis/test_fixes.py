@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fusedtrain.diagnosis import Change
+from fusedtrain.cli import Exit, doctor as doctor_command, main
+from fusedtrain.diagnosis import Change, Cost, Diagnosis, Finding
 from fusedtrain.diagnosis._edits import diff_of
+from fusedtrain.diagnosis._sites import Site
 from helpers.diagnosis import SCRIPTS, examine, lines, rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,6 +97,8 @@ EDITS: dict[str, tuple[str, int, tuple[str, ...], str, dict[str, str], str | Non
                      "total = (total + loss * n).detach()\n"),
     "detach in a list": ("losses.append(f(x))\n", 1, ("losses",), "detach", {},
                          "losses.append(f(x).detach())\n"),
+    "no detach of a tuple": ("losses.append((step, loss))\n", 1, ("losses",), "detach", {}, None),
+    "no detach of a list": ("losses += [loss]\n", 1, ("losses",), "detach", {}, None),
     "replace": ("import torch, fusedtrain\no = torch.optim.Adam(p)\n", 2,
                 ("Adam", "fusedtrain.optim.Adam"), "replace", {},
                 "import torch, fusedtrain\no = fusedtrain.optim.Adam(p)\n"),
@@ -131,6 +135,41 @@ def test_edit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         return
     patched(tmp_path, diff)
     assert file.read_text(encoding="utf-8") == expected
+
+
+# PEP 263: a file says its encoding in a comment, or by a byte order mark.
+ENCODED = {
+    "latin-1": "# -*- coding: latin-1 -*-\nname = 'Müller'\nx = 'é'; y = Conv('ö', 1)\n",
+    "cp1252": "# coding: cp1252\nprice = '€'\nx = '€'; y = Conv(1)\n",
+    "shift_jis": "# coding: shift_jis\nx = '学習'\n#\ny = Conv('表', 1)  # 表\n",
+    "utf-8-sig": "y = Conv('ö', 1)\n",
+    "utf-8": "x = 'a\u2028b'\n\f\ny = Conv('\x85', 1)\n",
+}
+
+
+@needs_patch
+@pytest.mark.parametrize("encoding", ENCODED)
+def test_fix_keeps_the_bytes_of_a_source(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:  # fmt: skip
+    """From the command to `patch`."""
+    source = ENCODED[encoding]
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_bytes(source.encode(encoding))
+    line = source[: source.index("Conv")].count("\n") + 1
+    change = Change("keywords", str(file), line, {"bias": "False"}, ("Conv",))
+    finding = Finding(
+        "r", "t", Site(str(file), line), "e", 1.0, Cost("measured", ""), "", (change,)
+    )
+    monkeypatch.setattr(doctor_command, "doctor", lambda *a, **k: Diagnosis([finding]))
+    assert main(["doctor", "--fix", "train.py"]) == Exit.FOUND
+    diff = capfdbinary.readouterr().out
+    subprocess.run(["patch", "-p0"], input=diff, check=True, stdout=subprocess.DEVNULL)
+    place = source.index(")", source.index("Conv"))
+    expected = source[:place] + ", bias=False" + source[place:]
+    assert file.read_bytes() == expected.encode(encoding)
 
 
 def test_changes_that_overlap_leave_the_first(tmp_path: Path) -> None:

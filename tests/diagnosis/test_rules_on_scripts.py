@@ -31,6 +31,10 @@ FAULTS: dict[str, tuple[str, bool, list[str]]] = {
     "scaler-with-bf16": (
         "tiny", True, ['scaler = torch.amp.GradScaler("cpu", init_scale=2.0)']
     ),
+    "clip-before-unscale": ("scaled", False, [
+        "clip_grad_norm_(model.parameters(), 1.0)", "clip_grad_value_(other.parameters(), 0.5)"
+    ]),
+    "step-beside-scaler": ("scaled", False, ["second.step()"]),
     "tf32-off": ("single", True, ['"""Matrix products in float32, and nothing but them."""']),
     "autotuner-off": ("norms", True, [
         '"""Batch norms under a checkpoint, frozen batch norms, DataParallel, and float16 without '
@@ -56,7 +60,8 @@ FAULTS: dict[str, tuple[str, bool, list[str]]] = {
 }  # fmt: skip
 
 # Rules whose fault no run on a CPU has, or whose fault is a matter of the clock: test_facts.py.
-BY_FACTS = {"loader-too-slow", "loader-not-pinned", "blocking-copy", "too-many-threads"}
+BY_FACTS = {"loader-too-slow", "loader-not-pinned", "blocking-copy", "too-many-threads",
+            "slow-16-bit-convolutions"}  # fmt: skip
 
 # Rule: a script without the fault, where that is not healthy.py.
 WITHOUT = {
@@ -64,6 +69,8 @@ WITHOUT = {
     "frozen-norm-keeps": "norms_healthy",
     "fp16-without-scaler": "norms_healthy",
     "data-parallel": "norms_healthy",
+    "clip-before-unscale": "scaled_healthy",
+    "step-beside-scaler": "scaled_healthy",
     "graph-kept": "norms_healthy",
 }
 

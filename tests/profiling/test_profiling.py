@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fusedtrain
 from fusedtrain.profiling import (
@@ -24,6 +28,7 @@ from fusedtrain.profiling import (
 )
 from fusedtrain.profiling._convert import Conversion
 from fusedtrain.profiling._records import recording
+from fusedtrain.profiling._watch import ProfilingWatcher
 
 BACKWARD = "autograd::engine::evaluate_function: ConvolutionBackward0"
 NAMES = {
@@ -267,3 +272,50 @@ def test_conversion_of_two_networks_with_an_optimizer_each() -> None:
     assert [type(net[1]).__name__ for net in (first, second)] == ["BatchNormAct2d"] * 2
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
+
+
+def _in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def _steps(count: int) -> Callable[[], None]:
+    layer = nn.Conv2d(3, 8, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+
+    def train() -> None:
+        for _ in range(count):
+            layer(torch.randn(4, 3, 16, 16)).sum().backward()
+            optimizer.step()
+
+    return train
+
+
+def test_steps_of_another_thread_are_an_error() -> None:
+    with (
+        pytest.raises(RuntimeError, match="into the function of that thread"),
+        fusedtrain.profile() as p,
+    ):
+        _in_a_thread(_steps(2))
+    assert not p.summary
+
+
+def test_a_watched_script_that_trains_in_a_thread() -> None:
+    """The profiler that began with the script sees nothing of it, and begins again."""
+    watcher = ProfilingWatcher({"steps": 2, "warmup": 0})
+    _in_a_thread(watcher.begin)  # the profiler of this thread stays as it is
+    counts = itertools.count(1)
+    ends: list[bool] = []
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *call: ends.append(watcher.step(next(counts), optimizer))
+    )
+    try:
+        _in_a_thread(_steps(6))
+    finally:
+        hook.remove()
+    results = watcher.finish()
+    assert ends == [False] * 5 + [True]
+    assert results["steps"] == 2
+    assert next(row for row in results["families"] if row["family"] == "conv")["ms"] > 0
+    assert results["top_operators"]

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import fusedtrain
+from fusedtrain.tuning._budget import Budget
 from fusedtrain.tuning._job import Job, place_of
 from fusedtrain.tuning._process import TrialFailed
 from fusedtrain.tuning._report import TunedTrial, sentences
-from fusedtrain.tuning._switches import plain
+from fusedtrain.tuning._switches import NAMES, Facts, plain
+from fusedtrain.tuning._tuner import Tuner
 from fusedtrain.tuning._worker import Trial
 from tuning import models
 
@@ -127,12 +129,48 @@ def test_the_summary_says_what_was_won_and_how_that_is_known():
     config = {**plain(8), "precision": "bf16"}
     best = TunedTrial("batch 8", config, True, "faster", 250.0, 1.2, (1.1, 1.3), memory=8e6)
     whole = TunedTrial("", config, True, "", 240.0, 2.4, (2.2, 2.5))
-    text = sentences(first, best, whole)[0]
+    trials = [first, TunedTrial("bf16", config, True, "faster", 200.0, 2.0), best]
+    text = sentences(trials, best, whole)[0]
     assert text == (
         "Best: precision bf16, batch 8. It trains 2.40x as many images per second as the plain "
         "configuration (2.20-2.50, in turns); memory for an image: 0.50x."
     )
     unsure = TunedTrial("", config, True, "", 240.0, 1.05, (0.96, 1.28))
-    assert "(0.96-1.28, in turns; not surely more)" in sentences(first, best, unsure)[0]
-    assert "2.50x the images per second" in sentences(first, best, None)[0]
-    assert "no interval" in sentences(first, best, None)[0]
+    assert "(0.96-1.28, in turns; not surely more)" in sentences(trials, best, unsure)[0]
+    # Images per second of two trials are of different moments: their ratio is no gain.
+    assert sentences(trials, best, None)[0] == (
+        "Best: precision bf16, batch 8. Its gain over the plain configuration was not measured; "
+        "memory for an image: 0.50x."
+    )
+
+
+def test_the_gain_of_the_only_accepted_trial_is_that_of_its_row():
+    """It was raced against the plain configuration."""
+    first = TunedTrial("plain fp32", plain(4), True, "", 100.0)
+    refused = TunedTrial("bf16", plain(4), False, "slower", 50.0, 0.5, (0.4, 0.6))
+    config = {**plain(4), "channels_last": "on"}
+    best = TunedTrial("channels_last on", config, True, "less memory, no loss of time", 167.0, 1.19,
+                      (0.87, 1.63))  # fmt: skip
+    assert sentences([first, refused, best], best, None) == [
+        "Best: channels_last on. It trains 1.19x as many images per second as the plain "
+        "configuration (0.87-1.63, in turns; not surely more)."
+    ]
+
+
+def test_switches_that_the_budget_left_out_are_named():
+    job = Job("m.py:f", (3, 8, 8), batch=4)
+    tuner = Tuner(job, Budget(60), lambda stage: None, False, 2)
+    tuner.facts = Facts("cpu", convolutions=True)
+    assert tuner.untried(NAMES, False) == "no switch was tried"
+    tuner.trials = [TunedTrial("plain fp32", plain(4), True, "")]
+    tuner.trials += [
+        TunedTrial(name, {**plain(4), name: value}, False, "slower")
+        for name, value in (("precision", "bf16"), ("fusedtrain", "convert"))
+    ]
+    assert tuner.untried(NAMES, False) == (
+        "not tried: channels_last on, fusedtrain convert + recompute, optimizer torch, fused=True, "
+        "optimizer fusedtrain, a larger batch"
+    )
+    assert tuner.untried(["precision"], False) == ""
+    # precision 2 x channels_last 2 x fusedtrain 3 x optimizer 3, without the plain one
+    assert tuner.untried(NAMES, True) == "not tried: 33 of 35 combinations, a larger batch"

@@ -110,6 +110,7 @@ def test_wrong_usage_is_named(words, message, capsys):
 def test_the_budget_ends_a_model_that_never_returns():
     report = package.tune(models.sleep, (3, 8, 8), budget=1.5, device="cpu")
     assert report.partial.startswith("the budget of 1.5 s ended during")
+    assert report.partial.endswith("; no switch was tried")
     assert report.trials == []
     assert report.seconds < 10
 
@@ -129,7 +130,7 @@ def test_after_ctrl_c_the_trials_until_then_are_shown(tmp_path):
         process.send_signal(signal.SIGINT)
         output = process.stdout.read()
     assert process.returncode == 4
-    assert "PARTIAL: stopped; 1 trial until then" in output
+    assert "PARTIAL: stopped; 1 trial until then; not tried: precision bf16, " in output
     assert "plain fp32" in output
     assert "def step(inputs, targets):" in output
 
