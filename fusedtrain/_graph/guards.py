@@ -24,6 +24,7 @@ from .._torch_private import CALL_CODES
 from .hooks import all_are_hooked, is_hooked, is_untouched
 
 _MISSING: Any = object()
+_MOST_ITEMS = 64  # of a container that is compared item by item at each call
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -157,6 +158,8 @@ def _contents(value: Any, depth: int = 3) -> Any:
         return value
     if depth == 0 or not _has_contents(value):
         return Same(value)
+    if hasattr(value, "__len__") and len(value) > _MOST_ITEMS:
+        return Same(value), len(value)
     if isinstance(value, (list, tuple, deque)):
         return [type(value), *(_contents(item, depth - 1) for item in value)]
     if isinstance(value, (set, frozenset)):
@@ -199,7 +202,9 @@ class _Look:
     def changed(self) -> str | None:
         """The name by which something else is found now; None if all is as it was."""
         module = self.module()
-        if type(module) is not self.cls:
+        kind = type(module)
+        # FSDP2 gives a module a subclass without a forward of its own.
+        if kind is not self.cls and not issubclass(kind, self.cls):
             return "__class__"
         state = module.__dict__
         children = state["_modules"]
@@ -222,7 +227,7 @@ class _Look:
             ):
                 return name
         for name, attribute in self.of_class:
-            if name in state or name in children or getattr(self.cls, name, None) is not attribute:
+            if name in state or name in children or getattr(kind, name, None) is not attribute:
                 return name
         for name, there in self.tensors:
             tables = (state["_parameters"], state["_buffers"], state)
