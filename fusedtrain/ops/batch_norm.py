@@ -281,13 +281,15 @@ def _run(
         return eager(input, residual, norm, activation)
     # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
     original = norm
-    if _is_narrow(input, norm):
+    narrow = _is_narrow(input, norm)
+    if narrow:
         norm = _widened(norm)
-    if _has_gaps(norm):
+    gaps = _has_gaps(norm)
+    if gaps:
         norm = _dense(norm)
     if not _fits(input, norm):
         return eager(input, residual, original, activation)
-    copied = norm is not original
+    copied = narrow or gaps  # torch 2.10 cannot compile `norm is not original`
     if norm.branch_scale is not None:
         rows = norm.branch_scale.detach().to(input.device, wide_of(input)).contiguous()
         norm = Norm(rows, *norm[1:])
