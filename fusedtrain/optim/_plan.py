@@ -310,6 +310,7 @@ class Plan:
             versions.forget(p)
         tensor = self._laid_out(tensor, inner, dtype, p)
         self._keep(p_state, CORRECTION, tensor)
+        p_state.pop(WEIGHTS, None)  # Adagrad's None
         self.masters.append(local(tensor))
         self.split.append((p, inner, self.masters[-1]))
         return len(self.masters) - 1
