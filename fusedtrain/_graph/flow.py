@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from .forward import has_foreign_forward
-from .guards import Reads, reading
+from .guards import Reads
 from .modules import is_container, is_scripted
 from .optional import asks_results, looks_at, optional_of, trials
 from .report import shown
@@ -193,7 +193,7 @@ def _trace_once(
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            with noting_mode(tracer, clone), reading(tracer.reads, originals):
+            with noting_mode(tracer, clone), tracer.reading(originals):
                 graph = tracer.trace(clone, defaults or None)
         tracer.mark_kept()
         drawn = random_states() != states

@@ -23,6 +23,7 @@ from torch import nn
 from .._torch_private import CALL_CODES
 from .hooks import all_are_hooked, is_hooked, is_untouched
 
+_TRACING = ("torch.fx", "fusedtrain._graph")
 _MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
@@ -37,9 +38,11 @@ Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, nam
 
 
 @contextmanager
-def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
-    """Notes the attributes that Python code of this thread reads. `originals`: by the ids of their
-    clones, which stand in for them."""
+def reading(
+    reads: Reads, originals: dict[int, nn.Module], listens: Callable[[], bool]
+) -> Iterator[None]:
+    """Notes the attributes that Python code of this thread reads while `listens()`. `originals`: by
+    the ids of their clones, which stand in for them."""
     patched: Any = nn.Module
     thread, plain = threading.get_ident(), object.__getattribute__
     before = vars(nn.Module).get("__getattribute__")  # of a trace in this one
@@ -47,9 +50,10 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
     def read(module: nn.Module, name: str) -> Any:
         frame = sys._getframe(1)
         if (
-            frame.f_code not in _MACHINERY
+            listens()
+            and frame.f_code not in _MACHINERY
             and threading.get_ident() == thread
-            and not str(frame.f_globals.get("__name__")).startswith(("torch.fx", "fusedtrain."))
+            and not str(frame.f_globals.get("__name__")).startswith(_TRACING)
         ):
             original = originals.get(id(module), module)
             reads.setdefault(id(original), (original, set()))[1].add(name)

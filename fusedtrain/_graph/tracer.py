@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
-from .guards import Reads
+from .guards import Reads, reading
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
 DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
@@ -89,10 +89,33 @@ class Tracer(fx.Tracer):
         self.proxies: list[weakref.ref[fx.Proxy]] = []
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
         self.reads: Reads = {}  # what the forward looks at
+        self._runs = False  # whether the forward has begun
+        self._own_work = 0  # depth of the tracer's own calls in it
         self.asks_mode = False  # whether the forward reads the training flag of a module
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def reading(self, originals: dict[int, nn.Module]) -> AbstractContextManager[None]:
+        """Context that notes what the forward reads, and not what the tracer does."""
+        return reading(self.reads, originals, lambda: self._runs and not self._own_work)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._own_work += 1
+        try:
+            yield
+        finally:
+            self._own_work -= 1
+
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = super().create_args_for_root(*args, **kwargs)
+        self._runs = True
+        return arguments
+
+    def getattr(self, *args: Any, **kwargs: Any) -> Any:
+        with self._working():  # looks through all parameters of the root
+            return super().getattr(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         made = Proxy(node, self)
@@ -103,12 +126,14 @@ class Tracer(fx.Tracer):
         plain = type(a) in _PLAIN or hasattr(a, "_fields")  # fx knows named tuples
         if isinstance(a, (dict, list, tuple)) and not plain:
             self.guessed = f"its forward makes a value of type {type(a).__name__}"
-        return super().create_arg(a)
+        with self._working():
+            return super().create_arg(a)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(m).__call__ is not nn.Module.__call__:  # its work is in the graph, too
             self.guessed = f"{type(m).__name__} overrides __call__"
-        return super().call_module(m, *args, **kwargs)
+        with self._working():
+            return super().call_module(m, *args, **kwargs)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if context_now() != self.context:
