@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ._graph.compiled import original_of, without_compiled_code
-from ._graph.hooks import observing
 from ._graph.example import address_of, arguments_of, check_example
+from ._graph.hooks import observing
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
 from ._recompute import Recipe, observed

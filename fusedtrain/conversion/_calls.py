@@ -17,9 +17,9 @@ from torch import fx, nn
 from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
 from .._graph.forward import rewritten_of
+from .._graph.names import numbers_of
 from .._graph.records import Found, record_of
 from .._graph.report import Left, title
-from .._graph.names import numbers_of
 from ..reference.pointwise import INDEX, POINTWISE
 from ._formulas import (
     FUNCTIONS,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from .._graph.hooks import observing
 from .._graph.example import address_of, arguments_of
+from .._graph.hooks import observing
 from .._graph.tracer import same_generators
 from .._recompute import Recipe, observed
 from .._torch_private import pytree

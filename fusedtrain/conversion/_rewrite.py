@@ -305,6 +305,8 @@ class _Edit:
                 for call in _calls_of(site, level, self.trace, graph):
                     chain = _chain(call, site, self.trace)
                     nodes += chain if level == 0 else chain[1:]
+                    if level < site.last:  # Identity, which would be handed the sum
+                        nodes += _to_the_end(chain[-1])
         return nodes
 
     def _crossed(self) -> list[fx.Node]:
@@ -448,7 +450,7 @@ def _of_graph(step: Step, graph: fx.Graph) -> fx.Node:
 
 
 def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
-    """The calls of a graph that become one: from that of the norm, or the part, to the last step."""
+    """The calls of a graph that become one: from the norm, or the part, to the last step."""
     members = {
         node: step
         for step in site.steps
@@ -463,6 +465,14 @@ def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
         whole = step is not None and len(step.calls) > len(step.nodes)  # a formula, in any order
         nodes += [n for n in members if members[n] is step] if whole else [following]
         left.difference_update(nodes)
+    return nodes
+
+
+def _to_the_end(node: fx.Node) -> list[fx.Node]:
+    """The calls through which a value goes until its forward returns it."""
+    nodes = []
+    while (node := next(iter(node.users))).op != "output":
+        nodes.append(node)
     return nodes
 
 
