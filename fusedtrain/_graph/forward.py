@@ -88,7 +88,11 @@ class Rewritten(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("source", "imports", "guards", "recomputes")
-        return {"module": self._module()} | {name: getattr(self, name) for name in names}
+        module = self._module()
+        state = {"module": module} | {name: getattr(self, name) for name in names}
+        # A copy takes the forward that its class has by then for the one that was traced.
+        same = module is not None and type(module).forward is self._class_forward
+        return state if same else state | {"source": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state["module"])
@@ -96,7 +100,7 @@ class Rewritten(Replacement):
         self.imports: dict[str, str] = state["imports"]
         self.guards: Guards = state["guards"]
         self.recomputes: bool = state["recomputes"]
-        self._class_forward = type(state["module"]).forward
+        self._class_forward: Callable[..., Any] = type(state["module"]).forward
         self._warned = False
         self.function = self._compiled()
         code = self.function.__code__
@@ -153,8 +157,11 @@ class Rewritten(Replacement):
         """A replica whose forward is that of the class: this one would run on its original."""
         module: Any = self._module()
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)
-        for name in ("forward", *self.others):
-            vars(replica).pop(name, None)
+        state = vars(replica)
+        for name in self.others:
+            state.pop(name, None)
+        if replacement_of(module) is self:  # else something else is around it by now
+            state.pop("forward", None)
         return replica
 
 

@@ -1,6 +1,6 @@
 """The Python functions behind a method, a property or a hook, and what they bring along.
 
-Two readers follow them. :mod:`fusedtrain._graph.unseen_calls` collects names, of bytecode, which
+Two readers follow them. :mod:`fusedtrain._graph.names` collects names, of bytecode, which
 every function has. :mod:`fusedtrain.folding` needs the order of calls, which only source shows.
 """
 

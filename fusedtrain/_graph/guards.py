@@ -170,7 +170,7 @@ def _contents(value: Any, depth: int = 3) -> Any:
         return {_contents(item, 0) for item in value}
     if isinstance(value, dict):
         return {_contents(k, 0): _contents(item, depth - 1) for k, item in value.items()}
-    return Same(value), _contents(vars(value), depth - 1)
+    return Same(value), _contents(vars(value), depth)
 
 
 class _Look:
@@ -222,21 +222,15 @@ class _Look:
                 if now != name or child is not ref():
                     return name
         for name, value in self.values:
-            now = state.get(name, _MISSING)
-            if type(value) is Contents:
-                if now is _MISSING or _contents(now) != value.contents:
-                    return name
-            elif now is not value and (
-                type(now) is not type(value) or type(now) not in _NUMBERS or now != value
-            ):
+            if _differs(state.get(name, _MISSING), value):
                 return name
         for name, attribute in self.of_class:
             if name in state or name in children or getattr(kind, name, None) is not attribute:
                 return name
         for name, there in self.tensors:
             tables = (state["_parameters"], state["_buffers"], state)
-            table = next((one for one in tables if name in one), None)
-            if table is None or (table[name] is not None) is not there:
+            value = next((one[name] for one in tables if name in one), _MISSING)
+            if isinstance(value, torch.Tensor) is not there or value is _MISSING:
                 return name
         for name in self.absent:
             if name in state or name in children or hasattr(module, name):
@@ -245,7 +239,20 @@ class _Look:
 
 
 def _global(home: str, name: str) -> Any:
-    return getattr(sys.modules.get(home), name, _MISSING)
+    """`name` may be that of an attribute of a class."""
+    value: Any = sys.modules.get(home)
+    for part in name.split("."):
+        value = getattr(value, part, _MISSING)
+    return value
+
+
+def _differs(now: Any, value: Any) -> bool:
+    """Whether this is something else than `_kept` has kept."""
+    if type(value) is Contents:
+        return now is _MISSING or bool(_contents(now) != value.contents)
+    return now is not value and (
+        type(now) is not type(value) or type(now) not in _NUMBERS or bool(now != value)
+    )
 
 
 def _nothing() -> None:
@@ -287,6 +294,8 @@ class Guards:
         passed: modules that it does not call, though the module's own forward does.
         still: the parts of modules across which calls were moved: neither may another module come
             into them, nor a hook, which would see another order.
+        stale: what had changed when this copy was made of other guards, to which classes and
+            globals are what they are at that time; None if nothing had.
     """
 
     def __init__(
@@ -295,40 +304,49 @@ class Guards:
         names: Iterable[tuple[Any, ...]] = (),
         passed: Iterable[nn.Module] = (),
         still: Iterable[tuple[nn.Module, Sequence[Seen]]] = (),
+        stale: str | None = None,
     ) -> None:
         self._looks = [_Look(module, seen) for module, seen in looked]
         rows = [row for row in names if _global(*row[:2]) is not _MISSING]
-        self._names = [row if len(row) > 2 else (*row, _global(*row)) for row in rows]
-        self._passed = [(weakref.ref(module), type(module)) for module in passed]
+        self._names = [(*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in rows]
+        self._passed = [(weakref.ref(m), type(m), type(m).forward) for m in passed]
         self._still = [_Look(module, seen) for module, seen in still]
+        self._stale = stale
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "looked": _alive_ones(self._looks),
             "names": [row if type(row[2]) in _NUMBERS else row[:2] for row in self._names],
-            "passed": [m for ref, _ in self._passed if (m := ref()) is not None],
+            "passed": [m for ref, *_ in self._passed if (m := ref()) is not None],
             "still": _alive_ones(self._still),
+            "stale": self.changed(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def changed(self) -> str | None:
-        """The attribute that is another one now than while the forward was traced, or None."""
+        """The attribute that has changed since the forward was traced; None if none has."""
+        if self._stale is not None:
+            return self._stale
         for look in (*self._looks, *self._still):
             name = look.changed()
             if name is not None:
                 return f"`{name}` of a {look.cls.__name__}"
         for home, name, value in self._names:
-            now = _global(home, name)
-            if now is not value and (type(now) not in _NUMBERS or now != value):
+            if _differs(_global(home, name), value):
                 return f"`{name}` of {home}"
+        for ref, cls, forward in self._passed:
+            if type(ref()) is not cls:
+                return f"`__class__` of a {cls.__name__}"
+            if cls.forward is not forward:
+                return f"`forward` of {cls.__name__}"
         return None
 
     def let_pass(self) -> bool:
         """Whether nobody would notice that some modules are not called: they have the classes
         that they had, no forward of their own, no hooks, and all modules have none."""
-        for ref, cls in self._passed:
+        for ref, cls, _ in self._passed:
             module = ref()
             if module is None or not is_untouched(module, cls):
                 return False

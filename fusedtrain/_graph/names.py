@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .functions import closure_of, codes_of, functions_of
@@ -102,22 +103,28 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """Globals that a module's forward may read, numbers, flags, strings and functions of the
-    user's, also those of Python modules that it names: the name of the Python module, that of the
-    global, and its value."""
-    values = {}
+    """Globals that a module's forward may read, and the attributes that it may read of Python
+    modules and classes among them: the name of the Python module, that of the global, and its
+    value. Modules are values by their attributes alone."""
+    values: dict[tuple[str, str], Any] = {}
     for function in _reached(module):
         names = _read(function.__code__)
+        home = str(function.__globals__.get("__name__"))
         for name in names.globals & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 inside = names.others & vars(value).keys()
                 values.update({(value.__name__, other): vars(value)[other] for other in inside})
-            else:
-                values[str(function.__globals__.get("__name__")), name] = value
+                continue
+            values[home, name] = value
+            if isinstance(value, type):
+                inside = {other for other in names.others if hasattr(value, other)}
+                values.update(
+                    {(home, f"{name}.{other}"): getattr(value, other) for other in inside}
+                )
     return [
         (home, name, value)
         for (home, name), value in values.items()
-        if type(value) in _PLAIN or isinstance(value, types.FunctionType)
+        if not isinstance(value, (types.ModuleType, torch.Tensor))
         if home.partition(".")[0] not in ("torch", "fusedtrain")
     ]

@@ -56,6 +56,8 @@ class Edit:
                 for call in _calls_of(site, level, self.trace, graph):
                     chain = _chain(call, site, self.trace)
                     nodes += chain if level == 0 else chain[1:]
+                    if level < site.last:  # Identity, which would be handed the sum
+                        nodes += _to_the_end(chain[-1])
         return nodes
 
     def _crossed(self) -> list[fx.Node]:
@@ -214,6 +216,14 @@ def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
         whole = step is not None and len(step.calls) > len(step.nodes)  # a formula, in any order
         nodes += [n for n in members if members[n] is step] if whole else [following]
         left.difference_update(nodes)
+    return nodes
+
+
+def _to_the_end(node: fx.Node) -> list[fx.Node]:
+    """The calls through which a value goes until its forward returns it."""
+    nodes = []
+    while (node := next(iter(node.users))).op != "output":
+        nodes.append(node)
     return nodes
 
 

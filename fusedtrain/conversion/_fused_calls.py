@@ -84,8 +84,9 @@ def norm_then(
     return norm_act(norm, input, added, drop, last, in_place, overwrite_input)
 
 
-def handed(module: nn.Module, then: Then, *args: Any, **kwargs: Any) -> Tensor:
-    """``then.apply(module(*args, **kwargs))``, where the module can do it within its batch norm."""
+def handed(module: nn.Module, then: Then | None, *args: Any, **kwargs: Any) -> Tensor:
+    """``then.apply(module(*args, **kwargs))``, where the module can do it within its batch norm.
+    `then` is None where the forward itself was called for its own value."""
     rewritten = rewritten_of(module)
     if (
         rewritten is not None
@@ -96,7 +97,8 @@ def handed(module: nn.Module, then: Then, *args: Any, **kwargs: Any) -> Tensor:
     ):
         output: Tensor = rewritten.function(module, *args, **kwargs, **{THEN: then})
         return output
-    return then.apply(module(*args, **kwargs))
+    z: Tensor = module(*args, **kwargs)
+    return z if then is None else then.apply(z)
 
 
 for _function in (Then, norm_then, handed):

@@ -138,6 +138,8 @@ class BatchNormActBase(BatchNormBase):
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
+        if _has(input) and isinstance(input, torch.fx.Proxy):
+            return self._traced(input, residual)
         if residual is None and self._as_torch:
             output = BatchNormBase.forward(self, input)
             recomputed_as_torch(self, input, output)
@@ -145,8 +147,6 @@ class BatchNormActBase(BatchNormBase):
         state, children = self.__dict__, self.__dict__["_modules"]
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
-        if _has(input) and isinstance(input, torch.fx.Proxy):
-            return self._traced(input, residual)
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
 
     def _traced(self, input: Any, residual: Any) -> Any:

@@ -9,6 +9,9 @@ asserts that the results agree. Hypothesis draws the programs and shrinks those 
     optimizers.py  fusedtrain.optim and GradScaler beside torch.optim and timm.optim
     conversions.py convert, fold_conv_bn, tune_mode, drop_redundant_bias, revert on whole networks
     networks.py    the source of a network
+    edits.py       a stock model beside its converted copy through hooks, other children, flags,
+                   patches, copies and calls of parts; pairs.py compares the two, changes.py has
+                   the edits, zoo.py the models
     tensors.py     the source of one tensor: shapes, values, memory
     calls.py       the source of a program that compares two functions of tensors
     compare.py     how large a difference may be

@@ -23,7 +23,7 @@ from .worker import prepare, work
 if TYPE_CHECKING:
     from .engine import Outcome, Task
 
-SHARES = {"ops": 0.7, "optimizers": 0.2, "models": 0.1}  # of --examples
+SHARES = {"ops": 0.6, "optimizers": 0.2, "models": 0.1, "edits": 0.1}  # of --examples
 EVERY = 5.0  # seconds between lines of progress
 
 

@@ -16,7 +16,7 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase, strategies as st
 
-from . import conversions, known, modules, ops, optimizers
+from . import conversions, edits, known, modules, ops, optimizers
 
 Programs = st.SearchStrategy[str]
 
@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Callable[[], Programs]]] = {
     "ops": {**ops.PROGRAMS, **modules.PROGRAMS},
     "optimizers": optimizers.PROGRAMS,
     "models": conversions.PROGRAMS,
+    "edits": edits.PROGRAMS,
 }
 SHRINK_SECONDS = 45.0
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 import fusedtrain
 from fusedtrain import functional, optim
+from fusedtrain._graph.guards import Guards
 from fuzz import __main__ as command, engine, known
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,6 +69,10 @@ def moved(model: nn.Module, *_: Any, **__: Any) -> None:
     model.forward = fx.GraphModule(model, graph).forward  # type: ignore[method-assign]
 
 
+def guards_are_blind(_: Any) -> Any:
+    return lambda guards: None
+
+
 # Family, generator, what is replaced, by what, and how many cases must do.
 FAULTS: list[tuple[str, str, Any, str, Callable[[Any], Any], int]] = [
     ("ops", "mish", functional, "mish", slope_is_off, 20),
@@ -76,6 +81,7 @@ FAULTS: list[tuple[str, str, Any, str, Callable[[Any], Any], int]] = [
     ("optimizers", "AdamW", optim, "AdamW", no_weight_decay, 40),
     ("optimizers", "SGD", optim, "SGD", forgets_momentum, 150),
     ("models", "convert", fusedtrain, "convert", reads_before_a_write, 80),
+    ("edits", "edits", Guards, "changed", guards_are_blind, 40),
 ]
 
 
@@ -90,7 +96,8 @@ def test_a_planted_fault_is_found(fault: Any, monkeypatch: pytest.MonkeyPatch) -
     assert outcome.error
     assert engine.run_program(outcome.failure), "the program fails by itself"
     # The fault is to blame. (That convert does nothing wrong is what the fuzz itself finds out.)
-    monkeypatch.setattr(owner, attribute, right if family != "models" else lambda *_, **__: None)
+    harmless = right if owner is not fusedtrain else lambda *_, **__: None
+    monkeypatch.setattr(owner, attribute, harmless)
     assert engine.run_program(outcome.failure) is None
 
 

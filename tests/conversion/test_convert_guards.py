@@ -1,0 +1,172 @@
+"""What a converted model is edited to after `convert`, it does: each row fails without one kind of
+guard, or without the mend of a defect that `make fuzz ARGS="--only edits"` has found.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+from fusedtrain._graph.forward import rewritten_of
+from fuzz import changes, zoo
+from fuzz.pairs import Pair
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# A block, the path of a part `m`, a line about it.
+LINES: dict[str, tuple[str, str, str]] = {
+    "child: another one": ("Unit", "", "m.act = nn.Tanh()"),
+    "child: another of its class": ("Asking", "", "m.bn = nn.BatchNorm2d(4).double()"),
+    "child: gone": ("Asking", "", "del m.bn"),
+    "child: None": ("Basic", "", "m.downsample = nn.Tanh()"),
+    "children: one more": ("Asking", "parts", "m.append(nn.Tanh())"),
+    "children: another order": ("chain", "", "m._modules = dict(reversed(m._modules.items()))"),
+    "children: of a Sequential": ("chain", "", "m.insert(2, nn.Tanh())"),
+    "children: a name among them": ("Asking", "", "m.extra = nn.Tanh()"),
+    "tensor: a number in its place": ("Dropped", "", "del m.gamma; m.gamma = 0.5"),
+    "tensor: none": ("Dropped", "", "m.gamma = None"),
+    "value: a number": ("Calls", "", "m.slope = 0.5"),
+    "value: a flag": ("Asking", "", "m.deploy = True"),
+    "value: a string": ("Asking", "", "m.mode = 'difference'"),
+    "value: in a list": ("Asking", "", "m.weights[0] = 0.25"),
+    "value: in a dictionary": ("Asking", "", "m.plain['bias'] = 0.5"),
+    "value: of an object": ("Asking", "", "m.options.scale = 0.25"),
+    "value: deep in an object": ("Asking", "", "m.options.sizes['b'][0] = 0.25"),
+    "class: a flag in front of it": ("Asking", "", "m.wide = True"),
+    "class: a method in front of it": ("Asking", "", "m.mixed = lambda x: x * 0.25"),
+    "class: of a part": ("Unit", "bn", "m.__class__ = zoo.OtherNorm"),
+    "class: of an activation": ("Unit", "act", "m.__class__ = nn.Tanh"),
+    "absent: a number": ("Asking", "", "m.scale = 0.5"),
+    "absent: a parameter": ("Asking", "", "m.scale = nn.Parameter(torch.ones(1).double())"),
+    "absent: a child": ("Deployed", "", "m.reparam = nn.Tanh()"),
+    "names: in a dictionary": ("Reading", "", "zoo.SETTINGS['gain'] = 0.5"),
+    "names: in a list": ("Reading", "", "zoo.SIZES[0] = 0.5"),
+    "passed: a forward of its own": ("Unit", "bn", "m.forward = lambda x: x * 0.5"),
+    "passed: a method": ("Unit", "", "m.switch = m.fuse; m.switch()"),
+}
+# A block, what has something else by a name, the name, and the value.
+PATCHES: dict[str, tuple[str, Any, str, Any]] = {
+    "class: a flag": ("Asking", zoo.Asking, "wide", True),
+    "class: a method": ("Asking", zoo.Asking, "mixed", lambda self, x: x * 0.5),
+    "class: a property": ("Asking", zoo.Asking, "half", 0.25),
+    "absent: of the class": ("Asking", zoo.Asking, "scale", 0.5),
+    "own forward": ("Unit", zoo.Unit, "forward", lambda self, x: self.act(x)),
+    "names: a flag": ("Asking", zoo, "BOOSTED", True),
+    "names: a number of a function": ("Reading", zoo, "FACTOR", 0.25),
+    "names: a function": ("Reading", zoo, "boost", lambda x: x * 4),
+    "names: one of torch's": ("Reading", zoo, "silu", torch.tanh),
+    "names: one in C": ("Reading", zoo, "sigmoid", torch.tanh),
+    "names: an object": ("Reading", zoo, "OPTIONS", zoo.Options(0.5)),
+    "names: an attribute of an object": ("Reading", zoo.OPTIONS, "scale", 0.5),
+    "names: a class": ("Reading", zoo, "Defaults", zoo.Options(0.5)),
+    "names: an attribute of a class": ("Reading", zoo.Defaults, "scale", 0.5),
+    "passed: the forward of torch's norm": (
+        "Unit", nn.BatchNorm2d, "forward", lambda self, x: x * 0.5,
+    ),
+}  # fmt: skip
+BOTH: dict[str, tuple[str, Callable[[Pair], None]]] = {
+    **{
+        name: (block, lambda pair, p=path, line=line: pair.edit(changes.run, p, line))
+        for name, (block, path, line) in LINES.items()
+    },
+    **{
+        name: (block, lambda pair, row=row: pair.patch(*row))
+        for name, (block, *row) in PATCHES.items()
+    },
+}
+
+
+def made(block: str) -> nn.Module:
+    module: nn.Module = getattr(zoo, block)(nn.SiLU())
+    return module
+
+
+def stands_in(model: nn.Module) -> bool:
+    rewritten = rewritten_of(model)
+    assert rewritten is not None
+    return rewritten.stands_in()
+
+
+@pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("name", BOTH)
+def test_an_edit_is_seen(name: str) -> None:
+    block, edit = BOTH[name]
+    with Pair(lambda: made(block)) as pair:
+        assert stands_in(pair.sides[1].model)
+        pair.call(changes.whole)
+        edit(pair)
+        pair.call(changes.whole)
+        for copied in (changes.deepcopied, changes.pickled):  # copies know it, too
+            pair.edit(copied)
+            pair.call(changes.whole)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("block", ["Unit", "Nested", "Dropped", "Asking", "Reading", "Switching"])
+def test_copies_are_fused_and_guarded(block: str, copied: Callable[[Any], nn.Module]) -> None:
+    model = made(block)
+    fusedtrain.convert(model)
+    twin = copied(model)
+    assert stands_in(twin)
+    twin.register_module("act", nn.Tanh())
+    if block not in ("Reading",):
+        assert stands_in(model)
+        with pytest.warns(UserWarning, match="is not what fusedtrain.convert found"):
+            assert not stands_in(twin)
+
+
+HOOKED = {
+    "a norm": ("Unit", "bn"), "an activation": ("Unit", "act"), "a drop": ("Dropped", "drop"),
+    "a gate": ("Gate", "gate"), "a part that ends with a norm": ("Nested", "body"),
+    "the last of such a part": ("Nested", "body.1"), "its norm": ("Nested", "body.1.1"),
+    "Identity behind a norm": ("Deployed", "one.2"), "a factor of a product": ("Glu", "up"),
+    "an operand of a sum": ("Deployed", "dense"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("effect", ["", "changes", "raises"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("place", HOOKED)
+def test_hooks_see_what_they_saw(place: str, kind: str, effect: str) -> None:
+    block, path = HOOKED[place]
+    with Pair(lambda: made(block)) as pair:
+        pair.edit(changes.hook, path, kind, effect)
+        pair.call(changes.whole)
+        pair.edit(changes.unhook)
+        pair.call(changes.whole)
+        assert stands_in(pair.sides[1].model)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("block", ["Unit", "Nested", "Gate", "Glu", "Dropped", "Deployed"])
+def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
+    with Pair(lambda: made(block)) as pair:
+        pair.edit(changes.hook_all, kind)
+        pair.call(changes.whole)
+
+
+def test_a_part_without_a_sum_around_it_returns_its_own_value() -> None:
+    """The outer forward has fallen back, and calls the part for its own value; a hook is below."""
+    with Pair(lambda: zoo.Nested(nn.ReLU(), deeper=True)) as pair:
+        pair.edit(changes.hook, "body.1", "forward")
+        pair.edit(changes.run, "act", "m.__class__ = nn.Tanh")
+        pair.call(changes.whole)
+
+
+def test_a_replica_of_a_forward_with_something_around_it() -> None:
+    with Pair(lambda: made("Unit")) as pair:
+        pair.edit(changes.rebind, "", "around")
+        pair.call(changes.replica)
+
+
+def test_torch_fx_traces_a_lone_norm_that_is_recomputed() -> None:
+    with Pair(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), "recompute") as pair:
+        assert type(pair.sides[1].model[0]) is fusedtrain.nn.BatchNormAct2d
+        pair.call(changes.traced)
