@@ -180,7 +180,10 @@ class Plan:
             if any(p_state.get(name) is None for name in named):
                 store.views[0][column].zero_()  # without a saved step count states start anew
             elif named and p_state[named[0]] is not store.known.get(column):
-                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
+                # As torch: a buffer that somebody has set is no first one. A copy of one that no
+                # step has filled is zero.
+                if bool(local(p_state[named[0]]).any()):
+                    store.views[0][column].clamp_(min=1)
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for k, name in enumerate(slots):
