@@ -115,8 +115,7 @@ class Checkpoints(torch.optim.Optimizer):
                     continue
                 if compressed:
                     p_state = _codes_ahead(p_state, p, needs, which)
-                made = {name: value for name, value in p_state.items() if value is not None}
-                kept = {**for_checkpoint(made, compressed), **self._copies_ahead(p, made)}
+                kept = {**for_checkpoint(p_state, compressed), **self._copies_ahead(p, p_state)}
                 if id(p) in unborn:
                     kept = _without_momentum(kept)
                 if CORRECTION in kept and not compressed:
@@ -161,7 +160,7 @@ class Checkpoints(torch.optim.Optimizer):
                 masters[id(low)] = p.detach().clone()
             elif CORRECTION in p_state:
                 masters[id(p)] = joined(self._swapped.get(id(p), p), p_state[CORRECTION])
-            elif p_state.get(WEIGHTS) is not None:
+            elif WEIGHTS in p_state:
                 masters[id(p)] = p_state[WEIGHTS].clone()
         return masters
 

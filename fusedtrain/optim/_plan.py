@@ -134,6 +134,11 @@ def versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> lis
         return [0 if t.is_inference() else t._version for t in tensors]
 
 
+def _is_of_others(buffer: Tensor, known: Tensor | None) -> bool:
+    """Whether somebody else has set a buffer. A copy of one that no step has filled is zero."""
+    return buffer is not known and bool(local(buffer).any())
+
+
 def _places(tensors: list[Tensor]) -> list[Any]:
     """The properties that replacing ``.data`` may change."""
     facts = (Tensor.data_ptr, Tensor.stride, attrgetter("dtype"))
@@ -179,11 +184,8 @@ class Plan:
             named = [name for name in slots if name and needs.scalar_names[0] is None]
             if any(p_state.get(name) is None for name in named):
                 store.views[0][column].zero_()  # without a saved step count states start anew
-            elif named and p_state[named[0]] is not store.known.get(column):
-                # As torch: a buffer that somebody has set is no first one. A copy of one that no
-                # step has filled is zero.
-                if bool(local(p_state[named[0]]).any()):
-                    store.views[0][column].clamp_(min=1)
+            elif named and _is_of_others(p_state[named[0]], store.known.get(column)):
+                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
             # The step count is the first key, as in torch.
             self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
             for k, name in enumerate(slots):
@@ -313,7 +315,6 @@ class Plan:
             versions.forget(p)
         tensor = self._laid_out(tensor, inner, dtype, p)
         self._keep(p_state, CORRECTION, tensor)
-        p_state.pop(WEIGHTS, None)  # Adagrad's None
         self.masters.append(local(tensor))
         self.split.append((p, inner, self.masters[-1]))
         return len(self.masters) - 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,6 @@ from typing_extensions import Unpack
 
 from ._checks import refuse_differentiable
 from ._engine import FusedOptimizer
-from ._masters import WEIGHTS
 from ._options import FusedOptions
 from ._plan import Numbers
 
@@ -71,15 +69,6 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
             maximize=maximize, differentiable=differentiable, fused=fused,
         )  # fmt: skip
         self._set_options(options)
-
-    def _set_options(self, options: Mapping[str, Any]) -> None:
-        super()._set_options(options)
-        needs = self._state_needs()
-        for p, p_state in self.state.items():  # names under which flattened checkpoints are loaded
-            if needs.has_master(p):
-                p_state[WEIGHTS] = None
-            if needs.ema:
-                p_state["ema"] = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:

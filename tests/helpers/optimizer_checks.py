@@ -235,7 +235,7 @@ class Checked:
 
 
 def snapshot(optimizer: FusedOptimizer, p: Tensor) -> dict[str, Tensor]:
-    states = {k: v for k, v in optimizer.state.get(p, {}).items() if v is not None}
+    states = optimizer.state.get(p, {})
     return {k: v.detach().double().clone() for k, v in {"param": p, **states}.items()}
 
 

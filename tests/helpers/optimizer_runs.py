@@ -217,12 +217,11 @@ def happen(event: str, optimizer: FusedOptimizer, params: list[Tensor]) -> None:
     elif event == "new state":
         for state in optimizer.state.values():
             for name, value in state.items():
-                if value is not None and value.dim() and name != "step":
+                if value.dim() and name != "step":
                     state[name] = value * 0.5 if name != "master_param" else value.clone()
     elif event == "new state dict":
         for p in list(optimizer.state):
-            state = {k: v for k, v in optimizer.state[p].items() if v is not None}
-            optimizer.state[p] = {k: v.clone() for k, v in state.items()}
+            optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
     elif event == "new lr":
         for number, group in enumerate(optimizer.param_groups):
             lr = float(group["lr"]) * 0.5

@@ -320,7 +320,13 @@ def test_distributed_checkpoint_of_every_kind(
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     other, loaded = built()
     other.load_state_dict(model.state_dict())
-    if way == "flattened" and isinstance(masters, str) and name != "Adagrad":
+    if way == "flattened" and name == "Adagrad":  # torch looks for the states that it has by now
+        set_optimizer_state_dict(other, loaded, saved, options=options)
+        assert not any("ema" in state for state in loaded.state.values())
+        sums = [[s["sum"] for s in o.state_dict()["state"].values()] for o in (optimizer, loaded)]
+        assert alike(*sums)
+        return
+    if way == "flattened" and isinstance(masters, str):
         with pytest.raises(
             ValueError, match="Save and load without it, or with master_weights=True"
         ):
