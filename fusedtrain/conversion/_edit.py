@@ -19,6 +19,7 @@ from ._calls import Call
 from ._fused_calls import THEN, Then, handed, norm_then
 from ._gates import Product
 from ._norms import Site, Step
+from ._reordering import chain_of
 from ._source import Source, copied, joined, number_names, source_of, woven
 
 
@@ -209,14 +210,7 @@ def _chain(call: fx.Node, site: Site, trace: Trace) -> list[fx.Node]:
         for node in step.calls
         if node.graph is call.graph
     }
-    nodes, left = [call], set(members)
-    while left:
-        following = next(iter(nodes[-1].users))
-        step = members.get(following)
-        whole = step is not None and len(step.calls) > len(step.nodes)  # a formula, in any order
-        nodes += [n for n in members if members[n] is step] if whole else [following]
-        left.difference_update(nodes)
-    return nodes
+    return chain_of(call, members)
 
 
 def _to_the_end(node: fx.Node) -> list[fx.Node]:

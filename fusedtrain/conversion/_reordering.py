@@ -130,7 +130,7 @@ def _of_site(site: Site, effects: Effects) -> Iterator[Move]:
             if len(calls) != 1 or not (steps or pending):
                 continue
             members = {n: step for step in steps for n in step.calls if n.graph is graph}
-            group = _chain(calls[0], members)
+            group = chain_of(calls[0], members)
             move = Move(site, graph, effects.of(owner, graph), group, calls[0], members)
             for node, step in members.items():
                 residual = node.args[1 - step.place] if step.kind == "add" else None
@@ -142,7 +142,7 @@ def _of_site(site: Site, effects: Effects) -> Iterator[Move]:
             yield move
 
 
-def _chain(first: fx.Node, members: dict[fx.Node, Step]) -> list[fx.Node]:
+def chain_of(first: fx.Node, members: dict[fx.Node, Step]) -> list[fx.Node]:
     """From the call of a norm to the last of the calls that become part of it."""
     nodes, left = [first], set(members)
     while left:

@@ -178,7 +178,7 @@ def test_bad_memory(memory: Any) -> None:
     assert "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("how", ["patched", "compiled", "scripted", "traced"])
+@pytest.mark.parametrize("how", ["patched", "compiled", "compiled in place", "scripted", "traced"])
 def test_a_forward_of_somebody_else_is_not_replaced(how: str) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
     x = torch.randn(2, 4)
@@ -189,6 +189,8 @@ def test_a_forward_of_somebody_else_is_not_replaced(how: str) -> None:
         want = 2 * want
     elif how == "compiled":
         model = torch.compile(model, backend="aot_eager")
+    elif how == "compiled in place":
+        model.compile(backend="aot_eager")
     else:
         model = torch.jit.script(model) if how == "scripted" else torch.jit.trace(model, x)
     with pytest.raises(ValueError, match=r"memory: the forward of this \w+ is not that of its cl"):
