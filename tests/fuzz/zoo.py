@@ -80,6 +80,21 @@ class Nested(nn.Module):
         return y
 
 
+class Moved(nn.Module):
+    """The part that ends with a norm is called before the other operand of the sum."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.short, self.act = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.body(x)
+        shortcut = self.short(x)
+        y: Tensor = self.act(branch + shortcut)
+        return y
+
+
 class Gate(nn.Module):
     """Squeeze and excitation behind a norm."""
 
