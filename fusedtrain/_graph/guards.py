@@ -46,11 +46,7 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
 
     def read(module: nn.Module, name: str) -> Any:
         frame = sys._getframe(1)
-        if (
-            frame.f_code not in _MACHINERY
-            and threading.get_ident() == thread
-            and not str(frame.f_globals.get("__name__")).startswith(("torch.fx", "fusedtrain."))
-        ):
+        if frame.f_code not in _MACHINERY and threading.get_ident() == thread and _is_users(frame):
             original = originals.get(id(module), module)
             reads.setdefault(id(original), (original, set()))[1].add(name)
         return plain(module, name)
@@ -63,6 +59,14 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
             del nn.Module.__getattribute__
         else:
             nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+
+
+def _is_users(frame: types.FrameType | None) -> bool:
+    """Whether a read is not that of a tracer, which goes through all modules by `named_modules`."""
+    while frame is not None and frame.f_globals.get("__name__") == nn.Module.__module__:
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__"))
+    return not name.startswith(("torch.fx", "fusedtrain."))
 
 
 class Seen(NamedTuple):

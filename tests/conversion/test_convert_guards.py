@@ -185,3 +185,13 @@ def test_torch_fx_traces_a_lone_norm_that_is_recomputed() -> None:
     with Pair(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), "recompute") as pair:
         assert type(pair.sides[1].model[0]) is fusedtrain.nn.BatchNormAct2d
         pair.call(changes.traced)
+
+
+def test_an_edit_of_a_part_leaves_the_forwards_around_it() -> None:
+    """Guards look at what a forward looks at, and no deeper."""
+    model = nn.Sequential(*zoo.chain(nn.SiLU()), made("Unit"))
+    fusedtrain.convert(model)
+    model[3].act = nn.Tanh()
+    assert stands_in(model)
+    with pytest.warns(UserWarning, match="`act` of a Unit is not what"):
+        assert not stands_in(model[3])
