@@ -90,7 +90,7 @@ class Rewritten(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("source", "imports", "guards", "recomputes")
-        module = self._module()
+        module: Any = self._module()
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
         return state if type(module).forward is self._own else state | {"source": ""}
@@ -135,8 +135,8 @@ class Rewritten(Replacement):
         """Whether the source may run now in the place of the forward of the class."""
         if is_fx_tracing():
             return False
-        name = self.guards.changed()
-        if name is None and type(self._module()).forward is not self._own:
+        name, module = self.guards.changed(), self._module()
+        if name is None and getattr(type(module), "forward", None) is not self._own:
             name = "`forward` of the class"
         if name is not None:
             self._warn(name)

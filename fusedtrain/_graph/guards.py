@@ -42,7 +42,7 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
     """Notes the attributes that Python code of this thread reads. `originals`: by the ids of their
     clones, which stand in for them."""
     thread, plain = threading.get_ident(), object.__getattribute__
-    before = vars(nn.Module).get("__getattribute__")  # of a trace in this one
+    before: Any = vars(nn.Module).get("__getattribute__")  # of a trace in this one
 
     def read(module: nn.Module, name: str) -> Any:
         frame = sys._getframe(1)
@@ -58,7 +58,7 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
         if before is None:
             del nn.Module.__getattribute__
         else:
-            nn.Module.__getattribute__ = before  # type: ignore[method-assign]
+            nn.Module.__getattribute__ = before
 
 
 def _is_users(frame: types.FrameType | None) -> bool:

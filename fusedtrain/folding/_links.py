@@ -175,7 +175,7 @@ class Links:
             return None
         if known is None:
             if id(module) not in self._others:
-                self._others[id(module)] = trace(module, True, self.flow.modes)
+                self._others[id(module)] = trace(module, self.flow.modes)
             other = self._others[id(module)]
             known = other if isinstance(other, Trace) else None
         return None if known is None or known.partial or known.lists else known

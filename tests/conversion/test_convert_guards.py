@@ -185,6 +185,8 @@ def test_torch_fx_traces_a_lone_norm_that_is_recomputed() -> None:
     with Pair(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), "recompute") as pair:
         assert type(pair.sides[1].model[0]) is fusedtrain.nn.BatchNormAct2d
         pair.call(changes.traced)
+        pair.sides[1].model[0].register_forward_hook(lambda *_: None)  # then as a function
+        pair.call(changes.traced)
 
 
 def test_an_edit_of_a_part_leaves_the_forwards_around_it() -> None:

@@ -77,7 +77,8 @@ _LINES: dict[str, tuple[str, ...]] = {
     ),
     "Deployed": ("m.switch_to_deploy()", "m.reparam = m.dense", "m.dense = m.one", "m.norm = None"),
     "Moved": ("m.short.insert(0, nn.ReLU(inplace=True))", "m.body.insert(0, nn.Dropout(0.5))",
-              "m.short.append(nn.Dropout(0.5))", "m.short = m.body", "m.short[1] = nn.Dropout(0.5)"),
+              "m.short.append(nn.Dropout(0.5))", "m.short = m.body",
+              "m.short[1] = nn.Dropout(0.5)"),
     "Reading": ("zoo.SETTINGS['gain'] = 0.5", "zoo.SIZES[0] = 0.5"),
     "Switching": ("m.rate = 0.25", "m.training = not m.training", "m.bn.eval()"),
 }  # fmt: skip
