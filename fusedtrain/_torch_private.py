@@ -32,6 +32,12 @@ disable_dynamo = torch._compile._disable_dynamo
 # TorchScript's type of an argument that is one number or two.
 BroadcastingList2 = torch._jit_internal.BroadcastingList2  # type: ignore[attr-defined]
 
+# The functions through which every call and every read of a module goes.
+MODULE_MACHINERY: tuple[Any, ...] = (
+    nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__, nn.Module._call_impl,
+    nn.Module._wrapped_call_impl,
+)  # fmt: skip
+
 # Base classes, for `isinstance`; and the check that training has more than one value a channel.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
 NormBase = nn.modules.batchnorm._NormBase

@@ -93,7 +93,7 @@ class Rewritten(Replacement):
         module: Any = self._module()
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
-        return state if type(module).forward is self._own else state | {"source": ""}
+        return state if type(module).forward is self._class_forward else state | {"source": ""}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state["module"])
@@ -101,7 +101,7 @@ class Rewritten(Replacement):
         self.imports: dict[str, str] = state["imports"]
         self.guards: Guards = state["guards"]
         self.recomputes: bool = state["recomputes"]
-        self._own: Callable[..., Any] = type(state["module"]).forward
+        self._class_forward: Callable[..., Any] = type(state["module"]).forward
         self._warned = False
         self.function = self._compiled()
         code = self.function.__code__
@@ -136,7 +136,7 @@ class Rewritten(Replacement):
         if is_fx_tracing():
             return False
         name, module = self.guards.changed(), self._module()
-        if name is None and getattr(type(module), "forward", None) is not self._own:
+        if name is None and getattr(type(module), "forward", None) is not self._class_forward:
             name = "`forward` of the class"
         if name is not None:
             self._warn(name)

@@ -50,7 +50,7 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     called = None if proxy is None else _module_call(proxy.tracer, sys._getframe(2))
     if proxy is None or called is None:
         return handle_torch_function(function, tensors, *args, **kwargs)
-    module, path, arguments = called
+    _, path, arguments = called
     return proxy.tracer.create_proxy("call_module", path, arguments, {})
 
 

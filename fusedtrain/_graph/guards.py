@@ -20,20 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._torch_private import MODULE_MACHINERY
 from .hooks import all_are_hooked, is_hooked, is_untouched
 
 _MISSING: Any = object()
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
+_COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
 _TABLES = ("_modules", "_parameters", "_buffers")
-# The code through which every call and read of a module goes: no question of the forward's.
-_MACHINERY = frozenset(
-    function.__code__
-    for function in (
-        nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__, nn.Module._call_impl,
-        nn.Module._wrapped_call_impl,
-    )
-)  # fmt: skip
+# No question of the forward's.
+_MACHINERY = frozenset(function.__code__ for function in MODULE_MACHINERY)
 Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, names it was asked for
 
 
@@ -51,14 +47,14 @@ def reading(reads: Reads, originals: dict[int, nn.Module]) -> Iterator[None]:
             reads.setdefault(id(original), (original, set()))[1].add(name)
         return plain(module, name)
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = read  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         if before is None:
             del nn.Module.__getattribute__
         else:
-            nn.Module.__getattribute__ = before
+            nn.Module.__getattribute__ = before  # type: ignore[method-assign]
 
 
 def _is_users(frame: types.FrameType | None) -> bool:
@@ -221,7 +217,9 @@ class _Look:
             if _differs(state.get(name, _MISSING), value):
                 return name
         for name, attribute in self.of_class:
-            if name in state or name in children or getattr(self.cls, name, None) is not attribute:
+            if name in state or name in children:
+                return name
+            if _differs(getattr(self.cls, name, None), attribute):
                 return name
         for name, there in self.tensors:
             tables = (state["_parameters"], state["_buffers"], state)
@@ -247,7 +245,7 @@ def _differs(now: Any, value: Any) -> bool:
     if type(value) is _Contents:
         return now is _MISSING or bool(_contents(now) != value.contents)
     return now is not value and (
-        type(now) is not type(value) or type(now) not in _NUMBERS or bool(now != value)
+        type(now) is not type(value) or type(now) not in _COMPARED or bool(now != value)
     )
 
 

@@ -106,7 +106,7 @@ def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
     """Globals that a module's forward may read, and the attributes that it may read of Python
     modules and classes among them: the name of the Python module, that of the global, and its
     value. Modules are found by their attributes alone."""
-    found: dict[tuple[str, str], Any] = {}
+    values: dict[tuple[str, str], Any] = {}
     for function in _reached(module):
         names = _read(function.__code__)
         home = str(function.__globals__.get("__name__"))
@@ -114,15 +114,17 @@ def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
                 inside = names.others & vars(value).keys()
-                found.update({(value.__name__, other): vars(value)[other] for other in inside})
+                values.update({(value.__name__, other): vars(value)[other] for other in inside})
                 continue
-            found[home, name] = value
+            values[home, name] = value
             if isinstance(value, type):
                 inside = {other for other in names.others if hasattr(value, other)}
-                found.update({(home, f"{name}.{other}"): getattr(value, other) for other in inside})
+                values.update(
+                    {(home, f"{name}.{other}"): getattr(value, other) for other in inside}
+                )
     return [
         (home, name, value)
-        for (home, name), value in found.items()
+        for (home, name), value in values.items()
         if not isinstance(value, (types.ModuleType, torch.Tensor))
         if home.partition(".")[0] not in ("torch", "fusedtrain")
     ]

@@ -203,6 +203,10 @@ class Asking(nn.Module):
 class Defaults:
     scale = 1.5
 
+    @classmethod
+    def moved(cls, x: Tensor) -> Tensor:
+        return x + cls.scale
+
 
 SETTINGS, OPTIONS, SIZES = {"gain": 1.5}, Options(), [1.5, 0.5]
 silu, sigmoid = F.silu, torch.sigmoid
@@ -217,8 +221,12 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.bn(self.conv(x))) * SETTINGS["gain"]
-        x = silu(boost(x)) * OPTIONS.scale + Defaults.scale
-        return x * sigmoid(x) * SIZES[0]
+        x = self.tripled(Defaults.moved(silu(boost(x)) * OPTIONS.scale))
+        return x * sigmoid(x) * SIZES[0] + Defaults.scale
+
+    @classmethod
+    def tripled(cls, x: Tensor) -> Tensor:
+        return x * 3
 
 
 class Deployed(nn.Module):
