@@ -88,7 +88,7 @@ class Rewritten(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("source", "imports", "guards", "recomputes")
-        module = self._module()
+        module: Any = self._module()
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
         same = module is not None and type(module).forward is self._class_forward

@@ -28,6 +28,7 @@ _MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
+_COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
 _TABLES = ("_modules", "_parameters", "_buffers")
 # The code through which every call and read of a module goes: no question of the forward's.
 _MACHINERY = frozenset(
@@ -45,7 +46,7 @@ def reading(
     the ids of their clones, which stand in for them."""
     patched: Any = nn.Module
     thread, plain = threading.get_ident(), object.__getattribute__
-    before = vars(nn.Module).get("__getattribute__")  # of a trace in this one
+    before: Any = vars(nn.Module).get("__getattribute__")  # of a trace in this one
 
     def read(module: nn.Module, name: str) -> Any:
         frame = sys._getframe(1)
@@ -225,7 +226,9 @@ class _Look:
             if _differs(state.get(name, _MISSING), value):
                 return name
         for name, attribute in self.of_class:
-            if name in state or name in children or getattr(kind, name, None) is not attribute:
+            if name in state or name in children:
+                return name
+            if _differs(getattr(kind, name, None), attribute):
                 return name
         for name, there in self.tensors:
             tables = (state["_parameters"], state["_buffers"], state)
@@ -251,7 +254,7 @@ def _differs(now: Any, value: Any) -> bool:
     if type(value) is Contents:
         return now is _MISSING or bool(_contents(now) != value.contents)
     return now is not value and (
-        type(now) is not type(value) or type(now) not in _NUMBERS or bool(now != value)
+        type(now) is not type(value) or type(now) not in _COMPARED or bool(now != value)
     )
 
 

@@ -62,20 +62,23 @@ class Edit:
         return nodes
 
     def _crossed(self) -> list[fx.Node]:
-        """Calls across which the call of a whole part moves, or random numbers are drawn."""
+        """Calls across which the call of a whole part moves, an operand is read or random numbers
+        are drawn."""
         crossed: list[fx.Node] = []
-        groups = [((*reversed(b.gone), b.node), b.drop is not None) for b in self.branches]
+        groups = [((*reversed(b.gone), b.node), True) for b in self.branches]
+        groups += [((*p.opened, p.node), True) for p in self.products]
         for site, level in self.sites:
             for graph in self.trace.graphs:
                 for call in _calls_of(site, level, self.trace, graph):
                     moves = level > 0 and _moves(call, site, self.trace)
                     chain = _chain(call, site, self.trace)
-                    draws = any(step.kind == "drop" for step in site.steps)
-                    groups.append((tuple(chain), moves or draws))
+                    matters = any(step.kind in ("drop", "add") for step in site.steps)
+                    groups.append((tuple(chain), moves or matters))
                     crossed += [call] if moves else []
         for group, matters in groups:
             order = list(group[0].graph.nodes)
-            between = order[order.index(group[0]) : order.index(group[-1])]
+            places = [order.index(node) for node in group]
+            between = order[min(places) : max(places)]
             crossed += [n for n in between if n not in group] if matters else []
         return crossed
 

@@ -33,6 +33,10 @@ def _plus(z: Tensor, residual: Any) -> Tensor:
     return z if residual is None else z + residual
 
 
+def _is_nothing(part: nn.Module) -> bool:
+    return type(part) is nn.Identity and hands_on(part)
+
+
 def _fits_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether torch adds a tensor to another one in place."""
     if tensor.shape == other.shape:
@@ -156,10 +160,12 @@ class BatchNormActBase(BatchNormBase):
             args = (input,) if residual is None else (input, residual)
             return input.tracer.create_proxy("call_module", path, args, {})
         act, drop = self.act, self.drop
-        z = drop(self._as_function(input))
+        z = self._as_function(input)
+        if not _is_nothing(drop):  # the one of `convert` is no child, which torch.fx cannot call
+            z = drop(z)
         if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
             z = _plus(z, residual)
-        return act(z)
+        return z if _is_nothing(act) else act(z)
 
     def _as_function(self, input: Any) -> Any:
         """The norm in the module's mode, for a graph that cannot call the module."""
@@ -221,7 +227,7 @@ def norm_act(
             residual = residual.to(input.dtype)
     branch_scale = None
     dropping: nn.Module | None = drop
-    if hands_on(drop) and type(drop) is nn.Identity:
+    if _is_nothing(drop):
         dropping = None
     elif is_stochastic_depth(drop):
         branch_scale, dropping = branch_scale_of(drop, input), None

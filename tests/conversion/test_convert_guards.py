@@ -25,7 +25,12 @@ LINES: dict[str, tuple[str, str, str]] = {
     "child: another one": ("Unit", "", "m.act = nn.Tanh()"),
     "child: another of its class": ("Asking", "", "m.bn = nn.BatchNorm2d(4).double()"),
     "child: gone": ("Asking", "", "del m.bn"),
-    "child: None": ("Basic", "", "m.downsample = nn.Tanh()"),
+    "child: asked for its class": ("Asking", "", "m.conv = nn.Sequential(m.conv)"),
+    "child: None": ("Down", "", "m.old = m.downsample; m.downsample = None"),
+    "still: writes over its input": ("Moved", "", "m.short.insert(0, nn.ReLU(inplace=True))"),
+    "still: draws": (
+        "Moved", "", "m.body.append(nn.Dropout(0.5)); m.short[1] = nn.Dropout(0.5)"
+    ),
     "children: one more": ("Asking", "parts", "m.append(nn.Tanh())"),
     "children: another order": ("chain", "", "m._modules = dict(reversed(m._modules.items()))"),
     "children: of a Sequential": ("chain", "", "m.insert(2, nn.Tanh())"),
@@ -50,7 +55,7 @@ LINES: dict[str, tuple[str, str, str]] = {
     "names: in a list": ("Reading", "", "zoo.SIZES[0] = 0.5"),
     "passed: a forward of its own": ("Unit", "bn", "m.forward = lambda x: x * 0.5"),
     "passed: a method": ("Unit", "", "m.switch = m.fuse; m.switch()"),
-}
+}  # fmt: skip
 # A block, what has something else by a name, the name, and the value.
 PATCHES: dict[str, tuple[str, Any, str, Any]] = {
     "class: a flag": ("Asking", zoo.Asking, "wide", True),
@@ -84,6 +89,8 @@ BOTH: dict[str, tuple[str, Callable[[Pair], None]]] = {
 
 
 def made(block: str) -> nn.Module:
+    if block == "Down":
+        return zoo.Basic(nn.SiLU(), zoo.chain(nn.Identity()))
     module: nn.Module = getattr(zoo, block)(nn.SiLU())
     return module
 
@@ -144,6 +151,14 @@ def test_hooks_see_what_they_saw(place: str, kind: str, effect: str) -> None:
         assert stands_in(pair.sides[1].model)
 
 
+def test_hooks_below_parts_that_change_places() -> None:
+    with Pair(lambda: made("Moved")) as pair:
+        assert stands_in(pair.sides[1].model)
+        for path in ("body.0", "short.0"):
+            pair.edit(changes.hook, path, "forward")
+        pair.call(changes.whole)
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("block", ["Unit", "Nested", "Gate", "Glu", "Dropped", "Deployed"])
 def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
@@ -170,3 +185,15 @@ def test_torch_fx_traces_a_lone_norm_that_is_recomputed() -> None:
     with Pair(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), "recompute") as pair:
         assert type(pair.sides[1].model[0]) is fusedtrain.nn.BatchNormAct2d
         pair.call(changes.traced)
+        pair.sides[1].model[0].register_forward_hook(lambda *_: None)  # then as a function
+        pair.call(changes.traced)
+
+
+def test_an_edit_of_a_part_leaves_the_forwards_around_it() -> None:
+    """Guards look at what a forward looks at, and no deeper."""
+    model = nn.Sequential(*zoo.chain(nn.SiLU()), made("Unit"))
+    fusedtrain.convert(model)
+    model[3].act = nn.Tanh()
+    assert stands_in(model)
+    with pytest.warns(UserWarning, match="`act` of a Unit is not what"):
+        assert not stands_in(model[3])

@@ -180,3 +180,32 @@ def test_left_alone(name: str) -> None:
     assert len(report) == 0
     assert re.search(reason, report.left[0].reason), report
     assert "left 1 norm" in str(report)
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_a_part_of_others_between_a_convolution_and_its_norm(container: bool) -> None:
+    """A module that the flow has no trace of, and through which the value is followed."""
+
+    class Through(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.part(x)
+            return y
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
+            self.between = nn.Sequential(nn.Identity()) if container else Through()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.bn(self.between(self.conv(x)))
+            return y
+
+    model, x = Net().eval(), torch.randn(2, 3, 4, 4)
+    folded, report = fusedtrain.fold_conv_bn(model)
+    assert str(report).startswith("folded 1 norm")
+    torch.testing.assert_close(folded(x), model(x))

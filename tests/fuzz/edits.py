@@ -16,7 +16,7 @@ from .tensors import Pick
 
 _BLOCKS = (
     "Unit", "Basic", "Nested", "Gate", "Glu", "Dropped", "Calls", "Asking", "Deployed", "Switching",
-    "Reading",
+    "Reading", "Moved",
 )  # fmt: skip
 _ACTS = ("nn.ReLU()", "nn.SiLU()", "nn.SiLU(inplace=True)", "nn.ReLU(inplace=True)", "nn.Sigmoid()",
          "nn.GELU()", "nn.Hardswish()", "nn.LeakyReLU(0.1)")  # fmt: skip
@@ -76,6 +76,9 @@ _LINES: dict[str, tuple[str, ...]] = {
         "m.half = 3", "m.register_buffer('scale', torch.ones(1).double())", "m.weights.append(3)",
     ),
     "Deployed": ("m.switch_to_deploy()", "m.reparam = m.dense", "m.dense = m.one", "m.norm = None"),
+    "Moved": ("m.short.insert(0, nn.ReLU(inplace=True))", "m.body.insert(0, nn.Dropout(0.5))",
+              "m.short.append(nn.Dropout(0.5))", "m.short = m.body",
+              "m.short[1] = nn.Dropout(0.5)"),
     "Reading": ("zoo.SETTINGS['gain'] = 0.5", "zoo.SIZES[0] = 0.5"),
     "Switching": ("m.rate = 0.25", "m.training = not m.training", "m.bn.eval()"),
 }  # fmt: skip

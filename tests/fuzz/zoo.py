@@ -80,6 +80,21 @@ class Nested(nn.Module):
         return y
 
 
+class Moved(nn.Module):
+    """The part that ends with a norm is called before the other operand of the sum."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.short, self.act = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.body(x)
+        shortcut = self.short(x)
+        y: Tensor = self.act(branch + shortcut)
+        return y
+
+
 class Gate(nn.Module):
     """Squeeze and excitation behind a norm."""
 
@@ -188,6 +203,10 @@ class Asking(nn.Module):
 class Defaults:
     scale = 1.5
 
+    @classmethod
+    def moved(cls, x: Tensor) -> Tensor:
+        return x + cls.scale
+
 
 SETTINGS, OPTIONS, SIZES = {"gain": 1.5}, Options(), [1.5, 0.5]
 silu, sigmoid = F.silu, torch.sigmoid
@@ -202,8 +221,12 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act(self.bn(self.conv(x))) * SETTINGS["gain"]
-        x = silu(boost(x)) * OPTIONS.scale + Defaults.scale
-        return x * sigmoid(x) * SIZES[0]
+        x = self.tripled(Defaults.moved(silu(boost(x)) * OPTIONS.scale))
+        return x * sigmoid(x) * SIZES[0] + Defaults.scale
+
+    @classmethod
+    def tripled(cls, x: Tensor) -> Tensor:
+        return x * 3
 
 
 class Deployed(nn.Module):
