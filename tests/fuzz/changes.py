@@ -56,7 +56,8 @@ def new(made: str, old: nn.Module) -> nn.Module:
     if made == "wrapped and more":
         return nn.Sequential(old, nn.Tanh())
     if made == "same class":
-        return copy.deepcopy(type(old)(4) if isinstance(old, nn.BatchNorm2d) else old).double()
+        # Not type(old): `memory="recompute"` gives a norm a class with an activation.
+        return nn.BatchNorm2d(4).double() if isinstance(old, nn.BatchNorm2d) else copy.deepcopy(old)
     module: nn.Module = eval(made, {"nn": nn, "zoo": zoo}).double()
     return module.train(old.training)
 
