@@ -114,7 +114,7 @@ def test_peak_of_memory_falls_by_the_gradients() -> None:
         peaks.append(most_allocated(step, "cpu")[0])
     one = 256 * 256 * 2
     assert peaks[0] >= 10 * one
-    assert peaks[1] < 3 * one
+    assert peaks[1] < 3.5 * one  # two gradients, and what oneDNN needs: 3.04 on some processors
 
 
 def test_schedulers() -> None:

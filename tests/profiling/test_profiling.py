@@ -269,7 +269,7 @@ def test_conversion_of_two_networks_with_an_optimizer_each() -> None:
     finally:
         conversion.end()
     assert conversion.report == ["Sequential: 1 norms, 1 activations converted"] * 2
-    assert [type(net[1]).__name__ for net in (first, second)] == ["BatchNormAct2d"] * 2
+    assert all("forward" in vars(net) for net in (first, second))
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
 
