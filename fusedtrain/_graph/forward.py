@@ -6,11 +6,14 @@ class, and to TorchScript and inspect it shows that one, too.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import linecache
+import sys
 import types
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,12 +36,22 @@ def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
+def _fingerprint(cls: type) -> str:
+    """Of the code of a class's forward, to be compared after a pickle is read."""
+    code = getattr(getattr(cls, "forward", None), "__code__", None)
+    if code is None:
+        return ""
+    constants = [c for c in code.co_consts if isinstance(c, (int, float, str))]
+    return f"{zlib.crc32(code.co_code)} {code.co_names} {constants}"
+
+
 class Replacement:
     """The other forward: `run` is what it does. `install` puts it into its module."""
 
     _module: Callable[[], nn.Module | None]
     run: Callable[..., Any]
-    others: tuple[str, ...] = ()  # methods that take the place of the module's, besides forward
+    # Methods that take the place of the module's, besides forward, and their names here.
+    others: Mapping[str, str] = {}
     obstacle = "its forward is patched"  # why others leave the module
 
     @property
@@ -66,7 +79,9 @@ class Rewritten(Replacement):
     """
 
     __module__ = "fusedtrain.conversion"  # the name in pickles
-    others = ("_replicate_for_data_parallel",)
+    others: Mapping[str, str] = {
+        "_replicate_for_data_parallel": "replicate", "__getstate__": "state_of_module",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -92,13 +107,17 @@ class Rewritten(Replacement):
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
         same = module is not None and type(module).forward is self._class_forward
-        return state if same else state | {"source": ""}
+        state |= {"code": _fingerprint(type(module))} if same else {"source": ""}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state["module"])
         self.source: str = state["source"]
         self.imports: dict[str, str] = state["imports"]
         self.guards: Guards = state["guards"]
+        fingerprint = _fingerprint(type(state["module"]))
+        if state.get("code", fingerprint) != fingerprint:
+            self.guards.stale = "`forward` of the class"  # its source has been edited since
         self.recomputes: bool = state["recomputes"]
         self._class_forward: Callable[..., Any] = type(state["module"]).forward
         self._warned = False
@@ -153,7 +172,18 @@ class Rewritten(Replacement):
                 stacklevel=level_outside(),
             )
 
-    def _replicate_for_data_parallel(self) -> nn.Module:
+    def state_of_module(self) -> dict[str, Any]:
+        """What copy and pickle take of the module. A shallow copy gets the forward of the class:
+        this one would run on its original."""
+        module: Any = self._module()
+        method = getattr(type(module), "__getstate__", None)  # every class has one from Python 3.11
+        state: dict[str, Any] = vars(module) if method is None else method(module)
+        if sys._getframe(1).f_code is not copy.copy.__code__:
+            return state
+        gone = ("forward", *self.others) if replacement_of(module) is self else tuple(self.others)
+        return {name: value for name, value in state.items() if name not in gone}
+
+    def replicate(self) -> nn.Module:
         """A replica whose forward is that of the class: this one would run on its original."""
         module: Any = self._module()
         replica: nn.Module = type(module)._replicate_for_data_parallel(module)
@@ -169,14 +199,15 @@ class OfGraph:
     """In the place of what a GraphModule had in its `__dict__`, of which no copy takes notice."""
 
     __module__ = "fusedtrain.conversion"  # the name in pickles
-    forward = _replicate_for_data_parallel = None
+    forward = replicate = state_of_module = None
 
 
 def install(replacement: Replacement) -> None:
     module = replacement._module()
     assert module is not None
     vars(module)["forward"] = replacement.forward
-    vars(module).update({name: getattr(replacement, name) for name in replacement.others})
+    others = replacement.others.items()
+    vars(module).update({name: getattr(replacement, ours) for name, ours in others})
 
 
 def obstacle_of(module: nn.Module) -> str:

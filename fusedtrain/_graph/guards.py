@@ -314,7 +314,7 @@ class Guards:
         self._names = [(*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in rows]
         self._passed = [(weakref.ref(m), type(m), type(m).forward) for m in passed]
         self._still = [_Look(module, seen) for module, seen in still]
-        self._stale = stale
+        self.stale = stale
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -330,8 +330,8 @@ class Guards:
 
     def changed(self) -> str | None:
         """The attribute that has changed since the forward was traced; None if none has."""
-        if self._stale is not None:
-            return self._stale
+        if self.stale is not None:
+            return self.stale
         for look in (*self._looks, *self._still):
             name = look.changed()
             if name is not None:

@@ -50,8 +50,10 @@ class _NoQconfig:
     module without the activation, with which it would replace this one."""
 
     def __get__(self, module: Any, owner: type) -> Any:
-        name = owner.__name__
-        if sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+        name, state = owner.__name__, {} if module is None else vars(module)
+        parts = [state.get(kind) or state.get("_modules", {}).get(kind) for kind in ("act", "drop")]
+        alone = module is not None and all(p is None or type(p) is nn.Identity for p in parts)
+        if not alone and sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
             raise RuntimeError(
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm would drop the activation of "
                 f"{name}: use fusedtrain.nn.convert_sync_batchnorm"

@@ -181,6 +181,40 @@ def test_a_replica_of_a_forward_with_something_around_it() -> None:
         pair.call(changes.replica)
 
 
+def test_a_shallow_copy_is_not_its_original() -> None:
+    model = made("Calls").eval()
+    fusedtrain.convert(model)
+    twin, stock = copy.copy(model), made("Calls").eval()
+    stock.load_state_dict(model.state_dict())
+    twin.slope = stock.slope = 0.5
+    x = torch.randn(2, 4, 3, 3)
+    assert rewritten_of(twin) is None
+    torch.testing.assert_close(twin(x), stock(x))
+    assert rewritten_of(model) is not None
+    assert fusedtrain.revert(model) > 0
+    assert not {"forward", "__getstate__"} & vars(model).keys()
+
+
+def test_a_pickle_of_a_class_that_was_edited_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Unit")
+    fusedtrain.convert(model)
+    pickled = pickle.dumps(model)
+    monkeypatch.setattr(zoo.Unit, "forward", lambda self, x: self.act(self.conv(x)))
+    loaded = pickle.loads(pickled)
+    x = torch.randn(2, 4, 3, 3)
+    with pytest.warns(UserWarning, match="`forward` of the class is not what"):
+        got = loaded(x)
+    torch.testing.assert_close(got, zoo.Unit.forward(loaded, x))
+
+
+def test_stock_synchronisation_takes_norms_that_have_no_activation() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+    fusedtrain.convert(model, memory="recompute")
+    assert type(model[1]) is fusedtrain.nn.BatchNormAct2d
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert type(model[1]) is nn.SyncBatchNorm
+
+
 def test_torch_fx_traces_a_lone_norm_that_is_recomputed() -> None:
     with Pair(lambda: nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)), "recompute") as pair:
         assert type(pair.sides[1].model[0]) is fusedtrain.nn.BatchNormAct2d
