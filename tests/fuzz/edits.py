@@ -145,8 +145,8 @@ class _Program:
         pick = self.pick
         kinds = ["line"] * 5 + ["hook"] * 4 + ["replace"] * 3 + [
             "unhook", "hook_all", "delete", "share", "swap", "cut", "regroup", "move", "deepcopied",
-            "shallow", "pickled", "reloaded", "rebind", "reparametrised", "folded", "patch", "patch",
-            "convert", "revert", "mode",
+            "shallow", "pickled", "reloaded", "rebind", "reparametrised", "folded", "patch",
+            "patch", "convert", "revert", "mode",
         ]  # fmt: skip
         if self.compiles:
             kinds += ["compiled"] * 6

@@ -164,8 +164,9 @@ class Pair:
                 ours.data.copy_(stock)
         if way.__name__ == "traced":  # whether torch.fx calls a part or looks into it
             logs = [[], []]
+        rough = 100 * torch.finfo(torch.float32).eps if "float" in args else LIMIT
         for ours, stock in ((logs[1], logs[0]), (results[1], results[0])):
-            _compare(tensors_of(ours), tensors_of(stock), "")
+            _compare(tensors_of(ours), tensors_of(stock), "", rough)
 
     def _same_error(self, errors: list[Any]) -> None:
         stock, ours = errors
@@ -179,11 +180,10 @@ class Pair:
         raise AssertionError(f"stock: {stock!r}; ours: {ours!r}") from ours
 
 
-def _compare(ours: Any, stock: Any, where: str) -> None:
+def _compare(ours: Any, stock: Any, where: str, rough: float) -> None:
     if isinstance(stock, Tensor) and isinstance(ours, Tensor):
         if not stock.abs().max() < 1e8 if stock.numel() else False:
             raise SystemExit  # it diverges
-        rough = LIMIT if stock.dtype is torch.float64 else 100 * torch.finfo(torch.float32).eps
         limit = rough * max(1.0, float(stock.detach().abs().max())) if stock.numel() else 0.0
         torch.testing.assert_close(
             ours, stock, rtol=rough, atol=limit, msg=lambda text: f"{where}: {text}"
@@ -192,11 +192,11 @@ def _compare(ours: Any, stock: Any, where: str) -> None:
         names = [[row[0] for row in rows if isinstance(row, tuple)] for rows in (ours, stock)]
         assert len(ours) == len(stock), f"{where}: {len(ours)} for {len(stock)}: {names}"
         for number, (one, other) in enumerate(zip(ours, stock)):
-            _compare(one, other, f"{where}[{number}]")
+            _compare(one, other, f"{where}[{number}]", rough)
     elif isinstance(stock, dict) and isinstance(ours, dict):
         assert list(ours) == list(stock), f"{where}: {list(ours)} for {list(stock)}"
         for key in stock:
-            _compare(ours[key], stock[key], f"{where}[{key!r}]")
+            _compare(ours[key], stock[key], f"{where}[{key!r}]", rough)
     elif not isinstance(stock, nn.Module):
         same = type(ours) is type(stock) and ours == stock
         assert same, f"{where}: {ours!r} for {stock!r}"
