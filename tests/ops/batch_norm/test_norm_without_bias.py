@@ -120,8 +120,7 @@ def block(training: bool) -> tuple[nn.Module, Tensor]:
 def test_convert(training: bool, memory: str) -> None:
     model, x = block(training)
     fused = copy.deepcopy(model)
-    fusedtrain.convert(fused, memory=memory)
-    assert isinstance(fused.norm, fnn.BatchNormAct2d)
+    assert "norm" in [norm.name for norm in fusedtrain.convert(fused, memory=memory).norms]
     same(fused, copy.deepcopy(model), x)
     fusedtrain.revert(fused)
     assert type(fused.norm) is nn.BatchNorm2d
