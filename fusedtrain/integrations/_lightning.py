@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._graph.records import record_of
+from .._graph.forward import is_changed
 from ..amp import GradScaler
 from ..conversion import ConversionReport, convert, revert
 from ..optim import FusedOptimizer
@@ -128,7 +128,7 @@ class CallbackMixin:
 
     def _convert(self, pl_module: Any) -> None:
         model = pl_module.get_submodule(self.submodule)
-        if any(record_of(module) is not None for module in model.modules()):
+        if any(map(is_changed, model.modules())):
             return  # the user converted it: what to revert is not known here
         self.report = convert(model, self.example_inputs, exclude=self.exclude, memory=self.memory)
         self._converted = model

@@ -258,8 +258,8 @@ def test_resnet(wrap: Any, converted: str, change: Any, allowed: float) -> None:
     half = wrap(model)
     if converted == "after":
         fusedtrain.convert(half)
-    fused = [m for m in half.modules() if isinstance(m, fusedtrain.nn.BatchNormAct2d)]
-    assert len(fused) == (0 if converted == "never" else 9)
+    fused = [m for m in half.modules() if "forward" in vars(m)]
+    assert bool(fused) == (converted != "never")
     grads = gradients(half, x, y, 1024.0)
     for (name, p), g, expected in zip(stock.named_parameters(), grads, truth, strict=True):
         assert (g - expected).norm() <= allowed * expected.norm(), (name, p.shape)

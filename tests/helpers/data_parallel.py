@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedtrain
-from fusedtrain.nn import BatchNormAct2d, SyncBatchNormAct
+from fusedtrain.nn import SyncBatchNormAct
 from helpers import ROOT
 from helpers.optimizers import make
 
@@ -47,12 +47,10 @@ def network() -> nn.Sequential:
 
 def converted(synchronised: bool = True) -> nn.Module:
     model = network()
-    fusedtrain.convert(model)
-    kinds = [type(part) for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
-    assert all(issubclass(kind, BatchNormAct2d) for kind in kinds)
     if synchronised:
         fusedtrain.nn.convert_sync_batchnorm(model)
-    norm = SyncBatchNormAct if synchronised else BatchNormAct2d
+    assert len(fusedtrain.convert(model).norms) == 2
+    norm = SyncBatchNormAct if synchronised else nn.BatchNorm2d
     assert sum(type(part) is norm for part in model.modules()) == 2
     return model
 

@@ -46,6 +46,7 @@ class Watches:
 
     def training_step(self: Any, batch: list[Tensor], number: int) -> Tensor:
         self.at_step = kinds(self)
+        self.fused_at_step = any("forward" in vars(part) for part in self.modules())
         if self.fails:
             raise KeyError("planted")
         return super().training_step(batch, number)  # type: ignore[misc]
@@ -59,7 +60,7 @@ def test_converts_before_the_optimizer_and_reverts(options: dict[str, Any], prov
     one = callback(example_inputs=example, **options)
     trainer(callbacks=one).fit(model, data())
     assert model.at_optimizers == model.at_step
-    assert model.at_step[1] is fusedtrain.nn.BatchNormAct2d
+    assert model.fused_at_step
     assert kinds(model) == STOCK
     assert one.report.proof is not None if proves else one.report.proof is None
     stock = module("torch")
@@ -72,7 +73,7 @@ def test_an_exception_reverts() -> None:
     model.fails = True
     with pytest.raises(KeyError, match="planted"):
         trainer(callbacks=callback()).fit(model, data())
-    assert model.at_step[1] is not nn.BatchNorm2d
+    assert model.fused_at_step
     assert kinds(model) == STOCK
 
 
@@ -86,7 +87,7 @@ def test_layers_that_hooks_of_the_module_make(hook: str) -> None:
     del model.model
     one = callback(example_inputs=torch.randn(2, 2, 4, 4, dtype=torch.float64))
     trainer(callbacks=one).fit(model, data())
-    assert model.at_step[1] is fusedtrain.nn.BatchNormAct2d
+    assert model.fused_at_step
     assert kinds(model) == STOCK
 
 
