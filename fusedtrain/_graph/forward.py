@@ -37,7 +37,7 @@ def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fingerprint(cls: type) -> str:
-    """Of the code of a class's forward, to be compared after a pickle is read."""
+    """A text that tells the code of a class's forward from another, after a pickle is read."""
     code = getattr(getattr(cls, "forward", None), "__code__", None)
     if code is None:
         return ""
@@ -173,7 +173,7 @@ class Rewritten(Replacement):
             )
 
     def state_of_module(self) -> dict[str, Any]:
-        """What copy and pickle take of the module. A shallow copy gets the forward of the class:
+        """The state of the module for copy and pickle. A shallow copy gets the forward of the class:
         this one would run on its original."""
         module: Any = self._module()
         method = getattr(type(module), "__getstate__", None)  # every class has one from Python 3.11

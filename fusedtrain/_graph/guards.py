@@ -71,7 +71,7 @@ def reading(
 
 
 class Seen(NamedTuple):
-    """What a module had by a name. `kind`: "child", "children" (all of them, in their order),
+    """One attribute of a module, and its value. `kind`: "child", "children" (all of them, in their order),
     "tensor" (whether there is one), "value" (in its `__dict__`), "class", "absent"."""
 
     kind: str
@@ -83,7 +83,7 @@ Looked = list[tuple[nn.Module, list[Seen]]]
 
 
 def looked_at(reads: Reads) -> Looked:
-    """What the modules have by the names that they were asked for."""
+    """The present values of all attributes that were read."""
     looked = []
     for module, names in reads.values():
         seen = {one[:2]: one for name in names for one in _looked_up(module, name)}
@@ -175,7 +175,7 @@ def _contents(value: Any, depth: int = 3) -> Any:
 
 
 class _Look:
-    """What one module is asked at each call. Children are referred to weakly: a module that the
+    """The questions to one module at each call. Children are referred to weakly: a module that the
     user has taken out need not live on."""
 
     __slots__ = ("absent", "child", "children", "cls", "module", "of_class", "tensors", "values")
@@ -289,16 +289,16 @@ def _alive(ref: Callable[[], Any]) -> Any:
 
 
 class Guards:
-    """Of one rewritten forward.
+    """The conditions under which one rewritten forward may run.
 
     Args:
-        looked: what its trace has looked at.
+        looked: attributes that were read while it was traced.
         names: globals, as (name of the Python module, name, value); no value: the present one.
         passed: modules that it does not call, though the module's own forward does.
         still: the parts of modules across which calls were moved: neither may another module come
             into them, nor a hook, which would see another order.
-        stale: what had changed when this copy was made of other guards, to which classes and
-            globals are what they are at that time; None if nothing had.
+        stale: an attribute that had changed already when these guards were copied from others;
+            None if none had. A copy takes classes and globals as they are at that time.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a module is to those who rewrite models: its package, stochastic depth."""
+"""Kinds of modules that matter when models are rewritten: packages, stochastic depth."""
 
 from __future__ import annotations
 

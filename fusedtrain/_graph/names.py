@@ -53,7 +53,7 @@ def _add(
 
 
 def _method(module: nn.Module, name: str) -> Any:
-    """What a class has by this name: a property, say, or a static method."""
+    """The attribute of a class by this name: a property, say, or a static method."""
     return next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
 
 

@@ -44,7 +44,7 @@ class Conversion:
     ) -> None:
         self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
-        # What an earlier conversion did to forwards and norms: all is found anew.
+        # Forwards and classes of an earlier conversion: all is found anew.
         self.earlier = {m: now for m in model.modules() if (now := rewritten_of(m)) is not None}
         self.classes: dict[nn.Module, tuple[type, dict[str, Any]]] = {
             norm: assigned(norm) for norm in norms if record_of(norm) is not None
@@ -114,7 +114,7 @@ class Conversion:
         products = [p for p in self.products if chosen(p.trace.module)]
         branches = [b for b in self.branches if chosen(b.trace.module)]
         calls = [call for call in self.calls if chosen(call.trace.module)]
-        # What a unit takes over is swapped with it.
+        # The activations of a unit are swapped with it.
         parts = {id(step.module) for site in sites for step in site.steps}
         parts |= {id(product.module) for product in products}
         self.swapped = [
@@ -219,7 +219,7 @@ class Conversion:
                 vars(module)["save"] = save
 
     def uninstall(self) -> None:
-        """Gives the model back what it had before."""
+        """Restores the model as it was before."""
         for site in self.plan.sites:
             if site.norm in self.norms:
                 restore(site.norm)

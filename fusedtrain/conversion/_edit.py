@@ -103,7 +103,7 @@ class Edit:
             return node
 
         def replace(nodes: list[fx.Node], value: Any) -> None:
-            """Of calls in their order, the last of which gives the value."""
+            """Replaces calls in their order by the value of the last one."""
             nodes[-1].replace_all_uses_with(value)
             replaced[nodes[-1]] = value
             _erase(graph, nodes)

@@ -28,7 +28,7 @@ def _point(name: str, *parameters: float) -> Pointwise:
 
 
 class Then(NamedTuple):
-    """What a forward does with the value of a part that ends with a batch norm."""
+    """The calls of a forward behind a part that ends with a batch norm."""
 
     residual: Any = _ABSENT
     drop: nn.Module | None = None

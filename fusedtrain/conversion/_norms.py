@@ -188,7 +188,7 @@ class Finder:
         """What follows on every way through the forward."""
         if not trace.inexact:
             return walks[0]
-        # Of a forward with several ways: what is done on all of them alike.
+        # In a forward with several ways, only steps that all ways share.
         kept = [[s for s in walk.steps if s.kind != "add"] for walk in walks]
         for walk, steps in zip(walks, kept):
             if steps != walk.steps[: len(steps)]:

@@ -80,7 +80,7 @@ def _seen(p: Tensor, inner: Tensor) -> tuple[int, int]:
 
 
 class Versions:
-    """Which versions of 16-bit parameters the masters belong to.
+    """The versions of 16-bit parameters that their masters belong to.
 
     If others write to a parameter, its version is a new one. A correction says nothing of the
     parameter that it was made for, so that all corrections of this parameter become 0: the master

@@ -74,7 +74,7 @@ class Store:
         self.control = control
         self.last_step = Control.of(control)
         self.versions = Versions()
-        # By column the first state, for optimizers without saved step counts.
+        # The first state of each column, for optimizers without saved step counts.
         self.known: dict[int, Tensor] = {}
 
     def count_one_step(self, loaded: set[int]) -> None:

@@ -61,7 +61,7 @@ def use_activation(block: Block, x: Tensor) -> Tensor:
     return block.act(x)
 
 
-# What the forward around a block does besides, where torch.fx does not see it.
+# Further calls of the forward around a block, where torch.fx does not see them.
 WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nothing": lambda self, y: y,
     "calls it again": lambda self, y: self.block(y),

@@ -48,14 +48,14 @@ def image() -> Tensor:
 
 
 def by_mode(model: nn.Module) -> Any:
-    """By operator, as torch.utils.flop_counter and ptflops count."""
+    """Counts operators, as torch.utils.flop_counter and ptflops count."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(image())
     return counter.get_flop_counts()["Global"]
 
 
 def by_patches(model: nn.Module) -> Any:
-    """By functions in the places of those of torch.nn.functional, as DeepSpeed's profiler does."""
+    """Counts calls of torch.nn.functional's functions, as DeepSpeed's profiler does."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, stock: Any) -> Any:
@@ -73,7 +73,7 @@ def by_patches(model: nn.Module) -> Any:
 
 
 def by_trace(model: nn.Module) -> Any:
-    """By operators of a traced graph, as fvcore does."""
+    """Counts operators of a traced graph, as fvcore does."""
     with torch.no_grad():
         graph = torch.jit.trace(model, image(), check_trace=False).inlined_graph
     kinds = Counter(node.kind() for node in graph.nodes())

@@ -30,7 +30,7 @@ _MADE = (
     "nn.BatchNorm2d(4)", "zoo.Other()", "nn.Conv2d(4, 4, 1)", "zoo.OtherSiLU()", "zoo.OtherNorm(4)",
     "nn.Dropout(0.5)", "nn.Tanh()", "nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())",
 )  # fmt: skip
-# Of modules by their class: lines that change one.
+# Lines that change a module, by its class.
 _LINES: dict[str, tuple[str, ...]] = {
     "BatchNorm2d": (
         "m.momentum = 0.5", "m.eps = 0.1", "m.momentum = None", "m.track_running_stats = False",
@@ -82,7 +82,7 @@ _LINES: dict[str, tuple[str, ...]] = {
     "Reading": ("zoo.SETTINGS['gain'] = 0.5", "zoo.SIZES[0] = 0.5"),
     "Switching": ("m.rate = 0.25", "m.training = not m.training", "m.bn.eval()"),
 }  # fmt: skip
-# What both models have in common: owner, name, value.
+# Things that both models share: owner, name, value.
 _PATCHES = (
     ("zoo", "BOOSTED", "True"), ("zoo", "FACTOR", "0.25"), ("zoo", "boost", "lambda x: x * 3"),
     ("zoo.Asking", "wide", "True"), ("zoo.Asking", "names", "('one', 'two', 'three')"),

@@ -151,7 +151,7 @@ class Pair:
             errors.append(error)
             logs.append(list(LOGS[side.name]))
             grads = {name: p.grad for name, p in model.named_parameters()}
-            # Of a call that fails halfway nothing but the error is comparable, and the statistics.
+            # A call that fails halfway leaves only its error and the statistics to compare.
             results.append(
                 [dict(model.named_buffers()), *([] if error else [output, x.grad, grads])]
             )
