@@ -173,8 +173,8 @@ class Rewritten(Replacement):
             )
 
     def state_of_module(self) -> dict[str, Any]:
-        """The state of the module for copy and pickle. A shallow copy gets the forward of the class:
-        this one would run on its original."""
+        """The state of the module for copy and pickle. A shallow copy gets the forward of the
+        class: this one would run on its original."""
         module: Any = self._module()
         method = getattr(type(module), "__getstate__", None)  # every class has one from Python 3.11
         state: dict[str, Any] = vars(module) if method is None else method(module)

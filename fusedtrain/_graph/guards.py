@@ -71,7 +71,7 @@ def reading(
 
 
 class Seen(NamedTuple):
-    """One attribute of a module, and its value. `kind`: "child", "children" (all of them, in their order),
+    """One attribute of a module, and its value. `kind`: "child", "children" (all, in their order),
     "tensor" (whether there is one), "value" (in its `__dict__`), "class", "absent"."""
 
     kind: str
