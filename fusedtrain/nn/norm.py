@@ -61,6 +61,44 @@ class _NoQconfig:
         raise AttributeError(f"{name!r} object has no attribute 'qconfig'")
 
 
+def updates_of(norm: Any) -> tuple[float, bool]:
+    """The weight of this batch in the running statistics, and whether to update them.
+
+    A recomputation of a forward does not update them again.
+    """
+    tracks = norm.training and norm.track_running_stats
+    updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
+    factor = 0.0 if norm.momentum is None else norm.momentum
+    if updates and norm.num_batches_tracked is not None and norm.momentum is None:
+        factor = 1.0 / (float(norm.num_batches_tracked) + 1.0)
+    return factor, updates
+
+
+def normalise(
+    norm: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    activation: Pointwise,
+    overwrite_input: bool,
+) -> Tensor:
+    running_mean, running_var = norm.running_mean, norm.running_var
+    training = norm.training or (running_mean is None and running_var is None)
+    if training:
+        verify_batch_size(input.size())
+    factor, updates = updates_of(norm)
+    uses = updates if norm.training else not training
+    if not uses:
+        running_mean = running_var = None
+    arguments = Norm(
+        branch_scale, norm.weight, norm.bias, running_mean, running_var, training, factor, norm.eps
+    )
+    output = _batch_norm.run(input, residual, arguments, activation, overwrite_input)
+    if updates and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return output
+
+
 class BatchNormActBase(BatchNormBase):
     """The forward of all classes: norm, drop, add, activation."""
 
@@ -187,15 +225,7 @@ class BatchNormActBase(BatchNormBase):
             self.momentum or 0.0, self.eps, activation="identity",
         )  # fmt: skip
 
-    def _normalise(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        activation: Pointwise,
-        overwrite_input: bool,
-    ) -> Tensor:
-        return normalise(self, input, residual, branch_scale, activation, overwrite_input)
+    _normalise = normalise
 
 
 def norm_act(
@@ -294,44 +324,6 @@ def _usual(
     )  # fmt: skip
     if updates and batches is not None and output is not None:
         batches.add_(1)
-    return output
-
-
-def updates_of(norm: Any) -> tuple[float, bool]:
-    """The weight of this batch in the running statistics, and whether to update them.
-
-    A recomputation of a forward does not update them again.
-    """
-    tracks = norm.training and norm.track_running_stats
-    updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
-    factor = 0.0 if norm.momentum is None else norm.momentum
-    if updates and norm.num_batches_tracked is not None and norm.momentum is None:
-        factor = 1.0 / (float(norm.num_batches_tracked) + 1.0)
-    return factor, updates
-
-
-def normalise(
-    norm: Any,
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    activation: Pointwise,
-    overwrite_input: bool,
-) -> Tensor:
-    running_mean, running_var = norm.running_mean, norm.running_var
-    training = norm.training or (running_mean is None and running_var is None)
-    if training:
-        verify_batch_size(input.size())
-    factor, updates = updates_of(norm)
-    uses = updates if norm.training else not training
-    if not uses:
-        running_mean = running_var = None
-    arguments = Norm(
-        branch_scale, norm.weight, norm.bias, running_mean, running_var, training, factor, norm.eps
-    )
-    output = _batch_norm.run(input, residual, arguments, activation, overwrite_input)
-    if updates and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
     return output
 
 
