@@ -85,6 +85,8 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 has_kernel_for: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
+# The list of functions that torch.fx replaces while it traces.
+FxPatcher: Any = _symbolic_trace._Patcher
 is_fx_tracing: Callable[[], bool] = _symbolic_trace.is_fx_symbolic_tracing
 # Functions that only check; torch.fx writes the second for `x is None`.
 CHECKS = (torch._assert, _symbolic_trace._assert_is_none)
@@ -98,6 +100,13 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )  # fmt: skip
 # The code through which every call of a module goes.
 CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+
+
+def set_fx_patcher(patcher: Any) -> Any:
+    """Lets torch.fx make this in the place of an FxPatcher; gives what it made before."""
+    before = _symbolic_trace._Patcher
+    _symbolic_trace._Patcher = patcher  # type: ignore[misc]
+    return before
 
 
 def transformed() -> bool:

@@ -11,7 +11,6 @@ import copy
 import dis
 import functools
 import operator
-import threading
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -23,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from .forward import has_foreign_forward
-from .guards import Reads
+from .intercept import Reads, intercepting
 from .modules import is_container, is_scripted
 from .optional import asks_results, looks_at, optional_of, trials
 from .report import shown
@@ -38,12 +37,11 @@ from .tracer import (
     collector_paused,
     context_now,
     has_with,
-    noting_mode,
+    may_ask_mode,
     random_states,
     same_generators,
 )
 
-_one_at_a_time = threading.RLock()  # a trace changes nn.Module for its time
 _MOST_WAYS = 16
 _ASKED = "what its forward does depends on its input"
 _TRACING = ("torch.fx", "fusedtrain")
@@ -189,12 +187,13 @@ def _trace_once(
                 vars(part)["forward"] = functools.partial(bypass, tracer, part)
     states, stored = random_states(), _stored(clone)
     gradients = torch.is_grad_enabled() if gradients is None else gradients
-    with _one_at_a_time, same_generators(), torch.set_grad_enabled(gradients):
+    with same_generators(), torch.set_grad_enabled(gradients):
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            with noting_mode(tracer, clone), tracer.reading(originals):
+            with tracer.intercepting(originals) as seen:
                 graph = tracer.trace(clone, defaults or None)
+            tracer.asks_mode = seen.asks_mode or may_ask_mode(clone)
         tracer.mark_kept()
         drawn = random_states() != states
     if watch.computed or drawn:
@@ -216,11 +215,12 @@ def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str
     if not isinstance(forward, types.FunctionType):
         return "its forward is no function"
     try:
-        if forward is nn.Sequential.forward:
-            result = Trace(module)
-            result.add(*_trace_once(module, Choices(), modes[0], {}))
-            return result
-        return _trace_all(module, optional_of(forward), modes)
+        with intercepting():
+            if forward is nn.Sequential.forward:
+                result = Trace(module)
+                result.add(*_trace_once(module, Choices(), modes[0], {}))
+                return result
+            return _trace_all(module, optional_of(forward), modes)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -391,6 +391,7 @@ class Flow:
     names: dict[int, str] = field(default_factory=dict)
     places: dict[int, int] = field(default_factory=dict)  # how often a module is registered
 
+    @intercepting()
     def __post_init__(self) -> None:
         self._calls: dict[int, list[Value]] = {}
         self._owners: dict[int, list[nn.Module]] = {}

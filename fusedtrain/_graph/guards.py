@@ -1,73 +1,33 @@
 """Whether a rewritten forward still does the work of the module's own: all that the own one looked
 at while it was traced is as it was, and the modules that it calls no more may be passed over.
 
-`reading` notes the attributes that a forward reads, whether they are there or not: so `hasattr`, a
-default of `getattr`, flags, `isinstance` and which module stands at a name need no special case.
+`Interceptor` notes the attributes that a forward reads, whether they are there or not: so
+`hasattr`, a default of `getattr`, flags, `isinstance` and which module stands at a name need no
+special case.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import threading
 import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .._torch_private import CALL_CODES
 from .hooks import all_are_hooked, is_hooked, is_untouched
+from .intercept import Reads
 
-_TRACING = ("torch.fx", "fusedtrain._graph")
 _MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
 _COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
 _TABLES = ("_modules", "_parameters", "_buffers")
-# The code through which every call and read of a module goes: no question of the forward's.
-_MACHINERY = frozenset(
-    function.__code__
-    for function in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
-).union(CALL_CODES)
-Reads = dict[int, tuple[nn.Module, set[str]]]  # id of a module: the module, names it was asked for
-
-
-@contextmanager
-def reading(
-    reads: Reads, originals: dict[int, nn.Module], listens: Callable[[], bool]
-) -> Iterator[None]:
-    """Notes the attributes that Python code of this thread reads while `listens()`. `originals`: by
-    the ids of their clones, which stand in for them."""
-    patched: Any = nn.Module
-    thread, plain = threading.get_ident(), object.__getattribute__
-    before: Any = vars(nn.Module).get("__getattribute__")  # of a trace in this one
-
-    def read(module: nn.Module, name: str) -> Any:
-        frame = sys._getframe(1)
-        if (
-            listens()
-            and frame.f_code not in _MACHINERY
-            and threading.get_ident() == thread
-            and not str(frame.f_globals.get("__name__")).startswith(_TRACING)
-        ):
-            original = originals.get(id(module), module)
-            reads.setdefault(id(original), (original, set()))[1].add(name)
-        return plain(module, name)
-
-    patched.__getattribute__ = read
-    try:
-        yield
-    finally:
-        if before is None:
-            del patched.__getattribute__
-        else:
-            patched.__getattribute__ = before
 
 
 class Seen(NamedTuple):

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
-from .guards import Reads, reading
+from .intercept import Interceptor, Reads
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
 DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
@@ -96,9 +96,9 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
-    def reading(self, originals: dict[int, nn.Module]) -> AbstractContextManager[None]:
+    def intercepting(self, originals: dict[int, nn.Module]) -> Interceptor:
         """Context that notes what the forward reads, and not what the tracer does."""
-        return reading(self.reads, originals, lambda: self._runs and not self._own_work)
+        return Interceptor(self.reads, originals, lambda: self._runs and not self._own_work)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -278,35 +278,16 @@ def _has_with(code: types.CodeType) -> bool:
     return any(step.opname in names for step in dis.get_instructions(code))
 
 
-@contextmanager
-def noting_mode(tracer: Tracer, root: nn.Module) -> Iterator[None]:
-    """Notes whether a forward reads the training flag of a module: of any that has no attribute of
-    this name in its class, and not from `__dict__`."""
+def may_ask_mode(root: nn.Module) -> bool:
+    """Whether a forward may read a training flag unseen: in `__dict__`, or by code of a class."""
     code = getattr(type(root).forward, "__code__", None)
-    tracer.asks_mode = code is None or not {"__dict__", "vars"}.isdisjoint(code.co_names)
+    if code is None or not {"__dict__", "vars"}.isdisjoint(code.co_names):
+        return True
     kinds = {cls for kind in {type(m) for m in root.modules()} for cls in kind.__mro__}
-    tracer.asks_mode |= any("training" in vars(cls) for cls in kinds)
-
-    def read(module: nn.Module) -> bool:
-        tracer.asks_mode = True
-        try:
-            flag: bool = vars(module)["training"]
-        except KeyError:  # a scripted module has it elsewhere
-            raise AttributeError("training") from None
-        return flag
-
-    def write(module: nn.Module, flag: bool) -> None:
-        vars(module)["training"] = flag
-
-    if "training" in vars(nn.Module):  # another trace in this one, or in another thread
-        tracer.asks_mode = True
-        yield
-        return
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del nn.Module.training
+    return any(
+        not {"training", "__getattribute__"}.isdisjoint(vars(cls))
+        for cls in kinds - {nn.Module, object}
+    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import fx, nn
 from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.forward import Rewritten, install
+from .._graph.intercept import intercepting
 from .._graph.records import assign
 from .._graph.report import Left
 from ..nn.norm import OURS
@@ -100,6 +101,7 @@ class Plan:
             owners += site.owners
         return list(dict.fromkeys(owners))
 
+    @intercepting()
     def _arbitrate(self) -> None:
         """One norm for each sum: one that can, the one called nearest to it, the later one."""
         best: dict[fx.Node, tuple[tuple[int, ...], Site]] = {}
