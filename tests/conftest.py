@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from helpers.new_memory import fill_new_memory
 
 # The benchmarks, which no installation has; at the end, after a package that is installed.
 sys.path.append(str(ROOT))
+pytest_plugins = ["helpers.tiers"]
 
 # Triton has no compiler for the CPU; its interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
@@ -132,31 +132,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("default_device", ["cpu", "cuda"], indirect=True)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--interpreted", choices=("half", "all"), default="half",
-        help="how many cases of each test Triton's interpreter gets (default: half)",
-    )  # fmt: skip
-
-
-def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Half of the cases that Triton's interpreter would run, of each test with more than four: all
-    of them took a sixth of the suite's time. The hash mixes dtypes, shapes and options, and chooses
-    the same cases each time."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        function, _, case = item.nodeid.partition("[")
-        if "triton" in case.rstrip("]").split("-"):
-            cases.setdefault(function, []).append(item)
-    return {
-        item
-        for of_function in cases.values()
-        if len(of_function) > 4
-        for item in of_function[1:]
-        if zlib.crc32(item.nodeid.encode()) % 2
-    }
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: not to be run on a GPU's tensors")
     config.addinivalue_line("markers", "launches_nothing(reason): see tests/helpers/launches.py")
@@ -172,7 +147,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if item not in set(long)]
-    if os.environ.get("TRITON_INTERPRET") == "1" and config.option.interpreted == "half":
-        left_out = _left_out(items)
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]

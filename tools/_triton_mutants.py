@@ -149,7 +149,7 @@ PARTS = {
 CHOSEN = [
     "-k",
     "triton and not (test_code or test_launches or compilations or test_import or registered)",
-    "--interpreted=all",
+    "--cases=all",
 ]
 
 _COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}

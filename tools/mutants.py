@@ -372,7 +372,7 @@ def judge(folder: Path, tests: list[str]) -> str:
         # Another process for each instruction set would tell nothing new, nor would other kernels.
         arguments = ["-x", "-q", "-p", "no:cacheprovider"]
         arguments += ["-k", "not instruction_set and not triton and not emulated"]
-        arguments += ["--interpreted=all"]
+        arguments += ["--cases=all"]
         code = pytest.main([*arguments, *tests])
         sys.stdout.flush()
         os._exit(int(code))

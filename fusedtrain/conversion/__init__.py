@@ -2,6 +2,11 @@
 
 A module is converted by giving the very same object another class, or another forward. So its
 hooks, parameters, flags and names, and whoever else refers to it, need no copying.
+
+Here is which modules change class. `_conversion` finds and installs, `_trials` and `_proof` prove.
+`_norms`, `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas` (over
+`_algebra`) knows which are an activation, `_reordering` whether they may move, `_worth` what gains.
+`_rewrite`, `_edit` and `_source` write the new forwards, which call `_fused_calls`.
 """
 
 from __future__ import annotations

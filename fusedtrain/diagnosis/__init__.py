@@ -2,6 +2,11 @@
 
 `_watch`, `_modules`, `_operators` and `_graphs` look at a run; `_collect` and `_trials` make
 `Facts` of it; the rules (`_rules_*.py`) decide by these alone: tests give them facts of a GPU.
+
+A new rule is a function and a `Rule` in one of `_rules_*.py`, a row of `docs/doctor.md`, a script
+with the fault and one without in `tests/diagnosis/scripts`, and a row of `FAULTS` in
+`tests/diagnosis/test_rules_on_scripts.py` (or of `CASES` in `test_facts.py`, where no run on a CPU
+has the fault). A change for ``--fix`` is an action of `_edits.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Convolutions that do the work of the batch norms beside them."""
+"""Convolutions that do the work of the batch norms beside them.
+
+`_links` follows values through the graphs and finds pairs; `_sharing`, `_code` and `_writes` say
+who else sees a bias, a statistic or a call; `_rewrite` installs, `_verify` proves. `fold_conv_bn`
+makes inference convolutions (`_conv_act`), `tune_mode` is `_tune`, `drop_redundant_bias` `_bias`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tune`: which switches make a model train faster on this machine, measured on the model."""
+"""`tune`: which switches make a model train faster on this machine, measured on the model.
+
+`_switches` is the table of switches, `_recipe` their code, `_worker` runs that in a process of its
+own, `_tuner` has the processes, `_search` the order, `_race` the clock.
+"""
 
 from __future__ import annotations
 

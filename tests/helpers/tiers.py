@@ -1,0 +1,159 @@
+"""Cases of the tests that run: a few of each test, all, or a few and a third of the others.
+
+A test with parameters has a case for each combination of their values. `docs/testing.md` says what
+each tier proves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from datetime import datetime, timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import ROOT
+
+# Implementations of one op. Each value of another parameter meets each of them.
+_IMPLEMENTATIONS = {"cpu", "cuda", "emulated", "triton", "reference", "registered", "python", "cpp"}
+_PLAIN = (str, int, float, type(None), torch.dtype, type)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", choices=("few", "third", "all"), default="few",
+        help="few (default): each value of each parameter, and each with each backend. third: few, "
+        "all of what the last day's commits changed, and a third of the others, another one with "
+        "each commit. all: each combination",
+    )  # fmt: skip
+
+
+# Behind -k and -m: a few of the cases that they leave.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.option.cases
+    if tier == "all":
+        return
+    chosen = few(items)
+    if tier == "third":
+        thirds, changed = _commits() % 3, _changed_tests()
+        chosen |= {
+            item
+            for item in items
+            if zlib.crc32(item.nodeid.encode()) % 3 == thirds or item.path in changed
+        }
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+def few(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of each test that contain each value of each parameter, with each backend."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for cases in tests.values() for item in _cover(cases)}
+
+
+def _cover(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of one test that contain every combination of _combinations.
+
+    Those with most missing ones come first. The hash mixes the other parameters, and chooses the
+    same cases each time.
+    """
+    combinations = {case: _combinations(case) for case in cases}
+    missing = set().union(*combinations.values())
+    chosen: list[pytest.Item] = []
+    rest = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
+    for at_least in range(max(map(len, combinations.values())), 0, -1):
+        for case in rest:
+            if len(combinations[case] & missing) >= at_least:
+                chosen.append(case)
+                missing -= combinations[case]
+    return chosen or cases
+
+
+def _combinations(case: pytest.Item) -> set[Any]:
+    """Values of the parameters of a case, alone and beside the implementation that it is for."""
+    spec = getattr(case, "callspec", None)
+    if spec is None:
+        return set()
+    names = _IMPLEMENTATIONS.intersection(spec.id.split("-"))
+    values = {(name, _key(value, spec.indices[name])) for name, value in spec.params.items()}
+    return values | {(name, value) for name in names for value in values}
+
+
+def _key(value: Any, index: int) -> Any:
+    """A value's identity in each process: itself where it is plain, else its place in the list."""
+    if isinstance(value, tuple):
+        return tuple(_key(v, index) for v in value)
+    return value if isinstance(value, _PLAIN) else f"value {index}"
+
+
+def _git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+@cache
+def _commits() -> int:
+    """The number of commits, 0 outside of a repository."""
+    return int(_git("rev-list", "--count", "HEAD") or 0)
+
+
+@cache
+def _changed_tests() -> frozenset[Path]:
+    """The test files that changed in the day before the last commit, or whose sources did."""
+    last = _git("log", "-1", "--format=%cI")
+    if not last:
+        return frozenset()
+    since = datetime.fromisoformat(last) - timedelta(days=1)
+    changed = _git("log", f"--since={since.isoformat()}", "--name-only", "--format=").split("\n")
+    return tests_of([Path(name) for name in changed if name])
+
+
+def tests_of(changed: list[Path]) -> frozenset[Path]:
+    """The test files among some changed files, and those that belong to a changed source.
+
+    A family of ops has one name in all folders, so ``csrc/cpu/isa/pool.h`` has
+    ``test_pool_kernels.py``; else a test imports the module, or the changed helper of tests.
+
+    Args:
+        changed: paths from the repository's root.
+    """
+    stems = {
+        path.stem.lstrip("_")
+        for path in changed
+        if path.parts[0] in ("csrc", "fusedtrain") and path.suffix != ".md"
+    } - {"init"}
+    modules = {
+        ".".join(path.with_suffix("").parts).removeprefix("tests.").removesuffix(".__init__")
+        for path in changed
+        if path.suffix == ".py" and path.parts[:-1] and path.parts[0] in ("fusedtrain", "tests")
+    } - {"fusedtrain"}
+    tests = set()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = path.stem.removeprefix("test_")
+        if path.relative_to(ROOT) in changed or any(_is_of(name, stem) for stem in stems):
+            tests.add(path)
+        elif modules:
+            text = path.read_text()
+            if any(_imports(text, module) for module in modules):
+                tests.add(path)
+    return frozenset(tests)
+
+
+def _is_of(test: str, stem: str) -> bool:
+    return f"_{stem}_" in f"_{test}_"
+
+
+def _imports(text: str, module: str) -> bool:
+    package, _, name = module.rpartition(".")
+    lines = (line for line in text.splitlines() if "import" in line)
+    return any(
+        module in line or (line.startswith(f"from {package} import") and name in line)
+        for line in lines
+    )
