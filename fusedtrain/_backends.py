@@ -34,7 +34,8 @@ _OLDEST_OF_TRITON = (7, 0)  # torch.compile has the same limit
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend: ``loaded``, its ``architectures``, and the ``reason`` if it is not loaded."""
+    """One backend: ``loaded``, its ``architectures``, and the ``reason`` if it is not loaded, or
+    slower than it could be."""
 
     loaded: bool
     architectures: tuple[str, ...] = ()
@@ -43,7 +44,8 @@ class Backend:
     def __str__(self) -> str:
         if not self.loaded:
             return f"not loaded: {self.reason}"
-        return "loaded" + (f" ({', '.join(self.architectures)})" if self.architectures else "")
+        architectures = f" ({', '.join(self.architectures)})" if self.architectures else ""
+        return f"loaded{architectures}" + (f", {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,16 @@ def _load_cpu(record: dict[str, Any]) -> Backend:
     reason = _load_library(path, record.get("cpu_not_built", ""))
     if reason:
         return Backend(False, reason=reason)
-    capability = _cpu_capability(path)
+    capability, built = _cpu_capability(path), str(record.get("instruction_sets", ""))
     if asked is not None and capability != asked:
         raise RuntimeError(
-            f"FUSEDTRAIN_CPU_CAPABILITY={asked}: this processor (or ATEN_CPU_CAPABILITY) "
-            f"allows {capability} only"
+            f"FUSEDTRAIN_CPU_CAPABILITY={asked}: this processor (or ATEN_CPU_CAPABILITY, or the "
+            f"build, which has {built or 'all'}) allows {capability} only"
         )
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    if built and asked is None and best in _CAPABILITIES and best not in built.split("+"):
+        note = f"built without {best}, which this processor has: build it here once more"
+        return Backend(True, (capability,), note)
     return Backend(True, (capability,))
 
 

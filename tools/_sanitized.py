@@ -88,14 +88,8 @@ def environment(
 
 def machine_isas() -> list[str]:
     """The instruction sets that this processor has, the best one last."""
-    info = Path("/proc/cpuinfo")
-    has = set(info.read_text().split()) if info.exists() else set()
-    needs = {
-        "default": set(),
-        "avx2": {"avx2", "fma", "f16c"},
-        "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    }
-    return [isa for isa, flags in needs.items() if flags <= has]
+    isas: list[str] = setup_module().machine_isas()
+    return isas
 
 
 def copy_tree() -> None:
@@ -125,28 +119,13 @@ def copy_tree() -> None:
 
 
 def build_cpu(isas: list[str]) -> Path:
-    """_C.so with these instruction sets. The last one stands in for those that are left out, which
-    `import fusedtrain` refuses with its own message when one of them is forced."""
+    """_C.so with these instruction sets alone: `import fusedtrain` refuses others by its own
+    message."""
     setup = setup_module()
-    absent = [isa for isa in setup.ISA_FLAGS if isa not in isas]
-    units = [unit for unit in setup.cpu_units() if unit.isa not in absent]
     folder = BUILD / "-".join(isas)
-    if absent:
-        stub = folder / "absent.cpp"
-        text = "".join(
-            f"const Kernels& isa_{isa}::all() {{ return isa_{isas[-1]}::all(); }}\n"
-            for isa in absent
-        )
-        text = (
-            f'#include "{ROOT}/csrc/cpu/isa/kernels.h"\n'
-            f"namespace fusedtrain::cpu::tables {{\n{text}}}\n"
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        if not stub.exists() or stub.read_text() != text:
-            stub.write_text(text)
-        units.append(setup.Unit(stub))
+    folder.mkdir(parents=True, exist_ok=True)
     built = folder / "_C.so"
-    setup.build_cpu(built, BUILD, units, FLAGS)
+    setup.build_cpu(built, BUILD, isas, FLAGS)
     target = TREE / "fusedtrain" / "_C.so"
     if not target.exists() or target.stat().st_mtime_ns != built.stat().st_mtime_ns:
         target.unlink(missing_ok=True)

@@ -7,6 +7,10 @@
 
 #include "dispatch.h"
 
+#ifndef FT_LOWEST  // setup.py defines it, and FT_WITH_AVX2 and FT_WITH_AVX512 as they are built
+#define FT_LOWEST isa_default
+#endif
+
 namespace fusedtrain {
 namespace cpu {
 namespace {
@@ -30,10 +34,14 @@ const Kernels& choose() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#ifdef FT_WITH_AVX512
   if (limit >= 2 && has_avx512) return tables::isa_avx512::all();
+#endif
+#ifdef FT_WITH_AVX2
   if (limit >= 1 && has_avx2) return tables::isa_avx2::all();
 #endif
-  return tables::isa_default::all();
+#endif
+  return tables::FT_LOWEST::all();
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ def test_every_layer_of_a_small_model() -> None:
         assert sum(layer.bytes[mode] for layer in report.layers) == total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchvision ResNet, basic", "torchvision EfficientNetV2"])
 def test_totals_are_those_of_a_run(name: str) -> None:
     model, x = make(name), torch.randn(2, 3, 32, 32)

@@ -117,7 +117,9 @@ def test_wide_registers_stay_in_their_units() -> None:
         elif "%ymm" in line:
             seen.add("ymm")
             assert "avx512" in function or "avx2" in function, function
-    assert seen == {"zmm", "ymm"}
+    built = fusedtrain.backend_info().build["instruction_sets"].split("+")
+    registers = {"avx2": "ymm", "avx512": "zmm"}
+    assert seen >= {registers[isa] for isa in built if isa in registers}
 
 
 NUMBERS = """
@@ -241,7 +243,7 @@ torch.save({{n: public(r)(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
         ({"FUSEDTRAIN_BACKEND": "metal"}, "FUSEDTRAIN_BACKEND='metal': must be one of cuda"),
         (
             {"FUSEDTRAIN_CPU_CAPABILITY": "avx512", "ATEN_CPU_CAPABILITY": "default"},
-            "allows default only",
+            ") allows default only",
         ),
     ],
 )
