@@ -11,7 +11,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   csrc/cpu/isa/*.h csrc/cpu/isa/*.cpp csrc/cuda/*.cu csrc/cuda/*.cuh \
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
-.PHONY: help train test kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
+.PHONY: help train test test-all kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
   lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean \
   oldest-torch gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest
 
@@ -21,8 +21,11 @@ help:  ## this list
 train: kernels $(VENV)/.examples  ## train an EfficientNet-B0 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
 	$(PY) examples/train.py $(ARGS)
 
-test: build  ## the whole test-suite (ARGS="-k mish")
+test: build  ## a few cases of each test (ARGS="-k mish"; docs/testing.md)
 	$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+test-all: build  ## every case of each test
+	$(PY) -m pytest -n $(WORKERS) --cases all $(ARGS)
 
 mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at a time; the tests must notice
 

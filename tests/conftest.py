@@ -136,6 +136,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cpu_only: not to be run on a GPU's tensors")
     config.addinivalue_line("markers", "launches_nothing(reason): see tests/helpers/launches.py")
     config.addinivalue_line("markers", "long: run by `-m long` alone")
+    config.addinivalue_line("markers", "slow: among many, only in `--cases third` or `all`")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 

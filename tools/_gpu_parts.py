@@ -134,7 +134,9 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
         Part("sanitize", "compute-sanitizer on a test of each kernel file"),
         Part("compile", "benchmarks against torch.compile",
              _benchmarks(m, "compile", "--only-compile")),
-        Part("rest", "the rest of the suite, which needs no GPU", [Step("rest", many, "rest")]),
+        Part("rest", "the rest of the suite, which needs no GPU", [
+            Step(f"rest{every}", many, "rest", sample=not whole),
+        ]),
     ]  # fmt: skip
     by_name = {part.name: part for part in ordered}
     if importlib.util.find_spec("pytest_benchmark") is None:

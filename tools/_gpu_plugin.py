@@ -12,14 +12,16 @@ import os
 import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from _gpu_journal import Journal, write
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from helpers.tiers import few
 
 # On the compiler alone, or about the tools: CI has run them.
 NO_GPU = ("test_triton.py::test_code", "test_triton.py::test_launches", "test_gpu_tool")
@@ -40,45 +42,6 @@ def kind_of(name: str) -> str:
     return "rest"
 
 
-def sample(items: Sequence[Any]) -> list[Any]:
-    """Few cases of each test function, so that each value of each parameter is in one at least.
-
-    The next case is the one with the most values that are in none yet; among equals the one whose
-    values were taken least often, then the first. So names meet dtypes and layouts evenly.
-    """
-    functions: dict[str, list[Any]] = {}
-    for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen: set[int] = set()
-    for cases in functions.values():
-        values = {id(c): _values(c) for c in cases}
-        taken: Counter[tuple[str, str]] = Counter()
-        uncovered = {v for each in values.values() for v in each}
-        left = list(cases)
-        while uncovered or not taken:
-            best = min(
-                left,
-                key=lambda c: (
-                    -len(values[id(c)] & uncovered),
-                    sum(taken[v] for v in values[id(c)]),
-                ),
-            )
-            left.remove(best)
-            chosen.add(id(best))
-            uncovered -= values[id(best)]
-            taken.update(values[id(best)] or {("", "")})
-    return [item for item in items if id(item) in chosen]
-
-
-def _values(item: Any) -> set[tuple[str, str]]:
-    """Parameters by name and value: cases made of one table share the index, not the value."""
-    return (
-        {(n, repr(v)) for n, v in item.callspec.params.items()}
-        if hasattr(item, "callspec")
-        else set()
-    )
-
-
 class Step:
     """The plugin, in the process that collects and in the workers of pytest-xdist."""
 
@@ -97,7 +60,8 @@ class Step:
         chosen = [i for i in items if not kind or kind_of(i.nodeid) == kind]
         chosen.sort(key=lambda i: not i.path.name.startswith("test_gpu"))
         if self.plan["sample"]:
-            chosen = sample(chosen)
+            of_each = few(chosen)
+            chosen = [i for i in chosen if i in of_each]
         if self.worker in ("", "gw0"):
             write(Path(self.plan["wanted"]), json.dumps([i.nodeid for i in chosen]))
         done = set(json.loads(Path(self.plan["done"]).read_text()))
@@ -177,4 +141,5 @@ def wait_for_gpu() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     plan = json.loads(Path(os.environ["FUSEDTRAIN_GPU_STEP"]).read_text())
+    config.option.cases = "all"  # the step chooses
     config.pluginmanager.register(Step(plan, config))

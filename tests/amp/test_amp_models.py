@@ -127,6 +127,7 @@ def _on_a_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     on_two_ranks(_on_a_rank, str(tmp_path))
     reference = network().eval()

@@ -177,6 +177,7 @@ def pytest_runtest_setup(item):
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     path, also = tmp_path / "device.json", tmp_path / "also.json"

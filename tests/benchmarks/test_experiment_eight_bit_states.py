@@ -55,6 +55,7 @@ def test_a_quick_run() -> None:
     assert [type(verdict.holds) for verdict in verdicts] == [bool] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_keeps_codes_and_lowers_the_loss(rule: eight_bit_states.Rule) -> None:
     data = digit_images(8, 256)

@@ -222,6 +222,7 @@ raise SystemExit(command.main([]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     variables["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
@@ -248,6 +249,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert not result.finished
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("fp16_resnet" not in command.present(), reason="its file is not there")
 def test_an_experiment_as_a_program(tmp_path: Path) -> None:
     done = run_python(

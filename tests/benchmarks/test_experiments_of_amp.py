@@ -128,6 +128,7 @@ def test_a_gradient_that_is_lost() -> None:
 # --- what is trained ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [masters, fused_masters, autocast(torch.bfloat16, scaled=False),

@@ -94,6 +94,7 @@ def _accumulated(mb: float, frozen: float, norm: float) -> dict[str, dict[str, f
     return runs
 
 
+@pytest.mark.slow
 def test_accumulation() -> None:
     runs, verdicts = measured(accumulation.EXPERIMENT)
     assert len(runs) == 8
@@ -113,6 +114,7 @@ def _accuracies(line: float, sgd: float, lars: float, lamb: float) -> dict[str, 
     }
 
 
+@pytest.mark.slow
 def test_large_batch() -> None:
     runs, _ = measured(large_batch.EXPERIMENT)
     assert len(runs) == 4
@@ -185,6 +187,7 @@ def test_retained_graph() -> None:
 # --- data parallel ---
 
 
+@pytest.mark.slow
 def test_ddp_is_one_process_with_the_whole_batch() -> None:
     runs, verdicts = measured(data_parallel.EXPERIMENT)
     assert runs[data_parallel.SYNC].numbers["off"] < 1e6 * data_parallel.SAME
@@ -226,6 +229,7 @@ def _network(
     }
 
 
+@pytest.mark.slow
 def test_networks() -> None:
     experiment = networks.EXPERIMENT
     runs, _ = measured(experiment)
@@ -238,6 +242,7 @@ def test_networks() -> None:
     assert judged(experiment, _network((1.0, 0.9, 1.1), 700, 500)) == [None, True, True]
 
 
+@pytest.mark.slow
 def test_a_network_with_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A contestant that computes something else gets no numbers, and the claim does not hold."""
     honest = networks.contestant

@@ -81,6 +81,7 @@ def families(run: dict[str, Any]) -> dict[str, float]:
     return {row["family"]: row["ms"] for row in run["families"]}
 
 
+@pytest.mark.slow
 def test_before_and_after(tmp_path: Path) -> None:
     script = MODEL + NOTHING + LOOP
     (tmp_path / "train.py").write_text(script)
@@ -134,6 +135,7 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert page.images
 
 
+@pytest.mark.slow
 def test_a_script_that_raises(tmp_path: Path) -> None:
     """The traceback is the script's, and the steps until then are shown. Worker processes, which
     import the script, are not profiled."""
@@ -170,6 +172,7 @@ def test_a_script_without_a_step(
     assert "PARTIAL: the script took no optimizer step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_with_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +221,7 @@ def test_ctrl_c_before_the_script_has_begun(
     assert "PARTIAL: stopped after 0 optimizer steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_script_that_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +255,7 @@ while True:
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_scripts_that_do_not_want_to_end(
     loop: str,
@@ -321,6 +326,7 @@ def test_one_pair_of_runs_is_not_compared(
     assert "1.71" not in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MODEL + SLOW + LOOP)
     command = [sys.executable, "-m", "fusedtrain", "profile", "--warmup", "1", "--steps", "50"]

@@ -67,6 +67,7 @@ def test_doctor(safe_script: str) -> None:
     assert hostile_modules_that_ran() == []
 
 
+@pytest.mark.slow
 def test_tune(safe_script: str) -> None:
     report = tune(
         f"{safe_script}:build_model", (3, 8, 8), batch=4, budget=60, device="cpu",
@@ -76,6 +77,7 @@ def test_tune(safe_script: str) -> None:
     assert hostile_modules_that_ran() == []
 
 
+@pytest.mark.slow
 def test_tune_finds_a_module_of_the_working_directory(safe_script: str) -> None:
     """Where the user names a module, not a file."""
     lines = SCRIPT.splitlines(keepends=True)

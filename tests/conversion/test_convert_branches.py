@@ -179,6 +179,7 @@ def test_shapes(shortcut: Any, branch: Any, scale: Any, drops: bool) -> None:
 BRANCHES = {"convnext_atto": 12, "resmlp_12_224": 24, "edgenext_xx_small": 14}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", but_long(BRANCHES, "resmlp_12_224", "edgenext_xx_small"))
 def test_timms_models(name: str) -> None:
     options = {"img_size": 64} if "resmlp" in name else {}

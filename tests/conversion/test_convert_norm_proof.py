@@ -113,6 +113,7 @@ def test_wrong_together_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshot(model) == original
 
 
+@pytest.mark.slow
 def test_a_model_that_amplifies_rounding_is_proven_in_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

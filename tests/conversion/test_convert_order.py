@@ -202,6 +202,7 @@ def lines_of(move: str, statement: str) -> str:
     return "\n".join([before, *statement.format(tensor).split("; "), after])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
 def test_writes_in_between(move: str) -> None:
     """The first move meets every write, each other move a quarter of the writes in its turn."""

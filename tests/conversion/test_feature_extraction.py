@@ -100,6 +100,7 @@ ALL_MODES = ("mobilenet_v3_small", "ConvNeXt")
 LONG = (("torchvision", "regnet_y_400mf"), ("timm", "efficientnet_b0"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", but_long(CASES, *LONG), ids="-".join)
 def test_features_of_a_converted_model(case: tuple[str, str]) -> None:
     library, name = case
@@ -121,6 +122,7 @@ def test_features_of_a_converted_model(case: tuple[str, str]) -> None:
         assert_same({"": scripted[node]}, {"": expected[False][f"feature {node}"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "name"),
     [("torchvision", "resnet18"), ("timm", "mobilenetv3_small_050"), ("timm", "seresnet18")],

@@ -99,6 +99,7 @@ def test_script_runs_as_python_runs_it(folder: Path) -> None:
     assert rules <= {"small-tensors", "loader-too-slow"}  # a worker that starts is waited for
 
 
+@pytest.mark.slow
 def test_script_that_raises_shows_its_traceback_and_the_findings_so_far(folder: Path) -> None:
     (folder / "train.py").write_text(RAISES)
     run = doctor("train.py", cwd=folder)
@@ -122,6 +123,7 @@ def called(
     return status, *capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_script_without_a_step_is_told_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,6 +160,7 @@ threading.Thread(target=train).start()
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_in_a_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_script_that_trains_in_a_thread(
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_fix_prints_a_diff_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,11 +55,13 @@ def test_every_script_is_listed() -> None:
     assert set(TRUE) == set(SCRIPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRUE)
 def test_stock_script(name: str) -> None:
     assert findings(name, "", False, True) - _CLOCK == TRUE[name][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mnist", "dcgan", "timm_efficientnet"])
 def test_script_with_fusedtrain(name: str) -> None:
     """Nothing is left to convert, and no optimizer to fuse."""

@@ -121,6 +121,7 @@ def test_a_healthy_script_has_no_findings() -> None:
     assert not rules(examined("healthy", True)), str(examined("healthy", True))
 
 
+@pytest.mark.slow
 def test_rules_for_gpus_say_nothing_on_a_cpu() -> None:
     diagnosis = examined("large")
     for rule in RULES:

@@ -152,6 +152,7 @@ def test_torchvision_networks_and_channels_last(tmp_path: Path) -> None:
     assert len(report["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With batch norms over both, half the batch in each."""
     options = ["--opt-level", "O0", "--sync_bn", "--print-freq", "1", *IMAGENET]
@@ -312,6 +313,7 @@ def test_exit_status(
     assert [row["ms_per_step"] for row in results["rows"]] == pytest.approx([15.0] * 6)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--rows", "cifar", "--output", str(tmp_path), "--arch", "nonsense"]
     assert compare_apex.main([*QUICK, *options]) == 2

@@ -44,6 +44,7 @@ def _damaged_convert(damage: Damage, only: int | None) -> Callable[[nn.Module], 
     return damaged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "only", "amp"),
     [
@@ -71,6 +72,7 @@ def test_a_wrong_activation_fails_the_run(
     assert "does not follow the eager run" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_curve_that_leaves_the_eager_one_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_curve_that_leaves_the_eager_one_fails_the_run(
     assert not any("gradient" in name for name in failed(results))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from helpers.train_runs import QUICK, failed, run, train, train_data
 Image = pytest.importorskip("PIL.Image")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "flat"])
 def test_folder_of_pictures(tmp_path: Path, layout: str) -> None:
     generator = np.random.default_rng(0)

@@ -79,6 +79,7 @@ def test_the_last_lines_say_what_was_won(
     assert "Little changes" not in words
 
 
+@pytest.mark.slow
 def test_of_relus_the_words_say_why_little_changes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -87,6 +88,7 @@ def test_of_relus_the_words_say_why_little_changes(
     assert "Little changes while outputs are stored: of a ReLU" in words
 
 
+@pytest.mark.slow
 def test_a_table_fits_100_columns_and_the_profiler_is_silent(tmp_path: Path) -> None:
     done = run_python(
         "examples/train.py", *QUICK, "--steps", "1", "--output", tmp_path, cwd=ROOT, trains=True
@@ -110,6 +112,7 @@ def test_fine_tuning_with_frozen_batch_norms(
     assert tuned["saved_for_backward_mb"] < 0.9 * eager["saved_for_backward_mb"]
 
 
+@pytest.mark.slow
 def test_memory_against_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, results = run(tmp_path, "--memory", "store", "recompute", "--amp", "off")
     printed = capsys.readouterr().out
@@ -139,6 +142,7 @@ def test_norms_in_the_place_of_their_input(tmp_path: Path) -> None:
     assert checkpointed["saved_for_backward_mb"] < 0.6 * eager["saved_for_backward_mb"]
 
 
+@pytest.mark.slow
 def test_derivatives_in_few_bits(tmp_path: Path) -> None:
     status, results = run(
         tmp_path, "--memory", "q8", "--amp", "off", "--model", "convnext", "--optimizer", "adamw"
@@ -164,6 +168,7 @@ def test_frozen_batch_norms_stay_frozen() -> None:
         assert any(not torch.equal(a, b) for a, b in zip(mode.net.parameters(), net.parameters()))
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself_also_with_workers(tmp_path: Path) -> None:
     fp32 = ("--amp", "off")
     _, first = run(tmp_path / "first", *fp32)
@@ -183,6 +188,7 @@ def test_options_of_the_training_loop(tmp_path: Path) -> None:
     assert len(losses(results)[0]) == 4
 
 
+@pytest.mark.slow
 def test_fp16_scales_its_loss(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--amp", "fp16", "--steps", "2")
     assert status == 0, failed(results)
@@ -227,6 +233,7 @@ def test_probes_leave_the_model_as_it_was() -> None:
     assert all(p.grad is None for p in mode.net.parameters())
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(ROOT / "examples" / "train.py"), *QUICK]

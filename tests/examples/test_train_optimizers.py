@@ -13,6 +13,7 @@ import fusedtrain
 from helpers.train_runs import RECIPES, Settings, Stepper, failed, losses, run, train_modes
 
 
+@pytest.mark.slow
 def test_optimizer_clip_and_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--amp", "off", "--optimizer", "adamw", "--clip", "0.5", "--ema", "0.9")
     status, results = run(tmp_path, *options)
@@ -102,6 +103,7 @@ def test_torch_fused_kernels_are_used_where_they_are_right() -> None:
     assert not stock("adamw", strided, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ours", "name"),
     [

@@ -94,6 +94,7 @@ def test_weights_that_are_not_their_masters_are_seen() -> None:
     assert not train.check_rounding(float("nan"), torch.bfloat16).passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "damage"),
     [
@@ -118,6 +119,7 @@ def test_a_wrong_optimizer_fails_the_run(
     assert "3 equal steps, change of weights: worst relative error" in failed(results)
 
 
+@pytest.mark.slow
 def test_states_in_8_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--amp", "off", "--optimizer", "adamw", "--optimizer-state", "q8")
     status, results = run(tmp_path, *options, "--memory", "store", "recompute")
@@ -145,6 +147,7 @@ def test_states_in_bfloat16(tmp_path: Path) -> None:
     assert fused == pytest.approx(eager / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_split_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--masters", "split24", "--optimizer-state", "q8", "--steps", "2")
     status, results = run(tmp_path, *options)

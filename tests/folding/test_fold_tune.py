@@ -195,6 +195,7 @@ def by_inductor(model: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
+@pytest.mark.slow
 def test_linear_on_three_dimensions_beside_inductor() -> None:
     """B5 (b): Inductor's efficient_conv_bn_eval folds the wrong axis without a word."""
     model = waken(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)))
@@ -254,6 +255,7 @@ def test_mixed_dtypes() -> None:
             assert difference(a, b) < 0.04
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["torchvision:resnet18", "timm:efficientnet_b0", "torchvision:googlenet"]
 )

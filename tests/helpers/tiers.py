@@ -1,4 +1,4 @@
-"""Cases of the tests that run: a few of each test, all, or a few and a third of the others.
+"""Cases of the tests that run: a few of each test, all, or a few and a part of the others.
 
 A test with parameters has a case for each combination of their values. `docs/testing.md` says what
 each tier proves.
@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from helpers import ROOT
 
 # Implementations of one op. Each value of another parameter meets each of them.
 _IMPLEMENTATIONS = {"cpu", "cuda", "emulated", "triton", "reference", "registered", "python", "cpp"}
-_PLAIN = (str, int, float, type(None), torch.dtype, type)
+_PLAIN = (str, int, float, type(None), type)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +37,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier = config.option.cases
     if tier == "all":
         return
-    chosen = few(items)
+    named = {_within_file(argument) for argument in config.args if "::" in argument}
+    chosen = few([item for item in items if not item.get_closest_marker("slow")])
+    if config.args != config.getini("testpaths") or config.option.keyword:
+        chosen = few(items)  # a part of the suite that somebody asked for
+    chosen |= {item for item in items if _within_file(item.nodeid) in named}
     if tier == "third":
         thirds, changed = _commits() % 3, _changed_tests()
         chosen |= {
@@ -48,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def _within_file(nodeid: str) -> str:
+    """The name of a case, its file without folders."""
+    path, _, case = nodeid.partition("::")
+    return f"{path.rpartition('/')[2]}::{case}"
 
 
 def few(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -90,6 +99,8 @@ def _key(value: Any, index: int) -> Any:
     """A value's identity in each process: itself where it is plain, else its place in the list."""
     if isinstance(value, tuple):
         return tuple(_key(v, index) for v in value)
+    if type(value).__module__ == "torch":  # a dtype, a layout
+        return str(value)
     return value if isinstance(value, _PLAIN) else f"value {index}"
 
 

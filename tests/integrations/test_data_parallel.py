@@ -61,6 +61,7 @@ def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_equals_one_process_on_the_whole_batch(
     name: str, ranks: list[Record], truth: dict[bool, Record]

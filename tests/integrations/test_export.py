@@ -118,6 +118,7 @@ def test_the_compilers_of_torch_2_10_and_2_11(monkeypatch: pytest.MonkeyPatch) -
         assert any("fusedtrain.batch_norm_act" in target for target in targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dynamic", "compilations"),
     [(False, 4), (None, 2), (True, 2)],  # those of the stock model

@@ -84,6 +84,7 @@ def same_tensors(a: Tensors, b: Tensors) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one_process(kind: str, facts: Facts) -> None:
     for part, want in enumerate((facts.first[kind], facts.last[kind])):

@@ -212,6 +212,7 @@ class Shards:
         return torch.stack(losses).mean()
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     lightning()
     path = tmp_path / "ranks.py"

@@ -149,6 +149,7 @@ def resnet(*blocks: int) -> nn.Module:
     return randomized(ResNet(Bottleneck, blocks, num_classes=5, width_per_group=8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("change", [fusedtrain.convert, fusedtrain.fold_conv_bn])
 def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
@@ -173,6 +174,7 @@ def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exporter", but_long(["torchscript", "dynamo"], "dynamo"))
 def test_resnet50(exporter: str) -> None:
     """Of full width, converted and folded, at another batch than the exporter's."""

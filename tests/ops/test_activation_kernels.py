@@ -196,6 +196,7 @@ def test_parameter_gradients(ops: Kernels, name: str) -> None:
                     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_grid_that_goes_round(ops: Kernels, dtype: torch.dtype) -> None:
     """More elements than the blocks take in one turn, with a tail: forward and backward."""

@@ -239,6 +239,7 @@ def test_torchscript_needs_no_fusedtrain(name: str, tmp_path: object) -> None:
         inplace(inner * 1).sum().backward()
 
 
+@pytest.mark.slow
 def test_saved_script_runs_where_fusedtrain_is_missing(tmp_path) -> None:  # type: ignore[no-untyped-def]
     model = nn.Sequential(*[make() for make in MODULES.values()])
     x = torch.randn(2, 1, 3)

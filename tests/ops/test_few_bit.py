@@ -365,6 +365,7 @@ def accuracy(save: str | None, seed: int) -> float:
         return float((model(images[test]).argmax(1) == labels[test]).float().mean())
 
 
+@pytest.mark.slow
 def test_training_reaches_the_exact_accuracy() -> None:
     """On real images, over three seeds: the mean within the spread of the exact runs."""
     pytest.importorskip("sklearn")

@@ -115,6 +115,7 @@ MODULES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_one_call(name: str) -> None:
     """In both modes, whichever it was traced in, as torch's own modules are."""

@@ -63,6 +63,7 @@ def test_layouts(ops: Kernels, name: str, dtype: torch.dtype) -> None:
             run(ops, batch, dtype, memory_format)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(1, 3, 70, 100), (2, 3, 180, 200), (1, 1100, 2, 3), (1, 33, 40, 40)], ids=str
 )

@@ -177,6 +177,7 @@ def test_numbers_made_in_inference_mode_serve_outside() -> None:
     assert conv.weight.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 def test_compiled_to_plain_operators(

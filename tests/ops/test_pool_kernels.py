@@ -218,6 +218,7 @@ def test_opcheck(last: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_every_instruction_set(capability: str) -> None:
     """Those that this process does not use: a third of the cases."""
@@ -259,6 +260,7 @@ def test_channel_vectors(ops: Kernels, window: str, dtype: torch.dtype) -> None:
         check(ops, numbers(shape, dtype, True), WINDOWS[window], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", ["2 x 2", "of ResNet", "stride 1", "gaps"])
 def test_many_blocks(ops: Kernels, window: str) -> None:
     """More inputs and outputs than a block of threads has, in either layout."""

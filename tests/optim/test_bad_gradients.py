@@ -99,6 +99,7 @@ def without_gradients(case: Case) -> Case:
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", [0, 1])
 def test_the_only_bad_tensor(backend: Backend, trial: int) -> None:
     """Of more tensors than a warp has lanes: no bit of any changes, and the host is told of one."""
@@ -121,6 +122,7 @@ def test_the_only_bad_tensor(backend: Backend, trial: int) -> None:
     assert all(bits(after[name].cpu()) != before[name] for name in params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["sgd", "lars"])
 def test_the_only_tensor_with_a_gradient(backend: Backend, rule: str) -> None:
     """The norm, and what is clipped by it, as in plain torch; trust ratios are a tensor's own."""
@@ -172,6 +174,7 @@ def test_the_only_bad_element(
     assert case.control[[0, 4]].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 def test_the_only_bad_chunk(backend: Backend) -> None:
     """Of more chunks than a block of CUDA's has threads to add them up; a part where it is slow."""
     threads = WARP if backend.interpreted else THREADS
@@ -188,6 +191,7 @@ def test_the_only_bad_chunk(backend: Backend) -> None:
         grad[last] = 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(40, 9), (3, 2600), (5, 3, 4, 4)], ids=["small", "large", "channels_last"]
 )

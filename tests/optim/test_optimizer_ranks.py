@@ -130,6 +130,7 @@ def _fully_sharded() -> dict[str, Any]:
     return {"params": [x.full_tensor().detach() for x in model.parameters()], "norms": norms}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
     on_two_ranks(_on_a_rank, str(tmp_path))

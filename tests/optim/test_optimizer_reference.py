@@ -194,6 +194,7 @@ def _equal(a: Any, b: Any) -> bool:
 # --- nothing waits for the device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_no_synchronisation(rule: str) -> None:
     step: dict[str, Any] = {"measures": 7, "trial": 1, "max_norm": 1.0, "average_weight": 0.1}

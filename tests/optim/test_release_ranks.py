@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,6 +61,7 @@ def _on_a_rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_fully_sharded(tmp_path: Path) -> None:
     on_two_ranks(_on_a_rank, str(tmp_path))
     assert all((tmp_path / f"{rank}.pt").exists() for rank in range(2))

@@ -41,6 +41,7 @@ def export(model: nn.Module, x: torch.Tensor) -> Any:
     return torch.export.export(model, (x,)).module()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", [script, trace, export], ids=lambda way: way.__name__)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -182,6 +182,7 @@ def check_checkpoints(stock: Run, fused: Run, states: list[State], tolerance: fl
     assert from_fused[1] == pytest.approx(from_fused[0], rel=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_in_float32(name: str) -> None:
     main, expected = SCRIPTS[name]
@@ -202,6 +203,7 @@ def test_all_norms_are_fused_where_stochastic_depth_is_a_module() -> None:
     assert_close(trained(model, x), trained(stock, x), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "tolerance"), [(imagenet, 1e-11), (torchvision_reference, 1e-6)],
     ids=["imagenet", "torchvision_reference"],

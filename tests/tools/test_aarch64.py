@@ -12,6 +12,8 @@ import torch
 from fusedtrain.reference import ACTIVATIONS
 from helpers import ROOT
 
+pytestmark = pytest.mark.slow
+
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     import aarch64

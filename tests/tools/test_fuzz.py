@@ -18,7 +18,7 @@ from fusedtrain import functional, optim
 from fusedtrain._graph.guards import Guards
 from fuzz import __main__ as command, engine, known
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
 
 def slope_is_off(right: Any) -> Any:

@@ -21,9 +21,10 @@ import _gpu_journal
 import _gpu_process
 import _gpu_steps
 from _gpu_journal import Journal, Outcome
-from _gpu_plugin import kind_of, sample
+from _gpu_plugin import kind_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform == "win32", reason="process groups"),
     # Names of backends are names of parts here.
     pytest.mark.launches_nothing("kernels run in other processes, if at all"),
@@ -286,29 +287,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 )
 def test_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
-
-
-class Item:
-    def __init__(self, function: str, **params: object) -> None:
-        self.nodeid = f"{function}[{'-'.join(map(str, params.values()))}]"
-        if params:
-            self.callspec = self
-        self.params = params
-
-
-def test_a_sample_has_each_value_and_meets_them_evenly() -> None:
-    items = [Item("f", name=n, dtype=d, layout=y)
-             for n in range(12) for d in range(4) for y in range(3)]  # fmt: skip
-    items += [Item("g"), Item("h", case="one")]
-    chosen = sample(items)
-    assert chosen == [i for i in items if i in chosen]  # in their order
-    assert len(chosen) == 12 + 2
-    of_f = [i.params for i in chosen if i.nodeid.startswith("f")]
-    for name, values in (("name", 12), ("dtype", 4), ("layout", 3)):
-        counts = [sum(p[name] == v for p in of_f) for v in range(values)]
-        assert min(counts) == max(counts) == 12 // values
-    assert [i.nodeid for i in sample(items)] == [i.nodeid for i in chosen]
-    assert sample([]) == []
 
 
 def test_a_step_has_only_tests_of_its_kind(tmp_path: Path) -> None:

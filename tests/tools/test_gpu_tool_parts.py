@@ -28,7 +28,10 @@ from _gpu_steps import Context, Step
 from helpers.processes import run_python
 
 # Names of backends are names of parts here.
-pytestmark = pytest.mark.launches_nothing("kernels run in other processes, if at all")
+pytestmark = [
+    pytest.mark.launches_nothing("kernels run in other processes, if at all"),
+    pytest.mark.slow,
+]
 
 H200 = _gpu_machine.Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
 NAMES = ("cuda-1", "cuda-2", "triton-1", "triton-2", "cpu-1", "cpu-2")

@@ -158,6 +158,8 @@ import sys
 sys.path.insert(0, {str(ROOT / "tools")!r})
 from pathlib import Path
 from _collected import Collected
+
+pytestmark = pytest.mark.slow
 tests = Collected(Path({str(tmp_path)!r}), ["tests/test_f.py"])
 kernel = Path({str(kernel)!r})
 file = ["tests/test_f.py"]

@@ -15,6 +15,8 @@ import _sass
 import occupancy
 from _devices import GPUS, MULTIPROCESSORS
 
+pytestmark = pytest.mark.slow
+
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
 
 

@@ -18,6 +18,8 @@ import _planted
 import _sanitized
 import sanitize
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -17,6 +17,8 @@ from soak.recipes import RECIPES
 from soak.runs import Process, differences
 from soak.training import PARTS, Row, Training
 
+pytestmark = pytest.mark.slow
+
 STOCHASTIC = next(i for i, r in enumerate(RECIPES) if r.options.get("stochastic_rounding"))
 
 

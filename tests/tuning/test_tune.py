@@ -54,6 +54,7 @@ def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, mo
     assert 0 < float(loss) < 10
 
 
+@pytest.mark.slow
 def test_trials_that_are_wrong_or_raise_are_refused_and_the_others_go_on():
     stages = []
     report = package.tune(
@@ -79,6 +80,7 @@ def test_trials_that_are_wrong_or_raise_are_refused_and_the_others_go_on():
     assert report.recipe in str(report)
 
 
+@pytest.mark.slow
 def test_a_model_that_raises_shows_its_own_traceback(tmp_path):
     run = fusedtrain("tune", f"{HERE}:Raising", *WORDS, folder=tmp_path)
     assert run.returncode == 3
@@ -115,6 +117,7 @@ def test_the_budget_ends_a_model_that_never_returns():
     assert report.seconds < 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT for one process")
 def test_after_ctrl_c_the_trials_until_then_are_shown(tmp_path):
     command = [sys.executable, "-m", "fusedtrain", "tune", f"{HERE}:build_model", *WORDS]

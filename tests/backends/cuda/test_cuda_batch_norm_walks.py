@@ -76,6 +76,7 @@ PLANES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("shape", PLANES, ids=str)
 def test_planes(emulator: EmulatedOnce, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -80,6 +80,7 @@ def test_groups_that_just_fit(emulator: cuda_emulator.Emulator, groups: int) -> 
     assert checked(emulator, case) == (3 + launches, near(bytes_))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "count"),
     [("lamb", PREPARED[0]), ("adam", PREPARED[0] + 1), ("adam", SWEPT[0]), ("lamb", SWEPT[0] + 1)],
@@ -102,6 +103,7 @@ def test_tensors_without_elements_have_no_sweep(emulator: cuda_emulator.Emulator
     assert step(emulator, case)[0] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [SWEPT[1], SWEPT[1] + 1])
 def test_tensors_that_just_fit_into_the_large_table(
     emulator: cuda_emulator.Emulator,
@@ -131,6 +133,7 @@ def test_tensors_with_codes_that_just_fit(
     assert all(map(torch.allclose, case.params, other.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [ADDED, ADDED + 1, PREPARED[1], PREPARED[1] + 1])
 def test_sums_and_coefficients_of_many_tensors(
     emulator: cuda_emulator.Emulator,

@@ -326,6 +326,7 @@ def test_number_of_launches(emulator: cuda_emulator.Emulator) -> None:
     assert launches(emulator, replace(cnn, step={**AMP, "trial": 1})) == 7
 
 
+@pytest.mark.slow
 def test_more_tensors_than_a_launch_holds(emulator: cuda_emulator.Emulator) -> None:
     # Most are empty, which takes no time; not those around the last of a launch.
     last = (185, 371, 742, 1015, 1113, 1484, 1528, 1600)

@@ -208,6 +208,7 @@ def test_every_entry_is_measured() -> None:
     assert list(CALLS) == list(TRAFFIC)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"), [(name, layout) for name, calls in CALLS.items() for layout in calls]
 )

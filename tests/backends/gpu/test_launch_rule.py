@@ -72,6 +72,7 @@ def run(*arguments: str, pretend: bool) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 @pytest.mark.parametrize("pretend", [False, True], ids=["real", "pretended"])
 def test_planted_cases(pretend: bool) -> None:
@@ -213,6 +214,7 @@ def test_the_rehearsal_knows_every_kernel_test() -> None:
                      "test_optimizer_gpu_kernels"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_the_cuda_cases_on_a_pretended_gpu() -> None:
     """Nothing is left on the CPU, and what the tests do with tensors a GPU lets them do."""

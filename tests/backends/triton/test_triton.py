@@ -40,6 +40,7 @@ ALL = "float32 float64 float16 bfloat16"
 long = pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtypes"),
     [
@@ -53,6 +54,7 @@ def test_code(target: str, dtypes: str, tmp_path: Path) -> None:
     run(__file__, target, *dtypes.split(), TRITON_CACHE_DIR=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_launches(tmp_path: Path) -> None:
     run(__file__, "launches", TRITON_CACHE_DIR=str(tmp_path))
 
@@ -84,6 +86,7 @@ def test_missing_triton_is_named() -> None:
     run("-c", code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["prelu", "star_relu"])
 def test_every_cut(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_batch_norm_calls, "_cut", _batch_norm_calls._cut.__wrapped__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [*VIEWS.values(), (1000, 3, 1), (3, 2, 1), (2, 2, 300)], ids=str)
 def test_every_cut(ops: Kernels, view: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns and planes, several steps a program; the same bits in every order of programs."""
@@ -140,6 +141,7 @@ def test_errors(ops: Kernels) -> None:
         assert torch.equal(good[i], case.forward()[i])
 
 
+@pytest.mark.slow
 def test_registered(tmp_path: Path) -> None:
     """The public function, its gradients, on kernels that the dispatcher found."""
     code = """
@@ -174,11 +176,13 @@ assert running[0].any()
 LONG = [pytest.param(t, marks=pytest.mark.long) if t != "sm_90" else t for t in TARGETS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", LONG)
 def test_code(target: str, tmp_path: Path) -> None:
     run(__file__, target, TRITON_CACHE_DIR=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_launches(tmp_path: Path) -> None:
     run(__file__, "launches", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -35,6 +35,7 @@ def test_registered() -> None:
     run("-c", code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "rules"),
     [("sm_90", "lamb"), *(pytest.param(t, "all", marks=pytest.mark.long) for t in TARGETS)],
@@ -44,6 +45,7 @@ def test_code(target: str, rules: str, tmp_path: Path) -> None:
     run(__file__, target, rules, TRITON_CACHE_DIR=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_compilations(tmp_path: Path) -> None:
     run(__file__, "launches", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -132,6 +132,7 @@ def test_units_of_layouts(
 
 
 # By norms and a trial, by a norm, by bias corrections; the others prepare less.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [
@@ -156,6 +157,7 @@ def test_more_tensors_than_a_program_prepares(kernels: Any, rule: str) -> None:
     assert torch.equal(case.scalars[0], expected.scalars[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="a GPU has an order of its own")
 @pytest.mark.parametrize("units", [False, True])
 def test_order_of_programs(

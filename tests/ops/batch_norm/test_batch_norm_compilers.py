@@ -141,6 +141,7 @@ def test_compile_fullgraph(backend: str) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_layouts_are_those_that_were_promised(backend: str) -> None:
     """With a scale for each sample. The samples of the inputs are not one after the other."""
