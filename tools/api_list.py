@@ -43,7 +43,7 @@ _HEAD = """\
 
 These names are public: they change by the [deprecation policy](../CONTRIBUTING.md#deprecation).
 Everything else may change in any version, also where its name has no underscore. In the
-[documentation site](../CONTRIBUTING.md#the-documentation-site) each name leads to its docstring.
+[documentation site](testing.md#the-documentation-site) each name leads to its docstring.
 [cli.md](cli.md) has the commands, [backends.md](backends.md#at-run-time) the environment variables.
 
 Written by `python tools/api_list.py`.

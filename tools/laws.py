@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from _imports import circles_in, imports_of
+from _openings import cpp_openings, python_openings
 from _private import private_across, private_of_torch
 from _torch_names import OLDEST as OLDEST, newer_names
 
@@ -76,6 +77,13 @@ def forbid_newer_names(root: Path) -> None:
         FOUND.append(
             f"{path.relative_to(root)}:{line}: torch 2.10 may lack {name}: _torch_names.py"
         )
+
+
+def forbid_openings(files: Iterable[Path]) -> None:
+    for path in files:
+        openings = python_openings if path.suffix == ".py" else cpp_openings
+        for line, text in openings(path.read_text()):
+            FOUND.append(f"{path}:{line}: begins without its subject: {text[:60]}")
 
 
 def forbid_long_files(root: Path) -> None:
@@ -261,6 +269,7 @@ def main() -> int:
     forbid_vague_names(ROOT)
     listing = [p for folder in ("fusedtrain", "tools", "tests", "benchmarks", "examples")
                for p in sorted((ROOT / folder).rglob("*.py"))]  # fmt: skip
+    forbid_openings([*listing, ROOT / "setup.py", *sources()])
     forbid_lists_of_families(listing, families_of(PACKAGE / "reference/__init__.py"))
 
     # One name everywhere.

@@ -21,7 +21,7 @@ def laws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(laws, "FOUND", [])
     yield laws
-    for name in ("laws", "_imports", "_private", "_torch_names"):
+    for name in ("laws", "_imports", "_openings", "_private", "_torch_names"):
         del sys.modules[name]
 
 
@@ -319,3 +319,29 @@ def test_names_of_activations(laws: Any, source: str) -> None:
     laws.FOUND.clear()
     laws.forbid_other_names({"a"}, ["def a(): ..."], twins.replace("def a_back", "def _a_back"))
     assert laws.FOUND == ["one name everywhere: a_backward is not in triton/formulas.py"]
+
+
+PYTHON_OPENINGS = '''"""What a module is for."""
+# Which calls are usual.
+# Of these the second line goes on.
+x = 1  # those that are left
+y = 2  # Those that are left
+def f():
+    """Of both."""
+    # The subject.
+    # What goes on may begin as it likes.
+'''
+CPP_OPENINGS = """// What a file is for.
+// Which goes on.
+int x;  // Of both
+int y;  // the rest
+const char* z = "http://Who";
+"""
+
+
+def test_comments_begin_with_their_subject(laws: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(PYTHON_OPENINGS)
+    (tmp_path / "a.h").write_text(CPP_OPENINGS)
+    laws.forbid_openings([tmp_path / "a.py", tmp_path / "a.h"])
+    lines = [line.removeprefix(f"{tmp_path}/").split(": ")[0] for line in laws.FOUND]
+    assert sorted(lines) == ["a.h:1", "a.h:3", "a.py:1", "a.py:2", "a.py:5", "a.py:7"]
