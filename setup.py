@@ -181,7 +181,7 @@ class Ninja:
             "  description = $name",
             "  depfile = $out.d",
             "  deps = gcc",
-            # What ptxas says of registers is kept beside the object (tests/test_cuda_build.py).
+            # The report of ptxas on registers is kept beside the object (tests/test_cuda_build.py).
             "rule nvcc",
             "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out 2> $out.ptxas "
             "|| (cat $out.ptxas; exit 1)",

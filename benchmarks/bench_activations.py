@@ -80,7 +80,7 @@ def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tenso
 def _entrants(
     op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool
 ) -> dict[str, Function]:
-    """Those that passed the gate, for both passes."""
+    """Contestants that passed the gate, for both passes."""
     x, gradient = _tensors(numel, dtype, device)
     contestants: dict[str, Function] = {"fusedtrain": ours(op), "eager": ACTIVATIONS[op].eager}
     if with_compile:

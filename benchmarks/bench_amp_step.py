@@ -74,7 +74,7 @@ def select(options: Options) -> list[Case]:
 
 @cache
 def _entrants(op: str, kind: str, job: str, device: str) -> list[str]:
-    """Those that are to be timed: they passed the gate, and ours must."""
+    """Contestants to be timed: they passed the gate, and ours must."""
 
     def gate(who: str, name: str) -> None:
         steps.check(who, op, job, KINDS[kind], device)

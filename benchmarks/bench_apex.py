@@ -72,7 +72,7 @@ def select(options: Options) -> list[Case]:
 
 @cache
 def _entrants(level: str, rule: str, job: str, device: str) -> list[str]:
-    """Those that are to be timed: they passed the gate, and both of ours must."""
+    """Contestants to be timed: they passed the gate, and both of ours must."""
 
     def gate(who: str, name: str) -> None:
         data, rules = apex.gate_data(device), RULES[rule]
@@ -161,7 +161,7 @@ LABELS = {"fusedtrain": "Apex's calls", OWN: "own step", INSIDE: "own, max_grad_
 
 
 def _each(values: Mapping[str, Any], form: str, unit: float = 1) -> str:
-    """Of all, in their order."""
+    """The values of all contestants, in the order of ``LISTED``."""
     return " / ".join(format(values[w] / unit, form) for w in LISTED if w in values)
 
 

@@ -137,7 +137,7 @@ def _exact(
 
 
 def _entrants(case: Case, device: str) -> dict[str, Contestant]:
-    """Those that passed the gate."""
+    """Contestants that passed the gate."""
     op = OPS[case.op]
     key = (case.shape, case.dtype, case.layout, device)
     batch = case.shape[0] if case.compiled else GATE_BATCH

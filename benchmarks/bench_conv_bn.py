@@ -56,12 +56,12 @@ class Case:
 
     @property
     def op(self) -> str:
-        """What --op selects."""
+        """The name that --op selects by."""
         return self.setup.job
 
     @property
     def model(self) -> str:
-        """What --model selects."""
+        """The name that --model selects by."""
         return self.setup.model
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def _stock(setup: Setup, device: str) -> nn.Module:
 
 
 def _entrants(case: Case, device: str) -> tuple[dict[str, Contestant], dict[str, float]]:
-    """Those that are to be timed, and the errors of ours: it must pass the gate."""
+    """Contestants to be timed, and the errors of ours, which must pass the gate."""
     setup, stock = case.setup, _stock(case.setup, device)
     gate = networks.Gate(stock, setup, device, whole=case.compiled)
     names = ("eager", "fusedtrain", *["compile"] * case.compiled)

@@ -135,7 +135,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def entrants(case: Case, device: str) -> dict[str, Call]:
-    """Who is timed, and what."""
+    """Contestants, each with its call to be timed."""
     kind: Callable[[Case, str], dict[str, Call]] = _calls
     if case.pass_name == STEP:
         kind = _steps
@@ -170,7 +170,7 @@ def _rival(row: Row) -> str:
 
 
 def _share(row: Row) -> float:
-    """Of the rival's time."""
+    """Time as a share of the rival's."""
     return 1 / row.ratio[_rival(row)] if row.ratio else 0.0
 
 

@@ -69,7 +69,7 @@ def _bytes(batch: int, read: str, device: str) -> Tensor:
 
 
 def contestants(case: Case, device: str) -> dict[str, Function]:
-    """Who makes the numbers of the case."""
+    """Contestants of the case."""
     dtype, memory_format = case.dtype, LAYOUTS[case.written]
     mean, std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (MEAN, STD))
 

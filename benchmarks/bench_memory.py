@@ -56,12 +56,12 @@ class Case:
 
     @property
     def op(self) -> str:
-        """What --op selects."""
+        """The name that --op selects by."""
         return "memory"
 
     @property
     def model(self) -> str:
-        """What --model selects."""
+        """The name that --model selects by."""
         return self.setup.model
 
     def __str__(self) -> str:

@@ -53,8 +53,8 @@ class Layer:
         return f"{OP} {self.kernel}x{self.kernel}/{self.stride}"
 
     def tensors(self, pass_name: str, dtype: torch.dtype) -> float:
-        """Of the input's size, read and written at least: input, output and the codes of 2 or 4
-        bits, and the same of gradients."""
+        """Memory read and written at least, in sizes of the input: input, output and the codes of 2
+        or 4 bits, and the same of gradients."""
         side = (self.side + 2 * self.padding - self.kernel) // self.stride + 1
         codes = (2 if self.kernel == 2 else 4) / 8 / dtype.itemsize
         each = 1 + (1 + codes) * side**2 / self.side**2

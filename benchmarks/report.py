@@ -97,7 +97,7 @@ def read(results: Sequence[Path]) -> dict[str, list[Row]]:
 
 
 def docs() -> dict[Path, str]:
-    """What --docs writes: each file and its text."""
+    """Files that --docs writes, each with its text."""
     files = [path for path in sorted(STORED.glob("*.json")) if not path.stem.endswith(NOT_STORED)]
     pngs = [path.with_suffix(".png") for path in files]
     parts = {

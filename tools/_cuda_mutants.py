@@ -79,8 +79,8 @@ EQUIVALENT: dict[Key, str] = {
     for after in lines
 }
 
-# What is looked for, what stands there in the mutant, what is inserted behind it in the build of
-# all mutants, and the name of the sort. What is compared is an integer, mostly; of two floats the
+# The columns: pattern, its replacement in the mutant, insertion behind the match in the build of
+# all mutants, name of the sort. Operands of comparisons are integers, mostly; of two floats the
 # second becomes one more, or one less.
 _SORTS = (
     (r"__syncthreads\(\);", "", "if (!ft_is(#)) ", "barrier deleted"),

@@ -1,4 +1,4 @@
-"""What is published of the GPUs that predictions are made for. Nothing here was measured by us."""
+"""Published data of the GPUs that predictions are made for. Nothing here was measured by us."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What threads share (CUDA C++ Programming Guide, table of compute capabilities)."""
+    """Resources that threads share (CUDA C++ Programming Guide, table of compute capabilities)."""
 
     warps: int
     blocks: int

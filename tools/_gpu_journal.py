@@ -1,4 +1,4 @@
-"""What `make gpu` has found so far, one JSON line an event: whoever is killed loses nothing.
+"""Findings of `make gpu` so far, one JSON line an event: whoever is killed loses nothing.
 
 The journal lies in build/gpu, where the next call finds it, and beside the results. Its events:
 ``tree`` (the sources and the machine it is about), ``start`` and ``test`` (of a test), ``done`` (of
@@ -102,7 +102,7 @@ class Journal:
             return "goes on where the last call stopped"
         if of and keep:
             bad = {s for s in self._steps() if any(o.bad for o in self.results(s).values())}
-            # What compute-sanitizer found is of no test: all of its step run again.
+            # A finding of compute-sanitizer belongs to no test: all of its step run again.
             anew = {s for s in bad for name, o in self.results(s).items()
                     if o.bad and name.startswith(f"{s}: exit")}  # fmt: skip
             kept = [

@@ -90,7 +90,7 @@ def kernels(gpu: str) -> str:
 
 
 def missing() -> list[str]:
-    """What the python that is there lacks."""
+    """Packages that this python lacks, a line each."""
     return [f"{name} is not installed for {sys.executable}" for name in NEEDED
             if importlib.util.find_spec(name) is None]  # fmt: skip
 
@@ -128,7 +128,7 @@ def _files(*folders: str) -> list[Path]:
 
 
 def tree_key(m: Machine) -> str:
-    """What test results are about: they do not hold for other sources, another GPU or torch."""
+    """A key of test results: they do not hold for other sources, another GPU or torch."""
     files = [*_files("csrc", "fusedtrain", "tests", "benchmarks"), ROOT / "setup.py"]
     return _hash(files, m.gpu, m.torch)
 

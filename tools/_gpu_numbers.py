@@ -1,4 +1,4 @@
-"""What was measured on the GPU beside what tools/occupancy.py predicts of it."""
+"""Measurements on the GPU beside the predictions of tools/occupancy.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Predictions = Mapping[Key, float]
 
 
 def predictions(gpu: str, arch: str) -> Predictions:
-    """What ``tools/occupancy.py`` expects of this GPU; nothing where there is no such file.
+    """Predictions of ``tools/occupancy.py`` for this GPU; none where there is no such file.
 
     Its ``predictions(gpu, arch)`` takes the name as torch has it and an architecture such as "90".
     """

@@ -55,7 +55,7 @@ class Step:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Those of the kind, the GPU's own files first; what has ended is left out."""
+        """Selects tests of the kind, the GPU's own files first; ended tests are left out."""
         kind = self.plan["kind"]
         chosen = [i for i in items if not kind or kind_of(i.nodeid) == kind]
         chosen.sort(key=lambda i: not i.path.name.startswith("test_gpu"))

@@ -49,7 +49,7 @@ class Step:
 
 @dataclass
 class Context:
-    """What all steps share: where state is kept, what to print by, the time."""
+    """Shared parts of all steps: the place of the state, functions to print by, the time."""
 
     journal: Journal
     state: Path
@@ -115,7 +115,7 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
         elif not ended.by:
             deaths.update(flying)
             for name in flying:
-                # Of several tests at a time any one may have been it; twice there is the culprit.
+                # Any of several tests in flight may be the culprit; one in flight twice is.
                 if len(flying) == 1 or deaths[name] == 2:
                     _judge(c, step, name, "crashed", f"its process ended: {ended.words}")
         missing = not_run(c, step)

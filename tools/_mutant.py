@@ -27,8 +27,8 @@ class Mutant:
 
     @property
     def key(self) -> Key:
-        """What tables of equivalents name: file, function, the line as it becomes but for a comment
-        of Python's. No numbers of lines, which other changes move."""
+        """The key in tables of equivalents: file, function, the line as it becomes but for a
+        comment of Python's. No numbers of lines, which other changes move."""
         return self.file, self.function, self.after.split(" # ")[0]
 
     @property
@@ -51,7 +51,7 @@ def _offset(text: str, line: int, column: int) -> int:
 def mutant(
     file: str, text: str, start: int, old: str, new: str, what: str, function: str
 ) -> Mutant:
-    """Of `text`, the source of `file`, with `new` in the place of `old` at offset `start`."""
+    """A mutant of `text`, the source of `file`: `new` in the place of `old` at offset `start`."""
     assert text.startswith(old, start)
     first = text.rfind("\n", 0, start) + 1
     last = text.find("\n", start + len(old))

@@ -19,7 +19,7 @@ PLUGINS = {"PYTHONPATH": str(Path(__file__).resolve().parent)}
 # Both sanitizers' headlines.
 REPORT = re.compile(r"ERROR: (?:Address|Leak)Sanitizer: .*|\S+:\d+:\d+: runtime error: .*")
 
-# What a planted fault's report must contain.
+# Words that the report of a planted fault must contain.
 FAULTS = {
     "nothing": "",
     "read_past_the_end": "heap-buffer-overflow",
@@ -34,7 +34,7 @@ FAULTS = {
     "float_that_no_integer_holds": "outside the range of representable values",
     "pointer_overflow": "overflowed to",
 }  # fmt: skip
-# Of tests/cuda_emulator/faults.cu: what the sanitizers say of the emulated kernels.
+# Words in the reports of the emulated kernels of tests/cuda_emulator/faults.cu.
 EMULATED_FAULTS = {
     "block_sums": "",
     "read_past_the_end": "heap-buffer-overflow",
@@ -62,7 +62,7 @@ assert said == b"", said
 
 @dataclass
 class Result:
-    """What one part came to."""
+    """The outcome of one part."""
 
     part: str
     ran: str  # in words: "412 passed, 3 skipped"
@@ -82,7 +82,7 @@ def emulator_environment() -> dict[str, str]:
 
 
 def judge_fault(library: Path, name: str, expected: str) -> list[str]:
-    """What is wrong with the report of one planted fault, in a process of its own."""
+    """Errors in the report of one planted fault, in a process of its own."""
     code = (
         "import ctypes; c = ctypes.CDLL(None); p = ctypes.c_void_p(); "
         "c.posix_memalign(ctypes.byref(p), 16, 64); c.memset(p, 0, 64); "

@@ -1,4 +1,4 @@
-"""What `make sanitize` builds: _C.so and the emulator with sanitizers, in a copy of the checkout.
+"""The builds of `make sanitize`: _C.so and the emulator with sanitizers, in a copy of the checkout.
 
 In build/sanitize: `cpu`, the objects; `tree`, the copy, in whose root `import fusedtrain` finds the
 sanitized file; `faults`, the planted ones. Nothing is built twice where no source has changed.
@@ -79,7 +79,7 @@ def runtime() -> list[str]:
 def environment(
     isa: str = "", after_return: bool = True, more: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Of a process that loads sanitized code: the runtime, its options, the instruction set."""
+    """Environment of a process that loads sanitized code: runtime, its options, instruction set."""
     options = {k: v.format(after_return=int(after_return)) for k, v in OPTIONS.items()}
     forced = {"FUSEDTRAIN_CPU_CAPABILITY": isa} if isa else {}
     preload = {"LD_PRELOAD": " ".join(runtime()), "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""What nvcc made of a kernel: registers, shared memory, threads, and the loads of its machine code.
+"""Kernels as nvcc compiled them: registers, shared memory, threads, and loads of the machine code.
 
 The kernels are read from a built file with cuobjdump, which comes with the CUDA toolkit and with
 Triton's wheel. Nothing is run: no GPU is needed.
@@ -83,7 +83,7 @@ class Instruction:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Those of one kernel, from cuobjdump's text."""
+    """Instructions of one kernel, from cuobjdump's text."""
     # The other half of the lines is the encoding alone.
     matches = (_LINE.match(line) for line in text.splitlines() if line.startswith("        /*"))
     # For Blackwell, hints to the scheduler follow: ?WAIT4_END_GROUP, &req={2}.

@@ -192,7 +192,7 @@ class _Source:
         return self.span(node)[0], self.of(node), new, what
 
     def symbol(self, left: ast.AST, right: ast.AST, old: str, new: str, what: str) -> Change:
-        """Of the operator between two operands."""
+        """A change of the operator between two operands."""
         start, end = self.span(left)[1], self.span(right)[0]
         at = self.text.index(old, start, end)
         return at, old, new, what
@@ -307,7 +307,7 @@ def mutants(root: Path) -> list[Mutant]:
     return [m for file in files for m in of_file(root, file)]
 
 
-# What a run would import again and again; no kernels.
+# Modules that a run would import again and again; no kernels.
 _MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "numpy")
 _collected: list[Collected] = []
 

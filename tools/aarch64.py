@@ -66,7 +66,7 @@ def gradients(forward: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor
 
 
 def calls() -> list[Call]:
-    """What is compared."""
+    """Calls of kernels whose results are compared."""
     torch.manual_seed(0)
     made = []
     for op, name in enumerate(ops()):

@@ -32,7 +32,7 @@ MODULES = (
 )
 # Read as text: they import libraries that need not be installed.
 READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate")
-# What the commands and the tests import, and users need not: it may change in any version.
+# Names that commands and tests import and users need not: they may change in any version.
 INTERNAL = {
     "fusedtrain.diagnosis": {"RULES", "Facts", "Rule", "decide"},
     "fusedtrain.tuning": {"HEADINGS", "NAMES", "memory_text", "parse_budget"},
@@ -81,7 +81,7 @@ def docstrings(path: str) -> dict[str, str]:
 
 
 def first_sentence(value: Any) -> str:
-    """Of a docstring, as Markdown for a table."""
+    """The first sentence of a docstring, as Markdown for a table."""
     if isinstance(value, str):
         return "The version, a string."
     text = inspect.cleandoc(vars(value).get("__doc__") or "" if isinstance(value, type) else "")

@@ -56,7 +56,7 @@ def copy(tree: Path) -> None:
 
 
 def try_all(kind: Kind, mutants: list[Mutant], tree: Path, seconds: float) -> list[Mutant]:
-    """Those that survived."""
+    """Mutants that survived."""
     survivors = []
     for number, m in enumerate(mutants, 1):
         file = tree / m.file
@@ -77,7 +77,7 @@ def try_all(kind: Kind, mutants: list[Mutant], tree: Path, seconds: float) -> li
 
 
 def run(name: str, arguments: argparse.Namespace) -> list[str]:
-    """What went wrong."""
+    """Errors, surviving mutants among them."""
     kind = kind_of(name)
     everything = kind.mutants(ROOT)
     stale = set(kind.EQUIVALENT) - {m.key for m in everything}

@@ -1,4 +1,4 @@
-"""What the CUDA kernels can reach, predicted from what nvcc made of them. Needs no GPU.
+"""Bandwidth that the CUDA kernels can reach, predicted from nvcc's output. Needs no GPU.
 
     python tools/occupancy.py [--check] [--markdown] [-k NAME] [--library FILE]
 
@@ -67,7 +67,7 @@ class Prediction:
 
 
 def dtype_of(kernel: Kernel) -> str:
-    """Of what is loaded and stored; the formula's own float comes before it in some names."""
+    """The dtype of loads and stores; the formula's own float comes before it in some names."""
     arguments = kernel.name.split(">(")[0]
     for cuda, name in (("__half", "float16"), ("__nv_bfloat16", "bfloat16")):
         if cuda in arguments:
@@ -76,7 +76,7 @@ def dtype_of(kernel: Kernel) -> str:
 
 
 def predict(kernel: Kernel, arch: str) -> Prediction:
-    """What one kernel has in flight; ``arch`` has the limits, the kernel the code."""
+    """Prediction of one kernel's bytes in flight; ``arch`` has the limits, the kernel the code."""
     stream = STREAMS.get((kernel.source, kernel.base), Stream("", 1, 1))
     blocks = MULTIPROCESSORS[arch].resident(kernel.threads, kernel.registers, kernel.shared)
     return Prediction(

@@ -103,7 +103,7 @@ def run_tests(
 
 
 def loads_the_sanitized_file(isa: str) -> list[str]:
-    """What is wrong with the _C.so that a process in the tree imports."""
+    """Errors in the _C.so that a process in the tree imports."""
     code = (
         "import fusedtrain, pathlib; file = pathlib.Path(fusedtrain.__file__).parent / '_C.so'; "
         f"assert file.is_relative_to({str(sanitized.TREE)!r}), file; content = file.read_bytes(); "
@@ -151,8 +151,8 @@ def run_fuzz(isa: str, examples: int, workers: int) -> Result:
 
 
 PARTS = ("faults", *sanitized.ISAS, "emulated", "fuzz")
-# Of --short: every nth case of each test function, and generated cases. The emulated kernels are
-# left out, since they take 305 s of CPU to compile; `make test` has the emulator's own checks.
+# With --short: every nth case of each test function, and generated cases. The emulated kernels
+# are left out, since they take 305 s of CPU to compile; `make test` has the emulator's own checks.
 SHORT_EVERY, SHORT_EXAMPLES = 8, 100
 
 

@@ -1,4 +1,4 @@
-"""What every installation must do: run the README's examples, and give right numbers.
+"""Checks that every installation must pass: the README's examples, and right numbers.
 
     cd /tmp && python .../tools/wheel_check.py
 

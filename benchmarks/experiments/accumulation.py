@@ -32,7 +32,7 @@ ALONE = "one micro-batch alone"
 
 
 class Sizes(NamedTuple):
-    """Of these settings."""
+    """Sizes for these settings."""
 
     batch: int
     pixels: int

@@ -33,7 +33,7 @@ FUSED = f"{AMP}{AUTOTUNE}, fusedtrain"
 
 @dataclass(frozen=True)
 class Contestant:
-    """What a run switches on."""
+    """Features that a run switches on."""
 
     amp: bool
     autotune: bool

@@ -1,4 +1,4 @@
-"""What autocast runs in 16 bits, where the time goes then, and who needs a GradScaler."""
+"""Autocast: operators in 16 bits, where the time goes then, and dtypes that need a GradScaler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job(settings: Settings) -> Job:
 
 
 def steps(settings: Settings) -> int:
-    """Of the profiler's window."""
+    """Number of steps in the profiler's window."""
     if settings.quick:
         return 1
     return 10 if settings.device == "cuda" else 3

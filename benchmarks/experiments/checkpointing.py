@@ -30,7 +30,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Size:
-    """Of the network and its batch."""
+    """Sizes of the network and its batch."""
 
     batch: int
     channels: int

@@ -35,7 +35,7 @@ LONGEST = 240.0  # seconds for an answer; the first takes the import of torch an
 
 
 def calls_of(settings: Settings, autotune: bool) -> dict[str, Call]:
-    """What is timed, by part. Each call switches the autotuner, which is a switch of the process.
+    """Calls to be timed, by part. Each switches the autotuner, which is a switch of the process.
 
     The gradient is that of the weight and of the input, as within a network.
     """
@@ -107,7 +107,7 @@ class Server:
         end.close()
 
     def answer(self) -> Any:
-        """Of the last question; the first comes unasked, when the process is ready."""
+        """The answer to the last question; the first comes unasked, when the process is ready."""
         if not self._pipe.poll(LONGEST):
             raise RuntimeError(f"the process that is timed was silent for {LONGEST:.0f} s")
         answer = self._pipe.recv()

@@ -25,7 +25,7 @@ USELESS = 10.0  # ppm that rounding in float32 may change; a bias of 1 that coun
 
 @dataclass(frozen=True)
 class Size:
-    """Of the network and its batch."""
+    """Sizes of the network and its batch."""
 
     batch: int
     channels: int
@@ -61,7 +61,7 @@ def models(settings: Settings) -> dict[str, nn.Sequential]:
     state = made[BIAS].state_dict()
     for who in (NO_BIAS, DROPPED):
         made[who] = network(size, bias=who == DROPPED)
-        # Of a convolution without bias the key is unexpected.
+        # The bias is an unexpected key for a convolution without one.
         made[who].load_state_dict(state, strict=who == DROPPED)
     for model in made.values():
         model.to(settings.device)
@@ -99,7 +99,7 @@ def exact_convolutions() -> Iterator[None]:
 
 @torch.no_grad()
 def difference(model: nn.Module, other: nn.Module, images: Tensor) -> float:
-    """Of the outputs in training, in ppm of their norm."""
+    """Difference of the outputs in training, in ppm of their norm."""
     with exact_convolutions():
         output, expected = model(images).double(), other(images).double()
     return 1e6 * float((output - expected).norm() / expected.norm())

@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """Of an epoch: pixels of the stored images and of those that are trained on."""
+    """Sizes of an epoch, with the pixels of the stored images and of those that are trained on."""
 
     batch: int
     batches: int
@@ -180,7 +180,7 @@ def _choices(settings: Settings) -> list[tuple[int, bool]]:
 
 
 def _times(images: Images, settings: Settings) -> Timed:
-    """Of an epoch, by the label of the run. The workers end with the loaders, on return."""
+    """Times of an epoch, by the label of the run. The workers end with the loaders, on return."""
     size = size_of(settings)
     model = network(size.channels).to(settings.device)
     with warnings.catch_warnings():

@@ -58,7 +58,7 @@ def _gpus(settings: Settings) -> int:
 
 
 class Rank:
-    """What one of the two processes does; process 0 also is the one process with the whole batch.
+    """One of the two processes; process 0 also is the one process with the whole batch.
 
     Args:
         settings: with "cuda", each rank has a GPU of its own, or both share the only one.
@@ -114,7 +114,7 @@ class Rank:
         return step
 
     def losses(self, way: str) -> list[float]:
-        """Of the whole batch, step by step, in float64."""
+        """Losses of the whole batch, step by step, in float64."""
         step, losses = self.step_of(way, torch.float64), []
         for _ in range(sizes(self.settings).steps):
             loss = step()

@@ -80,7 +80,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of these settings."""
+    """Sizes for these settings."""
 
     images: int
     width: int

@@ -1,4 +1,4 @@
-"""What an experiment is: a published claim, runs that repeat it, and a verdict in words."""
+"""An experiment: a published claim, runs that repeat it, and a verdict in words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody published.
+    """A published claim.
 
     Args:
         text: the claim in one sentence, with its numbers.

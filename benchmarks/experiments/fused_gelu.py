@@ -53,7 +53,7 @@ def _elements(settings: Settings) -> int:
 
 
 def call_of(function: Function, part: str, x: Tensor, gradient: Tensor) -> Call:
-    """What is timed. Forward alone is inference, as published."""
+    """The call to be timed. Forward alone is inference, as published."""
     if part == FORWARD:
 
         def forward() -> Tensor:
@@ -68,7 +68,7 @@ def call_of(function: Function, part: str, x: Tensor, gradient: Tensor) -> Call:
 def contestants(
     settings: Settings, x: Tensor, gradient: Tensor
 ) -> tuple[dict[str, Function], dict[str, str]]:
-    """Those whose numbers are right, and why others are left out. Ours and eager must be right."""
+    """Functions with right numbers, and why others are left out. Ours and eager must be right."""
     functions, left_out = {}, {}
     for who, make in MAKERS.items():
         if settings.quick and who == COMPILED:

@@ -28,7 +28,7 @@ TOLERATED = 1.0  # percentage points that are no loss of accuracy
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of these settings."""
+    """Sizes for these settings."""
 
     images: int
     pixels: int

@@ -31,8 +31,8 @@ NAMES = {
 HALF = ("float16", "bfloat16")  # with autocast
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GATE_PIXELS = 64  # of the check in float64, which is slow on GPUs, too
-# Of the first loss, relative to eager's: 16 bits have 3 digits, and a mean over images has fewer
-# errors than each. A wrong layer changes the loss of 7 by much more.
+# Largest error of the first loss, relative to eager's: 16 bits have 3 digits, and a mean over
+# images has fewer errors than each. A wrong layer changes the loss of 7 by much more.
 LOSS_OFF = 0.02
 COMPILE_UNTIL = {"cuda": 420.0, "cpu": 150.0}  # seconds: no compilation starts later
 SURELY = 0.98  # of eager's speed: less may be noise of the machine
@@ -65,7 +65,7 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def effort(settings: Settings) -> Effort:
-    """Of a case: all its contestants together."""
+    """Effort for a case: all its contestants together."""
     seconds = 8.0 if settings.device == "cuda" else 30.0
     return Effort(min_rounds=8, max_rounds=40, seconds=seconds, sample_ns=0.0)
 
@@ -101,7 +101,7 @@ def step_of(model: nn.Module, case: Case, images: Tensor, labels: Tensor) -> Cal
 
 
 def _gated(stock: nn.Module, case: Case, settings: Settings) -> dict[str, str]:
-    """Who of ours fails the check against the stock network in float64, with the reason."""
+    """Our contestants that fail the check against the stock network in float64, with the reason."""
     pixels = min(GATE_PIXELS, case.pixels)
     gate = Gate(stock, Setup("train", case.network, 4, pixels), settings.device)
     reasons = {}

@@ -136,7 +136,7 @@ def _device(device: Mapping[str, Result]) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """Of a heading, as web sites make it of Markdown."""
+    """Anchor of a heading, as web sites make it of Markdown."""
     kept = (c for c in heading.lower() if c.isalnum() or c in " -_")
     return "".join(kept).replace(" ", "-")
 

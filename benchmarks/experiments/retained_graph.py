@@ -97,7 +97,7 @@ def label_of(way: str, who: str) -> str:
 
 
 def _graph_megabytes(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """What one forward saves for backward."""
+    """MB that one forward saves for backward."""
     owned = (images, labels, *model.parameters(), *model.buffers())
     return kept_bytes(lambda: F.cross_entropy(model(images), labels), owned) / 1e6
 

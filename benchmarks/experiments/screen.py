@@ -1,4 +1,4 @@
-"""What the command prints: with rich where rich is installed, otherwise plain text."""
+"""Output of the command: with rich where rich is installed, otherwise plain text."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Worker:
         theirs.close()
 
     def ask(self, name: str) -> Any:
-        """What the worker's function of this name returns.
+        """Returns the result of the worker's function of this name.
 
         Raises:
             WorkerFailed: the function raised, or the process ended.

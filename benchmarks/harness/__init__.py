@@ -1,1 +1,1 @@
-"""What the benchmarks share: clock, gates, rows, tables, charts, and the large contestants."""
+"""Shared parts of the benchmarks: clock, gates, rows, tables, charts, and the large contestants."""

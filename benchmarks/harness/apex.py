@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of Apex's calls, what they do it to, and the gate.
+"""Contestants of the benchmark of Apex's calls, their data, and the gate.
 
 A contestant's call is what a training script does between the loss and the next forward, but for
 ``zero_grad`` and the backward pass itself, in whose place gradients that exist are handed to the
@@ -65,7 +65,7 @@ RULES = {
 
 
 def norm_places(shapes: Sequence[Shape]) -> list[bool]:
-    """Which parameters are a batch norm's: two vectors of one length, one after the other."""
+    """Marks the parameters of batch norms: two vectors of one length, one after the other."""
     norms = [False] * len(shapes)
     for i, shape in enumerate(shapes[:-1]):
         if len(shape) == 1 and shape == shapes[i + 1] and not norms[i]:
@@ -326,7 +326,7 @@ def _ready(
 GATE_SHAPES = ((33, 5, 3, 3), (33,), (33,), (130, 31), (1, 1), (17,), ())
 GATE_SCALE = 1024.0
 DECAY = 0.01
-# Of the largest change of a tensor. Who unscales and clips in float16 rounds gradients twice.
+# Relative to a tensor's largest change. Unscaling and clipping in float16 round gradients twice.
 TOLERANCE, TOLERANCE_HALF = 1e-4, 2e-3
 
 

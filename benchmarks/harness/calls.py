@@ -97,7 +97,7 @@ def _our_module(act: str, add: bool) -> Maker:
 
 
 def _their_modules(act: str) -> Maker:
-    """What networks have: the norm, the addition and the activation in place."""
+    """The ops of networks: the norm, the addition and the activation in place."""
 
     def make(device: str, dtype: torch.dtype) -> Contestant:
         norm, activation = nn.BatchNorm2d(CHANNELS), getattr(nn, act)(inplace=True)
@@ -195,7 +195,7 @@ def inputs(
 def timed(
     contestant: Contestant, pass_name: str, leaves: Sequence[Tensor], gradient: Tensor
 ) -> Callable[[], object]:
-    """What is timed of a pass. The caller turns gradients off for the first of ``PASSES``."""
+    """The timed call of a pass. The caller turns gradients off for the first of ``PASSES``."""
     function = contestant.function
     if pass_name != BOTH:
         return lambda: function(*leaves)
@@ -257,8 +257,8 @@ def _compare(actual: Sequence[Tensor], exact: Sequence[Tensor], gradients: int) 
 
 
 def _check_dropping(one: Contestant, leaves: Sequence[Tensor], gradient: Tensor) -> None:
-    """Of many calls: the share that is dropped, the values of all others, and one mask for forward
-    and backward."""
+    """Checks many calls: the share that is dropped, the values of all others, and one mask for
+    forward and backward."""
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     value = _biased(*exact)
     dropped = 0.0

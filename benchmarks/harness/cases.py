@@ -1,4 +1,4 @@
-"""What cases of all families are made of: the options of a run, layouts, names of dtypes."""
+"""Parts of the cases of all families: the options of a run, layouts, names of dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 @dataclass(frozen=True)
 class Options:
-    """What to run, from the command line."""
+    """Options of a run, from the command line."""
 
     device: str = "cpu"
     full: bool = False

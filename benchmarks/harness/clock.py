@@ -1,4 +1,4 @@
-"""What a row says of the machine, and a clock for pytest-benchmark."""
+"""Data of the machine for each row, and a clock for pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fusedtrain.timing import device_name
 
-# What glibc does with memory that is freed, and what a process needs in its environment for it.
+# Policies of glibc for freed memory, and the environment that a process needs for each.
 # "bounded": buffers up to 32 MiB are reused. Left alone, glibc decides by the history of the
 # process whether a buffer of some MiB is reused or mapped anew: at 2^20 float32 numbers that is
 # 70 us against 600 us, for whichever side it hits. "kept": all are reused, whatever their size; a
@@ -23,7 +23,7 @@ ALLOCATORS = {
 
 
 def setting(device: str) -> dict[str, Any]:
-    """What a row says of the machine and of the day."""
+    """Data of the machine and the day, for a row."""
     return {
         "device": device_name(device),
         "device_type": device,
@@ -36,7 +36,7 @@ def setting(device: str) -> dict[str, Any]:
 
 
 def allocator() -> str:
-    """Which of ``ALLOCATORS`` this process runs with; "default" without any setting."""
+    """The name in ``ALLOCATORS`` that this process runs with; "default" without any setting."""
     for name, settings in ALLOCATORS.items():
         if settings.items() <= dict(os.environ).items():
             return name

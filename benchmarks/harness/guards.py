@@ -1,4 +1,4 @@
-"""What stands between a benchmark and numbers that would mislead."""
+"""Guards against benchmark numbers that would mislead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def admit(
     ours: Collection[str] = ("fusedtrain",),
     may_break: Collection[str] = ("compile",),
 ) -> dict[str, T]:
-    """Those that are to be timed: they passed the gate, and ours must.
+    """Contestants to be timed: they passed the gate, and ours must.
 
     ``check`` takes a contestant and its name and raises NotTheJob; those that ``may_break`` may
     fail otherwise too.

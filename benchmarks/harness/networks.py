@@ -1,4 +1,4 @@
-"""What is timed with whole networks: a training step, inference, a step with frozen batch norms.
+"""Jobs timed with whole networks: a training step, inference, a step with frozen batch norms.
 
 A job has contestants that start from the same network, and a gate: the outputs, gradients and
 running statistics of each are compared with the stock network's in float64.
@@ -165,7 +165,7 @@ def _loss(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
-    """What is timed."""
+    """The call to be timed."""
     if setup.job == "inference":
 
         def infer() -> Tensor:
@@ -187,7 +187,7 @@ def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
 
 
 def saved_bytes(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> int:
-    """What one forward keeps for backward, without parameters, buffers and the images."""
+    """Bytes that one forward keeps for backward, without parameters, buffers and the images."""
     owned = (images, labels, *model.parameters(), *model.buffers())
     return kept_bytes(lambda: _loss(model, setup, images, labels), owned)
 
@@ -205,7 +205,7 @@ Results = dict[str, list[Tensor]]
 
 
 def results(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Results:
-    """Of one call: outputs, and in training gradients and the running statistics after it."""
+    """Outputs of one call; in training gradients and the running statistics after it, too."""
     if setup.job == "inference":
         with torch.no_grad():
             return {"output": [model(images).double()]}
@@ -260,7 +260,7 @@ class Gate:
         self.errors: dict[str, dict[str, float]] = {}  # of those that passed
 
     def _truth(self, number: int) -> tuple[Results, dict[str, float]]:
-        """Of a batch: the results in float64, and the errors of eager torch."""
+        """The results of a batch in float64, and the errors of eager torch."""
         if number == len(self._truths):
             batch = self._batches[number]
             exact = truth(self.stock, self.setup, *batch)

@@ -25,7 +25,7 @@ from fusedtrain.timing import (
     interleave,
 )
 
-# Of a function of one tensor, which in all of them requires a gradient.
+# Passes of a function of one tensor, which in all of them requires a gradient.
 PASSES = ("forward", "backward", "forward+backward")
 # A copy goes through as much memory as a step, but not more than this each way: several times the
 # largest caches.
@@ -112,7 +112,7 @@ class Race:
 
 
 def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> Call:
-    """What is timed of a pass in training: forward keeps what backward needs, and backward alone
+    """The timed call of a pass in training: forward keeps what backward needs, and backward alone
     repeats itself on what one forward kept."""
     leaf = x.detach().requires_grad_()
     if pass_name == "forward":
@@ -124,7 +124,7 @@ def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> 
 
 
 def kept_bytes(run: Callable[[], object], without: Iterable[Tensor] = ()) -> int:
-    """What a call keeps for backward: storages, each once, but for those of ``without``."""
+    """Bytes that a call keeps for backward: storages, each once, but for those of ``without``."""
     known = {t.untyped_storage().data_ptr() for t in without}
     kept: dict[int, int] = {}
 

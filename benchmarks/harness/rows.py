@@ -22,12 +22,12 @@ COPIES = ("copy", "copy_fresh")
 BUSY = 2.0
 # At least, between two runs.
 _PAUSE = timedelta(hours=6)
-# What a table says of the memory (clock.ALLOCATORS).
+# Words on the memory in tables (clock.ALLOCATORS).
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
 
 
 def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of the samples of each."""
+    """The median of the samples of each."""
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
@@ -99,7 +99,7 @@ class Row:
         return self.extra[name]
 
     def get(self, name: str, default: Any) -> Any:
-        """What the family adds, or the default in rows that lack it."""
+        """The family's own entry, or the default in rows that lack it."""
         return self.extra.get(name, default)
 
     @property

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of the AMP step, and the gate: optimizers of all.
+"""Contestants of the benchmark of the AMP step, each with its optimizer, and the gate.
 
 A contestant is a call that does one job to tensors which exist: what stands between ``backward()``
 and the next ``forward()`` in a training loop.
@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def weight(self) -> torch.dtype:
-        """What the update works on: parameters or their masters."""
+        """Dtype of the tensors that the update works on: parameters or their masters."""
         return torch.float32 if self.master else self.dtype
 
 
@@ -170,7 +170,7 @@ def parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the parameters that have one."""
+    """Gradients of the parameters that have one."""
     return [p.grad for p in params if p.grad is not None]
 
 
@@ -295,7 +295,7 @@ def _their_optimizer(
 
 
 def _their_options(rule: Rule, job: str) -> dict[str, Any]:
-    """Of all variants."""
+    """Options of all variants."""
     clips = {"max_grad_norm": MAX_NORM if does(job, "clip") else None} if rule.clips else {}
     return {**rule.options, **clips}
 

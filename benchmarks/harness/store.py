@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Of the files bench_<family>.py, which the names of stored rows begin with.
+# Families of the files bench_<family>.py, which the names of stored rows begin with.
 FAMILIES = tuple(
     sorted(
         path.stem.removeprefix("bench_")
@@ -89,7 +89,7 @@ class Recorder:
         return report
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """What this run did not measure is dropped."""
+        """Drops stored rows that this run did not measure."""
         if exitstatus in COMPLETE:
             for path in self.paths:
                 for family in self.families:

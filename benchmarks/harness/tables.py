@@ -16,7 +16,7 @@ UNCERTAIN = ["", "\\* measured while the machine was busy: the ratios are uncert
 
 
 class Limits(NamedTuple):
-    """What a row may be slower than its rival."""
+    """Limits to how much slower than its rival a row may be."""
 
     tolerance: float = 0.05
     overhead_us: float = 5.0  # a call of a small op on the CPU
@@ -172,12 +172,12 @@ def interval_text(rival: str) -> Callable[[Row], str]:
 
 
 def size_text(row: Row) -> str:
-    """Of a network, for an optimizer."""
+    """Size of a network, for an optimizer."""
     return f"{row.numel / 1e6:.1f} M parameters in {row['tensors']} tensors"
 
 
 def counted(row: Row) -> str:
-    """What is counted on the CPU, in the place of launches."""
+    """Unit of the counts on the CPU, where ops stand for launches."""
     return " ops" if row.device_type == "cpu" else ""
 
 

@@ -1,4 +1,4 @@
-"""What "the fused run follows the eager one" means, in numbers.
+"""Definition of "the fused run follows the eager one", in numbers.
 
 Two runs that differ in the last bit of one activation part ways: training is chaotic, and in bf16
 the loss curve does not tell a gradient that is 5 % off from honest rounding. So the precise test
@@ -43,15 +43,15 @@ from _train.optimizers import Settings
 GRADIENT_ERROR = 0.04
 SLOPE_ERROR = 0.2
 UPDATE_ERROR = 0.001
-# Of three steps with rounded states, by --optimizer-state and optimizer ("": all others). Measured
-# at the default learning rates with clipping to 1 and averages (ResNet-18, ResNet-50 and
-# EfficientNet-B0, widths 8 to 16, gradients of 16 digits). bf16: up to 0.0022. q8 rounds a
-# momentum m to within (s + |m|)^2 / (250 s), where s is the largest of its group of 32: up to
-# 0.0048. The root of an average of squares is rounded to within 1/255 of its group's largest, and
-# small gradients are divided by small roots: up to 0.016 of Adagrad and RMSprop, 0.046 of Adam,
-# AdamW and NAdamW, 0.067 of LAMB. Lion's sign turns where the momentum is nearly zero: up to 0.044.
-# Without momentum the error is 0.55 to 0.8 (of Lion three steps do not show it), at a learning rate
-# of 1.1 times the right one 0.1. A turned sign gives 2.
+# Limits for three steps with rounded states, by --optimizer-state and optimizer ("": all others).
+# Measured at the default learning rates with clipping to 1 and averages (ResNet-18, ResNet-50 and
+# EfficientNet-B0, widths 8 to 16, gradients of 16 digits). bf16: up to 0.0022. q8 rounds a momentum
+# m to within (s + |m|)^2 / (250 s), where s is the largest of its group of 32: up to 0.0048. The
+# root of an average of squares is rounded to within 1/255 of its group's largest, and small
+# gradients are divided by small roots: up to 0.016 of Adagrad and RMSprop, 0.046 of Adam, AdamW and
+# NAdamW, 0.067 of LAMB. Lion's sign turns where the momentum is nearly zero: up to 0.044. Without
+# momentum the error is 0.55 to 0.8 (of Lion three steps do not show it), at a learning rate of 1.1
+# times the right one 0.1. A turned sign gives 2.
 _SQUARES_Q8 = dict.fromkeys(("adam", "adamw", "nadamw", "lion"), 0.1)
 UPDATE_ERRORS = {
     "bf16": {"": 0.006},
@@ -153,7 +153,7 @@ def compare_updates(
 
 
 def update_limit(settings: Settings) -> float:
-    """Of the relative error of three steps' change."""
+    """Limit to the relative error of three steps' change."""
     if settings.states == "float32":
         return UPDATE_ERROR
     return UPDATE_ERRORS[settings.states].get(settings.name, UPDATE_ERRORS[settings.states][""])

@@ -1,4 +1,4 @@
-"""What a forward pass keeps for backward."""
+"""Memory that a forward pass keeps for backward."""
 
 from __future__ import annotations
 

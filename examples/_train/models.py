@@ -98,7 +98,7 @@ class DarknetStage(nn.Sequential):
 
 
 def _darknet19(classes: int, width: int) -> nn.Module:
-    """Of YOLOv2 (arXiv:1612.08242, table 6), without its first two poolings."""
+    """The network of YOLOv2 (arXiv:1612.08242, table 6), without its first two poolings."""
     stages, inputs = [], 3
     for base, count in ((32, 1), (64, 1), (128, 3), (256, 3), (512, 5), (1024, 5)):
         outputs = max(base * width // 64, 2)
@@ -110,7 +110,7 @@ def _darknet19(classes: int, width: int) -> nn.Module:
 
 
 def _convnext(convnext: Any, classes: int, width: int) -> nn.Module:
-    """Of the size that timm calls atto: 40 to 320 channels, patches of 2 x 2 pixels."""
+    """A ConvNeXt of the size that timm calls atto: 40 to 320 channels, patches of 2 x 2 pixels."""
     sizes = [width * factor // 64 for factor in (40, 80, 160, 320)]
     depths = (2, 2, 6, 2)
     blocks = [

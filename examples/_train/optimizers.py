@@ -60,7 +60,7 @@ MASTERS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says of the optimizer step."""
+    """Settings of the optimizer step, from the command line."""
 
     name: str = "sgd"
     clip: float | None = None  # norm of all gradients
@@ -164,11 +164,11 @@ class Stepper:
         return [values[str(index)] for index in range(len(self.params))]
 
     def weight_bytes(self) -> int:
-        """Of the parameters themselves."""
+        """Bytes of the parameters themselves."""
         return sum(p.nbytes for p in self.params)
 
     def state_bytes(self) -> int:
-        """Of the optimizer's states, masters among them, and the averages."""
+        """Bytes of the optimizer's states, masters among them, and the averages."""
         states = [v for s in self.optimizer.state.values() for v in s.values()]
         held = [t for t in (*states, *self._averages) if torch.is_tensor(t)]
         return sum(t.nbytes for t in held)
@@ -200,7 +200,7 @@ Make = Callable[[list[Tensor], bool], Stepper]
 
 
 class Updates(NamedTuple):
-    """What three steps change."""
+    """Changes by three steps."""
 
     weights: list[Tensor]  # of float32, those behind 16-bit parameters
     averages: list[Tensor]
@@ -210,7 +210,7 @@ class Updates(NamedTuple):
 def updates(
     make: Make, fused: bool, weights: Sequence[Tensor], grads: Sequence[Tensor], lr: float
 ) -> Updates:
-    """What three steps on given gradients change.
+    """Changes by three steps on given gradients.
 
     Weights and gradients have the dtypes of ``weights`` in the fused optimizer. In the stock one
     all are float32, of the same values.

@@ -1,4 +1,4 @@
-"""What the ImageNet- and CIFAR-style scripts share: options, schedule, meters, checkpoints."""
+"""Shared parts of the ImageNet- and CIFAR-style scripts: options, schedule, meters, checkpoints."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def save_checkpoint(state: dict[str, Any], is_best: bool, folder: Path | None, r
 
 
 def load_checkpoint(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What `save_checkpoint` has written, on the device."""
+    """The checkpoint that `save_checkpoint` has written, on the device."""
     if not args.resume.is_file():
         raise UsageError(f"--resume {args.resume}: there is no such file")
     state: dict[str, Any] = torch.load(args.resume, map_location=device)

@@ -1,4 +1,4 @@
-"""What one script measures of its own run, for compare_apex.py to read."""
+"""Measurements of one script in its own run, for compare_apex.py to read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Record:
         return images.contiguous(memory_format=self.format), target
 
     def loss(self, loss: Tensor) -> None:
-        """Of a step; nothing waits for it."""
+        """Records the loss of a step; nothing waits for it."""
         if self.path is not None:
             self.losses.append(loss.detach().float())
 

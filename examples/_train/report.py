@@ -1,4 +1,4 @@
-"""What a run reports: a table, a picture and a JSON file."""
+"""Report of a run: a table, a picture and a JSON file."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Report:
         return turns.index((bool(mode.memory), mode.frozen))
 
     def optimizer_seconds(self, mode: Mode) -> float:
-        """What the median step spends between backward and the next forward."""
+        """Seconds of the median step between backward and the next forward."""
         return median_seconds(mode.stepper.seconds, self.warm_up)
 
     def optimizer_share(self, mode: Mode) -> float:
@@ -95,7 +95,7 @@ class Report:
         return self.optimizer_seconds(mode) / self.seconds(mode)
 
     def state_megabytes(self, mode: Mode) -> float:
-        """Of the optimizer: its states, masters among them, and the averages."""
+        """MB of the optimizer: its states, masters among them, and the averages."""
         return mode.stepper.state_bytes() / 1e6
 
     def curve_difference(self, mode: Mode) -> float | None:
@@ -135,7 +135,7 @@ class Report:
             console.print(line, highlight=False)
 
     def _words(self) -> list[str]:
-        """What the fused modes have won over the eager one in the same precision."""
+        """Sentences on the gains of the fused modes over the eager one in the same precision."""
         by_name = {mode.name: mode for mode in self.modes}
         return [
             what_was_won(

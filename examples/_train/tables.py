@@ -68,7 +68,7 @@ def show_checks(console: Console, checks: Sequence[Check], verdict: str) -> None
 
 
 def surroundings(device: str, arguments: dict[str, Any], checks: Sequence[Check]) -> dict[str, Any]:
-    """What every results.json begins with."""
+    """The first entries of every results.json."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(device),
@@ -99,7 +99,7 @@ def _cpu_name() -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: paths as text, and no NaN or infinity."""
+    """A value that JSON can hold: paths as text, and no NaN or infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return str(value) if isinstance(value, Path) else value

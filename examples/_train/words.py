@@ -1,4 +1,4 @@
-"""What a run has shown, in a sentence a mode."""
+"""Results of a run, in a sentence a mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from _train.checks import curve_difference
 from _train.modes import Mode
 
-# Of the memory kept for backward: above this share little was won, and the reader is told why.
+# Share of memory kept for backward: above it little was won, and the reader is told why.
 LITTLE = 0.9
 # Parameters with fewer elements have float32 states, also with state_dtype="q8".
 LEAST_CODED = 4096
@@ -44,7 +44,7 @@ def what_was_won(
 
 
 def bytes_of_parameters(mode: Mode, eager: Mode) -> str:
-    """What weights and optimizer take in the two modes."""
+    """Memory of weights and optimizer in the two modes, in words."""
     ours, theirs = mode.stepper, eager.stepper
     count = sum(p.numel() for p in ours.params)
     mine, stock = ((s.weight_bytes() + s.state_bytes()) / count for s in (ours, theirs))
