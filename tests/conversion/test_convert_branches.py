@@ -210,7 +210,7 @@ def test_torchvisions_convnext() -> None:
 
 
 def test_norms_keep_their_sums() -> None:
-    """What a batch norm takes over is no branch."""
+    """A sum that a batch norm takes over is no branch."""
     report = fusedtrain.convert(make("timm EfficientNet"))
     assert report.branches == []
     assert any("add" in norm.parts for norm in report.norms)

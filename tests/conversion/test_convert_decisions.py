@@ -55,7 +55,7 @@ class Tree(Base):
 
 
 class Loop(Base):
-    """Of any number of ways."""
+    """A loop, with any number of ways."""
 
     def forward(self, x: Tensor) -> Tensor:
         while x.shape[0] > 2:
@@ -143,7 +143,7 @@ def test_the_product_of_t5() -> None:
     report = fusedtrain.convert(model, INPUTS[0])
     assert [(p.name, p.activation) for p in report.products] == [("", "SiLU")]
     assert report.left_products == []
-    # What only the other way needs is freed at once.
+    # Values that only the other way needs are freed at once.
     assert re.search(r"else:\n +value_\d+ = value_\d+ = None\n", model.forward.__self__.source)
     model.down.bfloat16()  # the way that casts
     assert model(INPUTS[0]).dtype is torch.bfloat16

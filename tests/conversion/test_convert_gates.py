@@ -164,7 +164,7 @@ def test_a_hook_for_all_modules_is_part_of_the_proof() -> None:
 
 
 class Overwriting(nn.Module):
-    """What the gate is made of is overwritten before the product."""
+    """The input of the gate is overwritten before the product."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

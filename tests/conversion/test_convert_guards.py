@@ -1,4 +1,4 @@
-"""What a converted model is edited to after `convert`, it does: each row fails without one kind of
+"""A converted model follows every edit after `convert`: each row fails without one kind of
 guard, or without the mend of a defect that `make fuzz ARGS="--only edits"` has found.
 """
 

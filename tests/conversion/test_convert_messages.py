@@ -1,4 +1,4 @@
-"""What is told of compiled, quantised, tuned and changed models, where the mistake is made."""
+"""Messages about compiled, quantised, tuned and changed models, where the mistake is made."""
 
 from __future__ import annotations
 

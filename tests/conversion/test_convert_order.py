@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Writes(nn.Module):
-    """Of the user: nothing but its forward tells what it does."""
+    """A module of the user's: nothing but its forward tells what it does."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(3)
@@ -105,7 +105,7 @@ READS = {
     "out of place": "F.relu({0})",
     "module": "self.relu({0})",
 }
-# What is moved: lines before the write, lines after, and the tensor that is written.
+# Moves: lines before the write, lines after, and the tensor that is written.
 MOVES = {
     "residual": ("i = self.c(x) * 1\no = self.bn(self.c2(x))", "return torch.relu(o + i)", "i"),
     "residual, no activation": ("i = self.c(x) * 1\no = self.bn(self.c2(x))", "return i + o", "i"),

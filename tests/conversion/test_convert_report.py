@@ -1,4 +1,4 @@
-"""What `convert` says of a model where nothing changes or nothing is compared, and its switches."""
+"""Reports of `convert` where nothing changes or nothing is compared, and its switches."""
 
 from __future__ import annotations
 

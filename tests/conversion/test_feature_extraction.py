@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def extraction(library: str) -> Any:
-    """Of timm's functions, which add its own leaves to torchvision's, or of torchvision's."""
+    """timm's functions, which add its own leaves to torchvision's, or torchvision's."""
     if library == "timm":
         timm()
         return import_module("timm.layers")

@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Helpers that several test files share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ ROOT = TESTS.parent
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Of a process that imports helpers of the tests, and the package of this checkout."""
+    """Variables of a process that imports the tests' helpers, and the package of this checkout."""
     path = os.pathsep.join([str(TESTS), str(ROOT)])
     return {**os.environ, "PYTHONPATH": path, **variables}

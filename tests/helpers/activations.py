@@ -1,4 +1,4 @@
-"""What the activation tests share: the ugly shapes, the tolerances, the comparison."""
+"""Helpers of the activation tests: the ugly shapes, the tolerances, the comparison."""
 
 from __future__ import annotations
 

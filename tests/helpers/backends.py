@@ -170,7 +170,7 @@ def tensors_of(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 def written_by(name: str) -> list[int]:
-    """Which arguments of the op it writes to."""
+    """Positions of the arguments that the op writes to."""
     schema = getattr(torch.ops.fusedtrain, name).default._schema
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     return [i for i, is_written in enumerate(written) if is_written]

@@ -1,4 +1,4 @@
-"""What the batch norm tests share: calls with ugly tensors, and the truth of them.
+"""Helpers of the batch norm tests: calls with ugly tensors, and the truth of them.
 
 The truth is eager torch's autograd in float64. Where a derivative jumps, two right answers differ
 by all of it: the gradient that a case is given is 0 there, and the output is not compared where the
@@ -34,7 +34,7 @@ for _row in POINTWISE:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of statistics and parameters."""
+    """The dtype of statistics and parameters."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -371,7 +371,7 @@ def check(ops: Kernels, case: Case, grad: Tensor | None = None) -> None:
 
 
 def kernels_of(backend: str) -> Kernels:
-    """Those of a backend, where it has batch norm."""
+    """Kernels of a backend, where it has batch norm."""
     kernels = BACKENDS[backend]()
     if not all(map(kernels.has, FAMILIES["batch_norm"])):
         pytest.skip(f"{backend} has no batch norm")

@@ -20,7 +20,7 @@ MODULES: dict[str, tuple[type[Any], type[nn.Module], tuple[int, ...]]] = {
 
 
 class Stock(nn.Module):
-    """What a module of ours stands for, in stock PyTorch."""
+    """The equivalent of a module of ours in stock PyTorch."""
 
     def __init__(self, ours: Any, norm: type[nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()

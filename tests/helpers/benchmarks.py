@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks share: a row measured in this process, and wrong contestants."""
+"""Helpers of the benchmarks' tests: a row measured in this process, and wrong contestants."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write(path: Path, infos: Sequence[dict[str, Any]]) -> Path:
 
 
 def cells(text: str, mark: str) -> list[str]:
-    """Those of the one line of a table that has the mark."""
+    """Cells of the one line of a table that has the mark."""
     (line,) = (line for line in text.splitlines() if mark in line and "\u2502" in line)
     return [cell.strip() for cell in line.split("\u2502")[1:-1]]
 

@@ -32,7 +32,7 @@ _READS = {
 
 
 class NotCapturable(Exception):
-    """What a real capture would refuse."""
+    """A call that a real capture would refuse."""
 
 
 class _Functions(Mode):

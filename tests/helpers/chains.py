@@ -1,4 +1,4 @@
-"""What the tests of functions of the pointwise chains share."""
+"""Helpers of the tests of functions of the pointwise chains."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def assert_png(path: Path, least: tuple[int, int] = (600, 150)) -> None:
 
 
 class Page(HTMLParser):
-    """What a report in HTML has: its tables, and the picture."""
+    """Contents of a report in HTML: its tables, and the picture."""
 
     VOID = ("meta", "img", "br")
 

@@ -34,7 +34,7 @@ VIEWS = {
     "columns": (64, 64, 1), "inner": (64, 3, 49), "planes": (4, 3, 784), "odd": (1, 5, 4001),
     "eights": (64, 24, 1),
 }  # fmt: skip
-# What Triton's assembler has said, by the code.
+# Output of Triton's assembler, by the code.
 _LOGS: dict[str, str] = {}
 _WEIGHTS = ("weight_ptr", "folded_ptr", "grad_ptr", "grad_weight_ptr")
 
@@ -73,7 +73,7 @@ def compile_for(
     from fusedtrain.triton.launch import _OPTIONS
 
     def pointer(name: str) -> str:
-        # Of folding: all but weights are in the dtype of the math.
+        # Folding: all but weights are in the dtype of the math.
         vector = "fold" in kernel.__name__ and name not in _WEIGHTS
         narrow = (name == "shares_ptr" or vector) and dtype.itemsize < 4
         return SHORT[others.get(name, torch.float32 if narrow else dtype)]
@@ -115,7 +115,7 @@ def spilled_bytes(ptx: str) -> int:
 
 
 def assembled(ptx: str) -> str:
-    """What ptxas says of the code: as Triton ran it, or run here."""
+    """Output of ptxas for the code: as Triton ran it, or run here."""
     if ptx in _LOGS:
         return _LOGS[ptx]
     from triton.backends.nvidia.compiler import get_ptxas

@@ -1,4 +1,4 @@
-"""What the ranks of test_data_parallel.py do, and the same training in one process."""
+"""Programs of the ranks of test_data_parallel.py, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def _redundant(rank: int) -> dict[str, Any]:
 
 
 def example(name: str) -> str:
-    """What an example of examples/integrations prints; it finds the processes in being."""
+    """Output of an example of examples/integrations, which finds the process group in being."""
     init, destroy = dist.init_process_group, dist.destroy_process_group
     stream = io.StringIO()
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]

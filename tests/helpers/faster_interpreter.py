@@ -25,14 +25,14 @@ def make_faster() -> None:
 
 
 def _check_no_overflow_for_nothing(builder: Any) -> None:
-    """What the check would tell is asserted with `debug` alone."""
+    """Drops the check without `debug`: only with `debug` is its result asserted."""
     options = builder.options
     if hasattr(options, "sanitize_overflow") and not getattr(options, "debug", True):
         builder.options = replace(options, sanitize_overflow=False)
 
 
 def _keep_block_types(block_type: Any, dtype: Any, pointer_type: Any) -> None:
-    """What a type has by its name; nobody writes to a type."""
+    """Keeps the attributes of a type by its name; nobody writes to a type."""
     construct, made = block_type.__init__, {}
 
     def constructed(self: Any, element_ty: Any, shape: Any) -> None:

@@ -32,7 +32,7 @@ def _enter(job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
     multiprocessing.process.ORIGINAL_DIR = job["cwd"]  # where its spawned processes look for files
-    # What Python and torch read when they start.
+    # Variables that Python and torch read when they start.
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     if "OMP_NUM_THREADS" in os.environ:

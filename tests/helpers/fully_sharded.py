@@ -1,4 +1,4 @@
-"""What the ranks of test_fsdp2.py do, and the same training in one process."""
+"""Programs of the ranks of test_fsdp2.py, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Run:
 
 
 def saved(runs: dict[str, Run]) -> dict[str, Any]:
-    """What a checkpoint has of several runs."""
+    """Contents of a checkpoint of several runs."""
     parts = {}
     for kind, run in runs.items():
         model, optimizer = get_state_dict(run.model, run.optimizer)
@@ -383,7 +383,7 @@ def on_a_rank(rank: int, folder: str) -> None:
     results = _resharded(rank, folder)
     for case in (_whole_state, _collectives, _converted, _torch_scaler, _rounded):
         results[case.__name__] = case(rank)  # type: ignore[operator]
-    # Of odd rows codes are for the same number of ranks alone.
+    # Codes of odd rows are for the same number of ranks alone.
     loads = {**dict.fromkeys(ANY_RANKS, "one"), "codes odd": "two"}
     results["coded"] = coded(folder, "two", loads)
     _refused(rank, folder)

@@ -17,7 +17,7 @@ SPEED = 4
 # The clock stands still until a slow test has begun. Then it is JUMP, 20 s before DEADLINE.
 JUMP, DEADLINE = 100.0, 120.0
 
-# What a test does is in a file, so that a second call finds the machine mended.
+# A test's action is in a file, so that a second call finds the machine mended.
 TESTS = """
 import os, pathlib, pytest, signal, time
 HERE = pathlib.Path(__file__).parent

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def statistics(channels: int) -> tuple[list[float], list[float]]:
-    """Of its own for each channel, so that none can stand for another."""
+    """Mean and deviation, others for each channel, so that none can stand for another."""
     rest = range(max(channels - 5, 0))
     mean = [*MEAN, 0.0, -0.7, *(0.001 * c for c in rest)]
     std = [*STD, 1.0, 1e-3, *(0.1 + 0.001 * c for c in rest)]

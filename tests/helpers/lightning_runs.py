@@ -90,7 +90,7 @@ def trainer(package: str = "lightning", **options: Any) -> Any:
 
 
 def assert_equal_parameters(ours: nn.Module, theirs: nn.Module, rtol: float = 1e-9) -> None:
-    """Of float64 networks whose gradients' norm is summed in another order."""
+    """Compares float64 networks whose gradients' norm is summed in another order."""
     expected = theirs.state_dict()
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=rtol, atol=rtol)

@@ -82,7 +82,7 @@ def _mobilenet_v3() -> nn.Module:
 
 
 def _timm_efficientnet() -> nn.Module:
-    """Of the blocks of EfficientNet, and of the second version."""
+    """Blocks of EfficientNet, and of the second version."""
     timm()
     builder = importlib.import_module("timm.models._efficientnet_builder")
     blocks = builder.decode_arch_def(

@@ -23,7 +23,7 @@ F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat1
 FINITE, GRADIENTS, PARAMETERS = 1, 2, 4  # what a step measures
 # How many states an element may have, by rule.
 STATES = {rule.name: (*range(rule.least, rule.most + 1),) for rule in RULES}
-# What a step of the rule measures, and whether it tries the update first.
+# Measurements of a step of the rule, and whether it tries the update first.
 NEEDS = {kind._rule: (kind._norms, kind._tries) for kind in map(class_of, NAMES)}
 
 SMALL = ((0,), (1,), (15,), (17,), (1023,), (8, 3, 3, 3))
@@ -32,7 +32,7 @@ SIZES = ((0,), (1,), (15,), (17,), (1023,), (4097,), (40000,))
 
 @dataclass(frozen=True)
 class Kind:
-    """What all parameters of one call have in common."""
+    """Properties that all parameters of one call share."""
 
     rule: str = "adam"
     states: int = -1  # -1: as many as the rule can have

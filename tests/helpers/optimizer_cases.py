@@ -1,4 +1,4 @@
-"""What the tests of the optimizer ops share: their arguments from rows of a table, by name.
+"""Arguments of the optimizer ops in tests, from rows of a table, by name.
 
 case = Case("adam", [Spec((3, 4)), Spec((5,), dtype=torch.bfloat16, master=True)],
             [dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)], max_norm=1.0, measures=3)
@@ -101,7 +101,7 @@ class Arguments:
 
 
 class Case(Arguments):
-    """Of a list of parameters, each as its Spec says; ``step`` are options of the step by name."""
+    """Arguments for parameters, each as its Spec says; ``step`` are options of the step by name."""
 
     def __init__(
         self,
@@ -241,6 +241,6 @@ SPECS = [
 
 
 def specs_of(rule: str) -> list[Spec]:
-    """Of SPECS those that have as many states as the rule needs."""
+    """Members of SPECS that have as many states as the rule needs."""
     least = RULES[RULE_NAMES.index(rule)].least
     return [s for s in SPECS if s.states is None or len(s.states) >= least]

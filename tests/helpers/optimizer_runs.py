@@ -50,7 +50,7 @@ ARRANGEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def values(generator: torch.Generator, shape: tuple[int, ...], size: float) -> Tensor:
-    """Of both signs, from size / 2 to 2 size: sums of two cancel by a factor, not altogether."""
+    """Numbers of both signs, size / 2 to 2 size: sums of two cancel by a factor, not altogether."""
     random = torch.rand(shape, generator=generator, dtype=torch.float64)
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     return sign * size * 2 ** (2 * random - 1)
@@ -104,7 +104,7 @@ SCALER = {
     "init_scale": 96.0, "growth_interval": 2, "growth_factor": 2.0, "backoff_factor": 0.25,
     "hysteresis": 2, "max_scale": 600.0,
 }  # fmt: skip
-# What hypothesis should not have to find anew each time.
+# Runs that hypothesis should not have to find anew each time.
 SPECIAL = {
     "skips at first, two in a row, then a reload": [
         Iteration(bad={0: float("nan")}), Iteration(bad={1: float("inf")}), Iteration(),

@@ -1,4 +1,4 @@
-"""What tests of whole optimizers share: one of each, its parameters and gradients, comparisons."""
+"""Helpers of tests of whole optimizers: one of each, its parameters and gradients, comparisons."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 class Step(NamedTuple):
-    """What a parameter and its states are after a step, in float64; Lion's sign may be open."""
+    """A parameter and its states after a step, in float64; Lion's sign may be open."""
 
     param: Tensor
     states: dict[str, Tensor]
@@ -110,7 +110,7 @@ def excess(
     if info.bits == 16:
         allowed = allowed + info.eps / 2 * expected.abs() + info.smallest_normal * info.eps / 2
     difference = (actual.detach().double() - expected).abs()
-    # What overflows float16 does so in both.
+    # Numbers that overflow float16 do so in both.
     difference[actual.double() == expected.to(actual.dtype).double()] = 0
     worst = (difference / allowed).max().item()
     return worst if worst == worst else float("inf")

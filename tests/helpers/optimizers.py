@@ -22,7 +22,7 @@ Options = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """What tests know of an optimizer class."""
+    """Test data of an optimizer class."""
 
     theirs: str  # the counterpart's module and class; "apex": of helpers/apex_truth.py
     busy: Options  # with them every state exists
@@ -258,7 +258,7 @@ def theirs(name: str, params: Iterable[Any], options: Options) -> torch.optim.Op
 
 
 class Rule(NamedTuple):
-    """What tests know of a rule of csrc/optimizer_rules.h."""
+    """Test data of a rule of csrc/optimizer_rules.h."""
 
     options: tuple[str, ...]  # names, in the order of the rule
     busy: dict[str, float]  # a group in which much goes on

@@ -55,7 +55,7 @@ class OnGpu(Tensor):
         return _run(func, args, kwargs or {})
 
 
-# What may be given tensors of both.
+# Ops that may be given tensors of both devices.
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
 _INDEXED = (
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default,
@@ -109,7 +109,7 @@ def _is_gpu(value: Any) -> bool:
 
 
 class Mode(TorchFunctionMode):
-    """What torch would ask of a driver: tensors made on the GPU, or moved to it."""
+    """Calls that torch would leave to a driver: tensors made on the GPU, or moved to it."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

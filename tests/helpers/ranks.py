@@ -1,4 +1,4 @@
-"""What the ranks of test_compat_parallel.py do."""
+"""Programs of the ranks of test_compat_parallel.py."""
 
 from __future__ import annotations
 

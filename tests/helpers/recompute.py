@@ -1,4 +1,4 @@
-"""What forward passes keep for backward, and runs with and without `fusedtrain.recompute`."""
+"""Bytes that forward passes keep for backward, and runs with and without `fusedtrain.recompute`."""
 
 from __future__ import annotations
 

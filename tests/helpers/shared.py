@@ -11,7 +11,7 @@ import torch
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns, in the first process that asks; the others read it from a file.
+    """The result of `make`, made by the first process that asks; the others read it from a file.
 
     Processes of pytest-xdist steal tests from each other, and a module's fixture with them.
     """

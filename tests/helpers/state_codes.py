@@ -1,4 +1,4 @@
-"""What the tests of states in 8-bit codes share."""
+"""Helpers of the tests of states in 8-bit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def coded(case: Case) -> list[tuple[int, int, int]]:
 
 
 def numbers(case: Case, index: int) -> Tensor:
-    """What the codes at that place of the list stand for, in the order of memory."""
+    """Numbers of the codes at that place of the list, in the order of memory."""
     return in_memory_order(dequantise(case.states[index], case.states[index + 1]))
 
 
@@ -47,7 +47,7 @@ def set_numbers(case: Case, index: int, values: Tensor) -> None:
 
 
 def random_states(case: Case) -> None:
-    """Of sizes that differ from group to group; squares are positive."""
+    """Sets states to numbers whose sizes differ from group to group; squares are positive."""
     for _, _, index in coded(case):
         n = case.states[index].numel()
         size = 10.0 ** torch.randint(-4, 2, (group_count(n),), generator=case.generator)

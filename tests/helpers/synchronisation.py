@@ -1,4 +1,4 @@
-"""What must not wait for the GPU."""
+"""Guard of code that must not wait for the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter does not look at: an interpreted kernel touches the memory of its
+"""Checks that Triton's interpreter does not make: an interpreted kernel touches the memory of its
 arguments alone, and finds NaN in memory that nothing has written."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _range(t: Tensor) -> Range:
 
 
 def _of_tables(arguments: dict[str, Any]) -> Iterator[Range]:
-    """What tables of addresses lead to: those of the optimizers (_optimizer_tables.py), of
+    """Memory behind tables of addresses: those of the optimizers (_optimizer_tables.py), of
     learning rates on the device, and of zero_tensors."""
     from fusedtrain.reference.optimizers import MAX_STATES
     from fusedtrain.reference.state_codes import group_count

@@ -54,7 +54,7 @@ def want(name: str, x: Tensor, grad: Tensor, parameters: list[Any]) -> list[Tens
 
 
 def cases(dtype: torch.dtype, name: str, ops: Kernels) -> Iterator[tuple[str, Tensor]]:
-    """Of a slow backend: every layout with every name and every dtype, but not with every two."""
+    """A slow backend has every layout with every name and every dtype, but not with every two."""
     device = ops.device
     at = NAMES.index(name) + DTYPES.index(dtype)
     for i, (kind, x) in enumerate(layouts(dtype).items()):

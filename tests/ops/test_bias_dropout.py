@@ -211,7 +211,7 @@ def test_modules_have_parameters_and_states() -> None:
 def stylegan(
     x: Tensor, b: Tensor | None, dim: int, act: str, alpha: Any, gain: Any, clamp: Any
 ) -> Tensor:
-    """What its paper's reference path computes (arXiv:2106.12423, appendix)."""
+    """The reference path of StyleGAN's paper (arXiv:2106.12423, appendix)."""
     functions: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
         "linear": (lambda x: x, 1),
         "relu": (torch.relu, 2**0.5),

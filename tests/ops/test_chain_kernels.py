@@ -26,7 +26,8 @@ from helpers.launches import parameters
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 F32, F64, F16, BF16 = DTYPES
-# Of one plus the size of the number, forward; backward differentiates an output that was rounded.
+# Errors relative to one plus the size of the number, forward; backward differentiates an output
+# that was rounded.
 LIMITS = {F32: 2e-6, F64: 1e-13, F16: 1.5e-3, BF16: 1.2e-2}
 SEED = torch.tensor([0x1234_5678_9ABC_DEF1, -0x0FED_CBA9_8765_4321])
 

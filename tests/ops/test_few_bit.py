@@ -47,7 +47,7 @@ WEIGHT /= WEIGHT.sum()
 
 
 def error(name: str, bits: int) -> tuple[float, float]:
-    """Of the derivative: at most, and root mean square for x ~ N(0, 1)."""
+    """Error of the derivative: maximum, and root mean square for x ~ N(0, 1)."""
     table, slope = few_bit.TABLES[name], slope_of(name, GRID)
     off = table.values(bits)[table.codes(slope, bits)] - slope
     return float(off.abs().max()), float((WEIGHT * off.square()).sum().sqrt())
@@ -67,7 +67,7 @@ def test_tables_are_lloyds(name: str, bits: int) -> None:
         cuts = np.searchsorted(slopes, (levels[1:] + levels[:-1]) / 2)
         cuts = np.concatenate([[0], cuts, [len(slopes)]])
         levels = (sums[cuts[1:]] - sums[cuts[:-1]]) / (ends[cuts[1:]] - ends[cuts[:-1]])
-    # Those of gelu serve gelu_tanh, and all are rounded to four decimals.
+    # Levels of gelu serve gelu_tanh, and all levels are rounded to four decimals.
     assert np.abs(levels - table.levels[bits]).max() < (5e-4 if name == "gelu_tanh" else 1e-4)
 
 
@@ -346,7 +346,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def accuracy(save: str | None, seed: int) -> float:
-    """Of a small network on the digits that it was not trained on."""
+    """Accuracy of a small network on the digits that it was not trained on."""
     images, labels = digits()
     torch.manual_seed(seed)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

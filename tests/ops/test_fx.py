@@ -106,7 +106,7 @@ SHORT: dict[str, tuple[Any, ...]] = {
     "Dropout": (0.5,), "GLU": (1,), "SwiGLU": (1,), "GEGLU": (1,), "ReGLU": (1,),
     "BilinearGLU": (1,),
 }  # fmt: skip
-# Of other inputs: see their own tests.
+# Modules of other inputs: see their own tests.
 APART = ("BatchNormAct1d", "BatchNormAct3d", "BatchNormAddAct", "NormalizeImages")
 MODULES = sorted(
     name

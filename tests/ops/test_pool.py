@@ -229,7 +229,7 @@ def test_recompute() -> None:
     assert kept_by(lambda: model(T.max_pool2d), quarter) == 4 + 4 + 2 + 1
     assert kept_by(lambda: model(F.max_pool2d), quarter) == 4 + 1
     assert kept_by(lambda: recomputed(lambda: model(F.max_pool2d)), quarter) == 4
-    # What the pool reads is kept by nobody.
+    # The input of the pool is kept by nobody.
     assert kept_by(lambda: recomputed(lambda: conv(F.max_pool2d(x * 2, 2))), quarter) == 1
     stem = nn.Sequential(
         nn.Conv2d(3, 8, 3), fusedtrain.nn.BatchNormAct2d(8), fusedtrain.nn.MaxPool2d(3, 2, 1), conv

@@ -221,7 +221,7 @@ def test_opcheck(last: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_every_instruction_set(capability: str) -> None:
-    """Those that this process does not use: a third of the cases."""
+    """Instruction sets that this process does not use: a third of the cases."""
     if f"({capability})" in str(fusedtrain.backend_info()):
         pytest.skip("all other tests run it")
     environment = {**os.environ, "FUSEDTRAIN_CPU_CAPABILITY": capability}

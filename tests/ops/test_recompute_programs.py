@@ -21,7 +21,7 @@ from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct, BiasActDropout
 
 C = 4
 Step = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
-# What a step does with the last value, two earlier ones and a random number.
+# Functions of the last value, two earlier ones and a random number.
 STEPS: dict[str, Step] = {
     "norm": lambda m, a, b, c, r: m(a),
     "norm and sum": lambda m, a, b, c, r: m(a, b),

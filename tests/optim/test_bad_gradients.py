@@ -102,7 +102,7 @@ def without_gradients(case: Case) -> Case:
 @pytest.mark.slow
 @pytest.mark.parametrize("trial", [0, 1])
 def test_the_only_bad_tensor(backend: Backend, trial: int) -> None:
-    """Of more tensors than a warp has lanes: no bit of any changes, and the host is told of one."""
+    """More tensors than a warp has lanes: no bit of any changes, and the host is told of one."""
     count = WARP + 5
     specs = [Spec((1 + i % 3,)) for i in range(count)]
     case = Case("adam", specs, [busy("adam")], measures=1, trial=trial).to(backend.device)
@@ -176,7 +176,7 @@ def test_the_only_bad_element(
 
 @pytest.mark.slow
 def test_the_only_bad_chunk(backend: Backend) -> None:
-    """Of more chunks than a block of CUDA's has threads to add them up; a part where it is slow."""
+    """More chunks than a block of CUDA's has threads to add them up; a part where it is slow."""
     threads = WARP if backend.interpreted else THREADS
     chunks = threads + 3
     case = Case("sgd", [Spec((chunks * CHUNK - 5,), BF16)], [busy("sgd")], measures=3)

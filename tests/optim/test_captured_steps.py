@@ -1,5 +1,6 @@
-"""What a CUDA graph can capture, and what raises there, on a pretended GPU: a host that waits for
-the device, copies from memory that is not pinned, states that every replay would reset.
+"""Steps that a CUDA graph can capture, and mistakes that raise there, on a pretended GPU: a host
+that waits for the device, copies from memory that is not pinned, states that every replay would
+reset.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def test_hooks_around_the_step(name: str) -> None:
 
 
 def memory(optimizer: torch.optim.Optimizer, params: list[Any]) -> list[Any]:
-    """What must be as it was after an error."""
+    """Values that must be as they were after an error."""
     grads = [None if p.grad is None else p.grad.clone() for p in params]
     return [copies(params), grads, copy.deepcopy(optimizer.state_dict())]
 

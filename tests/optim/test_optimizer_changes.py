@@ -1,4 +1,4 @@
-"""What may change between steps: parameters, gradients, options, groups, states."""
+"""Changes allowed between steps: parameters, gradients, options, groups, states."""
 
 from __future__ import annotations
 

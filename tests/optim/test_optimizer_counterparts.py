@@ -44,7 +44,7 @@ def test_no_optimizer_is_left_out() -> None:
 
 
 def parameters(name: str) -> list[nn.Parameter]:
-    """Of float64, but where second moments are float32 in ours whatever the parameter is."""
+    """Parameters in float64, but where our second moments are float32 whatever the parameter is."""
     dtype = torch.float32 if "NovoGrad" in name else torch.float64
     generator = torch.Generator().manual_seed(7)
     return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
@@ -164,7 +164,7 @@ def test_states_have_the_names_of_the_counterpart(name: str) -> None:
 
 @ALL
 def test_keys_of_groups_that_old_checkpoints_lack(name: str) -> None:
-    """What the counterpart puts in their place when it loads, ours does."""
+    """Loading puts the same values in their place as the counterpart does."""
     options = CLASSES[name].sets[1]
     p = parameters(name)
     reference = theirs(name, p, options)
@@ -186,7 +186,7 @@ def test_keys_of_groups_that_old_checkpoints_lack(name: str) -> None:
     assert tried or name in (*APEX, "LAMB", "NovoGrad")
 
 
-# Of fusedtrain.optim, with the options by which they do what Apex's do.
+# Classes of fusedtrain.optim, with the options by which they do what Apex's do.
 BY_NAME: list[tuple[str, str, Options]] = [
     ("FusedAdam", "AdamW", {"weight_decay": 0.0}),
     ("FusedSGD", "SGD", {"momentum": 0.9}),

@@ -148,7 +148,7 @@ def test_nobody_looks_for_infinities(kernels: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_zeros(kernels: Any, rule: str) -> None:
-    """Of parameters, of gradients and of both: no trust ratio, no sign, nothing that agrees."""
+    """Zero parameters, zero gradients and both: no trust ratio, no sign, nothing that agrees."""
     step = {"measures": 7, "trial": 1, "max_norm": 1.0, "norm_eps": 0.5}
     groups = [busy(rule, cautious=1), busy(rule, cautious=0)]
     case = Case(rule, [Spec((6,), group=i // 3) for i in range(6)], groups, **step)
@@ -165,7 +165,7 @@ def test_zeros(kernels: Any, rule: str) -> None:
 
 
 def test_a_step_count_of_32_bits(kernels: Any) -> None:
-    """Of which every bit counts in the bias correction."""
+    """Every bit of the step count matters in the bias correction."""
     case = Case("adam", [Spec((4,), F64)], [{"lr": 0.1, "beta2": 1 - 2.0**-31, "eps": 1e-8}])
     case.scalars[0] = 2.0**31
     expected = case.clone()

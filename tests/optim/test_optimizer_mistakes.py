@@ -1,4 +1,4 @@
-"""What users of the optimizers get wrong, or do seldom: told where it is done, nothing moved."""
+"""Mistakes and rare calls of the optimizers' users: told where they are made, nothing moved."""
 
 from __future__ import annotations
 

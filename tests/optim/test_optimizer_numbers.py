@@ -178,7 +178,7 @@ def test_the_same_bits_from_any_number_of_threads(name: str) -> None:
 
 
 def test_every_instruction_set_agrees(tmp_path: Path) -> None:
-    """Those below the one of this process, each in a process of its own."""
+    """Instruction sets below the one of this process, each in a process of its own."""
     code = (
         "import sys, torch\n"
         "from helpers.optimizer_checks import results\n"

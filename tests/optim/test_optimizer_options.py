@@ -147,7 +147,7 @@ def test_averages_are_those_of_a_loop(name: str, dtype: torch.dtype) -> None:
         if not skip:
             for average, x in zip(averages, p, strict=True):
                 average.lerp_(x.detach().to(wide), 0.25)
-    # Of 16-bit parameters the average takes the weights before they are rounded.
+    # The average of 16-bit parameters takes the weights before they are rounded.
     limit = 8.0 if dtype is not torch.bfloat16 else 2.0**17
     for (x, average), want, weight in zip(
         optimizer.averaged_parameters(), averages, p, strict=True

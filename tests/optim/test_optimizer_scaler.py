@@ -227,7 +227,7 @@ def test_without_a_scale_apexs_leave_gradients_but_clipped_ones(name: str) -> No
 def test_after_a_step_of_ours_gradients_are_as_backward_left_them(
     name: str, bad: bool, kind: Any
 ) -> None:
-    """What docs/optimizers.md says under its first example."""
+    """The statement of docs/optimizers.md under its first example."""
     text = (ROOT / "docs/optimizers.md").read_text()
     first = text.split("```python")[1].split("Arguments, defaults")[0]
     assert "After `scaler.step` a `.grad` holds what backward has left: the gradient times" in first

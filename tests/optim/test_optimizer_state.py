@@ -1,4 +1,4 @@
-"""What is kept besides moments: states of the user, step counts; nothing where torch keeps none."""
+"""State besides moments: states of the user, step counts; nothing where torch keeps none."""
 
 from __future__ import annotations
 

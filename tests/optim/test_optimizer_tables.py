@@ -1,4 +1,4 @@
-"""What Python and C++ call the numbers of an optimizer step, and in which order they have them."""
+"""Names and order of the numbers of an optimizer step, in Python and C++."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _clamp(p: Tensor) -> None:
 
 
 def test_hooks_of_others() -> None:
-    """Those that change gradients, and those registered before, see them; later ones do not."""
+    """Hooks that change gradients, and those registered before, see them; later ones do not."""
     results = []
     for released in (False, True):
         model = network()

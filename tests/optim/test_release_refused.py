@@ -1,4 +1,4 @@
-"""What gradient release refuses, with the reason, before anything is modified."""
+"""Cases that gradient release refuses, with the reason, before anything is modified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is CUDA's alone in batch norm, emulated: how its kernels walk over every size and alignment,
+"""Batch norm on CUDA alone, emulated: how its kernels walk over every size and alignment,
 and how many are launched.
 
 test_batch_norm_kernels.py and test_batch_norm_numbers.py have the numbers, and

@@ -1,4 +1,4 @@
-"""What nvcc made of the kernels, without a GPU: registers, memory accesses, symbols."""
+"""Output of nvcc for the kernels, without a GPU: registers, memory accesses, symbols."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import _sass
 from helpers.processes import python
 
 LIBRARY = Path(fusedtrain.__file__).parent / "_C_cuda.so"
-# Of the sources of today: a folder of objects may have those of files that are gone.
+# Logs of the sources of today: a folder of objects may have those of files that are gone.
 LOGS = [
     log for log in sorted((ROOT / "build/ninja/cuda/cuda").glob("*.ptxas"))
     if (ROOT / "csrc/cuda" / log.name.removesuffix(".o.ptxas")).exists()
@@ -49,7 +49,7 @@ WIDE = {
     "update_kernel.*OneRule.*Adam": "optimizer",
     "update_kernel.*OneRule.*Sgd": "optimizer",
 }
-# Of bytes a quarter or a half of that is loaded; the last takes bytes from where they are.
+# Loads of bytes are a quarter or a half as wide; the last kernel takes bytes from where they are.
 STORES = (
     "to_planes_kernel<float, true, false, 0>",
     "to_planes_kernel<__half, true, true, 3>",

@@ -14,7 +14,7 @@ import cuda_emulator
 pytestmark = pytest.mark.skipif(bool(cuda_emulator.why_not()), reason=cuda_emulator.why_not())
 
 UNWRITTEN = "reads shared memory that nothing has written"
-# What is said, whatever the order of the threads. A missing barrier shows as one of two things.
+# Messages, whatever the order of the threads. A missing barrier shows as one of two faults.
 FAULTS = {
     "neighbour<false>": f"race: .* shared memory|{UNWRITTEN}",
     "reuse<false>": "race: .* shared memory",
@@ -81,7 +81,7 @@ def cases(c: ctypes.CDLL) -> dict[str, int]:
 
 
 def run(emulator: cuda_emulator.Emulator, name: str, order: str) -> tuple[str, Tensor]:
-    """What launch.cuh throws (empty where it does not) and the output of one case."""
+    """The message that launch.cuh throws (empty where it does not) and the output of one case."""
     data, y = torch.full((64 * 3,), 7.0), torch.zeros(64 * 3)
     data[64:128] = x()
     emulator.set_order(order)

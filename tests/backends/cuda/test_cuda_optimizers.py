@@ -149,7 +149,7 @@ def test_units_of_other_dtypes(
 
 @pytest.mark.parametrize("measures", [0, FINITE, GRADIENTS])
 def test_units_that_nobody_measures(emulator: cuda_emulator.Emulator, measures: int) -> None:
-    """Of gradients alone units are clipped, too; where nothing is measured none is."""
+    """Units are clipped where gradients alone are measured, too; none where nothing is measured."""
     step = {"measures": measures, "unit_factor": 0.05}
     check(emulator, Kind("sgd", shapes=SHAPES, step=step), orders=("shuffled",))
 

@@ -35,7 +35,7 @@ def last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-# What a kernel of tensors with channels is given: each layout has a walk of its own. There are so
+# Inputs of a kernel of tensors with channels: each layout has a walk of its own. There are so
 # many elements that each thread of the emulator's two multiprocessors has 16 vectors or more.
 LAYOUTS: dict[str, Layout] = {
     "16 x 16": lambda: torch.randn(128, 16, 16, 16),

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, devices, large and misaligned tensors, memory.
+"""Behaviour that only a GPU shows: streams, graphs, devices, large and misaligned tensors, memory.
 
 The ops are called through the dispatcher: CUDA kernels, or Triton's with FUSEDTRAIN_BACKEND=triton.
 """

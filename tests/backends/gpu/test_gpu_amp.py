@@ -1,4 +1,4 @@
-"""What only a GPU can show of Apex's calls: that nothing waits, and losses on another device."""
+"""Behaviour of Apex's calls that only a GPU shows: nothing waits; losses on another device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is Triton's alone: every kernel compiles for every target, to 16-byte accesses without
+"""Tests of Triton alone: every kernel compiles for every target, to 16-byte accesses without
 spills; numbers do not recompile; the ways in which channelwise kernels cut a tensor.
 
 test_activation_kernels.py runs the kernels, interpreted where there is no GPU. Triton decides when
@@ -60,7 +60,7 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def test_import_leaves_triton_alone() -> None:
-    # Of optimizers, norms, folding, chains, few bits, images, pooling.
+    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling.
     activations = sum(2 if row.tensors else 3 for row in ACTIVATIONS.values())
     ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2
     code = (
@@ -253,7 +253,7 @@ def check_pool(target: str, dtype: torch.dtype) -> None:
     for channels, small in ((24, True), (1, True), (24, False)):
         unit = pool._unit(channels, dtype.itemsize, small)
         block = unit * pool._BLOCK
-        # Of pixels of one channel, the two ends.
+        # Pixels of one channel: the least and the most bits.
         for bits in ((1, 2, 4, 8) if channels > 1 else (1, 8)) if small else (2,):
             for kernel, constants in (
                 (pool.max_pool2d_kernel, (bits, True, small, unit, block)),

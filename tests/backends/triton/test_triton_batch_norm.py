@@ -1,4 +1,4 @@
-"""What is Triton's alone in batch norm: how its kernels cut a tensor, how they number its elements,
+"""Batch norm on Triton alone: how its kernels cut a tensor, how they number its elements,
 what they refuse, how many are launched; and, compiled for every target, 16-byte accesses without
 spills.
 
@@ -45,7 +45,7 @@ def ops() -> Kernels:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_placing_keeps_the_layout(layout: str) -> None:
-    """What tests give a kernel on a GPU, where ``x.to(device)`` is dense and aligned."""
+    """Tensors that tests give a kernel on a GPU, where ``x.to(device)`` is dense and aligned."""
     t = LAYOUTS[layout]()
     copy = copied(t, "cpu")
     assert torch.equal(copy, t)
@@ -195,7 +195,7 @@ def check_target(target: str) -> None:
     from fusedtrain.triton.formulas import formula_of
 
     last, planes = c._View(32 * 784, 64, 1, 784), c._View(32, 64, 784, 1)
-    # What is saved: the output, computed again, the input (many registers).
+    # Saved for backward: the output, computed again, the input (many registers).
     for dtype, view, name, saved in (
         (torch.bfloat16, last, "relu", k.SAVED_OUTPUT),
         (torch.float32, planes, "gelu", k.SAVED_RESIDUAL),

@@ -1,4 +1,4 @@
-"""What a Launcher remembers is launched for what it was compiled for, and nothing else."""
+"""A Launcher's cached kernels are launched for what they were compiled for, and nothing else."""
 
 from __future__ import annotations
 

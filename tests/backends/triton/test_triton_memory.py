@@ -1,4 +1,4 @@
-"""What watches interpreted kernels notices planted faults (helpers/triton_memory.py)."""
+"""The watch over interpreted kernels notices planted faults (helpers/triton_memory.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the Triton optimizer's alone, interpreted (or on a GPU): sizes and alignments, orders of
+"""The optimizer on Triton alone, interpreted (or on a GPU): sizes and alignments, orders of
 programs, how many launches.
 
 The numbers: test_optimizer_kernels.py; the compiled code: test_triton_optimizer_code.py.
@@ -43,7 +43,7 @@ STATES = [
 
 @pytest.mark.parametrize(("rule", "states"), STATES, ids=str)
 def test_states(kernels: Any, rule: str, states: list[int]) -> None:
-    """Those that there are, each in another dtype; others read as 0."""
+    """The states that there are, each time in another dtype; others read as 0."""
     dtypes = [(F32, None), (F64, None), (BF16, BF16), (F16, F32)]
     specs = [Spec((3, 50), d, states=states, state_dtype=s) for d, s in dtypes]
     case = Case(rule, specs, [busy(rule, cautious=1)], measures=7, trial=1)

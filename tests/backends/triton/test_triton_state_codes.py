@@ -71,7 +71,8 @@ def float_of(bits: int) -> float:
     return torch.tensor(bits, dtype=torch.int32).view(F32).item()
 
 
-# Of a group: the least scale and the number below, the largest and the one that is too large, ...
+# Largest element of a group: the least scale and the number below, the largest scale and the one
+# that is too large, ...
 LARGEST = [
     float_of(0x0D800000), float_of(0x0D7FFFFF), float_of(0x7AFFFFFF), float_of(0x7B000000),
     float_of(1), 1e-39, 3e38, float("inf"), -float("inf"), float("nan"), -1.0, 0.0, -0.0,

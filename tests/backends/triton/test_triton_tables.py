@@ -1,4 +1,4 @@
-"""What Triton's optimizer keeps from step to step: tables of addresses, which must be those of this
+"""Tables of addresses that Triton's optimizer keeps from step to step: they must be those of this
 step whatever has become of the tensors since the last."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def kernels() -> Any:
 
 @pytest.fixture
 def built(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was made anew: "tables", "gradients" (their column), "numbers" (options and rates)."""
+    """Parts made anew: "tables", "gradients" (their column), "numbers" (options and rates)."""
     from fusedtrain.triton import _optimizer_calls as _calls, _optimizer_tables as _tables
 
     made: list[str] = []

@@ -195,7 +195,7 @@ def test_export_script_and_trace_need_no_fusedtrain() -> None:
 
 
 def test_fx_has_one_call() -> None:
-    """Of the module, as of torch's own batch norm; of the function, as of torch's functions."""
+    """The module's call, as of torch's own batch norm; the function's, as of torch's functions."""
     net = Net().eval()
     traced = torch.fx.symbolic_trace(net)
     calls = [n.target for n in traced.graph.nodes if n.op == "call_module"]

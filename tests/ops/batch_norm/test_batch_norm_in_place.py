@@ -176,7 +176,7 @@ def test_running_statistics_move_alike() -> None:
     assert same_bits(*moved)
 
 
-# What is kept
+# Memory kept for backward
 
 
 def kept_bytes(run: Any) -> int:

@@ -199,7 +199,7 @@ def drop_layers() -> dict[str, Callable[[], nn.Module]]:
     ops = torchvision().ops
 
     class DropPath(nn.Module):
-        """Of the same name and another meaning."""
+        """A layer of the same name and another meaning."""
 
         drop_prob = 0.5
 

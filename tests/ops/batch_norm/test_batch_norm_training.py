@@ -85,7 +85,7 @@ def test_statistics_move_once_under_checkpoint(kind: str) -> None:
 
 
 def test_stock_batch_norm_moves_twice_under_checkpoint() -> None:
-    """What the rule above is for (pytorch#96136)."""
+    """The reason for the rule above (pytorch#96136)."""
     block = Block(True, RECOMPUTED["not reentrant"])
     block(torch.randn(8, 3, 4, 4, requires_grad=True)).sum().backward()
     assert block.norms[0].norm.num_batches_tracked == 2

@@ -28,7 +28,7 @@ CHANNELS = 3
 
 
 class Stock(nn.Module):
-    """What the fused module replaces."""
+    """Stock modules that the fused module replaces."""
 
     def __init__(self, act: nn.Module) -> None:
         super().__init__()
