@@ -19,6 +19,7 @@ from helpers import ROOT
 
 # Implementations of one op. Each value of another parameter meets each of them.
 _IMPLEMENTATIONS = {"cpu", "cuda", "emulated", "triton", "reference", "registered", "python", "cpp"}
+_MOST_CHANGED = 40  # files, a sixth: a commit that touches them all is for `make test-all`
 _PLAIN = (str, int, float, type(None), type)
 
 
@@ -117,13 +118,19 @@ def _commits() -> int:
 
 @cache
 def _changed_tests() -> frozenset[Path]:
-    """The test files that changed in the day before the last commit, or whose sources did."""
+    """The test files of what the commits of the last day changed, the last one first, but for
+    commits that would make them more than _MOST_CHANGED."""
     last = _git("log", "-1", "--format=%cI")
     if not last:
         return frozenset()
     since = datetime.fromisoformat(last) - timedelta(days=1)
-    changed = _git("log", f"--since={since.isoformat()}", "--name-only", "--format=").split("\n")
-    return tests_of([Path(name) for name in changed if name])
+    tests: frozenset[Path] = frozenset()
+    for commit in _git("log", f"--since={since.isoformat()}", "--format=%H").split():
+        names = _git("show", "--name-only", "--format=", commit).split("\n")
+        more = tests | tests_of([Path(name) for name in names if name])
+        if len(more) <= _MOST_CHANGED:
+            tests = more
+    return tests
 
 
 def tests_of(changed: list[Path]) -> frozenset[Path]:
