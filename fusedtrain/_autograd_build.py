@@ -21,8 +21,8 @@ from typing import Any
 NAME = "_C_autograd.so"
 COMMAND = "python -m fusedtrain build-autograd"
 _RECORD = "_build_info.json"
-# Of what the package calls in the file: to be raised with each change, so that a checkout does not
-# load the file of an older state.
+# Version of the calls from the package into the file: to be raised with each change, so that a
+# checkout does not load the file of an older state.
 _INTERFACE = 2
 # Without optimisation a call costs more than in Python.
 _FLAGS = "-O2 -std=c++20 -fPIC -fvisibility=hidden -Wall"
@@ -56,7 +56,7 @@ def source_in(package: Path) -> Path:
 
 
 def built_for(torch_version: str) -> dict[str, Any]:
-    """What a file built now is for, as the build is recorded."""
+    """Torch, Python and interface that a file built now is for, as the build is recorded."""
     return {
         "torch": torch_version,
         "python": sysconfig.get_config_var("SOABI"),

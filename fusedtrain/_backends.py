@@ -1,4 +1,4 @@
-"""Which compiled backends are loaded, and why a backend is not."""
+"""The compiled backends that are loaded, and why a backend is not."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def backend_info() -> BackendInfo:
 
 
 def machine_info() -> dict[str, str]:
-    """What a bug report needs besides `backend_info`: system, Python, torch, devices, settings.
+    """Facts for a bug report besides `backend_info`: system, Python, torch, devices, settings.
 
     Starts no CUDA context.
     """

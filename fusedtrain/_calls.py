@@ -1,4 +1,4 @@
-"""Which calls a kernel takes, and which go to plain torch. Imports only torch."""
+"""Tests for calls that a kernel takes; others go to plain torch. Imports only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs a process will see, and whether a binary has an image for them.
+"""NVIDIA GPUs that a process will see, and whether a binary has an image for them.
 
 The driver's management library (NVML) answers without starting CUDA: once CUDA has started, a
 forked process, such as a DataLoader's worker, cannot use the GPU.

@@ -12,7 +12,7 @@ _ENDED_BY_SIGPIPE = 141  # the exit status of such a program in a shell
 
 @contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """What is printed within goes out at once; ends the program if nobody reads it."""
+    """Context whose output goes out at once; ends the program if nobody reads it."""
     try:
         try:
             yield

@@ -40,7 +40,7 @@ _CLEAN_UP = 60.0
 
 
 class Watcher(Protocol):
-    """What looks at a script while it runs."""
+    """Observer of a script while it runs."""
 
     def begin(self) -> None:
         """Before the script's first line."""
@@ -54,7 +54,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a script.
+    """Outcome of a script.
 
     Args:
         end: "done" (it was ended after enough steps), "ended" (before that, by itself), "raised",

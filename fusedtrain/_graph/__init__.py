@@ -1,4 +1,4 @@
-"""What convert and fold see of a model: graphs of forwards, effects of calls, replaced forwards.
+"""A model as convert and fold see it: graphs of forwards, effects of calls, replaced forwards.
 
 `tracer`, `intercept` and `flow` have the graphs of forwards, `effects` what a call reads and
 writes, `names`, `functions` and `mentions` what Python calls besides. `forward`, `guards` and

@@ -1,4 +1,4 @@
-"""What the calls of a forward read and write, and which values share memory: whether two calls may
+"""Reads and writes of the calls of a forward, and values that share memory: whether two calls may
 change places.
 
 A place is a piece of memory as one graph sees it: what a call has allocated, an argument, or the
@@ -47,7 +47,7 @@ _HARMLESS = {"builtins", "math", "operator", "_operator"}  # modules of function
 
 
 class Effect(NamedTuple):
-    """What one call does. `value`: the places that its value may lie in."""
+    """Effect of one call. `value`: the places that its value may lie in."""
 
     reads: Places
     writes: Places
@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 @dataclass
 class _Summary:
-    """What a module does with its arguments (by number and name) and with registered tensors."""
+    """Effects of a module on its arguments (by number and name) and on registered tensors."""
 
     reads: Places = _NOWHERE
     writes: Places = _NOWHERE
@@ -88,7 +88,7 @@ class _Summary:
 
 
 class Effects:
-    """Of all graphs of a model, as they are asked for."""
+    """Effects of the calls in all graphs of a model, computed on demand."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -96,7 +96,7 @@ class Effects:
         self._summaries: dict[int, _Summary | None] = {}
 
     def of(self, owner: Trace, graph: fx.Graph) -> dict[fx.Node, Effect]:
-        """Of each call in a graph of a forward."""
+        """The effect of each call in a graph of a forward."""
         if id(graph) not in self._graphs:
             effects: dict[fx.Node, Effect] = {}
             for node in graph.nodes:
@@ -162,7 +162,7 @@ class Effects:
         return Effect(inputs | registered | summary.reads, writes, value, summary.draws)
 
     def _summary(self, module: nn.Module) -> _Summary | None:
-        """What a call of a module does; None if nothing is known."""
+        """Effects of a call of a module; None if nothing is known."""
         if id(module) not in self._summaries:
             self._summaries[id(module)] = None  # of a module that calls itself
             self._summaries[id(module)] = self._summarise(module)
@@ -244,7 +244,7 @@ def _familiar(module: nn.Module) -> _Summary:
 
 
 def _call_of(node: fx.Node) -> _Call | None:
-    """What is known of a function or method, for one call of it."""
+    """Known effects of a function or method, for one call of it."""
     target, args, kwargs = node.target, node.args, dict(node.kwargs)
     if node.op == "call_method":
         return _schema_call(_packet(str(target)), str(target), args, kwargs, strict=False)

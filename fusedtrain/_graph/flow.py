@@ -1,4 +1,4 @@
-"""Who hands what to whom in a model: each module's own forward, traced with torch.fx.
+"""Data flow between the modules of a model: each module's own forward, traced with torch.fx.
 
 Every child counts as a leaf, so `if self.downsample is not None` is Python that just runs. Where
 Python asks for what only a tensor could tell (`if x.dim() == 4`, `isinstance(x, list)`), all ways
@@ -154,7 +154,7 @@ def _clone(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
 
 
 def _stored(root: nn.Module) -> list[Any]:
-    """What its modules have in them, to be compared by identity."""
+    """Contents of all modules of a model, to be compared by identity."""
 
     def identity(value: Any) -> Any:
         kind = type(value)
@@ -228,7 +228,7 @@ def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str
 
 @dataclass
 class _Modes:
-    """Those in which a forward has to be traced: all if it has asked for the training flag, and
+    """Modes in which a forward has to be traced: all if it has asked for the training flag, and
     otherwise one with gradients and one without."""
 
     modes: tuple[Mode, ...]
@@ -367,7 +367,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _near(module: nn.Module) -> Iterator[nn.Module]:
-    """What a forward calls as a rule: its children, and those of containers among them."""
+    """Modules that a forward calls as a rule: its children, and those of containers among them."""
     for child in module._modules.values():
         if child is not None:
             yield child

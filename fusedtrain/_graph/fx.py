@@ -1,4 +1,4 @@
-"""What torch.fx.symbolic_trace, and with it feature extraction and quantisation, sees.
+"""Models as torch.fx.symbolic_trace, and with it feature extraction and quantisation, sees them.
 
 A function of this package is one call of it. A module of this package is one call of it wherever
 the tracer has one call of torch's own modules, so that modes and names are those of torch. What

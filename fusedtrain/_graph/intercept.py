@@ -48,7 +48,7 @@ class _Patcher(FxPatcher):
 
 
 class Interceptor:
-    """What the modules do while one forward is traced, in this thread.
+    """Answers reads of modules' attributes while one forward is traced, in this thread.
 
     Args:
         reads: filled with the attributes that Python code reads while `listens()`.

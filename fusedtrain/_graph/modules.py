@@ -48,7 +48,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def attribute_of(module: Any, path: str) -> Any:
-    """What a path such as "layers.0.weight" leads to; None where it leads nowhere."""
+    """The value at a path such as "layers.0.weight"; None where the path leads nowhere."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module

@@ -1,5 +1,5 @@
-"""What `convert` finds, and what it did to a module, kept in its `__dict__`: it outlives deepcopy
-and pickle."""
+"""Findings of `convert`, and its changes to a module. The record of the changes is kept in the
+module's `__dict__`: it outlives deepcopy and pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reports of convert and fold have in common: names, and the lines of what was left."""
+"""Common parts of the reports of convert and fold: names, and the lines of what was left."""
 
 from __future__ import annotations
 

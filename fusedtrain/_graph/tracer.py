@@ -198,7 +198,7 @@ def _registered(module: nn.Module, path: str) -> Any:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """What is made here stays in the collector's youngest generation."""
+    """Context in which new objects stay in the collector's youngest generation."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -214,11 +214,11 @@ def _device_types() -> tuple[str, str]:
 
 
 def context_now() -> tuple[Any, ...]:
-    """What a `with` around a call changes, and a graph does not tell."""
+    """State that a `with` around a call changes, and that a graph does not record."""
     autocast = [
         (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _device_types()
     ]
-    # Those of torch.utils.checkpoint, say.
+    # The hooks on saved tensors: those of torch.utils.checkpoint, say.
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -314,7 +314,7 @@ def same_generators(seed: int | None = None) -> Iterator[None]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of all generators; to be compared. Bytes: to print the numbers took 0.3 of a conversion."""
+    """States of all generators, to be compared. Bytes: to print them took 0.3 of a conversion."""
     numpy: Any = sys.modules.get("numpy")
     drawn: tuple[Any, ...] = ()
     if numpy is not None:

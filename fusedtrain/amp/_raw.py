@@ -18,7 +18,7 @@ set_raw_grad: Callable[[Tensor, Tensor | None], None] = _grad.__set__
 
 
 class NotedGradients:
-    """Which gradients parameters had, and their versions; all lists are parallel.
+    """Gradients that parameters had, and their versions; all lists are parallel.
 
     Args:
         params: parameters with gradients.

@@ -1,4 +1,4 @@
-"""What the commands have in common: options for the output, tables, charts, progress.
+"""Common parts of the commands: options for the output, tables, charts, progress.
 
 A command makes a `Report`, and `Outputs.write` shows it: tables on a terminal, plain columns in a
 pipe, JSON, a PNG, one HTML file that needs no other file.
@@ -55,7 +55,7 @@ class Table:
 
 @dataclass
 class Report:
-    """What a command found.
+    """Results of a command.
 
     Args:
         title: the first line.
@@ -277,7 +277,7 @@ def _boxed(table: Table) -> RichTable:
 
 
 def _least_width(table: Table) -> int:
-    """Of a terminal that shows the table as one: numbers whole, words folded."""
+    """Least width of a terminal that shows the table as one: numbers whole, words folded."""
     lines = [[column.name for column in table.columns], *table.rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     return 1 + sum(

@@ -1,4 +1,4 @@
-"""Who is timed against whom, and the gate of each: the command `bench` and benchmarks/ share it.
+"""Contestants of the timings, and the gate of each: the command `bench` and benchmarks/ share them.
 
 A family is a module with ``entries(options)``, the rows that the command `bench` measures.
 """

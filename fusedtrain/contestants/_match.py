@@ -34,7 +34,7 @@ COPY, FRESH_COPY = "copy", "copy_fresh"  # into memory that exists, and into a n
 
 @dataclass(frozen=True)
 class Options:
-    """What is to be timed.
+    """Choice of the work to be timed.
 
     Args:
         device: "cpu" or "cuda".
@@ -63,7 +63,7 @@ class Options:
 
 @dataclass
 class Match:
-    """Who is timed, on tensors that exist.
+    """Contestants that are timed, on tensors that exist.
 
     Args:
         calls: who -> the call; "fusedtrain" and "eager" are among them.

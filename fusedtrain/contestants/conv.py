@@ -98,7 +98,7 @@ def _match(options: Options, job: str, shape: tuple[int, ...], layout: str) -> M
     models = {who: model_of(who) for who in (OURS, EAGER, *[COMPILE] * options.compiled)}
 
     def gate(who: str) -> None:
-        # Of what is compiled for one size the whole batch.
+        # The whole batch where torch.compile takes part: its code is for one size.
         few = shape[0] if options.compiled else min(shape[0], GATE_BATCH)
         part, change = x[:few], gradient[:few]
         wide = copy.deepcopy(stock).double()
@@ -111,7 +111,7 @@ def _match(options: Options, job: str, shape: tuple[int, ...], layout: str) -> M
             names, _results(models[who], job, part, change), plain, exact, strict=True
         ):
             off = float((eager.double() - truth).norm() / truth.norm())
-            # Of two that are right one can be a few times as far from float64 as the other.
+            # One of two correct results can be a few times as far from float64 as the other.
             limit = max(CHAIN[options.dtype].norm, 4 * off)
             agrees(name, actual, truth, Tolerance(ANY, norm=limit))
 

@@ -76,7 +76,7 @@ class Contestant:
         self.norm, self.function = norm, function
 
     def leaves(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
-        """What backward computes gradients of."""
+        """Tensors whose gradients backward computes."""
         parameters = [p for p in (self.norm.weight, self.norm.bias) if p.requires_grad]
         return [x, *([] if residual is None else [residual]), *parameters]
 
@@ -97,7 +97,7 @@ def ours(op: NormOp, channels: int, device: str) -> Contestant:
 
 
 def eager(op: NormOp, channels: int, device: str) -> Contestant:
-    """What networks have: the norm, the addition and the activation in place."""
+    """The usual code of networks: the norm, the addition and the activation in place."""
     norm = _prepared(nn.BatchNorm2d(channels), op, device)
     act = getattr(nn, op.act)(inplace=True) if op.act else nn.Identity()
 

@@ -266,7 +266,7 @@ def _find(
 
 
 def _decide(module: torch.nn.Module) -> Found | None:
-    """What to do with one module; None if it is neither activation nor max pooling."""
+    """The decision on one module; None if it is neither activation nor max pooling."""
     cls = type(module)
     if is_scripted(module):
         known = {base.__name__ for base in _TORCH}

@@ -46,7 +46,7 @@ class Atoms:
         self._table: list[_Atom] = [("tensor", {}, ())] if others is None else others._table[:]
 
     def argument_of(self, monomial: Monomial, name: str) -> Polynomial:
-        """Of what a monomial is this function."""
+        """The argument of this function, if a monomial is one call of it."""
         if len(monomial) != 1 or self._table[monomial[0]][0] != name:
             raise NoFormula
         return self._table[monomial[0]][1]
@@ -60,7 +60,7 @@ class Atoms:
         return {(len(self._table) - 1,): 1.0}
 
     def clamped(self, value: Polynomial, low: float, high: float) -> Polynomial:
-        """Of a polynomial whose first coefficient is 1."""
+        """Clamp of a polynomial, as the scaled clamp of one whose first coefficient is 1."""
         if not low < high:
             raise NoFormula
         first = value[max(value)]
@@ -131,7 +131,7 @@ def _quotient(atoms: Atoms, one: Polynomial, other: Polynomial) -> Polynomial:
 
 
 def _logistic(atoms: Atoms, divisor: Polynomial) -> Polynomial:
-    """Of c + c exp(-z) the inverse, sigmoid(z) / c; nothing of others."""
+    """The inverse of c + c exp(-z), which is sigmoid(z) / c; empty for other divisors."""
     (first, c), *others = sorted(divisor.items())
     if first != () or len(others) != 1 or not is_close(c, others[0][1]):
         return {}
@@ -247,10 +247,10 @@ def rule_of(node: fx.Node) -> str:
 def polynomial_of(
     node: fx.Node, leaf: fx.Node, atoms: Atoms, known: dict[fx.Node, Polynomial]
 ) -> Polynomial:
-    """What a node computes of `leaf`. `known` collects the nodes in between.
+    """The value of a node as a polynomial of `leaf`. `known` collects the nodes in between.
 
     Raises:
-        NoFormula: something else, too, or in an unknown way.
+        NoFormula: the node computes with something else, too, or in an unknown way.
     """
     if node is leaf:
         return {(0,): 1.0}

@@ -1,5 +1,4 @@
-"""Which sums are those of a residual branch: what layer scale and stochastic depth made of it, plus
-a shortcut.
+"""Sums of residual branches: a branch after layer scale and stochastic depth, plus a shortcut.
 
 From the sum backwards: a call of a module of stochastic depth (or Identity, which stands for one
 that never drops), a product with a tensor of the module, or both in either order.
@@ -165,7 +164,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Of a product with a tensor of the module: that tensor, and what it is multiplied with."""
+    """Factors of a product with a tensor of the module: that tensor, then the other factor."""
     if not is_product(node):
         return None
     for scale, other in (node.args, node.args[::-1]):

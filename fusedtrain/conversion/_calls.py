@@ -36,7 +36,7 @@ from ._worth import Worth, is_bare
 
 # These keep their output in torch, too: who writes over it meets the same error.
 _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
-# What a class may have beside its forward, to be given another class.
+# Public names that a class may define, if its modules are to be given another class.
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -59,7 +59,7 @@ class Call:
 
     @property
     def kept(self) -> tuple[fx.Node, ...]:
-        """What the fused function keeps for backward, where it does not say so by a copy."""
+        """Values that the fused function keeps for backward, where it does not say so by a copy."""
         if self.match.in_place:
             return ()
         if self.match.name not in INDEX:  # torch keeps as much
@@ -171,7 +171,7 @@ def _encoder(layer: nn.Module) -> Found | None:
 
 
 def target_of(entry: Found) -> str:
-    """What a module has become, for the report."""
+    """New class or function of a converted module, for the report."""
     assert entry.fused is not None
     if entry.fused not in _ENCODERS:
         return title(entry.fused)

@@ -1,4 +1,4 @@
-"""What `convert` does to one model: chooses, swaps, takes back, and reports."""
+"""One run of `convert` on a model: chooses, swaps, takes back, and reports."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class Conversion:
         return {m for m, one in now.items() if one and one.source == self.earlier[m].source}
 
     def _reasons(self) -> dict[fx.Node, str]:
-        """Of the calls of all graphs, why they stay; '' of those that are gone."""
+        """Reasons why the calls of all graphs stay; '' for those that are gone."""
         reasons = dict.fromkeys(self.idle_calls, GAINS_NOTHING) | self.plan.left_calls
         for trace in self.flow.traces:
             key = id(trace.module)
@@ -324,7 +324,7 @@ _Titled = TypeVar("_Titled", Product, Call)
 
 
 def _of_one_way(units: Iterable[_Titled]) -> Iterator[_Titled]:
-    """Of a forward with several ways those of one way: the first that has most of a kind."""
+    """Units of one way through a forward with several: the first way that has most of a kind."""
     groups: dict[tuple[int, str], dict[fx.Graph, list[_Titled]]] = {}
     for unit in units:
         ways = groups.setdefault((id(unit.trace), unit.title), {})

@@ -1,4 +1,4 @@
-"""Which calls of a forward are an activation: one call of a function, or a formula of several.
+"""Activations among the calls of a forward: one call of a function, or a formula of several.
 
 `x * x.sigmoid()` is SiLU however it is written: :mod:`._algebra` compares formulas. Eager torch
 rounds after each call of a formula and the function rounds once; where a kink has two slopes, the

@@ -1,4 +1,4 @@
-"""Which products have a gate for a factor: gated linear units and squeeze-and-excitation blocks.
+"""Products with a gate for a factor: gated linear units and squeeze-and-excitation blocks.
 
 A product is a multiplication of two values in one forward, one of which comes straight from an
 activation (a module, a function, a formula) and goes nowhere else.

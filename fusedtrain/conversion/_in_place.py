@@ -1,5 +1,5 @@
-"""Which batch norms can write over their input: nobody else may read it, nobody may write over the
-output, which backward needs then."""
+"""Test for batch norms that can write over their input: nobody else may read it, nobody may write
+over the output, which backward needs then."""
 
 from __future__ import annotations
 

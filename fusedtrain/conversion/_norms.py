@@ -1,4 +1,4 @@
-"""Which batch norms are followed by what they can do as one op: drop, residual add, activation.
+"""Batch norms that become one op with the steps after them: drop, residual add, activation.
 
 A site starts at the call of a norm and follows the value as long as nobody else reads it, out of
 the forward that called the norm where the value is what that forward returns.
@@ -185,7 +185,7 @@ class Finder:
         return calls[0]
 
     def _agreed(self, trace: Trace, walks: list[_Walk]) -> _Walk | str:
-        """What follows on every way through the forward."""
+        """The steps that follow on every way through the forward, or why these are not known."""
         if not trace.inexact:
             return walks[0]
         # In a forward with several ways, only steps that all ways share.
@@ -243,7 +243,7 @@ class Finder:
             value = user
 
     def _step(self, trace: Trace, value: fx.Node, user: fx.Node) -> Step | str | None:
-        """What a call does with a value: a step, nothing (None), or something else (why not)."""
+        """The use of a value by a call: a step, nothing (None), or something else (why not)."""
         module = trace.callee(user)
         if module is not None:
             if user.args != (value,) or user.kwargs:

@@ -36,7 +36,7 @@ _FLIP = 0.05
 _NEGLIGIBLE = 1e-3
 
 
-# Of a call: the module, the module around it, and the how manieth such call in that forward.
+# A call: the module, the module around it, and its number among such calls in that forward.
 Key = tuple[int, int, int]
 
 

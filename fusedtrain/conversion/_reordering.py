@@ -29,7 +29,7 @@ Unit = Site | Product | Branch | Call
 
 @dataclass
 class Move:
-    """What one fused call does to one graph."""
+    """The change that one fused call makes to one graph."""
 
     unit: Unit
     graph: fx.Graph
@@ -45,7 +45,7 @@ class Move:
         return {node: i for i, node in enumerate(self.graph.nodes)}
 
     def obstacle(self, elsewhere: Mapping[fx.Node, int]) -> tuple[str, Step | None] | None:
-        """What forbids the move, and the step of a site that has to stay.
+        """The reason against the move, and the step of a site that has to stay.
 
         `elsewhere`: where calls of other groups work, by their numbers in the graph."""
         order = self.order

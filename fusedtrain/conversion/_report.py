@@ -1,4 +1,4 @@
-"""What `fusedtrain.convert` tells about a model it went through."""
+"""The report of `fusedtrain.convert` on a model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Branched(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What running the example told about one converted module, with all that it took over.
+    """Results of the example for one converted module, with all that it took over.
 
     Bytes count for the module that saved a storage last: an activation's output for the next layer.
     `error`: of the outputs of it or, where it has none of its own, the module around it.
@@ -106,7 +106,7 @@ class Layer(NamedTuple):
 
 
 class LookedAt(NamedTuple):
-    """What `convert` went through: modules, forwards that torch.fx traced, and those it cannot."""
+    """Extent of `convert`'s search: modules, forwards that torch.fx traced, and those it cannot."""
 
     modules: int = 0
     forwards: int = 0
@@ -266,7 +266,7 @@ class ConversionReport:
         return ["what would help", *lines] if lines else []
 
     def _nothing(self, helped: bool) -> list[str]:
-        """What was looked at where nothing changes. `helped`: it is told what would help."""
+        """Extent of a search that changed nothing. `helped`: the report tells what would help."""
         modules, forwards, untraced = self.looked_at
         text = f"  looked at {_modules(modules)} and into {counted(forwards, 'forward')}"
         if untraced:

@@ -255,7 +255,7 @@ def becomes_ours(site: Site) -> bool:
 
 
 def _attributes(site: Site) -> dict[str, Any]:
-    """What a norm needs beside its class. In its `__dict__`, modules are no children of it."""
+    """Attributes of a norm beside its class. In its `__dict__`, modules are no children of it."""
     kinds = (kind for kind in ("act", "drop") if kind not in site.norm._modules)
     wanted: dict[str, Any] = {kind: nn.Identity() for kind in kinds}
     if not (has_own_steps(site.norm) or site.steps or site.overwrites):

@@ -73,7 +73,7 @@ class _Trials:
         self._stock_runs: dict[bool, tuple[Run, Errors]] = {}  # of `_on_copies`
 
     def judge(self) -> str:
-        """What is wrong; '' if nothing is."""
+        """The fault of the conversion, in words; '' if there is none."""
         watched = self.conversion.watched()
         try:
             self.after, self.errors = run(self.model, self.example, watched, self.stock)
@@ -167,7 +167,7 @@ class _Trials:
 
 
 def _ordinal(step: Step) -> int:
-    """Which call of its module a step is, in the forward that makes it."""
+    """Number of a step among the calls of its module, in the forward that makes it."""
     nodes = step.trace.graphs[0].nodes
     calls = [node for node in nodes if step.trace.callee(node) is step.module]
     return calls.index(step.nodes[0])

@@ -1,5 +1,5 @@
-"""What is worth the work: forwards that may call a norm or an activation or have a branch are worth
-tracing, activations that gain time or memory are worth a swap."""
+"""Tests for worthwhile work: forwards that may call a norm or an activation or have a branch are
+worth tracing, activations that gain time or memory are worth a swap."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gains(name: str, in_place: bool, memory: str) -> bool:
 
 
 class Worth:
-    """Of the modules of one model, each of which is looked at once."""
+    """Worth of the modules of one model, each of which is looked at once."""
 
     def __init__(self) -> None:
         self._words: dict[nn.Module, set[str]] = {}
@@ -68,7 +68,7 @@ class Worth:
         return bool(self._words[module])
 
     def names(self, module: nn.Module) -> list[str]:
-        """Of the activations that a forward may call."""
+        """Names of the activations that a forward may call."""
         return sorted(self._words[module] & _NAMES) if self.mentions(module) else []
 
     def applied(self, module: nn.Module) -> str:

@@ -120,7 +120,7 @@ def _times(facts: Facts, watch: Watch, trials: bool) -> None:
 
 
 def _operators(facts: Facts, watch: Watch) -> None:
-    """Of the whole steps that were observed; the first has the construction of the model in it."""
+    """Facts of the whole steps observed; the first has the construction of the model in it."""
     whole = watch.operators.steps[: min(watch.taken, OBSERVED)]
     steps = [step for i, step in enumerate(whole) if i not in watch.unusual]
     account = Account(steps[1:] or steps)

@@ -1,4 +1,4 @@
-"""What a run showed, as plain numbers: the rules decide by these alone."""
+"""Facts that a run showed, as plain numbers: the rules decide by these alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass
 class Event:
-    """What one line does in each step. `what`: the operator or call, `seconds`: its time."""
+    """Work of one line in each step. `what`: the operator or call, `seconds`: its time."""
 
     site: Site | None
     what: str
@@ -106,7 +106,7 @@ class Evaluation:
 
 @dataclass
 class Fusable:
-    """What `convert` would change in a model; bytes are kept for backward."""
+    """Changes that `convert` would make in a model; bytes are kept for backward."""
 
     type: str
     site: Site | None

@@ -42,7 +42,7 @@ _Key = tuple[str, Site | None, str, str]  # kind, line, what, device
 
 @dataclass
 class _Step:
-    """Of one step: events by key as [count, bytes, seconds]; outputs' elements of each operator."""
+    """One step: events by key as [count, bytes, seconds]; outputs' elements of each operator."""
 
     events: dict[_Key, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
     copies: dict[tuple[Site | None, bool, bool], list[float]] = field(

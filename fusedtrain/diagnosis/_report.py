@@ -118,7 +118,7 @@ class Diagnosis:
 
 
 def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
-    """What the rules say about these facts."""
+    """The diagnosis of the rules for these facts."""
     diagnosis = Diagnosis(facts=facts, end=end, status=status)
     for rule in RULES:
         if reason := rule.not_checked(facts):

@@ -1,4 +1,4 @@
-"""What a rule is, and what it says about a run."""
+"""Definition of a rule, and of its findings about a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured after the run, on copies: the same work done in the other way."""
+"""Measurements after the run, on copies: the same work done in the other way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shortest(call: Callable[[], Any], rounds: int = _ROUNDS) -> float:
 
 
 def operator_seconds() -> float:
-    """Of an operator on one element, in forward and backward, in time of this thread."""
+    """Time of an operator on one element, in forward and backward, in CPU time of this thread."""
     one = torch.zeros(1, requires_grad=True)
 
     def calls() -> None:
@@ -58,7 +58,7 @@ def operator_seconds() -> float:
 
 
 def fault_seconds() -> float:
-    """Of a minor page fault: fresh memory is written, and written again."""
+    """Time of a minor page fault: fresh memory is written, and written again."""
     import resource
 
     def once() -> float:
@@ -94,7 +94,7 @@ def oversubscription(threads: int, cores: int) -> float:
 
 
 def bias_seconds(shape: tuple[int, ...], like: Tensor) -> float:
-    """Of the sum that is the gradient of a bias."""
+    """Time of the sum that is the gradient of a bias."""
     gradient = torch.zeros(shape, dtype=like.dtype, device=like.device)
     dims = [dim for dim in range(len(shape)) if dim != 1]
     return shortest(lambda: _done(gradient.sum(dims)), 3)
@@ -117,7 +117,7 @@ def half_ratio(convolution: nn.Module, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def clearing_seconds(size: float, device: str) -> float:
-    """Of a memset, and of the addition instead of a write in backward."""
+    """Time of a memset, and of the addition instead of a write in backward."""
     gradient = torch.zeros(max(int(min(size, _MOST)) // 4, 1), device=device)
     other = torch.zeros_like(gradient)
     return shortest(lambda: _done(gradient.zero_().add_(other)), 3)

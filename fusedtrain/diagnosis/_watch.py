@@ -58,7 +58,7 @@ class ScalerRecord:
 
 @dataclass
 class Step:
-    """Of a whole step. `usual`: no evaluation within."""
+    """Measurements of a whole step. `usual`: no evaluation within."""
 
     seconds: float
     busy: float  # of the main thread
@@ -268,7 +268,7 @@ class Watch:
         """Optimizers count steps and loaders draw seeds in tensors of the CPU in any case."""
         return self._inside > 0 or self._loading > 0
 
-    # What the script constructs and calls.
+    # Wrappers of the constructors and methods that the script calls.
 
     def _module_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:

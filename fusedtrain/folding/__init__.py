@@ -219,7 +219,7 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
 
 
 def _shared(sharing: Sharing, link: Link) -> str:
-    """Who reads numbers that change, or a module that goes."""
+    """Another reader of numbers that change, or of a module that goes; '' if there is none."""
     conv, norm = link.conv, link.norm
     assert norm is not None
     statistics = ("running_mean", "running_var")

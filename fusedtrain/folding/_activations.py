@@ -249,7 +249,7 @@ def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | N
 
 
 def _added(trace: Trace, addition: fx.Node, node: fx.Node) -> fx.Node | None:
-    """What an addition adds to the value of a node; None if it is no plain one."""
+    """The other operand of an addition to the value of a node; None if it is no plain addition."""
     if not is_sum(addition) or len(addition.args) != 2 or addition.kwargs:
         return None
     a, b = addition.args

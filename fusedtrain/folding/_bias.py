@@ -184,7 +184,7 @@ def drop_redundant_bias(
 
 
 def _shared(sharing: Sharing, link: Link) -> str:
-    """Who else sees the bias, or the running mean that takes it over."""
+    """Another user of the bias, or of the running mean that takes it over; '' if there is none."""
     conv, norm = link.conv, link.norm
     assert norm is not None
     if getattr(conv, "bias", None) is None:

@@ -1,4 +1,4 @@
-"""What the Python of a model says about its modules: which attribute chains it reads or calls.
+"""Mentions of modules in the Python of a model: the attribute chains that it reads or calls.
 
 torch.fx shows one forward in one mode. Other methods, hooks, branches that were not taken, and
 forwards that torch.fx cannot trace are read as source.
@@ -150,7 +150,7 @@ class _Reader:
         return False
 
     def source(self, call: ast.Call) -> Chain | None:
-        """What made the first argument of a call."""
+        """The function that made the first argument of a call."""
         first = call.args[0] if call.args else None
         if inner := _called(first):
             return _chain(inner.func)
@@ -161,7 +161,7 @@ class _Reader:
         return None
 
     def sink(self, call: ast.Call) -> Chain | None:
-        """What alone gets the result of a call."""
+        """The only function that gets the result of a call."""
         parent = self.parents.get(call)
         if isinstance(parent, ast.Call) and parent.args[:1] == [call]:
             return _chain(parent.func)
@@ -192,7 +192,7 @@ def mentions(code: types.CodeType) -> tuple[Mention, ...]:
 
 
 def resolve(names: dict[str, Any], chain: Chain) -> tuple[Any, tuple[str | int, ...]]:
-    """What a chain stands for, as far as modules, containers and tensors go, and the rest of it."""
+    """The value of a chain, as far as modules, containers and tensors go, and the rest of it."""
     if chain.base is None or chain.base not in names:
         return None, chain.path
     value: Any = names[chain.base]
@@ -216,7 +216,7 @@ def resolve(names: dict[str, Any], chain: Chain) -> tuple[Any, tuple[str | int, 
 
 
 def environment(function: types.FunctionType, owner: object) -> dict[str, Any]:
-    """What is known of the names in a function: modules in globals and closure, and its owner."""
+    """Known values of the names in a function: modules in globals and closure, and its owner."""
     known: dict[str, Any] = {
         n: v for n, v in function.__globals__.items() if isinstance(v, nn.Module)
     }

@@ -143,7 +143,7 @@ _warned: set[str] = set()
 
 
 def _kind_of(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a library chooses its algorithm by; calls of one kind are refused alike."""
+    """Key by which a library chooses its algorithm; calls of one kind are refused alike."""
     return tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 

@@ -12,7 +12,7 @@ from ._kinds import is_transposed, spatial
 
 
 class Convolving(Replacement):
-    """What stands for the forward of `conv`, which `norm` follows."""
+    """Replacement of the forward of `conv`, which `norm` follows."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         self.conv: Any = conv
@@ -26,7 +26,7 @@ class Convolving(Replacement):
     def convolve(
         self, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None
     ) -> Tensor:
-        """What the class of the convolution does, with another weight and bias."""
+        """The computation of the convolution's class, with another weight and bias."""
         conv, dims = self.conv, self.rank - 2
         if not self.transposed:
             output: Tensor = (

@@ -1,4 +1,4 @@
-"""Which modules are convolutions and batch norms of known numbers, and which only look so."""
+"""Tests for convolutions and batch norms of known numbers, and for modules that only look so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import CONVOLUTIONS
 from .._torch_private import BatchNormBase
 
-# Who wrote the forward of a norm that is one in eval mode: gamma (x - mean) / sqrt(var + eps) +
+# Writers of the forward of a norm that is one in eval mode: gamma (x - mean) / sqrt(var + eps) +
 # beta; with "act" followed by its modules `drop` and `act`. "frozen": in training, too.
 _NORMS = {
     "torch.nn.modules.batchnorm:_BatchNorm": "",
@@ -23,7 +23,7 @@ _NORMS = {
     "torchvision.ops.misc:FrozenBatchNorm2d": "frozen",
 }
 _OURS = "fusedtrain.nn.norm:"
-# Of the convolutions, with all that it does before F.conv2d.
+# Writer of another known forward of convolutions, with all that it does before F.conv2d.
 _SAME = "timm.layers.conv2d_same:Conv2dSame"
 
 
@@ -105,7 +105,7 @@ def conv_obstacle(conv: nn.Module) -> str:
 
 
 class Statistics(NamedTuple):
-    """What a norm in eval mode computes with."""
+    """Operands of a norm in eval mode."""
 
     gamma: Tensor | None
     beta: Tensor | None
@@ -143,7 +143,7 @@ def statistics(norm: Any) -> Statistics:
 
 
 def followers(norm: nn.Module) -> list[nn.Module]:
-    """What a norm with an activation does to the normalised tensor."""
+    """Modules that a norm with an activation applies to the normalised tensor."""
     if "act" not in (_norm_kind(norm) or ""):
         return []
     parts = (norm._modules.get("drop"), norm._modules.get("act"))

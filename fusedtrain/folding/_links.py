@@ -1,6 +1,6 @@
-"""Which convolution feeds which batch norm, found by following the data through the traces of
-:mod:`fusedtrain._graph.flow`: out of the forward that made a value into those that called it, and
-into the forwards of modules that made or take it.
+"""Pairs of a convolution and the batch norm it feeds, found by following the data through the
+traces of :mod:`fusedtrain._graph.flow`: out of the forward that made a value into those that called
+it, and into the forwards of modules that made or take it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Walk:
 
 
 class Links:
-    """Of a model. `through` tells of modules that pass their input on unchanged."""
+    """Links of a model. `through` tells of modules that pass their input on unchanged."""
 
     def __init__(
         self, flow: Flow, through: Callable[[nn.Module], bool] = lambda m: type(m) is nn.Identity
@@ -185,7 +185,7 @@ class Links:
         return [] if is_hooked(owner.module) else self.flow.calls(owner.module)
 
     def _sources(self, owner: Trace, value: fx.Node) -> list[tuple[Trace, object]]:
-        """What a value is in the forwards around this one, or in that which computes it."""
+        """The same value in the forwards around this one, or in the forward that computes it."""
         if value.op == "placeholder":
             return [(outer, _argument(value, call)) for outer, call in self._callers(owner)]
         module = owner.callee(value)
@@ -274,7 +274,7 @@ class Links:
 
 
 def _argument(placeholder: fx.Node, call: fx.Node) -> object:
-    """What a call hands over for an argument of a forward."""
+    """The value that a call hands over for an argument of a forward."""
     names = [str(n.target) for n in placeholder.graph.nodes if n.op == "placeholder"]
     name = str(placeholder.target)
     place = names.index(name)

@@ -1,4 +1,4 @@
-"""What `fold_conv_bn`, `tune_mode` and `drop_redundant_bias` tell about a model."""
+"""The report of `fold_conv_bn`, `tune_mode` and `drop_redundant_bias` on a model."""
 
 from __future__ import annotations
 

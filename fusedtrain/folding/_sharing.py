@@ -1,4 +1,4 @@
-"""Who else sees a convolution before its norm: ties, shared memory, code that reads or calls."""
+"""Other users of a convolution before its norm: ties, shared memory, code that reads or calls."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Sharing:
                     yield place.owner
 
     def read(self, owner: nn.Module, *keys: str, running: bool = False) -> str:
-        """Who reads a parameter or buffer of it; '' where nobody does.
+        """A reader of a parameter or buffer of `owner`, in words; '' where there is none.
 
         `running`: of code that names no module of the model, only what a forward runs counts.
         """
@@ -150,7 +150,7 @@ class Sharing:
                 yield code
 
     def _resolve_all(self) -> None:
-        """What the code mentions, by what it is."""
+        """Resolves the mentions in the code and sorts them by their kind."""
         # Calls and values of modules in code that was not traced.
         self._modules: dict[int, list[tuple[_Code, Mention, bool]]] = {}
         self._tensors: dict[int, list[_Code]] = {}
@@ -177,7 +177,7 @@ class Sharing:
                         self._unknown.setdefault(str(key), []).append((code, within))
 
     def called(self, link: Link) -> str:
-        """What calls one of both without the other; '' where nothing does."""
+        """A caller of one of both without the other; '' where there is none."""
         parts = [m for m in (link.conv, link.norm) if m is not None]
         groups = [parts[::-1] if link.norm_first else parts, *([m] for m in link.levels)]
         return next(filter(None, map(self.called_apart, groups)), "")
@@ -292,7 +292,7 @@ def _methods(module: nn.Module) -> Iterator[_Method]:
 
 
 def _reached(methods: Sequence[_Method]) -> set[FunctionType]:
-    """Those that its forward calls, or those call."""
+    """Functions of the methods that a module's forward calls, or that such methods call."""
     pending = [m for m in methods if m.name.rpartition(".")[2] == "forward" or "(of" in m.name]
     reached: set[FunctionType] = set()
     while pending:

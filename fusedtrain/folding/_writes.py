@@ -1,4 +1,4 @@
-"""What in a graph writes in place: nothing is moved across it."""
+"""In-place writes in a graph: nothing is moved across them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin and the callback do, for both names of Lightning's package.
+"""The work of the plugin and the callback, for both names of Lightning's package.
 
 `lightning.pytorch` and `pytorch_lightning` have equal classes that do not accept each other's. So
 `lightning.py` and `pytorch_lightning.py` each join the classes of this file with those of one

@@ -419,7 +419,7 @@ class BatchNormAddAct(BatchNormActBase):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-# Of the inputs; empty: any from 2. Not of subclasses, which may change any part of the forward.
+# Ranks of the inputs; empty: any from 2. No subclasses: they may change any part of the forward.
 _RANKS: dict[type, tuple[int, ...]] = {
     BatchNormAct1d: (2, 3), BatchNormAct2d: (4,), BatchNormAct3d: (5,), BatchNormAddAct: (),
     nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),

@@ -1,4 +1,4 @@
-"""What activation modules have in common that can keep their derivative in few bits."""
+"""Common part of the activation modules that can keep their derivative in few bits."""
 
 from typing import Any
 

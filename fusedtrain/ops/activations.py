@@ -144,7 +144,7 @@ class Kernel:
 
 
 def _function(kernel: Kernel) -> Callable[..., Tensor]:
-    """What a kernel is called by in a hurry: `Kernel.__call__` and `*parameters` cost 0.2 us of an
+    """The fast way to call a kernel: `Kernel.__call__` and `*parameters` cost 0.2 us of an
     activation's 1.4 us."""
 
     def none(input: Tensor, inplace: bool) -> Tensor:
@@ -325,7 +325,7 @@ def pointwise(name: str, *values: float) -> Pointwise | None:
     return Pointwise(INDEX[name], *map(float, values))
 
 
-# What `chosen` finds by a name alone, where the kernel is exact.
+# Results of `chosen` for a name alone, where the kernel is exact.
 BY_NAME: dict[str | None, Pointwise | None] = {
     name: activation_of(name, {}) for name in (None, "identity", *INDEX)
 }

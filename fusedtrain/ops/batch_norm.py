@@ -244,12 +244,12 @@ def run(
         if output is not NotImplemented:
             return output
     if activation.op == _SOFTPLUS and _calls.autocasts(input, "cuda"):
-        # Which computes softplus of 16 bits in float32, and returns that.
+        # Autocast computes softplus of 16 bits in float32, and returns that.
         z = run(input, residual, norm, Pointwise())
         return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
     if residual is not None and not _matches(residual, input):
         _check_residual(residual, input)
-        # Of another shape or dtype: torch knows what that adds up to.
+        # Another shape or dtype: torch knows what that adds up to.
         z = _run(input, None, norm, Pointwise(), overwrite_input=False)
         return activated(z + residual, activation)
     return _run(input, residual, norm, activation, overwrite_input)

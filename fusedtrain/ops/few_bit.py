@@ -39,7 +39,7 @@ _forward = op("few_bit")
 _inplace = op("few_bit_")
 _backward = op("few_bit_backward")
 
-# What `save` may be beside None, by activation: the number of bits.
+# Values of `save` beside None, by activation, with their number of bits.
 SAVES = {
     name: {f"q{bits}": bits for bits in sorted(table.bits())} for name, table in TABLES.items()
 }

@@ -91,7 +91,7 @@ _apply = apply_of(MaxPool2d)
 
 
 def _bits_of(kernel_size: _Pair) -> int:
-    """What the place in such a window takes."""
+    """Number of bits of a place in such a window."""
     count = kernel_size[0] * kernel_size[1]
     return 1 if count <= 2 else 2 if count <= 4 else 4 if count <= 16 else 8
 

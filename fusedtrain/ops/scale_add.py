@@ -76,7 +76,7 @@ class ScaleAdd(torch.autograd.Function):
 def _differentiable_backward(
     grad: Tensor, input: Tensor | None, scale: Tensor, dim: int, needs_scale: bool
 ) -> tuple[Any, Any, Tensor]:
-    """Of input, scale (None where not needed) and residual."""
+    """Gradients of input, scale (None where not needed) and residual."""
     sums = None
     if needs_scale:
         assert input is not None

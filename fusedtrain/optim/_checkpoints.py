@@ -221,7 +221,7 @@ class Checkpoints(torch.optim.Optimizer):
         vars(trial).update(vars(self))
         try:
             trial.__setstate__({"state": state, "param_groups": groups})
-            # Those as large as their parameters, with the dtype of their codes.
+            # States as large as their parameters, with the dtype of their codes.
             large: dict[str | None, torch.dtype | None] = {"ema": None, WEIGHTS: None}
             rule = self._state_needs().rule
             for group in trial.param_groups:

@@ -1,4 +1,4 @@
-"""Which of the optimizers has made a state dict, by the keys of its groups and its states."""
+"""Finds the optimizer that has made a state dict, by the keys of its groups and its states."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimize
 
 
 class SharedOptions(TypedDict, total=False):
-    """Those of `FusedOptions` that no optimizer has as an argument of its own."""
+    """Options of `FusedOptions` that no optimizer has as an argument of its own."""
 
     agc: float | None
     agc_eps: float

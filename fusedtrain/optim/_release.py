@@ -375,7 +375,7 @@ class _Step:
         return [p for update in self.updates if update.plan for p in update.plan.params]
 
     def plans(self) -> list[Plan]:
-        """Those of the updates, in the order of the model's parameters."""
+        """Plans of the updates, in the order of the model's parameters."""
         ordered = sorted(self.updates, key=lambda update: update.number)
         return [update.plan for update in ordered if update.plan is not None]
 

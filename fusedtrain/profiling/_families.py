@@ -1,4 +1,4 @@
-"""Which family an operator or a GPU kernel belongs to: one table of rules over names."""
+"""Families of operators and GPU kernels: one table of rules over names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANGES = (
     ("optimizer", re.compile(rf"^{re.escape(OPTIMIZER_RANGE)}|^Optimizer\.(step|zero_grad)#")),
     ("norm", re.compile(r"^aten::(batch|layer|group|instance|rms)_norm$")),
 )
-# Of operators (aten::...) and of kernels; the first that matches decides.
+# Rules for operators (aten::...) and for kernels; the first that matches decides.
 _RULES = tuple(
     (family, re.compile(pattern, re.IGNORECASE | re.VERBOSE))
     for family, pattern in (

@@ -1,4 +1,4 @@
-"""What the profiler has seen, as plain records: the summary needs no profiler and no GPU."""
+"""Events of the profiler, as plain records: the summary needs no profiler and no GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Recording:
     busy: list[tuple[float, float]] = field(default_factory=list)
 
     def of_training(self) -> list[Record]:
-        """Those of the threads that train: pinning threads of loaders run beside them."""
+        """Records of the threads that train: pinning threads of loaders run beside them."""
         threads = {
             r.thread
             for r in self.records

@@ -33,7 +33,7 @@ def bias_act_gradient(
     grad: Tensor, saved: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
     activation: int, a: float, b: float, gain: float, clamp: float, p: float,
 ) -> Tensor:  # fmt: skip
-    """Of the input; `saved` is the output where the activation `saves_output`, else the input."""
+    """Gradient of input; `saved`: the output if the activation `saves_output`, else the input."""
     f, drops = Pointwise(activation, a, b), seed is not None and p > 0
     keep = 1 / (1 - p) if drops else 1.0
     g = widened(grad) * (gain * keep)

@@ -18,7 +18,7 @@ def gated(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> T
 def gated_gradients(
     grad: Tensor, gate: Tensor, value: Tensor, activation: int, a: float, b: float
 ) -> tuple[Tensor, Tensor]:
-    """Of gate and value."""
+    """Gradients of gate and value."""
     f, g = Pointwise(activation, a, b), widened(grad)
     opened = f.forward(widened(gate))
     saved = opened if f.saves_output else widened(gate)

@@ -27,7 +27,7 @@ def philox(seed: Tensor, count: int) -> Tensor:
 
 
 def keep_mask(seed: Tensor, p: float, model: Tensor) -> Tensor:
-    """Which elements of a tensor like the model (in its strides) are not dropped."""
+    """Mask of the elements of a tensor like the model (in its strides) that are not dropped."""
     words = philox(seed, model.numel())
     mask = torch.empty_like(model, dtype=torch.bool)
     flat = mask.as_strided((mask.numel(),), (1,))

@@ -29,7 +29,7 @@ def group_count(numel: int) -> int:
 
 
 def random_indices(numel: int, state: int, device: torch.device) -> Tensor:
-    """What the random bits of each group of a state are a hash of."""
+    """Indices whose hashes are the random bits of each group of a state."""
     return torch.arange(group_count(numel), device=device) // SHARED_BY + (state + 1) * STATE_STREAM
 
 

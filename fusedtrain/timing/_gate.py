@@ -1,4 +1,4 @@
-"""Who is wrong is not timed: results are compared with float64."""
+"""Gate before a timing: results are compared with float64; a wrong contestant is not timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GRADIENT = {
     torch.float16: Tolerance(2**-9, 2**-10),
     torch.bfloat16: Tolerance(2**-6, 2**-7),
 }
-# Of operators in a row, each of which rounds.
+# Tolerances of operators in a row, each of which rounds.
 CHAIN = {
     torch.float64: Tolerance(ANY, norm=1e-7),
     torch.float32: Tolerance(ANY, norm=1e-5),

@@ -131,7 +131,7 @@ class Shape(NamedTuple):
         return model.new_empty(count, dtype=wide)
 
     def sums(self, shares: Tensor) -> Tensor:
-        """Of each sample and channel; few numbers, which torch adds up in a fixed order."""
+        """Sums of each sample and channel; few numbers, which torch adds up in a fixed order."""
         if self.planes:
             parts = shares.view(self.samples, self.rows, self.channels, -1)
         else:

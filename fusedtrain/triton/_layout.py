@@ -1,4 +1,4 @@
-"""What the launchers ask of a tensor's strides (as csrc/bindings/checks.h), and how it is cut."""
+"""Demands of the launchers on a tensor's strides (as csrc/bindings/checks.h), and how it is cut."""
 
 from __future__ import annotations
 

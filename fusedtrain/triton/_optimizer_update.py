@@ -55,7 +55,7 @@ def all_states(
     entry_ptr, begin, param, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of each state its memory and that of its scales; of none the parameter's."""
+    """Memory of each state and of its scales; for a state that does not exist, the parameter's."""
     state0, scales0 = state_memory(entry_ptr, begin, param, 0, S0, ALIGNED)
     state1, scales1 = state_memory(entry_ptr, begin, param, 1, S1, ALIGNED)
     state2, scales2 = state_memory(entry_ptr, begin, param, 2, S2, ALIGNED)

@@ -28,8 +28,8 @@ def number(p, x):
 @triton.jit
 def keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED: tl.constexpr,
           HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Which elements of a tile are not dropped. ALIGNED: rows begin where blocks of the stream do,
-    so that every word of a block serves."""
+    """Mask of the elements of a tile that are not dropped. ALIGNED: rows begin where blocks of the
+    stream do, so that every word of a block serves."""
     if ALIGNED:
         block = (row * columns + first) // 4 + tl.arange(0, WIDTH // 4)[None, :]
     else:
@@ -123,7 +123,7 @@ _launch_backward = Launcher(bias_act_backward_kernel)
 
 
 class _Call:
-    """What forward and backward of bias_act have in common."""
+    """Common part of forward and backward of bias_act."""
 
     def __init__(
         self, name: str, input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,

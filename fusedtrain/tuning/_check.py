@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from ._switches import EPS
 
 STEPS = 3  # whose losses are compared; the second and third have seen an update
-# Of what rounding the weights once does. A step rounds many times: in fp32 each sum, whose order
-# differs between kernels (convert allows as much; EfficientNet-B0 at 32 pixels, converted, needed
-# 13); of the other precisions the results of layers alone.
+# Factors on the effect of rounding the weights once. A step rounds many times: in fp32 each sum,
+# whose order differs between kernels (convert allows as much; EfficientNet-B0 at 32 pixels,
+# converted, needed 13); in the other precisions the results of layers alone.
 FACTORS = {"fp32": 32.0, "tf32": 8.0, "bf16": 8.0, "fp16": 8.0}
 
-# Of the largest of SEEDS differences; a layout or a kernel may draw other random numbers.
+# Factor on the largest of SEEDS differences; a layout or a kernel may draw other random numbers.
 RANDOM = 3.0
 SEEDS = 4
 

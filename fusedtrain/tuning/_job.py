@@ -1,4 +1,4 @@
-"""What is tuned: model, input, batch, optimizer, device; and where a function can be imported."""
+"""Job to tune: model, input, batch, optimizer, device; and where a function can be imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained in each trial.
+    """Training that each trial does.
 
     Args:
         model: ``torchvision:NAME``, ``timm:NAME``, ``transformers:CONFIGCLASS`` or

@@ -1,4 +1,4 @@
-"""What a run of `tune` found."""
+"""Findings of a run of `tune`."""
 
 from __future__ import annotations
 

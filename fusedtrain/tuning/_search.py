@@ -1,4 +1,4 @@
-"""Which configurations are tried, in which order. Knows nothing of processes or clocks."""
+"""Choice and order of the configurations that are tried. Knows nothing of processes or clocks."""
 
 from __future__ import annotations
 

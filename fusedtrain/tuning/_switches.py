@@ -18,7 +18,7 @@ EPS = {"fp32": 2.0**-23, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides which switches apply.
+    """Facts that decide which switches apply.
 
     Args:
         device: "cpu" or "cuda".

@@ -164,7 +164,7 @@ class Tuner:
         return decided.accepted
 
     def race_plain(self) -> None:
-        """What all accepted switches win together, where the budget allows."""
+        """Times the gain of all accepted switches together, where the budget allows."""
         if self._best is self._base:
             return
         pair = self._base, self._best

@@ -70,7 +70,7 @@ class Trial:
         return model
 
     def probe(self) -> dict[str, Any]:
-        """What must be known before the first trial."""
+        """Facts that must be known before the first trial."""
         self.build()
         model = self.names["model"]
         inputs = self._inputs(PROBED)
@@ -185,7 +185,7 @@ class Trial:
         return inputs.to(self.job.device)
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
-        """Of the user's loader, which begins again at its end."""
+        """The next batch of the user's loader, which begins again at its end."""
         for _ in range(2):
             if self._batches is None:
                 names = {"build_loader": load_function(self.job.loader)}
