@@ -144,7 +144,7 @@ class Proof:
 
 @dataclass(repr=False)
 class ConversionReport:
-    """What `convert` changed and what it left: print it, or read its fields.
+    """Changes that `convert` made, and modules that it left: print it, or read its fields.
 
     `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
     multiplication by a gate that is one op now, `branches` one for each sum of a residual branch

@@ -1,4 +1,4 @@
-"""What slows a training loop down, or makes it wrong: found while the user's code runs.
+"""Finds faults that slow a training loop down or make it wrong, while the user's code runs.
 
 `_watch`, `_modules`, `_operators` and `_graphs` look at a run; `_collect` and `_trials` make
 `Facts` of it; the rules (`_rules_*.py`) decide by these alone: tests give them facts of a GPU.

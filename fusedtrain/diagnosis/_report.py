@@ -20,7 +20,7 @@ NO_THREAD = (
 
 @dataclass(repr=False)
 class Diagnosis:
-    """What :func:`fusedtrain.doctor` found: print it, or read its fields.
+    """Findings of :func:`fusedtrain.doctor`: print it, or read its fields.
 
     `findings` are ordered by the time that they cost, `not_checked` maps the rules that say nothing
     about this run to the reason. `end` is how the run ended: "done" (after the steps that were

@@ -25,7 +25,7 @@ class Folded(NamedTuple):
 
 @dataclass(repr=False)
 class FoldReport:
-    """What was folded, what was left and why: print it, or read its fields.
+    """Norms that were folded, and those that were left and why: print it, or read its fields.
 
     `folded` has an entry for each pair of a convolution and a norm, `fused` for each activation (or
     residual addition and activation) that went into a convolution, `left` for each norm that stayed
