@@ -29,7 +29,7 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
                 FOUND.append(f"{path.relative_to(ROOT)}:{number}: {law}: {line.strip()}")
 
 
-# Packages and modules right under fusedtrain/, from the ground up: each imports only those before it.
+# Packages and modules of fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
     "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_capture", "_calls",
     "_recompute", "timing", "reference", "triton", "_backends", "_child", "_scripts", "_graph",

@@ -13,7 +13,9 @@ MEASURED, AT_MOST, NOT_MEASURED = "measured", "at most", "not measured here"
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of the fault in each step. `kind`: "measured", "at most" (a bound) or "not measured here".
+    """Cost of the fault in each step.
+
+    `kind`: "measured", "at most" (a bound) or "not measured here".
 
     Args:
         seconds: of a step; None where time is not the cost, or unknown.

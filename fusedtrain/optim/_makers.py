@@ -18,8 +18,8 @@ _PACKAGE = __name__.rpartition(".")[0]
 def foreign_maker(cls: Any, saved: Mapping[str, Any]) -> Any:
     """The class that made a state dict, if that keeps other states than `cls`; else None.
 
-    A dict of a class with the same states may be loaded (AdamW's by NAdamW), and so may one with keys
-    or states that no class here knows.
+    A dict of a class with the same states may be loaded (AdamW's by NAdamW), and so may one with
+    keys or states that no class here knows.
     """
     keys = {key for group in saved["param_groups"] for key in group}
     states = {
