@@ -98,7 +98,7 @@ static inline bool has_levels(const SlopeTable& table, int bits) {
 
 constexpr int kMostLevels = 16;
 
-// What kernels are given of a table, for codes of one size. A slope is counted in units first
+// Values of a table that kernels take, for codes of one size. A slope is counted in units first
 // (which is its code of 8 bits); codes of fewer bits are those of the nearest level to that.
 template <class T>
 struct Slopes {

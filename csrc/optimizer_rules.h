@@ -36,7 +36,7 @@ enum RuleNumber { FT_RULES(FT_RULE_NUMBER) kRules };
 
 FT_BEGIN_NAMESPACE
 
-// What prepare() knows of a tensor. Norms are those of the gradient that the rule will see: divided
+// Facts of a tensor for prepare(). Norms are those of the gradient that the rule will see: divided
 // by the loss scale and clipped. Where nobody asked for them they are 0.
 struct TensorFacts {
   const OptionGroup* group;
@@ -46,7 +46,7 @@ struct TensorFacts {
   float* second_moment;  // two numbers of the tensor, kept from step to step
 };
 
-// What finish() knows besides, from a trial of the update. Sums over the elements whose direction
+// Further facts for finish(), from a trial of the update. Sums over the elements whose direction
 // agrees with the gradient's sign where the group is cautious, over all elements elsewhere.
 struct TrialFacts {
   double agreeing;  // number of elements with u g > 0

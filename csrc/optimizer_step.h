@@ -1,4 +1,4 @@
-// What surrounds the rules of optimizer_rules.h: the step of one element, the numbers that clip a
+// Surroundings of the rules of optimizer_rules.h: the step of one element, the numbers that clip a
 // gradient, random bits, the loss scale.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 FT_BEGIN_NAMESPACE
 
-// What is the same for every rule, around it.
+// Step of an element around a rule, the same for every rule.
 template <template <class> class Formula, class T>
 struct Stepper {
   Formula<T> formula;
@@ -49,8 +49,8 @@ struct Stepper {
   }
 };
 
-// What of the coefficients waits for a trial of the update: caution (arXiv 2411.16085, with timm's
-// bound) and trust ratios of the update's norm.
+// Computes the coefficients that wait for a trial of the update: caution (arXiv 2411.16085, with
+// timm's bound) and trust ratios of the update's norm.
 template <template <class> class Formula>
 FT_METHOD void finish_step(const TensorFacts& t, const TrialFacts& trial, Coefficients& k) {
   if (k.cautious != 0) {

@@ -88,12 +88,12 @@ FT_INLINE float rounding_chance(uint32_t random, uint32_t lane) {
   return static_cast<float>(static_cast<int32_t>(2 * bits + 1)) * 0x1p-14f;
 }
 
-// What an element's random bits are a hash of.
+// Index whose hash is an element's random bits.
 FT_INLINE uint32_t random_index(uint32_t group, int state) {
   return group / kSharedBy + static_cast<uint32_t>(state + 1) * kStateStream;
 }
 
-// What the formulas below are made of, of one number (cpu/isa/lanes.h: of a register full of them).
+// Operations of the formulas below, on one number (cpu/isa/lanes.h: on a register full of them).
 FT_INLINE float magnitude(float x) { return math::abs(x); }
 FT_INLINE int32_t truncated(float x) { return static_cast<int32_t>(x); }
 FT_INLINE float number(int32_t n) { return static_cast<float>(n); }

@@ -61,7 +61,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _amp_switched_off() -> Iterator[None]:
-    """What amp.initialize has done to the process, autocast above all."""
+    """Undoes the changes of amp.initialize to the process, autocast above all."""
     yield
     if "fusedtrain.amp._state" in sys.modules and amp._amp_state.initialized:
         amp.initialize([], enabled=False)
@@ -93,8 +93,8 @@ def _pretended() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Of many small operators: on two busy cores two threads, which spin for each other, took 443 s
-    for test_convert.py, and one 35 s."""
+    """One thread for many small operators: on two busy cores two threads, which spin for each
+    other, took 443 s for test_convert.py, and one 35 s."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -103,8 +103,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def memory_is_full_of_nan() -> Iterator[None]:
-    """What is not written is seen: memory that torch or a kernel's binding hands out is filled with
-    NaN."""
+    """Shows elements that nobody has written: memory that torch or a kernel's binding hands out is
+    filled with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     fill_new_memory(True)

@@ -43,10 +43,11 @@ struct ActivationOps {
   }
 };
 
-// What Python says of an activation. Lasts as long as the process, since nodes point to it.
+// Description of an activation, given by Python. Lasts as long as the process, since nodes point to
+// it.
 struct ActivationRow {
   ActivationOps ops;
-  // Of profiles, and of grad_fn.
+  // Names in profiles, and of grad_fn.
   std::string name, in_place_name, node_name, in_place_node_name;
   bool saves_output;
   bool in_place_by_output;  // in place, backward is another formula
@@ -56,7 +57,7 @@ struct ActivationRow {
   NodePtr (*make_in_place_node)();
 };
 
-// Of all activations, by their numbers.
+// Rows of all activations, by their numbers.
 inline std::vector<const ActivationRow*>& activation_rows() {
   static std::vector<const ActivationRow*> rows;
   return rows;

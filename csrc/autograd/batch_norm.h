@@ -8,7 +8,7 @@
 
 namespace fusedtrain {
 
-// What Python says of batch norm, once: `prepare_batch_norm`.
+// Description of batch norm, given once by Python: `prepare_batch_norm`.
 struct BatchNormRow {
   std::string saves_output;     // a byte for each activation
   int64_t softplus;             // its number

@@ -11,8 +11,8 @@
 
 namespace fusedtrain {
 
-// What Python says of them, once: a byte for each activation whose output is compared with a bound
-// in backward, and so must not be multiplied.
+// A byte for each activation, given once by Python. Not 0: the output is compared with a bound in
+// backward, and so must not be multiplied.
 inline std::string& bounded_activations() {
   static std::string bounded;
   return bounded;

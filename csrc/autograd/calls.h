@@ -1,4 +1,4 @@
-// Which calls the C++ route takes, and how it reaches Python for all others.
+// Test for calls that the C++ route takes, and its way to Python for all others.
 #pragma once
 
 #include <ATen/FuncTorchTLS.h>
@@ -46,8 +46,8 @@ class Op<Result(Arguments...)> {
   c10::TypedOperatorHandle<Result(Arguments...)> handle_;
 };
 
-// What a forward runs under: below autograd, and without the GIL where that gives others time to
-// run. To release it and take it again is 0.15 us of the 1.2 us of a small activation.
+// Guard of a forward: below autograd, and without the GIL where that gives others time to run. To
+// release it and take it again is 0.15 us of the 1.2 us of a small activation.
 class BelowAutograd {
  public:
   explicit BelowAutograd(const Tensor& input) {

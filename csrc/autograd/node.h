@@ -1,4 +1,4 @@
-// What the nodes of all ops share: how they are made, what they save, and what Python and compiled
+// Base of the nodes of all ops: how they are made, what they save, and what Python and compiled
 // autograd see of them.
 #pragma once
 
@@ -144,7 +144,7 @@ struct RuleNode : FusedNode {
     return tensors;
   }
 
-  // Which edges the running backward asks for.
+  // Edges that the running backward asks for.
   Needs<Rule> needs() const {
     Needs<Rule> result;
     for (size_t i = 0; i < Rule::kEdges; ++i) result[i] = task_should_compute_output(i);
@@ -159,7 +159,7 @@ struct RuleNode : FusedNode {
   }
 };
 
-// What Python sees of a node: the methods and attributes of torch's own nodes, and `saved_tensors`.
+// Python's view of a node: the methods and attributes of torch's own nodes, and `saved_tensors`.
 
 inline PyObject* saved_tensors_of(PyObject* self, void*) {
   HANDLE_TH_ERRORS
@@ -178,7 +178,7 @@ inline PyObject* saved_tensors_of(PyObject* self, void*) {
 template <class Node>
 void register_class(const char* name) {
   using namespace torch::autograd;
-  // Those of THP_FUNCTION_DEFAULT_METHODS that the header declares.
+  // Methods of THP_FUNCTION_DEFAULT_METHODS that the header declares.
   static PyMethodDef methods[] = {
       {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
       {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
@@ -195,7 +195,7 @@ void register_class(const char* name) {
   registerCppFunction(typeid(Node), type);
 }
 
-// What Python says of a rule, once: its backward in torch operators.
+// Backward of a rule in torch operators, given once by Python.
 template <class Rule>
 PyObject*& formula_of() {
   static PyObject* formula = nullptr;

@@ -1,4 +1,4 @@
-// What the bindings of all backends do with a call of an activation: check, lay out, allocate, run.
+// Bindings of activations for all backends: check, lay out, allocate and run a call.
 //
 // A Backend is made for one call, on the device of a tensor, and has
 //   static Tensor new_output(const Tensor& model);            fresh memory, as empty_like
@@ -23,7 +23,7 @@ constexpr const char* kPointwiseNames[] = {FT_POINTWISE(FT_NAME)};
 constexpr bool kTakesOutput[] = {FT_POINTWISE(FT_TAKES)};
 #undef FT_TAKES
 
-// What ops that take an activation by its number check.
+// Checks an op's activation where the op takes it by its number.
 inline void check_activation(const char* op, int64_t activation) {
   constexpr int64_t kOps = sizeof kPointwiseNames / sizeof *kPointwiseNames;
   STD_TORCH_CHECK(activation >= -1 && activation < kOps, "fusedtrain::", op,

@@ -1,4 +1,4 @@
-// What the bindings of all backends do with a call of batch norm: check, lay out, allocate, run.
+// Bindings of batch norm for all backends: check, lay out, allocate and run a call.
 //
 // A Backend is made for one call, on the device of a tensor, and has (ops/batch_norm.h)
 //   static Tensor new_output(const Tensor& model);       fresh memory, as empty_like
@@ -87,7 +87,7 @@ struct BatchNormOps {
         return torch::stable::contiguous(t);
       return t;
     }
-    // What was computed in the layout of x, in the layout that is due.
+    // A tensor computed in the layout of x, in the layout that results have.
     Tensor result(const Tensor& t) const { return t.numel() > 0 ? dense_like(t, model) : t; }
 
     const void* vector(const MaybeTensor& t, int64_t size, const char* what) {
@@ -253,7 +253,7 @@ struct BatchNormOps {
     return call.result(output);
   }
 
-  // What the three ops of backward share. Without an input the layout is that of what was saved.
+  // Common part of the three ops of backward. Without an input the layout is that of `saved`.
   struct Backward : Call {
     BatchNormBackward b = {};
     Tensor sums, grad_input, grad_residual, grad_weight, grad_bias;

@@ -50,7 +50,7 @@ inline Tensor as_promised(const Tensor& result, const Tensor& walked, const Tens
   return promised;
 }
 
-// What the dtype of a tensor is computed in.
+// Compute dtype of a tensor.
 inline ScalarType wide_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }

@@ -1,4 +1,4 @@
-// What the bindings need to know of a tensor, and the checks they make. The only header with torch.
+// Properties of a tensor that the bindings need, and their checks. The only header with torch.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -72,7 +72,7 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Of two dense tensors of the same sizes: element i in memory is the same element.
+// Whether element i in memory is the same element of both dense tensors of the same sizes.
 inline bool same_layout(const Tensor& a, const Tensor& b) {
   const auto sizes = a.sizes(), sa = a.strides(), sb = b.strides();
   for (size_t i = 0; i < sizes.size(); ++i)
@@ -110,7 +110,7 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* op, const c
 inline const void* read_data(const Tensor& t) { return t.const_data_ptr(); }
 inline void* write_data(const Tensor& t) { return t.mutable_data_ptr(); }
 #endif
-// Of a tensor that is read and written.
+// Data of a tensor that is read and written.
 inline void* update_data(const Tensor& t) {
   read_data(t);
   return write_data(t);

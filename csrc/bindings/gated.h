@@ -182,7 +182,7 @@ struct GatedSpreads {
     Dtype dtype(const char* op) const { return dtype_of(gate, op, "gate"); }
 
    private:
-    // Of a small gate on the CPU: a tensor takes 0.2 us.
+    // Values of a small gate on the CPU, where a new tensor takes 0.2 us.
     alignas(64) unsigned char small_[Backend::kSmall];
     Tensor large_;
 

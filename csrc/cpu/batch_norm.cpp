@@ -40,7 +40,7 @@ struct Sums : Tasks {
       : Tasks(n, parallel), shares(2 * count * n.channels) {}
 
   double* of(const BatchNorm& n, int64_t task) { return shares.data() + 2 * task * n.channels; }
-  // Those of all tasks, in their order, in the place of the first.
+  // Adds up the shares of all tasks, in their order, in the place of the first.
   double* total(const BatchNorm& n) {
     const int64_t size = 2 * n.channels;
     for (int64_t task = 1; task < count; ++task)
@@ -79,7 +79,7 @@ void evaluate_channels(const BatchNorm& n, const BatchNormStatistics& s) {
   }
 }
 
-// What the data of the channels are centred by, a guess of their mean: the median of three elements
+// Guesses the mean of each channel, by which its data are centred: the median of three elements
 // from where an image has no border.
 template <class S, class T>
 void guess(const BatchNorm& n, const BatchNormStatistics& s,
@@ -117,7 +117,7 @@ void measure(const BatchNorm& n, const BatchNormStatistics& s,
   kernels.center(distance, s.average, s.variance, n.channels);
 }
 
-// What the statistics tell.
+// Derives mean and invstd from the statistics, and updates running_mean and running_var.
 template <class S, class T>
 void settle(const BatchNorm& n, const BatchNormStatistics& s,
             const BatchNormChannels<S, T>& kernels) {

@@ -20,10 +20,10 @@ constexpr int64_t kTile = 1024;  // elements, at most twice as many: 4 KiB of ea
 // memory lies, one stream of each tensor, and their sums stay in the cache: 8 x 512 x 28 x 28 took
 // twice as long with four rows at once.
 constexpr int64_t kRun = 512;
-// Of longer rows the statistics, which read one tensor, take so many at once, whose sums meet in
-// registers (Zen 4, 2048 channels: 0.19 and 0.58 ns an element). What reads two and writes a third
-// takes one: BN+SiLU's backward of 32 x 672 x 14 x 14 took 3.4 to 4.8 ns an element with eight and
-// takes 2.0 (an AMD EPYC with AVX2; two and four rows are slower, too).
+// Longer rows that the statistics, which read one tensor, take at once: their sums meet in
+// registers (Zen 4, 2048 channels: 0.19 and 0.58 ns an element). Passes that read two tensors and
+// write a third take one row: BN+SiLU's backward of 32 x 672 x 14 x 14 took 3.4 to 4.8 ns an
+// element with eight and takes 2.0 (an AMD EPYC with AVX2; two and four rows are slower, too).
 constexpr int64_t kRowsOfStatistics = 8;
 // So many runs, and their sums in float are added to those in double.
 constexpr int64_t kRunsOfSums = 16;
@@ -52,7 +52,7 @@ struct Tile {
 template <class T>
 class Array {
  public:
-  // Of any values, but for the room at the end.
+  // Leaves the values undefined, but for zeros in the room at the end.
   void allocate(int64_t size) {
     size_t space = (size + kNormStep) * sizeof(T) + kLine;
     memory_.reset(new char[space]);

@@ -1,4 +1,4 @@
-// What a thread does to its tasks of batch norm, a tile at a time. Formulas that are not compiled
+// Work of a thread on its tasks of batch norm, a tile at a time. Formulas that are not compiled
 // into the loops of isa/batch_norm.h take turns with the norm; 16-bit data are then converted on
 // the edges of the tile.
 #pragma once
@@ -91,7 +91,7 @@ struct Worker {
   static const T* vector(const void* p) { return static_cast<const T*>(p); }
   bool by_sample() const { return call.branch_scale != nullptr; }
 
-  // What the loops over a tile have in common.
+  // Operands that the loops over a tile have in common.
   template <class Element>
   NormTile<Element, T> operands(const Tile& t) const {
     NormTile<Element, T> o = {};

@@ -109,7 +109,7 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
   if (call.op >= 0) round_parameters(call.op, call.dtype, call.parameters, parameters);
   const ChainFinish<T> finish = finish_of<T>(call);
   const bool by_output = takes_output(call.op);
-  // Of y, or of f(z).
+  // Bound of y, or of f(z).
   const T limit = call.clamp < 0 ? T(-1)
                   : by_output    ? finish.clamp * finish.keep
                                  : T(call.clamp / (call.gain < 0 ? -call.gain : call.gain));

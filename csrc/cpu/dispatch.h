@@ -1,4 +1,4 @@
-// What the loops of all families start from: the kernels of this process, and how a dtype is read.
+// Basis of the loops of all families: the kernels of this process, and how a dtype is read.
 #pragma once
 
 #include <stdint.h>

@@ -32,7 +32,7 @@ T value_or(const void* values, int64_t i, T otherwise) {
   return values == nullptr ? otherwise : static_cast<const T*>(values)[i];
 }
 
-// What one output channel is multiplied by, and the values that make it up.
+// Factor of one output channel, and the values that make it up.
 template <class T>
 struct Channel {
   T invstd, scale, centre;

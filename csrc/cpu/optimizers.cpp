@@ -26,7 +26,7 @@ struct Chunk {
 // Threads share elements, not chunks: the first half of EfficientNet-B0's chunks, most of them of
 // small tensors, has a third of its elements.
 
-// What one call works with.
+// Working data of one call.
 struct Work {
   std::vector<Chunk> chunks;
   std::vector<int64_t> first_element;      // [count + 1], of tensors laid end to end
@@ -249,7 +249,7 @@ void try_update(const OptimizerCall& call, Work& work) {
   add(call, work, call.trial_sums, kTrialSums);
 }
 
-// What depends on call.trial_sums.
+// Completes the coefficients by those that depend on call.trial_sums.
 void finish(const OptimizerCall& call, Work& work) {
   using Finish = void (*)(const TensorFacts&, const TrialFacts&, Coefficients&);
 #define FT_FINISH(name, Rule, least, most) formulas::finish_step<formulas::Rule>,

@@ -1,4 +1,4 @@
-// What the kernels of batch norm read: values of channels, pointers of a call.
+// Inputs of the kernels of batch norm: values of channels, pointers of a call.
 #pragma once
 
 #include "batch_norm_walk.cuh"
@@ -8,7 +8,7 @@ namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// Of vectors of values, one a channel: those of a vector's lanes.
+// Channels of a vector's lanes; get() reads their values from an array with one value a channel.
 template <int kLanes>
 struct Channels {
   int64_t first;

@@ -1,4 +1,4 @@
-// What both passes of backward begin with: the gradient of what the activation is applied to.
+// First step of both passes of backward: the gradient of the activation's input.
 #pragma once
 
 #include "batch_norm.cuh"

@@ -40,7 +40,7 @@ __device__ __forceinline__ float inverse_deviation(float variance, const Running
   float error = fmaf(-root, guess, 1.0f);
   error = fmaf(-fmaf(sum, guess, -root), guess, error);
   error = fmaf(-rest * guess, guess, error);
-  // Of 0 and infinity the guess is right, and the error nan.
+  // For 0 and infinity the guess is right, and the error nan.
   return formulas::math::abs(error) < 1.0f ? fmaf(0.5f * guess, error, guess) : guess;
 }
 __device__ __forceinline__ double inverse_deviation(double variance,

@@ -1,4 +1,4 @@
-// What x was before an output took its place: (s - bias) / (invstd weight) + mean, s = f^-1(y).
+// Restores x after an output took its place: (s - bias) / (invstd weight) + mean, s = f^-1(y).
 #include "batch_norm.cuh"
 
 namespace fusedtrain {

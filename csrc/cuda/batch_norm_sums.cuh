@@ -32,7 +32,7 @@ __device__ __forceinline__ void gather(T (&lane)[kLanes], int across, Columns<T,
   }
 }
 
-// Of the columns that the warps of a block have added up: the sum over the warps.
+// Sum over the warps of a block, for a column that each warp has added up.
 template <int kLanes, class T>
 __device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int column) {
   T sum = columns[0][column];

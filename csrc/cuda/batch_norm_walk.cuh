@@ -67,7 +67,7 @@ inline int across_for(int64_t lines, int fewest) {
   return best;
 }
 
-// Of at least one element. `lanes` of 16 bytes.
+// Walk over at least one element. `lanes` of 16 bytes.
 inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
   Walk w = {};
   const int64_t pitch = n.channels * n.inner;

@@ -10,7 +10,7 @@ namespace {
 
 using formulas::Philox;
 
-// Which of the elements [at, at + lanes) are kept.
+// Marks the elements of [at, at + lanes) that are kept.
 template <int kLanes>
 __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kept)[kLanes]) {
   const uint64_t key = uint64_t(call.seed[0]), high = uint64_t(call.seed[1]);

@@ -66,8 +66,8 @@ struct Tensors {
   const S* b;
 };
 
-// What a thread does with elements [at, at + lanes) of kVectors places that are `stride` apart, of
-// which the first `count` exist. `which` tells the parameters of a lane.
+// Work of a thread on elements [at, at + lanes) of kVectors places that are `stride` apart, of
+// which the first `count` exist. a[k] and b[k] are the parameters of lane k.
 template <template <class> class Formula, bool kBackward, int kVectors, class V, class S, class P>
 __device__ __forceinline__ void apply(const Tensors<S>& t, int64_t at, int64_t stride, int count,
                                       const P (&a)[V::kLanes], const P (&b)[V::kLanes],

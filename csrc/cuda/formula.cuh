@@ -53,7 +53,7 @@ Chosen<T> chosen(int op, const double* parameters) {
   return result;
 }
 
-// What it was kept from.
+// The formula that keep() has stored.
 template <class F, class T>
 __device__ __forceinline__ F restored(const Chosen<T>& chosen) {
   const double nothing[kMaxParameters] = {1, 1};
@@ -105,7 +105,7 @@ struct AnyFormula {
 #undef FT_CASE
 };
 
-// Of a pass, the kernel for a call: Pass<Formula, S, kWide>::kernel.
+// Kernel of a pass for a call: Pass<Formula, S, kWide>::kernel.
 template <template <class, class, bool> class Pass, class S>
 auto kernel_of(int op, bool wide) {
   using T = typename Compute<S>::T;

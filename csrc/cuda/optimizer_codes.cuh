@@ -63,8 +63,8 @@ struct LoadedCodes<1> : Loaded<float, 1> {
   }
 };
 
-// Of the threads that hold a group together: 8 with four elements each, or a warp. All lanes of the
-// warp must come.
+// Largest x of the threads that hold a group together: 8 with four elements each, or a warp. All
+// lanes of the warp must come.
 template <int kLanes>
 __device__ __forceinline__ uint32_t largest_of_group(uint32_t x) {
 #pragma unroll

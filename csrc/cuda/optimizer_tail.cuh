@@ -63,14 +63,14 @@ struct TailTensor {
 struct Tail {
   StepOptions options;
   Verdict* verdict;
-  // Of the launch's first tensor:
+  // From the launch's first tensor on:
   Coefficients* coefficients;
   float* moments;         // two of a tensor, as they are after the step
   const double* clipped;  // null where units are not clipped
   const double* sums;
   double* unmeasured;  // sums where nobody measures, to be set to 0 by prepare_kernel; or null
   const double* trial_sums;
-  // Of all:
+  // For all tensors:
   const double* all_sums;
   int64_t all;
   float* scalars;
@@ -94,7 +94,7 @@ using FewTails = TailTable<kSmallArgumentBytes>;
 using ManyTails = TailTable<kArgumentBytes>;
 static_assert(sizeof(FewTails) <= kSmallArgumentBytes && sizeof(ManyTails) <= kArgumentBytes, "");
 
-// What is known of all tensors together. The whole warp must call it.
+// Verdict on all tensors together. The whole warp must call it.
 __device__ __forceinline__ Verdict judge(const Tail& tail) {
   double bad = 0, squares = 0;
   const int64_t measured = tail.unmeasured == nullptr ? tail.all : 0;
@@ -114,7 +114,7 @@ __device__ __forceinline__ Verdict judge(const Tail& tail) {
   return v;
 }
 
-// What the caller is told. One thread of all does it.
+// Writes the report to the caller. One thread of all does it.
 __device__ __forceinline__ void commit_control(const Tail& tail, const Verdict& v) {
   const bool measured = tail.options.measures != 0, skipped = v.skip != 0;
   float* control = tail.control;

@@ -48,7 +48,7 @@ __device__ __forceinline__ float round_stochastically(float x, uint32_t index, u
   return same_bits<float>((bits + (formulas::random_bits(index, key) >> 16)) & 0xffff0000u);
 }
 
-// What a block does with the elements of its chunk.
+// Work of a block on the elements of its chunk.
 template <class Stepper, int kStates, class Tensor>
 struct Work {
   using T = typename Stepper::T;

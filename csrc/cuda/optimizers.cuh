@@ -1,4 +1,4 @@
-// What the kernels of the optimizer step share: the tensors of a launch as a kernel argument, and
+// Common types of the optimizer step's kernels: the tensors of a launch as a kernel argument, and
 // four neighbouring elements of any dtype.
 #pragma once
 
@@ -43,7 +43,7 @@ struct CodedTensor : SweptTensor {
 static_assert(sizeof(CodedTensor) == 112, "");
 enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates, kCorrection };
 
-// What was decided of the step, on the device. All of the workspace is doubles.
+// Decisions about the step, made on the device. All of the workspace is doubles.
 struct Verdict {
   double skip, bad, norm, clip;
   double applied;  // steps before this one
@@ -75,16 +75,17 @@ using CodedSwept = SweepTable<CodedTensor, kFewBytes>;  // 145
 static_assert(sizeof(FewSwept) <= 16384 && sizeof(ManySwept) <= kArgumentBytes, "");
 static_assert(sizeof(CodedSwept) <= kFewBytes, "");
 
-// What a chunk leaves: the sums of kTensorSums, and of squares of clipped gradients; or those of
+// Sums that a chunk leaves: those of kTensorSums, and of squares of clipped gradients; or those of
 // kTrialSums.
 constexpr int kPartials = 4;
 
-// Of the tensors that are computed in double, or of the others. Table: FewSwept or ManySwept.
+// Launches for the tensors that are computed in double, or for the others. Table: FewSwept or
+// ManySwept.
 template <class Table>
 void launch_update(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
 template <class Table>
 void launch_trial(const Table& sweep, int states, bool in_double, int64_t blocks, void* stream);
-// Of float32 and 16-bit tensors, where a state of the call is in codes.
+// Launches for float32 and 16-bit tensors, where a state of the call is in codes.
 void launch_coded_update(const CodedSwept& sweep, int states, int64_t blocks, void* stream);
 void launch_coded_trial(const CodedSwept& sweep, int states, int64_t blocks, void* stream);
 

@@ -76,8 +76,8 @@ __device__ __forceinline__ int between(int least, int x, int most) {
   return x < least ? least : (x > most ? most : x);
 }
 
-// Of kWindow x kWindow places. Where one does not exist its neighbour is loaded, so that no branch
-// stands between the loads.
+// Window of kWindow x kWindow places. Where one does not exist its neighbour is loaded, so that no
+// branch stands between the loads.
 template <class S, class I, int kWindow, class V>
 struct Window {
   Place<I> place;

@@ -1,4 +1,4 @@
-// What surrounds the optimizer step: the loss scale, and gradients to zero.
+// Kernels beside the optimizer step: the update of the loss scale, and gradients to zero.
 #include "../optimizer_step.h"
 #include "launch.cuh"
 

@@ -13,7 +13,7 @@ namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// What a stored type is computed in.
+// Compute type of a stored type.
 template <class S>
 struct Compute {
   using T = float;
@@ -84,8 +84,8 @@ struct Vec {
   }
 };
 
-// What a vector is while it is on its way: as it is stored. Half the registers of floats, for the
-// 16-bit types, and nothing that a branch between two loads could make the first one wait for.
+// A vector on its way, as it is stored. Half the registers of floats, for the 16-bit types, and
+// nothing that a branch between two loads could make the first one wait for.
 template <class S, bool kWide = true>
 struct Packed {
   using V = Vec<S, kWide>;

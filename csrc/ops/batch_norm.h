@@ -38,7 +38,7 @@ struct BatchNormForward {
   void* y;               // may be x
 };
 
-// What n.x was before an output without residual and branch_scale took its place: f(s) = s from 0
+// Restores n.x after an output without residual and branch_scale took its place: f(s) = s from 0
 // on, slope s below.
 struct BatchNormRestore {
   double slope;

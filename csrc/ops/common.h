@@ -14,7 +14,7 @@ namespace fusedtrain {
 enum class Dtype : int { kFloat32, kFloat64, kFloat16, kBFloat16 };
 constexpr int kMaxParameters = 2;
 
-// What the backward of a formula takes beside the gradient.
+// Tensor that the backward of a formula takes beside the gradient.
 enum Saved { kInput, kOutput };
 
 // Where the loops of the CPU get their threads. run() calls part(state, first, last) for pieces of

@@ -17,7 +17,7 @@ struct OptionGroup {
   double option[8];  // of the rule (optimizer_rules.h)
 };
 
-// What one step does to all tensors; the first row of the same table.
+// Options of one step for all tensors; the first row of the same table.
 struct StepOptions {
   double measures;  // kMeasure... of what the gradient sweep must find out
   double max_norm;  // of all gradients together, or 0
@@ -37,7 +37,7 @@ static_assert(sizeof(OptionGroup) == 14 * sizeof(double) &&
               sizeof(StepOptions) == sizeof(OptionGroup));
 constexpr int kMeasureFinite = 1, kMeasureGradients = 2, kMeasureParameters = 4;
 
-// What the update of one tensor multiplies by at one step.
+// Factors in the update of one tensor at one step.
 struct Coefficients {
   double gradient;    // stored gradient: 1 / scale, clipping, sign
   double keep, size;  // p' = keep p - size u
@@ -54,8 +54,8 @@ constexpr int kMaxStates = 3;
 constexpr int kTensorSums = 3;     // number of non-finite gradients, sum of g^2, sum of p^2
 constexpr int kTrialSums = 3;      // see TrialFacts
 constexpr int kTensorScalars = 3;  // step, two second moments
-// Of the last step: skipped?, skipped steps, norm of all gradients, clip coefficient, number of
-// non-finite gradients, applied steps.
+// Report of the last step: skipped?, skipped steps, norm of all gradients, clip coefficient, number
+// of non-finite gradients, applied steps.
 constexpr int kControls = 8;
 
 // One parameter with what belongs to it. All are dense and of the parameter's layout.

@@ -1,4 +1,4 @@
-"""Which gradients are scaled, at every moment at which somebody may look at them or step."""
+"""Scaled and unscaled gradients, at every moment at which somebody may look at them or step."""
 
 from __future__ import annotations
 

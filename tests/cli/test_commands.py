@@ -1,4 +1,4 @@
-"""What all commands have in common: how they are found, wrong use, the extra, the output."""
+"""Common behaviour of all commands: how they are found, wrong use, the extra, the output."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def table(name: str) -> list[Any]:
     except ImportError as error:
         pytest.skip(f"torch {torch.__version__}, torch.testing._internal: {error}")
     finally:
-        # Of the import: directories of torch's own tests, and flags that no other test could set.
+        # Undo the import: directories of torch's own tests, and flags that no other test could set.
         sys.path[:] = path
         vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = not frozen
     entries = getattr(module, name, None)
@@ -78,7 +78,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call returns, or the type of what it raises."""
+    """Result of a call, or the type of the exception that it raises."""
     try:
         return function(*args, **kwargs)
     except Exception as error:

@@ -55,7 +55,7 @@ def run(model: nn.Module, x: Tensor, train: bool) -> Results:
 
 
 def differing(mine: Results, stock: Results) -> Iterator[str]:
-    """What is off by more than rounding in float64."""
+    """Results that are off by more than rounding in float64."""
     if len(mine.outputs) != len(stock.outputs):
         yield "number of outputs"
     if mine.gradients.keys() != stock.gradients.keys():

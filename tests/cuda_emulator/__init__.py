@@ -109,7 +109,7 @@ class Emulator:
         self.c.emulator_order(ORDERS.index(order))
 
     def traffic(self, least: int) -> tuple[int, int, int]:
-        """Of the last call: bytes that its kernels have loaded, bytes stored, and accesses, of
+        """Bytes that the kernels of the last call have loaded, bytes stored, and accesses, of
         tensors of ``least`` bytes or more (smaller ones stay in the caches)."""
         moved = (ctypes.c_int64 * 4)()
         self.c.emulator_traffic(ctypes.c_uint64(least), moved)
@@ -120,8 +120,8 @@ class Emulator:
         return int(self.c.emulator_launches())
 
     def moved(self, t: torch.Tensor | None = None) -> tuple[int, int, int, int]:
-        """Of the last call: bytes loaded from the tensor (or from all memory), bytes stored, loads,
-        stores."""
+        """Bytes that the last call has loaded from the tensor (or from all memory), bytes stored,
+        loads, stores."""
         data = None if t is None else t.data_ptr()
         loaded, stored, loads, stores = (self.c.emulator_moved(data, i) for i in range(4))
         return loaded, stored, loads, stores

@@ -160,7 +160,7 @@ def test_autocast_of_an_evaluation_is_not_that_of_training() -> None:
     ],
 )  # fmt: skip
 def test_activations_in_place(act: Any, clones: bool) -> None:
-    """What backward keeps is the output, or a clone of the input."""
+    """Backward keeps the output, or a clone of the input."""
     model = nn.Sequential(nn.Linear(4, 4), act(inplace=True))
     diagnosis = doctor(training(model, torch.randn(2, 4)), steps=4, trials=False)
     assert ("in-place-clone" in rules(diagnosis)) == clones

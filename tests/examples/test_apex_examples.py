@@ -60,7 +60,7 @@ def run(folder: Path, name: str, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each run reports, the folder of its checkpoint, and what it prints."""
+    """Report of each run, the folder of its checkpoint, and its printed output."""
     reports = {}
     for name in RUNS:
         kept = tmp_path_factory.mktemp("runs")
@@ -108,7 +108,7 @@ def test_levels_differ_by_rounding(trained: dict[str, dict[str, Any]]) -> None:
 
 
 def test_the_learning_rate_matters(tmp_path: Path, trained: dict[str, dict[str, Any]]) -> None:
-    """What the comparisons above would see."""
+    """The comparisons above would see another learning rate."""
     for name in ("today-fp32", "masters"):
         other = run(tmp_path, name, "--lr", "0.06")
         assert other["losses"] != pytest.approx(trained[name]["losses"], rel=2e-3)

@@ -76,7 +76,7 @@ def test_a_wrong_activation_fails_the_run(
 def test_a_curve_that_leaves_the_eager_one_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first gradient cannot show: an activation that goes wrong later."""
+    """A fault that the first gradient cannot show: an activation that goes wrong later."""
     calls = 0
 
     def damage(x: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ def words_of(printed: str, mode: str) -> str:
 def test_the_last_lines_say_what_was_won(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of the default network and step, made small; the numbers are those of the results. Batches
-    of 8: a processor with AVX2 alone takes 50 s for 16 images in bfloat16."""
+    """The default network and step, made small; the numbers are those of the results. Batches of
+    8: a processor with AVX2 alone takes 50 s for 16 images in bfloat16."""
     options = ("--model", "efficientnet_b0", "--optimizer", "adamw", "--clip", "1", "--ema", "0.9")
     status, results = run(
         tmp_path, *options, "--steps", "2", "--batch-size", "8", "--test-images", "8"

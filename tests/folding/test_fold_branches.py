@@ -166,7 +166,7 @@ def test_left(case: str, function: str) -> None:
 
 
 class Functional(Net):
-    """What a graph has no room for: the module keeps its forward."""
+    """Operations without a place in a graph, with which the module keeps its forward."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

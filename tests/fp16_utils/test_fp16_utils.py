@@ -23,7 +23,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 
 def test_names_arguments_and_defaults_are_apex_s() -> None:
-    """Of apex/fp16_utils/ (fp16util.py, loss_scaler.py) at the last commit that has them."""
+    """Compares with apex/fp16_utils/ (fp16util.py, loss_scaler.py) at the last commit with them."""
     signatures = {
         "BN_convert_float": "module",
         "network_to_half": "network",

@@ -58,7 +58,7 @@ def _queue(
 
 
 class Progress:
-    """What has run, and a line about it now and then."""
+    """Counts of the cases that have run, and a line about them now and then."""
 
     def __init__(self) -> None:
         self.began = self.last_report = time.time()
@@ -118,7 +118,7 @@ def _tell(outcome: Outcome) -> None:
 
 
 def _next(queues: dict[str, Iterator[Task]], progress: Progress, busy: Counter[str]) -> Task | None:
-    """Of the family that has had the least time. A generator that has failed is not tried again."""
+    """Next task of the family with the least time so far. A failed generator is not tried again."""
     while queues:
         family = min(queues, key=lambda f: progress.spent[f] + busy[f])
         for task in islice(queues[family], len(_names(family))):

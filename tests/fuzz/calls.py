@@ -14,7 +14,7 @@ from .tensors import DTYPES, OTHER_DTYPES, VALUES, Pick, gradient, in_memory
 
 @dataclass
 class Context:
-    """What is asked of a call before it is drawn."""
+    """Requirements of a call before it is drawn."""
 
     mode: str
     dtype: str
@@ -122,7 +122,7 @@ def _comparison(forward: float, backward: float) -> list[str]:
     ]
 
 
-# What an in-place call is given of a tensor; the last two only where that has dimensions.
+# Parts of a tensor for an in-place call; the last two only where the tensor has dimensions.
 _PARTS = (
     "whole",
     "whole[...]",

@@ -14,11 +14,11 @@ SHORT = {
 
 
 def pointwise(dtype: str, scale: float) -> float:
-    """Of an activation: so many roundings of its dtype."""
+    """Tolerance for an activation: so many roundings of its dtype."""
     kind = SHORT[dtype]
     return float(f"{scale * TOLERANCE[kind] * torch.finfo(kind).eps:.2g}")
 
 
 def chained(dtype: str, scale: float) -> float:
-    """Of several steps in a row, with sums in them."""
+    """Tolerance for several steps in a row, with sums in them."""
     return float(f"{scale * CHAIN_TOLERANCE[SHORT[dtype]]:.2g}")

@@ -44,7 +44,7 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What came of a task."""
+    """Result of a task."""
 
     task: Task
     ran: int = 0

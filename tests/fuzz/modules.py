@@ -17,7 +17,7 @@ from . import chains, norms, ops
 from .calls import CHAINED, Call, Context, Generator
 from .tensors import Pick, in_memory, shape
 
-# What a module has been through before it is called.
+# Lives of a module before it is called.
 _LIVES = (
     "m = {made}",
     "m = copy.deepcopy({made})",
@@ -43,7 +43,7 @@ FUNCTIONS = {name.replace("_", ""): name for name in ACTIVATIONS}
 
 
 def activation(name: str, pick: Pick, context: Context) -> Call:
-    """Of the classes without parameters."""
+    """A call of a class without parameters."""
     function = FUNCTIONS[name.lower()]
     listed = pick(*ARGUMENTS.get(name, ("",)))
     call = ops.activation(function, pick, context)
@@ -208,7 +208,7 @@ def normalize_images(draw: Callable[..., Any]) -> str:
 
 @st.composite
 def sync_batch_norm(draw: Callable[..., Any]) -> str:
-    """What convert_sync_batchnorm makes of a norm computes, on one rank, what that computes."""
+    """On one rank, the module that convert_sync_batchnorm makes of a norm computes the same."""
     pick = Pick(draw)
     return f"""\
 import copy, torch

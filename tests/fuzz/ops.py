@@ -17,7 +17,7 @@ from . import chains, compare, norms
 from .calls import CHAINED, EVERY, STRAIGHT, Call, Context, Generator
 from .tensors import OTHER_DTYPES, VALUES, Pick, in_memory, shape
 
-# Those without an equal in torch.nn.functional, as one writes them.
+# Functions without an equal in torch.nn.functional, as one writes them.
 PLAIN = {
     "sigmoid": "torch.sigmoid(x)",
     "tanh": "torch.tanh(x)",
@@ -45,7 +45,7 @@ PARAMETERS: dict[str, tuple[tuple[float, ...], ...]] = {
 }
 # torch's own float64 kernels of these have 1/6 rounded to float32.
 COARSE = ("hardsigmoid", "hardswish")
-# Of tensors whose sums must not overflow float16.
+# Shape of tensors whose sums must not overflow float16.
 SMALL = (2, 1, 3, 7)
 # Whose derivative may be kept in few bits.
 FEW_BITS = {
@@ -78,7 +78,7 @@ def argument(pick: Pick, context: Context, name: str, sizes: tuple[int, ...]) ->
 
 
 def activation(name: str, pick: Pick, context: Context) -> Call:
-    """Of the functions of one tensor."""
+    """A call of a function of one tensor."""
     row = ACTIVATIONS[name]
     values = pick(*PARAMETERS.get(name, (row.example,)))
     listed = "".join(f", {v}" for v in values)

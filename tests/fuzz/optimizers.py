@@ -77,7 +77,7 @@ for a, b in zip(results, want, strict=True):
     torch.testing.assert_close(a, b, rtol={limit}, atol={limit})
 """
 
-# What may be done to an optimizer, as lines; {k} is a number of a parameter.
+# Operations on an optimizer, as lines; {k} is a number of a parameter.
 _AGAIN = "([{{'params': g['params']}} for g in optimizer.param_groups])"
 STEPS = {
     "step": "give(); optimizer.step()",

@@ -117,7 +117,7 @@ def in_memory(
 
 
 def gradient(pick: Pick) -> str:
-    """Of an output y, in any memory, as an expression."""
+    """Gradient of an output y, in any memory, as an expression."""
     ramp = "torch.linspace(-1, 2, y.numel(), dtype=torch.float64)"
     return str(
         pick(

@@ -1,4 +1,4 @@
-"""What a worker process does. It imports nothing heavy before the first line is on the screen."""
+"""Work of a worker process. It imports nothing heavy before the first line is on the screen."""
 
 from __future__ import annotations
 

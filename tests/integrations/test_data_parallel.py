@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the files that both ranks leave; rank 1 ends by a signal."""
+    """Folder of the files that both ranks leave; rank 1 ends by a signal."""
     path = tmp_path_factory.mktemp("ranks")
     assert exit_codes_of_ranks(on_a_rank, str(path)) == [0, -signal.SIGKILL]
     return path

@@ -143,7 +143,7 @@ def test_compilations(dynamic: bool | None, compilations: int) -> None:
 
 
 def test_training_does_not_compile_again() -> None:
-    """What changes in training: the learning rate, running statistics, train and eval in turn."""
+    """Changes during training: the learning rate, running statistics, train and eval in turn."""
     _, model = pair()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -40,7 +40,7 @@ Tensors = dict[str, Tensor]
 
 
 class Facts:
-    """What one process does, and what two did."""
+    """Results of one process, and of two."""
 
     def __init__(self, folder: Path) -> None:
         runs = {kind: Run(kind, network(KINDS[kind][1])) for kind in KINDS}

@@ -177,7 +177,7 @@ def test_resnet(change: Callable[[nn.Module], Any], exporter: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", but_long(["torchscript", "dynamo"], "dynamo"))
 def test_resnet50(exporter: str) -> None:
-    """Of full width, converted and folded, at another batch than the exporter's."""
+    """Full width, converted and folded, at another batch than the exporter's."""
     torchvision()
     from torchvision.models import resnet50
 

@@ -125,7 +125,7 @@ def test_readme_is_short() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings of a page, as web sites make them of Markdown."""
+    """Anchors of the headings of a page, as web sites make them of Markdown."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -54,7 +54,7 @@ def test_totals_are_those_of_a_run(name: str) -> None:
         measured[mode] = bytes_kept(model, x)
     for mode, total in report.totals.items():
         assert measured[mode] - total in (0, x.nbytes)  # the input does not count
-    # Of a converted model: the same.
+    # A converted model has the same totals.
     assert fusedtrain.memory_report(model, x).totals == report.totals
 
 

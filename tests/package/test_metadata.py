@@ -1,4 +1,4 @@
-"""What a package page and a forge read: versions, extras, issue forms, the pages of the site."""
+"""Data for a package page and a forge: versions, extras, issue forms, the pages of the site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given away: the sdist, the wheel's linker, the workflows that build and publish."""
+"""Distributed files: the sdist, the wheel's linker, the workflows that build and publish."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_symbols_that_an_old_glibc_lacks_are_named(compiled: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_name_what_is_there(workflow: Path) -> None:
-    """What no linter of workflows knows: files of the repository, and targets of make."""
+    """Names that no linter of workflows knows: files of the repository, and targets of make."""
     yaml = pytest.importorskip("yaml")
     text = workflow.read_text()
     jobs = yaml.safe_load(text)["jobs"]

@@ -72,7 +72,7 @@ def test_ranges_decide() -> None:
     loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
     assert family_of("aten::stack", [loader]) == "loader"
     assert family_of("aten::mul", ["aten::rms_norm"]) == "norm"
-    # Of an operator without a name that says more, the nearest that has one.
+    # For an operator without a name that says more, the nearest that has one.
     assert family_of("aten::empty", ["aten::conv2d", "aten::linear"]) == "conv"
     assert family_of("aten::add", ["aten::conv2d"]) == "pointwise"
 
@@ -132,7 +132,7 @@ def test_summary_of_a_gpu() -> None:
     assert ms["matmul"] == pytest.approx(0.2)
     assert ms["copies"] == pytest.approx(0.1)
     assert ms["optimizer"] == pytest.approx(0.2)
-    # Of 2000 us something ran in 550 and 400: the copy overlaps a product by 50.
+    # Something ran in 550 and 400 of 2000 us: the copy overlaps a product by 50.
     assert ms["idle"] == pytest.approx((2000 - 950) / 2e3)
     assert seen["tensor_core_share"] == pytest.approx(0.75)
     matmul = next(row for row in seen["families"] if row["family"] == "matmul")

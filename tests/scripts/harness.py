@@ -1,4 +1,4 @@
-"""What the scripts hand to the tests, the data of the scripts, and the comparison of two runs."""
+"""Results that scripts hand to the tests, data of the scripts, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Part:
 
 @dataclass
 class Run:
-    """What a script leaves. `again` trains another epoch and returns its losses."""
+    """Results of a script. `again` trains another epoch and returns its losses."""
 
     parts: dict[str, Part]
     losses: list[float]
@@ -62,7 +62,7 @@ def tokens(count: int, length: int, vocabulary: int) -> Tensor:
 
 
 def saved(value: Any) -> Any:
-    """What torch.load reads of what torch.save has written: a checkpoint holds no classes."""
+    """A value after torch.save and torch.load: a checkpoint holds no classes."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 Sample = tuple[int, int, int]  # step, resident bytes, live tensors
-# What the medians of a run's second and last quarter may differ by. A tensor leaked at each step
-# shows in the count, a graph of a step (100 KB and more) in the bytes.
+# Largest differences allowed between the medians of a run's second and last quarter. A tensor
+# leaked at each step shows in the count, a graph of a step (100 KB and more) in the bytes.
 TENSORS = 16
 BYTES = 4 << 20  # ten minutes have shown 0.1 MiB
 LEAST = 12  # samples
 
 
 def sample(step: int) -> Sample:
-    """Of this process, after a collection. Linux."""
+    """Sample of this process, after a collection. Linux."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     # The type, not isinstance: lazy modules run code when asked for their class.

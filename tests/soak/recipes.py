@@ -1,4 +1,4 @@
-"""What is trained: a small network with everything that a resumed run could forget."""
+"""A small network to train, with everything that a resumed run could forget."""
 
 from __future__ import annotations
 

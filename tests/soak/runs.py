@@ -125,7 +125,7 @@ def _work(arguments: Sequence[str], errors: Path) -> None:
 
 @dataclass
 class Outcome:
-    """What a pair of runs has shown."""
+    """Results of a pair of runs."""
 
     steps: int
     rows: int  # compared: the steps of the killed run, some of them made several times
@@ -142,7 +142,7 @@ class Outcome:
         return sum("writing" in kill for kill in self.kills)
 
     def failures(self) -> list[str]:
-        """What a user must know, in words."""
+        """Failures that a user must know of, in words."""
         messages = list(self.differences)
         if self.growth is not None and self.growth.too_much:
             messages.append(f"memory grows: {self.growth}")

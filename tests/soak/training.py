@@ -18,7 +18,7 @@ from .recipes import Recipe, network
 
 Row = dict[str, Any]
 BATCH = 16
-# Of a checkpoint; each but "step" can be left out on loading, to prove that a run notices.
+# Parts of a checkpoint; each but "step" can be left out on loading, to prove that a run notices.
 PARTS = ("model", "optimizer", "averages", "stream", "scaler", "scheduler", "sampler", "random")
 _OF_THE_OPTIMIZER = {"averages", "stream"}
 

@@ -83,7 +83,8 @@ def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
     return Rehearsal(tmp_path, monkeypatch)
 
 
-# Of the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small ones.
+# Parts with the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small
+# ones.
 LONG = {
     name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "experiments", "compile")
 }
@@ -281,7 +282,7 @@ def test_every_kernel_file_is_sanitized() -> None:
 
 @pytest.mark.long  # collects half of the suite
 def test_the_files_of_a_part_have_all_of_its_tests(tmp_path: Path) -> None:
-    # Of files without these words no test can be named after a backend.
+    # No test in a file without these words can be named after a backend.
     paths = [
         str(p.relative_to(ROOT))
         for p in sorted((ROOT / "tests").rglob("test_*.py"))

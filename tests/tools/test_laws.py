@@ -1,4 +1,4 @@
-"""What the laws of tools/laws.py notice, on small trees."""
+"""Violations that the laws of tools/laws.py notice, on small trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a test run: tests/helpers/tiers.py."""
+"""Cases of a test that run: tests/helpers/tiers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a machine's GPUs get: images in the binary, Triton, the reference.
+"""Kernels that a machine's GPUs get: images in the binary, Triton, the reference.
 
 All GPUs here are answers that the test made up.
 """

@@ -1,4 +1,4 @@
-"""Who is accepted: times and losses are given, and the verdict is known."""
+"""Acceptance of a rival: times and losses are given, and the verdict is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process of a trial does, done in this process."""
+"""Work of a trial's process, done in this process."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ struct Identity : NoParameters {
 };
 
 struct Column {
-  // Those of the lanes from element i of a run on.
+  // Values of the lanes from element i of a run on.
   template <class T>
   static FT_METHOD const T* of(const T* list, int64_t, int64_t i) {
     return list + i;

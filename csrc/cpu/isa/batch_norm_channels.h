@@ -1,5 +1,5 @@
-// What batch norm does once a channel, over arrays with a number for each. Where channels are many
-// and elements few this is most of a call: with loops for every instruction set, and columns that
+// Steps of batch norm once a channel, over arrays with a number for each. Where channels are many
+// and elements few they are most of a call: with loops for every instruction set, and columns that
 // are written once, BN+ReLU of 2 x 2048 x 1 x 1 takes 25 us forward where it took 48, and 75 us
 // forward and backward where it took 114.
 #pragma once

@@ -70,7 +70,7 @@ struct OptimizerKernels {
 
   Update update[kRules][kMaxStates + 1];  // by the number of states; null where there is no such
   Trial trial[kRules][kMaxStates + 1];
-  // Of x times factor: sums[0] += number of non-finite values, sums[1] += sum of squares.
+  // Measures x times factor: sums[0] += number of non-finite values, sums[1] += sum of squares.
   void (*measure)(const T* x, T factor, int64_t n, double* sums);
   void (*multiply)(T* x, T factor, int64_t n);
   void (*average)(T* a, const T* x, T weight, int64_t n);  // a += weight (x - a)
@@ -148,7 +148,7 @@ struct BatchNormLayouts {
   BatchNormChannels<S, T> channels;
 };
 
-// What bias_act does once the formula is through.
+// Steps of bias_act after the formula.
 template <class T>
 struct ChainFinish {
   T gain, clamp, keep;  // a negative clamp is none
@@ -260,7 +260,7 @@ struct Kernels {
 #undef FT_MEMBER
 };
 
-// Those of an instruction set; beside x86 there is the default alone.
+// Tables of an instruction set; outside x86 there is the default alone.
 namespace tables {
 #define FT_DECLARE(Table, name) extern const Table name;
 #define FT_DECLARE_ALL(isa) \

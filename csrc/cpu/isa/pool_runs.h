@@ -1,4 +1,4 @@
-// What max pooling does with runs of outputs, of which the windows lie the same way.
+// Max pooling of runs of outputs whose windows lie the same way.
 #pragma once
 
 #include "../../bits.h"

@@ -20,7 +20,7 @@ FT_METHOD void load_group(const typename Codes::Code* codes, float scale, float*
 #endif
 }
 
-// Of elements that begin with a group.
+// Loads elements that begin with a group.
 template <class Codes>
 void load_codes(const void* from, const float* scales, float* x, int64_t n) {
   const auto* const codes = static_cast<const typename Codes::Code*>(from);

@@ -1,6 +1,6 @@
-// What the units of this folder make their tables with. Each unit is compiled once an instruction
-// set, with FT_ISA as its namespace (setup.py). Tables are constexpr: nothing of a unit may run
-// when the library is loaded, on a processor that may lack its instructions.
+// Helpers with which the units of this folder make their tables. Each unit is compiled once an
+// instruction set, with FT_ISA as its namespace (setup.py). Tables are constexpr: nothing of a unit
+// may run when the library is loaded, on a processor that may lack its instructions.
 #pragma once
 
 #include "kernels.h"
