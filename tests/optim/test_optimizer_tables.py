@@ -90,7 +90,8 @@ def test_options_that_are_too_many() -> None:
 
 
 def test_what_a_step_tells() -> None:
-    (comment,) = re.findall(r"// Report of the last step: ((?:.*\n//)*.*)\.\nconstexpr int kC", HEADER)
+    pattern = r"// Report of the last step: ((?:.*\n//)*.*)\.\nconstexpr int kC"
+    (comment,) = re.findall(pattern, HEADER)
     words = re.sub(r"\n// *", " ", comment).split(", ")
     assert [CONTROL[word] for word in words] == list(optimizers.Control._fields)
     memory = torch.arange(1.0, 1 + optimizers.CONTROLS)

@@ -17,6 +17,8 @@ import pytest
 from helpers import ROOT
 from helpers.processes import run_python
 
+pytestmark = pytest.mark.slow
+
 SOURCE = '''
 import triton
 
@@ -159,7 +161,6 @@ sys.path.insert(0, {str(ROOT / "tools")!r})
 from pathlib import Path
 from _collected import Collected
 
-pytestmark = pytest.mark.slow
 tests = Collected(Path({str(tmp_path)!r}), ["tests/test_f.py"])
 kernel = Path({str(kernel)!r})
 file = ["tests/test_f.py"]
