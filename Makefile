@@ -48,7 +48,7 @@ fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --
 	PYTHONPATH=tests $(PY) -m fuzz $(ARGS)
 
 conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": twice as many models again)
-	$(PY) -m pytest -n $(WORKERS) tests/conformance $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --cases all tests/conformance $(ARGS)
 
 lint: build  ## ruff, mypy, clang-format, the workflows (schemas, zizmor), the laws of the house
 	$(BIN)/ruff check .

@@ -137,6 +137,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "launches_nothing(reason): see tests/helpers/launches.py")
     config.addinivalue_line("markers", "long: run by `-m long` alone")
     config.addinivalue_line("markers", "slow: among many, only in `--cases third` or `all`")
+    if pretended_gpu.IS_ON:
+        config.option.cases = "all"  # of which pretended_gpu.some() takes a few
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 

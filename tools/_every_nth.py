@@ -11,6 +11,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, help="run every nth case of each function")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.cases = "all"  # of tests/helpers/tiers.py: this plugin chooses
+
+
 # Behind -k, which leaves out the backends that are not meant.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -64,13 +64,19 @@ class Interceptor:
         self._methods: dict[str, Any] = {}  # of nn.Module: those that torch.fx would set
 
     def __enter__(self) -> Interceptor:
-        self._before = set_fx_patcher(partial(_Patcher, self._methods))
+        self._before = set_fx_patcher(self._patcher)
         _active.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _active.remove(self)
         set_fx_patcher(self._before)
+
+    def _patcher(self) -> Any:
+        """The list for this trace; torch.fx's own for one of another thread, or inside of it."""
+        if self._methods or threading.get_ident() != self.thread:
+            return self._before()
+        return _Patcher(self._methods)
 
     def read(self, module: nn.Module, name: str) -> Any:
         """`getattr(module, name)`."""
@@ -105,7 +111,8 @@ def _read(module: nn.Module, name: str) -> Any:
 def intercepting() -> Iterator[None]:
     """Context in which an :class:`Interceptor` sees the modules. One thread at a time.
 
-    The outermost of several changes nn.Module."""
+    The outermost of several changes nn.Module.
+    """
     global _depth
     patched: Any = nn.Module
     with _one_at_a_time:

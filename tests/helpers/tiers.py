@@ -39,16 +39,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tier == "all":
         return
     named = {_within_file(argument) for argument in config.args if "::" in argument}
-    chosen = few([item for item in items if not item.get_closest_marker("slow")])
-    if config.args != config.getini("testpaths") or config.option.keyword:
-        chosen = few(items)  # a part of the suite that somebody asked for
+    whole_suite = config.args == config.getini("testpaths") and not config.option.keyword
+    chosen = few([i for i in items if not (whole_suite and i.get_closest_marker("slow"))])
     chosen |= {item for item in items if _within_file(item.nodeid) in named}
     if tier == "third":
-        thirds, changed = _commits() % 3, _changed_tests()
+        turn, changed = _commits() % 3, _changed_tests()
         chosen |= {
             item
             for item in items
-            if zlib.crc32(item.nodeid.encode()) % 3 == thirds or item.path in changed
+            if zlib.crc32(item.nodeid.encode()) % 3 == turn or item.path in changed
         }
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]

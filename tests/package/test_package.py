@@ -118,8 +118,8 @@ def test_wide_registers_stay_in_their_units() -> None:
             seen.add("ymm")
             assert "avx512" in function or "avx2" in function, function
     built = fusedtrain.backend_info().build["instruction_sets"].split("+")
-    registers = {"avx2": "ymm", "avx512": "zmm"}
-    assert seen >= {registers[isa] for isa in built if isa in registers}
+    assert ("zmm" in seen) == ("avx512" in built)
+    assert ("ymm" in seen) == (built != ["default"])
 
 
 NUMBERS = """
@@ -382,3 +382,45 @@ def test_required_file_that_cannot_be_built_fails(tmp_path: Path) -> None:
     run = build(tmp_path, CXX="no-such-compiler", FUSEDTRAIN_CUDA="0", FUSEDTRAIN_REQUIRE="cpu")
     assert run.returncode != 0
     assert "_C.so is required: no C++ compiler found" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("built", "processor", "words"),
+    [
+        ("default+avx2", "AVX512", "built without avx512"),
+        ("default", "AVX2", "built without avx2"),
+        ("default+avx512", "AVX512", ""),
+        ("default+avx2+avx512", "AVX2", ""),
+        ("", "AVX512", ""),  # a build that tells nothing
+    ],
+)
+def test_a_build_for_a_lesser_processor_says_so(
+    monkeypatch: pytest.MonkeyPatch, built: str, processor: str, words: str
+) -> None:
+    monkeypatch.setattr(_backends, "_load_library", lambda *arguments: "")
+    monkeypatch.setattr(_backends, "_cpu_capability", lambda path: "default")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
+    monkeypatch.delenv("FUSEDTRAIN_CPU_CAPABILITY", raising=False)
+    backend = _backends._load_cpu({"instruction_sets": built} if built else {})
+    assert backend.loaded
+    assert (words in backend.reason) if words else backend.reason == ""
+    assert str(backend).startswith("loaded (default)")
+    assert ("FUSEDTRAIN_ISAS=all" in str(backend)) == bool(words)
+
+
+def test_instruction_sets_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from _sanitized import setup_module
+
+    setup = setup_module()
+    monkeypatch.delenv("FUSEDTRAIN_ISAS", raising=False)
+    monkeypatch.setattr(setup, "X86", True)
+    monkeypatch.setattr(setup, "machine_isas", lambda: ["default", "avx2", "avx512"])
+    assert setup.built_isas() == ["default", "avx512"]
+    monkeypatch.setattr(setup, "machine_isas", lambda: ["default"])
+    assert setup.built_isas() == ["default"]
+    monkeypatch.setenv("FUSEDTRAIN_ISAS", "all")
+    assert setup.built_isas() == list(setup.ISA_FLAGS)
+    monkeypatch.delenv("FUSEDTRAIN_ISAS")
+    monkeypatch.setattr(setup, "PORTABLE", True)
+    assert setup.built_isas() == list(setup.ISA_FLAGS)
