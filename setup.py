@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -73,7 +73,7 @@ OLDEST_ARCH = 70  # __grid_constant__ parameters
 
 
 def _load(path: Path) -> ModuleType:
-    """A module of the package, without the package, which would import torch."""
+    """A module by its path: the package itself would import torch."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -83,6 +83,7 @@ def _load(path: Path) -> ModuleType:
 
 
 autograd_build = _load(ROOT / "fusedtrain/_autograd_build.py")
+ninja_build = _load(ROOT / "tools/ninja_build.py")
 CannotBuild = autograd_build.CannotBuild
 PORTABLE = os.environ.get("FUSEDTRAIN_PORTABLE") == "1"
 
@@ -170,73 +171,20 @@ def cuda_archs(compiler: str) -> tuple[list[str], list[str]]:
 LINK = f"{sys.executable} {ROOT}/tools/old_glibc.py $compiler" if PORTABLE else "$compiler"
 
 
-class Ninja:
-    """A build.ninja in the making: objects by rule, one shared library."""
+Ninja = partial(ninja_build.Ninja, CSRC, LINK)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lines = [
-            "rule cxx",
-            "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out",
-            "  description = $name",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            # The report of ptxas on registers is kept beside the object (tests/test_cuda_build.py).
-            "rule nvcc",
-            "  command = $compiler $flags -MMD -MF $out.d -c $in -o $out 2> $out.ptxas "
-            "|| (cat $out.ptxas; exit 1)",
-            "  description = $name",
-            "  depfile = $out.d",
-            "  deps = gcc",
-            "rule link",
-            f"  command = {LINK} -shared $in $flags -o $out",
-            "  description = $name",
-        ]
 
-    def compile(
-        self, source: Path, compiler: str, flags: str, rule: str = "cxx", isa: str = ""
-    ) -> str:
-        name = source.relative_to(CSRC) if source.is_relative_to(CSRC) else source.name
-        out = self.folder / f"{name}{isa and '.'}{isa}.o"
-        self._build(rule, out, [str(source)], compiler, flags)
-        return str(out)
+def run_ninja(n: Any, duration: str) -> None:
+    """Compiles the units of a :class:`Ninja` that are not up to date.
 
-    def link(self, out: Path, objects: list[str], compiler: str, flags: str) -> None:
-        self._build("link", out, objects, compiler, flags)
-
-    def _build(self, rule: str, out: Path, inputs: list[str], compiler: str, flags: str) -> None:
-        def path(p: object) -> str:
-            return str(p).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
-
-        name = out.name if rule == "link" else out.relative_to(self.folder).with_suffix("")
-        self.lines += [
-            f"build {path(out)}: {rule} {' '.join(map(path, inputs))}",
-            f"  compiler = {compiler}",
-            f"  flags = {flags}",
-            f"  name = {name}",
-        ]
-
-    def run(self, program: str, duration: str) -> None:
-        """Compiles what is not up to date; silent where all is.
-
-        Args:
-            program: ninja.
-            duration: of the whole, as a first line for the user.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
-        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
-        plan = subprocess.run(
-            [program, "-n"], cwd=self.folder, capture_output=True, text=True, check=False
-        )
-        if "no work to do" in plan.stdout:
-            return
-        print(f"fusedtrain: compiling {duration}", flush=True)
-        status = {"NINJA_STATUS": "  %f of %t, %e s: ", **os.environ}
-        try:
-            subprocess.run([program, *jobs], cwd=self.folder, check=True, env=status)
-        except (subprocess.CalledProcessError, OSError) as error:
-            raise CannotBuild(f"the compiler failed ({error}); its messages are above") from error
+    Args:
+        n: the units.
+        duration: of the whole, as a first line for the user.
+    """
+    try:
+        n.run(ninja(), duration)
+    except (subprocess.CalledProcessError, OSError) as error:
+        raise CannotBuild(f"the compiler failed ({error}); its messages are above") from error
 
 
 def torch_flags(torch: Path) -> tuple[str, str]:
@@ -308,7 +256,7 @@ def build_cpu(
         isas: those of built_isas() where None.
         more: flags of every compilation and of the link, behind all others.
     """
-    torch, compiler, program = torch_folder(), cxx(), ninja()
+    torch, compiler = torch_folder(), cxx()
     n = Ninja(work / "cpu")
     isas = isas or built_isas()
     objects = [
@@ -316,7 +264,7 @@ def build_cpu(
         for unit in cpu_units(isas)
     ]
     n.link(out, objects, compiler, f"{torch_flags(torch)[1]} {more}".strip())
-    n.run(program, "the CPU kernels, about 1 minute on 2 cores")
+    run_ninja(n, "the CPU kernels, about 1 minute on 2 cores")
     return {
         "compiler": version_of(compiler),
         "torch": torch_version(torch),
@@ -354,7 +302,7 @@ def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
             f"torch {torch_version(torch_folder())} at the build could not load it "
             "(FUSEDTRAIN_CUDA=1 builds it all the same)"
         )
-    compiler, program, torch, host = nvcc(), ninja(), torch_folder(), cxx()
+    compiler, torch, host = nvcc(), torch_folder(), cxx()
     sources = sorted((CSRC / "cuda").glob("*.cu"))
     if not sources:
         raise CannotBuild("this version has no CUDA kernels")
@@ -379,7 +327,7 @@ def build_cuda(out: Path, work: Path, asked: bool = True) -> dict[str, object]:
     link = re.sub(r"-Wl,(\S+)", r"-Xlinker \1", link)
     n.link(out, objects, compiler, f"{link} -cudart static -nodlink -ccbin {host.split()[0]}")
     names = ", ".join(f"sm_{a}" for a in archs)
-    n.run(program, f"the CUDA kernels ({names}), about {1 + len(archs)} minutes on 2 cores")
+    run_ninja(n, f"the CUDA kernels ({names}), about {1 + len(archs)} minutes on 2 cores")
     return {
         "cuda_archs": archs,
         "cuda_ptx": ptx,
@@ -397,12 +345,12 @@ def build_autograd(out: Path, work: Path) -> dict[str, object]:
     """
     if PORTABLE:
         raise CannotBuild("this is a wheel for every torch, the file is for one")
-    torch, compiler, program = torch_folder(), cxx(), ninja()
+    torch, compiler = torch_folder(), cxx()
     compile_flags, link_flags = autograd_build.flags(torch)
     n = Ninja(work / "autograd")
     source = autograd_build.source_in(ROOT / "fusedtrain")
     n.link(out, [n.compile(source, compiler, compile_flags)], compiler, link_flags)
-    n.run(program, "the autograd nodes, about 20 seconds")
+    run_ninja(n, "the autograd nodes, about 20 seconds")
     return {"autograd": autograd_build.built_for(torch_version(torch))}
 
 

@@ -116,7 +116,10 @@ def _load_cpu(record: dict[str, Any]) -> Backend:
         )
     best = torch.backends.cpu.get_cpu_capability().lower()
     if built and asked is None and best in _CAPABILITIES and best not in built.split("+"):
-        note = f"built without {best}, which this processor has: build it on this machine, or with FUSEDTRAIN_ISAS=all"
+        note = (
+            f"built without {best}, which this processor has: build it on this machine, or with "
+            "FUSEDTRAIN_ISAS=all"
+        )
         return Backend(True, (capability,), note)
     return Backend(True, (capability,))
 

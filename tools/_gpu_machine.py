@@ -143,7 +143,8 @@ def build(c: Context, m: Machine, deadline: float) -> str:
         "done", "cut" (the objects that are there stay) or "broken".
     """
     compiler = find_nvcc()
-    key = _hash([*_files("csrc"), ROOT / "setup.py"], m.arch, m.torch, compiler, sys.version)
+    how = [ROOT / "setup.py", ROOT / "tools/ninja_build.py"]
+    key = _hash([*_files("csrc"), *how], m.arch, m.torch, compiler, sys.version)
     stamp = c.state / "built"
     package = ROOT / "fusedtrain"
     names = ("_C.so", "_build_info.json", *(["_C_cuda.so"] if compiler else []))

@@ -160,5 +160,5 @@ def build_faults(folder: Path) -> Path:
     compiler, out = setup.cxx(), folder / "faults.so"
     source = ROOT / "tools" / "sanitizer_faults.cpp"
     n.link(out, [n.compile(source, compiler, f"{setup.CXX_FLAGS} {FLAGS}")], compiler, FLAGS)
-    n.run(setup.ninja(), "the planted faults, 2 seconds")
+    setup.run_ninja(n, "the planted faults, 2 seconds")
     return out
