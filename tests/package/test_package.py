@@ -350,8 +350,8 @@ def test_dir_shows_public_names_only(name: str) -> None:
 
 
 def build(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs setup.py build_ext on a copy of the sources."""
-    for name in ("csrc", "fusedtrain"):
+    """Runs setup.py build_ext on a copy of the sources, as an sdist has them."""
+    for name in ("csrc", "fusedtrain", "tools"):
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
         )
