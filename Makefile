@@ -89,7 +89,7 @@ OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops
   tests/ops/batch_norm/test_batch_norm_compilers.py tests/ops/batch_norm/test_sync_batch_norm.py \
   tests/conversion/test_convert.py tests/conversion/test_convert_calls.py tests/conversion/test_convert_gates.py tests/conversion/test_convert_norm_stays.py \
   tests/folding/test_fold.py tests/folding/test_fold_activations.py \
-  tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/amp tests/tools/test_laws.py
+  tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/apex_calls/amp tests/tools/test_laws.py
 
 oldest-torch:  ## build with the oldest supported torch, 2.10, in .venv-oldest and build/oldest; test compilers, export, conversion, optimizers (downloads gigabytes)
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

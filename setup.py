@@ -82,7 +82,7 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-autograd_build = _load(ROOT / "fusedtrain/_autograd_build.py")
+autograd_build = _load(ROOT / "fusedtrain/_backends/autograd_build.py")
 ninja_build = _load(ROOT / "tools/ninja_build.py")
 CannotBuild = autograd_build.CannotBuild
 PORTABLE = os.environ.get("FUSEDTRAIN_PORTABLE") == "1"

@@ -1,7 +1,7 @@
 """Activations against eager torch and torch.compile, forward and forward+backward.
 
 Every op at 2^20 float32, and a chosen few over all sizes and dtypes; ``--full`` runs the cross
-product. Rivals take turns within one test (see ``fusedtrain.timing``).
+product. Rivals take turns within one test (see ``fusedtrain.advisor.bench.clock``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, dtype_name
 from benchmarks.harness.guards import admit
 from benchmarks.harness.race import Race
-from fusedtrain.contestants.activations import CHOSEN, GATE, TENSORS, check, ours
+from fusedtrain.advisor.bench.activations import CHOSEN, GATE, TENSORS, check, ours
+from fusedtrain.advisor.bench.clock import Call, Function, compiled
 from fusedtrain.reference import ACTIVATIONS
-from fusedtrain.timing import Call, Function, compiled
 
 FAMILY = "activations"
 REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))

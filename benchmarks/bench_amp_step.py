@@ -25,7 +25,7 @@ from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
 from benchmarks.harness.tables import STRONGEST, Column, Report, counted, size_text
-from fusedtrain.timing import Call
+from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "amp_step"
 # On the CPU the largest takes 13 to 20 GB and a minute a row: only by --model.

@@ -30,8 +30,8 @@ from benchmarks.harness.tables import (
     ratio_text,
     size_text,
 )
-from fusedtrain.amp._functions import switch_autocast
-from fusedtrain.timing import Call
+from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.apex.amp._functions import switch_autocast
 
 FAMILY = "apex"
 NETWORKS = ("resnet50", "efficientnet_b0")

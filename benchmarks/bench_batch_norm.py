@@ -16,7 +16,8 @@ from benchmarks.harness import ops, shapes
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.contestants.norms import (
+from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.norms import (
     CONTESTANTS,
     OPS,
     PASSES,
@@ -26,7 +27,6 @@ from fusedtrain.contestants.norms import (
     check,
     exact,
 )
-from fusedtrain.timing import Call
 
 FAMILY = "batch_norm"
 REPORT = ops.report(FAMILY)

@@ -14,8 +14,8 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.contestants.chains import CHAINS, IMAGE, PASSES, check
-from fusedtrain.timing import Call, Function, compiled
+from fusedtrain.advisor.bench.chains import CHAINS, IMAGE, PASSES, check
+from fusedtrain.advisor.bench.clock import Call, Function, compiled
 
 FAMILY = "chains"
 REPORT = ops.report(FAMILY)

@@ -16,17 +16,16 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
-from fusedtrain.reference import ACTIVATIONS
-from fusedtrain.timing import (
+from fusedtrain.advisor.bench.clock import Function, compiled
+from fusedtrain.advisor.bench.gate import (
     FORWARD,
     GRADIENT,
-    Function,
     NotTheJob,
     Tolerance,
     agrees,
-    compiled,
     first_call,
 )
+from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "few_bit"
 REPORT = ops.report(FAMILY)

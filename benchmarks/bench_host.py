@@ -23,7 +23,7 @@ from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text
-from fusedtrain.timing import Call
+from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "host"
 STEP = "clip"  # of steps.JOBS: GradScaler, clipping, step

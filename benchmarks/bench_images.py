@@ -15,7 +15,8 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.timing import Function, Tolerance, agrees, compiled, same_kind
+from fusedtrain.advisor.bench.clock import Function, compiled
+from fusedtrain.advisor.bench.gate import Tolerance, agrees, same_kind
 
 FAMILY = "images"
 REPORT = ops.report(FAMILY)

@@ -28,7 +28,7 @@ from benchmarks.harness.networks import Setup
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report
-from fusedtrain.timing import Call
+from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "memory"
 CASES: dict[str, tuple[Setup, ...]] = {

@@ -15,7 +15,8 @@ from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
-from fusedtrain.timing import GRADIENT, Function, Tolerance, agrees, compiled, first_call
+from fusedtrain.advisor.bench.clock import Function, compiled
+from fusedtrain.advisor.bench.gate import GRADIENT, Tolerance, agrees, first_call
 
 FAMILY = "pool"
 REPORT = ops.report(FAMILY)

@@ -13,7 +13,14 @@ from benchmarks.harness.cases import Options
 from benchmarks.harness.clock import REPLAY
 from benchmarks.harness.race import Race
 from benchmarks.harness.store import Recorder
-from fusedtrain.timing import NORMAL, QUICK, Clock, FlushingCudaClock, cpu_clock, cuda_clock
+from fusedtrain.advisor.bench.clock import (
+    NORMAL,
+    QUICK,
+    Clock,
+    FlushingCudaClock,
+    cpu_clock,
+    cuda_clock,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,7 +22,7 @@ import torch
 from benchmarks import report
 from benchmarks.harness.clock import ALLOCATORS
 from benchmarks.harness.store import COMPLETE, FAMILIES, put
-from fusedtrain.timing import device_slug
+from fusedtrain.advisor.bench.clock import device_slug
 
 ROOT = Path(__file__).resolve().parent.parent
 # The others are measured with memory that is "kept", unless --user-allocator (clock.ALLOCATORS).

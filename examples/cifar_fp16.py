@@ -37,7 +37,7 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from fusedtrain.fp16_utils import convert_network
+from fusedtrain.apex.fp16_utils import convert_network
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -36,13 +36,13 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from fusedtrain.compat.parallel import DistributedDataParallel as DDP
-from fusedtrain.fp16_utils import (
+from fusedtrain.apex.fp16_utils import (
     master_params_to_model_params,
     model_grads_to_master_grads,
     network_to_half,
     prep_param_lists,
 )
+from fusedtrain.apex.parallel import DistributedDataParallel as DDP
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

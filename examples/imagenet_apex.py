@@ -36,9 +36,9 @@ from _train.recipe import (
     validate,
 )
 from _train.record import Record
-from fusedtrain import amp
-from fusedtrain.compat.optimizers import FusedSGD
-from fusedtrain.compat.parallel import DistributedDataParallel as DDP, convert_syncbn_model
+from fusedtrain.apex import amp
+from fusedtrain.apex.optimizers import FusedSGD
+from fusedtrain.apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,32 +13,29 @@ from .optim import zero_grad
 
 if TYPE_CHECKING:
     from . import (
-        compat as compat,
+        advisor as advisor,
+        apex as apex,
         conversion as conversion,
-        diagnosis as diagnosis,
         folding as folding,
-        fp16_utils as fp16_utils,
         memory as memory,
-        profiling as profiling,
-        tuning as tuning,
     )
+    from .advisor.diagnosis import Diagnosis, doctor
+    from .advisor.profiling import profile
+    from .advisor.tuning import TuneReport, tune
     from .conversion import ConversionReport, convert, revert
-    from .diagnosis import Diagnosis, doctor
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
     from .memory import MemoryReport, memory_report
-    from .profiling import profile
-    from .tuning import TuneReport, tune
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
 _LATER = {
-    "compat": (),
+    "advisor": (),
+    "advisor.diagnosis": ("Diagnosis", "doctor"),
+    "advisor.profiling": ("profile",),
+    "advisor.tuning": ("TuneReport", "tune"),
+    "apex": (),
     "conversion": ("ConversionReport", "convert", "revert"),
-    "diagnosis": ("Diagnosis", "doctor"),
     "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
-    "fp16_utils": (),
     "memory": ("MemoryReport", "memory_report"),
-    "profiling": ("profile",),
-    "tuning": ("TuneReport", "tune"),
 }
 
 __all__ = [
@@ -50,13 +47,12 @@ __all__ = [
     "TuneReport",
     "__version__",
     "amp",
+    "apex",
     "backend_info",
-    "compat",
     "convert",
     "doctor",
     "drop_redundant_bias",
     "fold_conv_bn",
-    "fp16_utils",
     "functional",
     "integrations",
     "memory_report",
@@ -81,4 +77,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LATER, *(name for name in globals() if name.startswith("__"))})
+    modules = {name for name in _LATER if "." not in name}
+    return sorted({*__all__, *modules, *(name for name in globals() if name.startswith("__"))})

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtrain import amp
 from helpers import ROOT, pretended_gpu
 from helpers.launches import pytest_pyfunc_call  # noqa: F401  (a hook)
 from helpers.new_memory import fill_new_memory
@@ -63,9 +62,12 @@ def _seed() -> None:
 def _amp_switched_off() -> Iterator[None]:
     """Undoes the changes of amp.initialize to the process, autocast above all."""
     yield
-    if "fusedtrain.amp._state" in sys.modules and amp._amp_state.initialized:
-        amp.initialize([], enabled=False)
-        amp._amp_state.initialized = False
+    if "fusedtrain.apex.amp._state" in sys.modules:
+        from fusedtrain.apex import amp
+
+        if amp._amp_state.initialized:
+            amp.initialize([], enabled=False)
+            amp._amp_state.initialized = False
 
 
 @pytest.fixture(autouse=True)

@@ -22,20 +22,20 @@ MODULES = (
     "fusedtrain.amp",
     "fusedtrain.integrations.timm",
     "fusedtrain.memory",
-    "fusedtrain.diagnosis",
-    "fusedtrain.tuning",
-    "fusedtrain.fp16_utils",
-    "fusedtrain.compat",
-    "fusedtrain.compat.optimizers",
-    "fusedtrain.compat.parallel",
-    "fusedtrain.compat.larc",
+    "fusedtrain.advisor.diagnosis",
+    "fusedtrain.advisor.tuning",
+    "fusedtrain.apex.fp16_utils",
+    "fusedtrain.apex",
+    "fusedtrain.apex.optimizers",
+    "fusedtrain.apex.parallel",
+    "fusedtrain.apex.larc",
 )
 # Read as text: they import libraries that need not be installed.
 READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate")
 # Names that commands and tests import and users need not: they may change in any version.
 INTERNAL = {
-    "fusedtrain.diagnosis": {"RULES", "Facts", "Rule", "decide"},
-    "fusedtrain.tuning": {"HEADINGS", "NAMES", "memory_text", "parse_budget"},
+    "fusedtrain.advisor.diagnosis": {"RULES", "Facts", "Rule", "decide"},
+    "fusedtrain.advisor.tuning": {"HEADINGS", "NAMES", "memory_text", "parse_budget"},
 }
 
 _HEAD = """\

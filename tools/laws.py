@@ -31,11 +31,9 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 
 # Packages and modules of fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
-    "_version", "_pipes", "_torch_private", "_autograd_build", "_gpus", "_capture", "_calls",
-    "_recompute", "timing", "reference", "triton", "_backends", "_child", "_scripts", "_graph",
-    "ops", "functional", "nn", "optim", "amp", "fp16_utils", "compat", "folding", "conversion",
-    "integrations", "memory", "contestants", "profiling", "diagnosis", "tuning", "__init__", "cli",
-    "__main__",
+    "_version", "_broken_pipe", "_torch_private", "_capture", "_calls", "_recompute", "reference",
+    "triton", "_backends", "_graph", "ops", "functional", "nn", "optim", "amp", "apex", "folding",
+    "conversion", "integrations", "memory", "advisor", "__init__", "cli", "__main__",
 )  # fmt: skip
 
 
@@ -138,7 +136,8 @@ def forbid_lists_of_families(files: Iterable[Path], families: set[str]) -> None:
 
 
 def python(*exceptions: str) -> list[Path]:
-    return [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in exceptions]
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [p for p in files if p.relative_to(PACKAGE).as_posix() not in exceptions]
 
 
 def sources(*exceptions: str) -> list[Path]:
@@ -227,13 +226,13 @@ def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -
 def main() -> int:
     forbid(
         r"\.is_cuda|\.is_cpu\b|device\.type\s*[!=]=",
-        python("_backends.py", "_capture.py"),
+        python("_backends/__init__.py", "_capture.py"),
         "the dispatcher is the only switch",
     )
     forbid(
         r"os\.environ|getenv",
-        python("_backends.py", "_capture.py"),
-        "environment variables are read in _backends.py",
+        python("_backends/__init__.py", "_capture.py"),
+        "environment variables are read in _backends",
     )
     forbid(
         r"compiler\.is_exporting|is_autocast_available",

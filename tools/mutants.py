@@ -32,10 +32,10 @@ CODES, OF_CODES = "csrc/state_codes.h", "fusedtrain/optim/_codes.py"
 LOOPS, BLOCKS = "csrc/cpu/optimizers.cpp", "csrc/cpu/optimizer_blocks.h"
 IN_LANES = "csrc/cpu/isa/optimizers.h"
 BINDING, CHECKS = "csrc/bindings/optimizers.h", "csrc/bindings/checks.h"
-APEX, LAYERWISE = "fusedtrain/compat/optimizers.py", "fusedtrain/compat/_apex_layerwise.py"
+APEX, LAYERWISE = "fusedtrain/apex/optimizers.py", "fusedtrain/apex/_apex_layerwise.py"
 
 TESTS = all_located([
-    "test_optimizer_numbers", "test_compat_optimizers",
+    "test_optimizer_numbers", "test_apex_optimizers",
     "test_optimizer_counterparts", "test_optimizer_state",
     "test_optimizer_scaler", "test_split_master_kernels", "test_eight_bit_states",
     "test_state_code_kernels",
@@ -244,12 +244,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         BLOCKS, "const T factor = static_cast<T>(unscale(call));\n  Block<T> g;\n",
         "const T factor = static_cast<T>(1 / unscale(call));\n  Block<T> g;\n"),
     "Apex: gradients stay scaled": (
-        "fusedtrain/compat/_apex_optimizer.py", '{"gradient_writeback": "unscaled", **options}',
+        "fusedtrain/apex/_apex_optimizer.py", '{"gradient_writeback": "unscaled", **options}',
         "options"),
     "LAMB: no step count for timm": (
         "fusedtrain/optim/lamb.py", "return torch.tensor(count)  # as timm's", "return None"),
     "Apex: a step too many for theirs": (
-        "fusedtrain/compat/_apex_optimizer.py", "return int(count) if", "return int(count) + 1 if"),
+        "fusedtrain/apex/_apex_optimizer.py", "return int(count) if", "return int(count) + 1 if"),
     "steps of theirs are forgotten on the way back": (
         SAVED, "p_state[name] = p_state[name] + ahead", "pass"),
     "NovoGrad: norms of theirs are forgotten": (

@@ -16,7 +16,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
 from benchmarks.experiments.small_resnet import small_resnet
-from fusedtrain.timing import Effort
+from fusedtrain.advisor.bench.clock import Effort
 
 MICRO = (1, 4, 16)  # micro-batches a batch
 EFFORT = Effort(min_rounds=8, max_rounds=20, seconds=40.0, sample_ns=0.0)

@@ -23,7 +23,7 @@ from benchmarks.experiments.training import (
     full,
 )
 from fusedtrain import profile
-from fusedtrain.profiling import top_operators
+from fusedtrain.advisor.profiling import top_operators
 
 FP16, BF16 = torch.float16, torch.bfloat16
 FLOAT32, SCALED, PLAIN = "float32", "float16 + GradScaler", "bfloat16"

@@ -18,7 +18,7 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, numbers_of
 from benchmarks.experiments.measure import gain_text, timed
 from benchmarks.harness.memory import most_allocated
-from fusedtrain.timing import Effort
+from fusedtrain.advisor.bench.clock import Effort
 
 EFFORT = Effort(min_rounds=8, max_rounds=30, seconds=15.0, sample_ns=0.0)
 EAGER, CHECKPOINT = "everything kept", "torch.utils.checkpoint"

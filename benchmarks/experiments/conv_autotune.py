@@ -22,7 +22,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, gain_of, judge, numbers_of
 from benchmarks.experiments.measure import QUICK, Timed, gain_text, timed
-from fusedtrain.timing import Call, Effort, interleave
+from fusedtrain.advisor.bench.clock import Call, Effort, interleave
 
 FORWARD, BOTH = "forward", "forward+backward"
 PARTS = (FORWARD, BOTH)

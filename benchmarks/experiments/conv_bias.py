@@ -16,7 +16,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, gain_of, judge, numbers_of
 from benchmarks.experiments.measure import peak_megabytes, timed
-from fusedtrain.timing import Effort
+from fusedtrain.advisor.bench.clock import Effort
 
 EFFORT = Effort(min_rounds=8, max_rounds=40, seconds=15.0, sample_ns=2e7)
 BIAS, NO_BIAS, DROPPED = "with bias", "without bias", "fusedtrain.drop_redundant_bias"

@@ -24,7 +24,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, judge, numbers_of
 from benchmarks.experiments.measure import Timed, gain_text, timed
-from fusedtrain.timing import Call, Effort
+from fusedtrain.advisor.bench.clock import Call, Effort
 
 WORKERS = (0, 1, 2, 4, 8)
 QUICK_WORKERS = (0, 1)

@@ -22,7 +22,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.measure import gain_text
 from benchmarks.experiments.small_resnet import small_resnet
-from fusedtrain.timing import median_interval
+from fusedtrain.advisor.bench.clock import median_interval
 
 RANKS = 2
 ONE = "1 process, whole batch"

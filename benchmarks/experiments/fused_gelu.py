@@ -15,8 +15,8 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.experiments.gains import COLUMNS, gain_of, is_faster, judge, numbers_of
 from benchmarks.experiments.measure import timed
 from benchmarks.harness.race import count_launches, count_ops
-from fusedtrain.contestants.activations import check
-from fusedtrain.timing import Call, Effort, Function, compiled
+from fusedtrain.advisor.bench.activations import check
+from fusedtrain.advisor.bench.clock import Call, Effort, Function, compiled
 
 ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 QUICK = 2**14

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.experiments.experiment import Settings
 from benchmarks.harness.memory import most_allocated
-from fusedtrain.timing import Call, Effort, cpu_clock, interleave, median_interval
+from fusedtrain.advisor.bench.clock import Call, Effort, cpu_clock, interleave, median_interval
 
 STEPS = Effort(min_rounds=8, max_rounds=40, seconds=8.0, sample_ns=0.0)  # of a training step
 QUICK = Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=0.0)

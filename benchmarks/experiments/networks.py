@@ -18,7 +18,8 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.measure import Timed, gain_text, peak_megabytes, timed
 from benchmarks.harness.networks import Gate, Setup, batch_of, build
-from fusedtrain.timing import Effort, NotTheJob
+from fusedtrain.advisor.bench.clock import Effort
+from fusedtrain.advisor.bench.gate import NotTheJob
 
 EAGER, OURS, RECOMPUTE, COMPILED = "eager", "fusedtrain", "fusedtrain, recompute", "torch.compile"
 NETWORKS = ("resnet50", "efficientnet_b0", "convnext_tiny")

@@ -18,7 +18,7 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.experiments.small_resnet import small_resnet
 from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.race import kept_bytes
-from fusedtrain.timing import median_interval
+from fusedtrain.advisor.bench.clock import median_interval
 
 TORCH, OURS = "torch", "fusedtrain"
 TRAINED, EVALUATED, RETAINED = "after backward", "without backward", "after backward, retained"

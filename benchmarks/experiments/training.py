@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fusedtrain
 from benchmarks.experiments.experiment import Settings
 from benchmarks.experiments.models import cifar_resnet
-from fusedtrain.fp16_utils import (
+from fusedtrain.apex.fp16_utils import (
     convert_network,
     master_params_to_model_params,
     model_grads_to_master_grads,

@@ -15,7 +15,7 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.experiments.gains import COLUMNS, gain_of, judge, numbers_of
 from benchmarks.experiments.measure import timed
 from benchmarks.harness.shapes import Shape, count, shapes
-from fusedtrain.timing import Effort
+from fusedtrain.advisor.bench.clock import Effort
 
 LR, MOMENTUM = 1e-6, 0.9
 EFFORT = Effort(min_rounds=8, max_rounds=40, seconds=10.0, sample_ns=5e6)

@@ -26,11 +26,11 @@ from benchmarks.harness.steps import (
     exact_steps,
     small_tensors,
 )
-from fusedtrain import amp
-from fusedtrain.amp._functions import switch_autocast
-from fusedtrain.amp._raw import set_raw_grad
-from fusedtrain.compat.optimizers import FusedAdam, FusedSGD
-from fusedtrain.timing import NotTheJob, Tolerance, agrees
+from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
+from fusedtrain.apex import amp
+from fusedtrain.apex.amp._functions import switch_autocast
+from fusedtrain.apex.amp._raw import set_raw_grad
+from fusedtrain.apex.optimizers import FusedAdam, FusedSGD
 
 SCALE = 2.0**16  # where amp starts
 JOBS = {"step": "scale_loss and step", "clip": "and clip_grad_norm_ of the master parameters"}

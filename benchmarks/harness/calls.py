@@ -16,8 +16,9 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain.functional as F
+from fusedtrain.advisor.bench.clock import Function
+from fusedtrain.advisor.bench.gate import FORWARD, GRADIENT, NotTheJob, Tolerance, agrees
 from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct
-from fusedtrain.timing import FORWARD, GRADIENT, Function, NotTheJob, Tolerance, agrees
 
 CHANNELS = 16
 SHAPE = (1, CHANNELS, 2, 2)

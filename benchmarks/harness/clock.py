@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedtrain.timing import device_name
+from fusedtrain.advisor.bench.clock import device_name
 
 # Policies of glibc for freed memory, and the environment that a process needs for each.
 # "bounded": buffers up to 32 MiB are reused. Left alone, glibc decides by the history of the

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 
 T = TypeVar("T")
 

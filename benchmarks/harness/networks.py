@@ -19,7 +19,8 @@ import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
 from benchmarks.harness.race import kept_bytes
 from benchmarks.harness.steps import import_module
-from fusedtrain.timing import Call, NotTheJob
+from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.gate import NotTheJob
 
 JOBS = {
     "train": "training step",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.cases import dtype_name
 from benchmarks.harness.clock import REPLAY
 from benchmarks.harness.rows import make_row
-from fusedtrain.timing import (
+from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
     Effort,

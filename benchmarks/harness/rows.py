@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness.clock import setting
 from benchmarks.harness.store import FAMILIES
-from fusedtrain.timing import compare
+from fusedtrain.advisor.bench.clock import compare
 
 # Not contestants: into memory that exists, and into a new tensor.
 COPIES = ("copy", "copy_fresh")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fusedtrain
-from fusedtrain.timing import NotTheJob, Tolerance, agrees
+from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
 
 # Each job does what those before it do, and one thing more.
 JOBS = {

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .._pipes import quiet_pipe
+from .._broken_pipe import quiet_pipe
 from ._exit import Exit
 
 __all__ = ["Exit", "main"]

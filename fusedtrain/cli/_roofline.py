@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from ..contestants import EAGER, OURS, Result
+from ..advisor.bench import EAGER, OURS, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import click
 import torch
 
 from .. import __version__, backend_info
-from ..contestants import (
+from ..advisor.bench import (
     COPY,
     EAGER,
     FAMILIES,
@@ -22,7 +22,7 @@ from ..contestants import (
     measure,
     peak_operations,
 )
-from ..timing import NORMAL, QUICK, device_name
+from ..advisor.bench.clock import NORMAL, QUICK, device_name
 from ._exit import Exit
 from ._output import Column, Outputs, Report, Table, output_options, progress, today
 from ._roofline import roofline

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .. import _autograd_build
-from .._backends import build_autograd
+from .._backends import autograd_build, build_autograd
 from ._exit import Exit
 
 
@@ -13,8 +12,8 @@ def run() -> int:
     """Compiles; prints the path of the file, or why there is none."""
     try:
         path = build_autograd()
-    except _autograd_build.CannotBuild as reason:
-        print(f"fusedtrain: {_autograd_build.NAME} is not built: {reason}", file=sys.stderr)
+    except autograd_build.CannotBuild as reason:
+        print(f"fusedtrain: {autograd_build.NAME} is not built: {reason}", file=sys.stderr)
         return Exit.FOUND
     print(f"{path} is built; new processes use it")
     return Exit.DONE

@@ -9,10 +9,10 @@ import click
 import torch
 
 from .. import __version__
-from .._scripts import DIED, EXITED, RAISED, STOPPED
-from ..diagnosis import Diagnosis, doctor
-from ..diagnosis.wording import finding_lines, milliseconds
-from ..timing import device_name
+from ..advisor._scripts import DIED, EXITED, RAISED, STOPPED
+from ..advisor.bench.clock import device_name
+from ..advisor.diagnosis import Diagnosis, doctor
+from ..advisor.diagnosis.wording import finding_lines, milliseconds
 from ._exit import Exit
 from ._output import Column, Outputs, Report, Script, Table, output_options, progress, say, today
 

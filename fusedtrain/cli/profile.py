@@ -10,8 +10,8 @@ import click
 import torch
 
 from .. import __version__
-from .._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
-from ..timing import device_name
+from ..advisor._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
+from ..advisor.bench.clock import device_name
 from ._exit import Exit
 from ._output import (
     Column,
@@ -28,7 +28,7 @@ from ._output import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODULE = "fusedtrain.profiling"
+MODULE = "fusedtrain.advisor.profiling"
 COLORS = {
     "conv": "#1b6ca8",
     "matmul": "#7a3e9d",

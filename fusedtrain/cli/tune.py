@@ -10,7 +10,7 @@ import click
 import torch
 
 from .. import __version__
-from ..tuning import (
+from ..advisor.tuning import (
     HEADINGS,
     NAMES,
     TrialFailed,

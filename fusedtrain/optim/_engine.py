@@ -79,7 +79,7 @@ class FusedOptimizer(Releases, Reports, Checkpoints):
     _low_precision: Mapping[int, Tensor] = MappingProxyType({})
     _ahead: _Ahead | None = None
     _first_lr: tuple[Tensor, float] | None = None
-    _unscaled_by_reading = False  # fusedtrain.amp: whether ``.grad`` gives unscaled gradients
+    _unscaled_by_reading = False  # fusedtrain.apex.amp: whether ``.grad`` gives unscaled gradients
 
     # Each optimizer defines:
     _rule: ClassVar[str]

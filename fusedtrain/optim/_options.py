@@ -39,7 +39,7 @@ class FusedOptions(OtherOptions, total=False):
     ema_decay: keeps an exponential moving average of the weights, with this decay.
     gradient_writeback: the values that a step, also a skipped one, leaves in ``.grad``: "none"
         (unchanged), "unscaled" (divided by the loss scale, and clipped unless the step is skipped;
-        the default of `fusedtrain.compat.optimizers`) or "zero".
+        the default of `fusedtrain.apex.optimizers`) or "zero".
     state_dtype: dtype of the states that are as large as the parameter; None: the parameter's.
         "q8": codes of 8 bits with a float32 scale for each 32 of them, 1.125 bytes an element. A
         step computes with the numbers of the codes, and rounds at random, without bias, those that

@@ -58,9 +58,9 @@ class Releases(torch.optim.Optimizer):
             ValueError: the optimizer has no parameter of the model, or the options
                 ``max_grad_norm`` or ``gradient_writeback``.
             RuntimeError: gradients are released already; the model is wrapped in
-                DistributedDataParallel; the optimizer has been through `fusedtrain.amp.initialize`.
-                Later, in backward: a second pass before ``step()``, the capture of a CUDA graph.
-                In ``step()``: a closure, a GradScaler.
+                DistributedDataParallel; the optimizer has been through
+                `fusedtrain.apex.amp.initialize`. Later, in backward: a second pass before
+                ``step()``, the capture of a CUDA graph. In ``step()``: a closure, a GradScaler.
 
         Example:
             >>> import torch, fusedtrain
@@ -110,7 +110,7 @@ class Releases(torch.optim.Optimizer):
     def _read_gradients(
         self, gradients_of: GradientsOf, low_precision: Mapping[int, Tensor]
     ) -> None:
-        """Sets `_gradients_of` and `_low_precision`, for fusedtrain.amp."""
+        """Sets `_gradients_of` and `_low_precision`, for `apex.amp`."""
         self._gradients_of, self._low_precision = gradients_of, low_precision
         self._forget()
 

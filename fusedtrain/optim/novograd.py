@@ -76,7 +76,7 @@ class NovoGrad(FusedOptimizer):
         if any("exp_avg_sq" in group for group in state_dict["param_groups"]):
             raise ValueError(
                 "norms by group are from Apex's FusedNovoGrad, which has a different update: load "
-                "them into fusedtrain.compat.optimizers.FusedNovoGrad"
+                "them into fusedtrain.apex.optimizers.FusedNovoGrad"
             )
         super().load_state_dict(state_dict)
 

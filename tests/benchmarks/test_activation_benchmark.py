@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from benchmarks import bench_activations as bench
 from benchmarks.harness.cases import Options
+from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.reference import ACTIVATIONS
-from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
 from benchmarks.harness.shapes import MODELS
 from benchmarks.harness.steps import JOBS, KINDS, RULES, bytes_per_parameter, rivals
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 from helpers.models import timm
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks import bench_apex as bench
 from benchmarks.harness import apex as of
 from benchmarks.harness.cases import Options
-from fusedtrain.amp._functions import switch_autocast
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
+from fusedtrain.apex.amp._functions import switch_autocast
 from helpers.benchmarks import measured
 
 CASES = [(level, rule, job) for level, rule in (*bench.SCRIPTS, *bench.MORE) for job in of.JOBS]

@@ -13,7 +13,7 @@ from benchmarks import bench_batch_norm as bench
 from benchmarks.bench_batch_norm import CONTESTANTS, OPS, Contestant, check, exact
 from benchmarks.harness.cases import Options
 from benchmarks.harness.shapes import NORM_NETWORKS, norms
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 
 

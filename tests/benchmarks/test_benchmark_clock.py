@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import clock, guards, race
-from fusedtrain import timing
-from fusedtrain.timing import ANY, NotTheJob, Tolerance, agrees, first_call
+from fusedtrain.advisor.bench import clock as measuring
+from fusedtrain.advisor.bench.gate import ANY, NotTheJob, Tolerance, agrees, first_call
 from helpers.benchmarks import mistakes
 
 
@@ -23,8 +23,8 @@ def test_interleave_takes_turns() -> None:
         call()
         return {"a": 100.0, "b": 50.0, "c": 400.0}[log[-1]]
 
-    effort = timing.Effort(min_rounds=5, max_rounds=5, seconds=0.0, sample_ns=100.0)
-    samples = timing.interleave(calls, fake, effort)
+    effort = measuring.Effort(min_rounds=5, max_rounds=5, seconds=0.0, sample_ns=100.0)
+    samples = measuring.interleave(calls, fake, effort)
     assert samples == {"a": [100.0] * 5, "b": [50.0] * 5, "c": [400.0] * 5}
     rounds = [log[-15:][start : start + 3] for start in range(0, 15, 3)]
     assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
@@ -39,17 +39,17 @@ def test_preparation_is_not_timed() -> None:
         log.append("timed")
         return 1.0
 
-    effort = timing.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
-    timing.interleave(
+    effort = measuring.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
+    measuring.interleave(
         {"a": lambda: log.append("a")}, fake, effort, lambda who: log.append(f"{who} is next")
     )
     assert log == ["a is next", "a", "timed"] * 5
 
 
 def test_median_interval() -> None:
-    assert timing.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert measuring.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # P(fewer than 4 of 20 coins are heads) is 0.13 %, fewer than 5 is 0.59 %.
-    assert timing.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
+    assert measuring.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
 
 
 def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:

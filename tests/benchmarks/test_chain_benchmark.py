@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks import bench_chains as bench
 from benchmarks.bench_chains import CHAINS, check
 from benchmarks.harness.cases import Options
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 

@@ -16,7 +16,7 @@ from benchmarks import bench_conv_bn as bench
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
 from benchmarks.harness.networks import Setup
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 from helpers.models import torchvision
 

@@ -27,7 +27,7 @@ from benchmarks.experiments import (
 )
 from benchmarks.experiments.experiment import Run, Settings
 from benchmarks.harness.memory import most_allocated
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.experiments import FAST, NOISE, SLOW, runs_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

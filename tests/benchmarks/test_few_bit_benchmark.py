@@ -12,8 +12,8 @@ import torch
 import fusedtrain.functional as F
 from benchmarks import bench_few_bit as bench
 from benchmarks.harness.cases import Options
+from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.reference import ACTIVATIONS
-from fusedtrain.timing import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 CASES = [(op, save) for op, saves in bench.SAVES.items() for save in saves]

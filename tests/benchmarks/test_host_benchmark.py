@@ -15,7 +15,7 @@ from benchmarks.harness.calls import CALLS, Contestant, check
 from benchmarks.harness.cases import LAYOUTS, Options
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Limits
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import bench_images as bench
 from benchmarks.harness.cases import Options
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 
 pytestmark = pytest.mark.filterwarnings("ignore:no torchvision rival")

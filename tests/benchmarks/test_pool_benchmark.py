@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks import bench_pool as bench
 from benchmarks.harness.cases import LAYOUTS, Options
-from fusedtrain.timing import NotTheJob
+from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import Off, measured, mistakes
 
 LAYERS = (*bench.QUICK, bench.Layer(8, 14, 2, 2), bench.Layer(8, 7, 3, 1, 1))

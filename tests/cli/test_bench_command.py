@@ -13,10 +13,20 @@ import pytest
 import torch
 from torch import nn
 
+from fusedtrain.advisor.bench import (
+    FAMILIES,
+    Entry,
+    Options,
+    Result,
+    _match,
+    amp_step,
+    conv,
+    measure,
+)
+from fusedtrain.advisor.bench.clock import Effort
+from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.cli import bench, main
 from fusedtrain.cli._exit import Exit
-from fusedtrain.contestants import FAMILIES, Entry, Options, Result, _match, amp_step, conv, measure
-from fusedtrain.timing import Effort, NotTheJob
 from helpers.commands import Page, assert_png, fusedtrain, parsed
 
 BRIEF = Effort(min_rounds=3, max_rounds=3, seconds=0.0, sample_ns=1.0)
@@ -86,7 +96,7 @@ def test_more_rows_without_quick() -> None:
 def test_wrong_numbers_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fusedtrain.contestants import activations
+    from fusedtrain.advisor.bench import activations
 
     monkeypatch.setattr(activations, "ours", lambda op: lambda x: x * 1.0)
     assert main(["bench", "activations", "--quick", "--json"]) == Exit.FOUND

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusedtrain import _scripts
-from fusedtrain._scripts import Run
+from fusedtrain.advisor import _scripts
+from fusedtrain.advisor._scripts import Run
 from fusedtrain.cli import main, profile
 from fusedtrain.cli._exit import Exit
 from helpers.commands import Page, assert_png, environment, fusedtrain, heed_ctrl_c, parsed

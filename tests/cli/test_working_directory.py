@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedtrain import diagnosis, tune
+from fusedtrain import tune
+from fusedtrain.advisor import diagnosis
 from helpers.commands import environment
 
 SCRIPT = """\

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain import amp
+from fusedtrain.apex import amp
 
 LEVELS = ("O0", "O1", "O2", "O3")
 MAKERS: dict[str, Callable[[Any], Any]] = {

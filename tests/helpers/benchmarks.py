@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
-from fusedtrain.timing import Effort, cpu_clock
+from fusedtrain.advisor.bench.clock import Effort, cpu_clock
 
 BRIEF = Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
 STEADY = [1e6] * 9

@@ -1,4 +1,4 @@
-"""Runs of the scripts of tests/diagnosis/scripts, in this process and once each."""
+"""Runs of the scripts of tests/advisor/diagnosis/scripts, in this process and once each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fusedtrain.diagnosis import Diagnosis, doctor
+from fusedtrain.advisor.diagnosis import Diagnosis, doctor
 from helpers import ROOT
 
-SCRIPTS = ROOT / "tests" / "diagnosis" / "scripts"
+SCRIPTS = ROOT / "tests" / "advisor" / "diagnosis" / "scripts"
 # In a process of their own: in a process of many tests the heap has room for their large buffers,
 # which then are no fresh memory.
 FRESH = ("large",)

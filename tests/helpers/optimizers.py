@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import fusedtrain.compat.optimizers
+import fusedtrain.apex.optimizers
 import fusedtrain.optim
 from fusedtrain.optim import FusedOptimizer
 from helpers.apex_truth import TRUTHS
@@ -214,7 +214,7 @@ def set_id(value: Any) -> str:
 
 
 def class_of(name: str) -> type[FusedOptimizer]:
-    module = fusedtrain.compat.optimizers if name in APEX else fusedtrain.optim
+    module = fusedtrain.apex.optimizers if name in APEX else fusedtrain.optim
     kind: type[FusedOptimizer] = getattr(module, name)
     return kind
 

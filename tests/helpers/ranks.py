@@ -1,4 +1,4 @@
-"""Programs of the ranks of test_compat_parallel.py."""
+"""Programs of the ranks of test_apex_parallel.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fusedtrain.compat.parallel import (
+from fusedtrain.apex.parallel import (
     DistributedDataParallel,
     Reducer,
     SyncBatchNorm,

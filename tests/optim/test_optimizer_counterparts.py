@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.compat import optimizers as of_apex
+from fusedtrain.apex import optimizers as of_apex
 from fusedtrain.optim import FusedOptimizer
 from helpers import optimizers
 from helpers.optimizer_steps import assert_close, copies, in_groups, saved_and_loaded
@@ -212,7 +212,7 @@ def test_novograd_refuses_norms_of_apex() -> None:
     first = theirs("FusedNovoGrad", p := parameters("NovoGrad"), {})
     steps(first, p, range(2))
     second = ours("NovoGrad", p, {"lr": 0.7})
-    with pytest.raises(ValueError, match=r"compat\.optimizers\.FusedNovoGrad"):
+    with pytest.raises(ValueError, match=r"apex\.optimizers\.FusedNovoGrad"):
         second.load_state_dict(first.state_dict())
     assert second.param_groups[0]["lr"] == 0.7
     assert not second.state

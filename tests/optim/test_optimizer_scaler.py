@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fusedtrain
-from fusedtrain.compat import optimizers as of_apex
+from fusedtrain.apex import optimizers as of_apex
 from helpers import ROOT
 from helpers.optimizer_steps import (
     ALL,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedtrain
-from fusedtrain.compat import optimizers as of_apex
+from fusedtrain.apex import optimizers as of_apex
 from helpers.optimizer_steps import (
     ALL,
     OF_TORCH,

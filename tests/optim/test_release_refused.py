@@ -217,10 +217,10 @@ def test_attributes_of_a_scaler_in_backward() -> None:
 def test_apex_amp() -> None:
     model, optimizer = released()
     with pytest.raises(RuntimeError, match="the optimizer releases gradients"):
-        fusedtrain.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        fusedtrain.apex.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     assert_works(model, optimizer)
     model = network()
-    model, optimizer = fusedtrain.amp.initialize(
+    model, optimizer = fusedtrain.apex.amp.initialize(
         model, make("AdamW", model.parameters()), opt_level="O1", verbosity=0
     )
     assert_refused(RuntimeError, "has been through amp.initialize", model, optimizer)

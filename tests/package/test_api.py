@@ -48,7 +48,7 @@ def test_dir_of_the_package_is_the_list() -> None:
     listed = {*api_list.public_names()["fusedtrain"]}
     modules = {path.split(".")[1] for path in api_list.MODULES if "." in path}
     # Shown for the types of reports, which these modules define.
-    modules |= {"conversion", "folding", "profiling"}
+    modules |= {"conversion", "folding"}
     extra = {name for name in shown if not name.startswith("__")} - listed - modules
     assert extra == set()
     assert listed | modules <= {*shown}

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import fusedtrain
-from fusedtrain import _autograd_build, _backends
-from fusedtrain._autograd_build import CannotBuild
+from fusedtrain import _backends
+from fusedtrain._backends import autograd_build
+from fusedtrain._backends.autograd_build import CannotBuild
 from helpers import ROOT
 from helpers.autograd_routes import NEEDS_CPP
 from helpers.processes import python
@@ -27,7 +28,7 @@ node = fusedtrain.functional.silu(x).grad_fn
 print(fusedtrain.backend_info().backends["autograd"], "|",
       isinstance(node, torch.autograd.function.BackwardCFunction))
 """
-HERE = _autograd_build.built_for(torch.__version__)
+HERE = autograd_build.built_for(torch.__version__)
 
 
 def test_the_file_is_there_or_a_reason() -> None:
@@ -63,7 +64,7 @@ def test_a_file_for_another_torch_or_python_is_not_loaded(
     record: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FUSEDTRAIN_AUTOGRAD", raising=False)
-    monkeypatch.setattr(_backends, "_HERE", tmp_path)
+    monkeypatch.setattr(_backends, "_PACKAGE", tmp_path)
     (tmp_path / "_C_autograd.so").write_text("no library")
     module, reason = _backends._load_autograd(record)
     assert module is None
@@ -74,7 +75,7 @@ def test_a_missing_file_says_why_and_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FUSEDTRAIN_AUTOGRAD", raising=False)
-    monkeypatch.setattr(_backends, "_HERE", tmp_path)
+    monkeypatch.setattr(_backends, "_PACKAGE", tmp_path)
     module, reason = _backends._load_autograd({"autograd_not_built": "no Python.h"})
     assert module is None
     assert reason == "no Python.h (python -m fusedtrain build-autograd builds it)"
@@ -91,7 +92,7 @@ def package(tmp_path: Path) -> Path:
 
 def build(folder: Path, compiler: str = "false") -> Path:
     torch_folder = Path(torch.__file__).parent
-    return _autograd_build.build(folder, torch_folder, torch.__version__, compiler)
+    return autograd_build.build(folder, torch_folder, torch.__version__, compiler)
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CannotBuild, match="the compiler failed"):
         build(folder)
     with pytest.raises(CannotBuild, match="no C\\+\\+ compiler found"):
-        _autograd_build.find_compiler("no-such-compiler")
+        autograd_build.find_compiler("no-such-compiler")
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
         with pytest.raises(CannotBuild, match="cannot be written to"):

@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         lambda: sgd(state_dtype=BAD), "state_dtype", ("torch.float32", "torch.bfloat16", "q8")
     ),
     "loss_scale": (
-        lambda: fusedtrain.amp.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale=BAD),
+        lambda: fusedtrain.apex.amp.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale=BAD),
         "loss_scale", ("number", "dynamic"),
     ),
     "gelu, save": (lambda: F.gelu(X, save=BAD), "save", ("None", *SAVES)),

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import fusedtrain
-from fusedtrain import _backends, _gpus
+from fusedtrain import _backends
+from fusedtrain._backends import gpus as _gpus
 from fusedtrain.reference import FAMILIES
 from helpers import ROOT, environment
 from helpers.processes import python, run_python
@@ -336,7 +337,7 @@ def test_info_names_gpus(
     assert _backends.machine_info()["GPUs"] == words
 
 
-@pytest.mark.parametrize("name", ["fusedtrain", "fusedtrain.amp", "fusedtrain.compat"])
+@pytest.mark.parametrize("name", ["fusedtrain", "fusedtrain.amp", "fusedtrain.apex"])
 def test_dir_shows_public_names_only(name: str) -> None:
     """In a new process: what other tests have imported is not in the module yet."""
     run = python(f"import {name} as m; print(*dir(m))")

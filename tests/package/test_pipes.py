@@ -13,7 +13,7 @@ from helpers.processes import python
         ["fusedtrain"],
         ["fusedtrain", "--help"],
         ["fusedtrain", "bench", "--help"],
-        ["fusedtrain.compat", "--help"],
+        ["fusedtrain.apex", "--help"],
     ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(words: list[str]) -> None:

@@ -57,7 +57,7 @@ def test_a_page_asks_no_other_host(caplog: pytest.LogCaptureFixture) -> None:
 def test_names_of_the_list() -> None:
     sections = site_pages.api_sections((ROOT / "docs" / "api.md").read_text())
     assert "convert" in sections["fusedtrain"]
-    assert sections["fusedtrain.compat.larc"] == ["LARC"]
+    assert sections["fusedtrain.apex.larc"] == ["LARC"]
 
 
 def test_docstrings_become_markdown() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedtrain import _backends, _gpus
+from fusedtrain import _backends
+from fusedtrain._backends import gpus as _gpus
 from helpers import ROOT
 
 SHIPPED = ["75", "80", "90", "100", "120"]
@@ -114,7 +115,7 @@ class Files:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loaded: list[str] = []
         (folder / "_C_cuda.so").touch()
-        monkeypatch.setattr(_backends, "_HERE", folder)
+        monkeypatch.setattr(_backends, "_PACKAGE", folder)
         monkeypatch.setattr(torch.ops, "load_library", self.loaded.append)
 
     def cuda(self, archs: list[str] = SHIPPED, asked: bool = False) -> _backends.Backend:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fusedtrain
-from fusedtrain import amp
+from fusedtrain.apex import amp
 from helpers.amp_runs import backward, gradients_alike, images, network, overflowing
 from helpers.synchronisation import no_sync
 

@@ -1,0 +1,236 @@
+"""Runs a user's script in a fresh process until it has taken so many optimizer steps.
+
+The parent calls `in_fresh_process`. The child is a module of ours (`_child.py` starts it), which
+calls `run_until` with a `Watcher`: the script runs as ``__main__`` with its own arguments, as when
+Python runs a script. A step is an optimizer's ``step()``, of whichever optimizer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from .._backends import environment
+from ._child import command
+
+DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
+EXITED, DIED = "exited", "died"
+_GRACE = 20  # seconds after Ctrl-C in which the child may write its results
+# Seconds in which a script that was ended may clean up. A thread of its own that waits for work
+# would keep the process for ever.
+_CLEAN_UP = 60.0
+
+
+class Watcher(Protocol):
+    """Observer of a script while it runs."""
+
+    def begin(self) -> None:
+        """Before the script's first line."""
+
+    def step(self, count: int, optimizer: Optimizer) -> bool:
+        """After the optimizer step number ``count`` (from 1); whether all has been seen."""
+
+    def finish(self) -> dict[str, Any]:
+        """The results so far, once: all has been seen, or the script has ended, or raised."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outcome of a script.
+
+    Args:
+        end: "done" (it was ended after enough steps), "ended" (before that, by itself), "raised",
+            "exited" (by sys.exit, with a status that is not 0), "stopped" (by Ctrl-C), or "died"
+            (the process, without Python's doing).
+        steps: optimizer steps that it took.
+        status: the exit status of the process.
+        results: of the watcher; empty where the process died.
+    """
+
+    end: str
+    steps: int
+    status: int
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+# --- the parent ---
+
+
+def in_fresh_process(
+    module: str,
+    options: dict[str, Any],
+    script: str,
+    arguments: Sequence[str],
+    *,
+    script_prints_to_stderr: bool = False,
+) -> Run:
+    """Runs the module on the script; the options and the results travel as JSON.
+
+    The script's output and a traceback go where they would go without us, its stdout to stderr if
+    stdout is for the results.
+    """
+    with tempfile.TemporaryDirectory(prefix="fusedtrain-") as folder:
+        task = Path(folder, "task.json")
+        task.write_text(json.dumps({**options, "results": str(Path(folder, "results.json"))}))
+        words = command(module, str(task), script, *arguments)
+        sys.stdout.flush()
+        output = sys.stderr.fileno() if script_prints_to_stderr else None
+        # Kineto would otherwise write two lines to stderr for each use of the profiler.
+        settings = environment(KINETO_LOG_LEVEL="99")
+        process = subprocess.Popen(words, stdout=output, env=settings)
+        interrupted = False
+        try:
+            status = _wait(process, Path(folder, "results.json"))
+        except KeyboardInterrupt:
+            interrupted = True
+            status = _wait_after_interrupt(process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        written = Path(folder, "results.json")
+        if written.exists():
+            return Run(**json.loads(written.read_text()), status=status)
+    # Interrupted before it came to the script, the child has nothing to write.
+    return Run(STOPPED if interrupted else DIED, 0, status)
+
+
+def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
+    """Until the process ends; of a script that was ended and does not, the process is killed."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        if results.exists() and json.loads(results.read_text())["end"] == DONE:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_CLEAN_UP)
+            process.kill()
+
+
+def _wait_after_interrupt(process: subprocess.Popen[bytes]) -> int:
+    """A terminal interrupts the child, too; `kill -INT` does not."""
+    try:
+        return process.wait(0.5)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(_GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        return process.wait()
+
+
+# --- the child ---
+
+
+class _EnoughSteps(BaseException):
+    """Ends the script. ``except Exception`` of a script does not catch this."""
+
+
+def read_task(argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
+    """The options that the parent sent, the script, and the script's arguments."""
+    task: dict[str, Any] = json.loads(Path(argv[0]).read_text())
+    return task, argv[1], list(argv[2:])
+
+
+def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[str]) -> int:
+    """Runs the script as ``__main__``, writes what the watcher has seen; returns the exit status.
+
+    The script may train in another thread, which it need not wait for: Python waits at its end.
+    Worker processes of multiprocessing import the script as they do without us, and are not
+    watched.
+    """
+    owner = os.getpid()
+    steps, written = 0, False
+
+    def write(end: str) -> None:
+        nonlocal written
+        if written:
+            return
+        written = True
+        seen = {"end": end, "steps": steps, "results": watcher.finish()}
+        partly = Path(f"{results}.part")
+        partly.write_text(json.dumps(seen))
+        partly.rename(results)
+
+    def after_step(optimizer: Optimizer, *call: Any) -> None:
+        nonlocal steps
+        if os.getpid() != owner:  # a forked process
+            return
+        if written:  # the script caught _EnoughSteps and goes on
+            sys.stdout.flush()
+            os._exit(0)
+        steps += 1
+        if watcher.step(steps, optimizer):
+            write(DONE)
+            raise _EnoughSteps
+
+    sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        # As when Python runs a script.
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    # A fork server would by default run the script before it receives sys.argv.
+    multiprocessing.set_forkserver_preload([])
+    register_optimizer_step_post_hook(after_step)
+    threading.excepthook = functools.partial(_thread_ends, threading.excepthook)
+    try:
+        watcher.begin()
+        runpy.run_path(script, run_name="__main__")
+        _at_end_of_threads(write)
+    except _EnoughSteps:
+        pass
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        write(STOPPED)
+        return 130
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            write(EXITED)
+        else:
+            _at_end_of_threads(write)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
+        write(RAISED)
+        return 1
+    return 0
+
+
+def _thread_ends(show: Callable[[Any], Any], ended: Any) -> None:
+    """An exception that ends a thread is shown, except ours."""
+    if not issubclass(ended.exc_type, _EnoughSteps):
+        show(ended)
+
+
+def _at_end_of_threads(write: Callable[[str], None]) -> None:
+    """The script has ended, except for threads that Python waits for: one of them may train."""
+    if any(not thread.daemon for thread in threading.enumerate()[1:]):
+        atexit.register(write, ENDED)
+    else:
+        write(ENDED)
+
+
+def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """The traceback from the script's first frame on: ours and runpy's are no news."""
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,240 @@
+"""A match: fusedtrain and its rivals on the same tensors, gated, timed in turns, beside a copy."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from ..._torch_private import TorchDispatchMode
+from .clock import (
+    NORMAL,
+    Call,
+    Clock,
+    Effort,
+    compare,
+    cpu_clock,
+    cuda_clock,
+    interleave,
+    median_interval,
+)
+from .gate import NotTheJob
+
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+CLOCKS: Mapping[str, Clock] = {"cpu": cpu_clock, "cuda": cuda_clock}
+OURS, EAGER, COMPILE = "fusedtrain", "eager", "compile"
+COPY, FRESH_COPY = "copy", "copy_fresh"  # into memory that exists, and into a new tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choice of the work to be timed.
+
+    Args:
+        device: "cpu" or "cuda".
+        dtype: of the tensors.
+        size: elements of the largest tensor, or parameters; 0: what the family takes.
+        quick: a few small rows.
+        compiled: torch.compile of eager takes part.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    size: int = 0
+    quick: bool = False
+    compiled: bool = False
+
+    def elements(self, cpu: int, cuda: int, quick: int) -> int:
+        """The size asked for, or the default of the family on this device."""
+        return self.size or (quick if self.quick else {"cpu": cpu, "cuda": cuda}[self.device])
+
+    def random(self, *shape: int, seed: int = 0, layout: str = "contiguous") -> Tensor:
+        """Normally distributed numbers, the same on all devices."""
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        return made.contiguous(memory_format=LAYOUTS[layout]) if made.dim() == 4 else made
+
+
+@dataclass
+class Match:
+    """Contestants that are timed, on tensors that exist.
+
+    Args:
+        calls: who -> the call; "fusedtrain" and "eager" are among them.
+        gate: raises NotTheJob if that contestant's numbers are wrong.
+        bytes: what the job must read and write at least.
+        source: the copy that the row is compared with is one of this tensor.
+        prepare: called before each sample, not timed.
+        in_place: the job allocates nothing, and is compared with a copy that does not, either.
+    """
+
+    calls: dict[str, Call]
+    gate: Callable[[str], None]
+    bytes: float
+    source: Tensor
+    prepare: Callable[[str], object] | None = None
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to be measured: what is said of it, and how the match is made."""
+
+    family: str
+    op: str
+    part: str  # forward, forward+backward, or the job
+    size: str
+    make: Callable[[], Match]
+    layout: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.op, self.part, self.size, self.layout)))
+
+
+@dataclass
+class Result:
+    """A row.
+
+    Args:
+        ns: who -> nanoseconds per call, the median.
+        interval: the 99 % interval of fusedtrain's median.
+        ratio: rival -> the rival's time / fusedtrain's, the median over rounds.
+        ratio_interval: the 99 % interval of that.
+        gb_per_s: who -> the least bytes / time; of the copies, what these move.
+        percent_of_copy: fusedtrain's of that of a copy into a new tensor (see `Match.in_place`).
+        operations: see `count_operations`.
+        bytes: see `Match`.
+        left_out: who -> why they were not timed.
+        wrong: why fusedtrain was not timed; all else is empty then.
+    """
+
+    entry: Entry
+    ns: dict[str, float] = field(default_factory=dict)
+    interval: tuple[float, float] = (math.nan, math.nan)
+    ratio: dict[str, float] = field(default_factory=dict)
+    ratio_interval: dict[str, tuple[float, float]] = field(default_factory=dict)
+    gb_per_s: dict[str, float] = field(default_factory=dict)
+    percent_of_copy: float = math.nan
+    operations: float = 0.0
+    bytes: float = 0.0
+    rounds: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    wrong: str = ""
+
+    def surely_slower(self, tolerance: float) -> bool:
+        """Whether eager torch is faster by more than the tolerance, with all of the interval."""
+        if EAGER not in self.ratio:
+            return False
+        return self.ratio_interval[EAGER][1] < 1 / (1 + tolerance)
+
+
+def measure(entry: Entry, device: str, effort: Effort = NORMAL) -> Result:
+    """Gates and times one row."""
+    match = entry.make()
+    left_out: dict[str, str] = {}
+    for who in list(match.calls):
+        try:
+            match.gate(who)
+        except NotTheJob as error:
+            if who == OURS:
+                return Result(entry, wrong=str(error))
+            left_out[who] = str(error)
+        except Exception as error:
+            if who in (OURS, EAGER):
+                raise
+            left_out[who] = f"{type(error).__name__}: {error}".split("\n")[0]
+        if who in left_out:
+            del match.calls[who]
+    source = match.source
+    target = torch.empty_like(source)
+    copies: dict[str, Call] = {COPY: lambda: target.copy_(source)}
+    if not match.in_place:
+        copies[FRESH_COPY] = source.clone
+    operations = count_operations(match.calls[EAGER]) if EAGER in match.calls else 0.0
+    samples = interleave({**match.calls, **copies}, CLOCKS[device], effort, match.prepare)
+    ns = {who: statistics.median(values) for who, values in samples.items()}
+    moved = {who: 2 * source.nbytes if who in copies else match.bytes for who in ns}
+    speed = {who: moved[who] / time for who, time in ns.items()}
+    return Result(
+        entry,
+        ns=ns,
+        interval=median_interval(samples[OURS]),
+        **compare(samples, ns.keys() - {OURS, *copies}),
+        gb_per_s=speed,
+        percent_of_copy=100 * speed[OURS] / speed[COPY if match.in_place else FRESH_COPY],
+        operations=operations,
+        bytes=match.bytes,
+        rounds=len(samples[OURS]),
+        left_out=left_out,
+    )
+
+
+# --- the roofs ---
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts flops where torch has a formula, of other operators the elements that they write.
+
+    Views and copies do not count. An operator without a result (an optimizer's) is counted by its
+    first argument. ``FlopCounterMode`` cannot be used: its hooks refuse ``torch.autograd.grad``.
+    """
+
+    NOT_ARITHMETIC = ("empty", "copy", "clone", "zero", "fill", "detach", "ones", "new_", "like")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        results = func(*args, **options)
+        name = func.__name__.lower()
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.count += formula(*args, **options, out_val=results)
+        elif not func.is_view and not any(word in name for word in self.NOT_ARITHMETIC):
+            first = args[0] if args else None
+            self.count += _largest(results if results is not None else first)
+        return results
+
+
+def _largest(tensors: Any) -> int:
+    """Elements of a tensor; of a list; of several results the largest's (the others are sums)."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel()
+    if isinstance(tensors, list):
+        return sum(map(_largest, tensors))
+    return max(map(_largest, tensors), default=0) if isinstance(tensors, tuple) else 0
+
+
+def count_operations(eager: Call) -> float:
+    """Arithmetic of a call as eager torch does it: a multiplication and an addition for each pair
+    in convolutions and matrix products, one for each element that another operator writes."""
+    with _OperationCounter() as counter:
+        eager()
+    return float(counter.count)
+
+
+def peak_operations(options: Options, effort: Effort) -> float:
+    """Operations per second of a large matrix product."""
+    side = 256 if options.quick else {"cpu": 1024, "cuda": 8192}[options.device]
+    a, b = options.random(side, side), options.random(side, side, seed=1)
+    samples = interleave({"matmul": lambda: a @ b}, CLOCKS[options.device], effort)
+    return 2 * side**3 / (statistics.median(samples["matmul"]) * 1e-9)
+
+
+def size_text(numel: int) -> str:
+    """``2^20`` for a power of two."""
+    exponent = numel.bit_length() - 1
+    return f"2^{exponent}" if numel == 2**exponent else str(numel)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """``16x96x56x56``."""
+    return "x".join(map(str, shape))

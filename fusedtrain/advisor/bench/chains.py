@@ -1,0 +1,182 @@
+"""Chains of pointwise operators: fusedtrain's call, eager torch's, and the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as T
+from torch import Tensor
+
+from ... import functional as F
+from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
+from .clock import Call, Function, compiled
+from .gate import CHAIN, NotTheJob, agrees, first_call
+
+IMAGE = 96 * 56 * 56
+P = 0.1  # of dropout
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of pointwise operators. `shapes`: of its tensors, for so many elements of the first;
+    the last `constants` of them get no gradient. `tensors`: how many of the first one's size must
+    be read and written, forward, and backward more."""
+
+    ours: Function
+    eager: Function
+    shapes: Callable[[int], tuple[tuple[int, ...], ...]]
+    tensors: tuple[float, float]
+    constants: int = 0
+    image: bool = False  # [N, C, H, W], in both layouts
+    drops: bool = False
+
+
+def _tokens(numel: int) -> tuple[int, ...]:
+    return (numel // 4096, 4096)
+
+
+def _images(numel: int) -> tuple[int, ...]:
+    return (numel // (96 * 56 * 56), 96, 56, 56)
+
+
+def _packed(function: Callable[[Tensor], Tensor]) -> Function:
+    def run(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return function(gate) * value
+
+    return run
+
+
+def _patches(numel: int) -> tuple[int, ...]:
+    return (max(1, numel // (196 * 768)), 196, 768)
+
+
+def _residual(r: Tensor, x: Tensor, gamma: Tensor, keep: Tensor) -> Tensor:
+    return r + x * gamma * keep.view(-1, 1, 1)
+
+
+# Packed: reads the two halves and writes one; backward reads them and the gradient, writes both.
+CHAINS = {
+    "swiglu": Chain(
+        F.swiglu, _packed(T.silu), lambda n: (_tokens(n),), (1.5, 2.5)
+    ),
+    "geglu": Chain(
+        F.geglu, _packed(T.gelu), lambda n: (_tokens(n),), (1.5, 2.5)
+    ),
+    "bias_gelu": Chain(
+        lambda x, b: F.bias_act_dropout(x, b, "gelu"),
+        lambda x, b: T.gelu(x + b),
+        lambda n: (_tokens(n), (4096,)),
+        (2, 3),
+    ),
+    "bias_gelu_dropout": Chain(
+        lambda x, b: F.bias_act_dropout(x, b, "gelu", P),
+        lambda x, b: T.dropout(T.gelu(x + b), P),
+        lambda n: (_tokens(n), (4096,)),
+        (2, 3),
+        drops=True,
+    ),
+    "dropout": Chain(
+        lambda x: F.dropout(x, P), lambda x: T.dropout(x, P), lambda n: (_tokens(n),), (2, 2),
+        drops=True,
+    ),
+    "se_gate": Chain(
+        lambda x, s: F.gated(x, s, "sigmoid"),
+        lambda x, s: x * s.sigmoid(),
+        lambda n: (_images(n), (*_images(n)[:2], 1, 1)),
+        (2, 3),
+        image=True,
+    ),
+    "layer_scale_drop_path_add": Chain(
+        F.residual_add,
+        _residual,
+        lambda n: (_patches(n), _patches(n), (768,), _patches(n)[:1]),
+        (3, 3),
+        constants=1,
+    ),
+    "stylegan_lrelu": Chain(
+        lambda x, b: F.bias_act(x, b, dim=1, act="lrelu", clamp=256.0),
+        lambda x, b: (T.leaky_relu(x + b.view(1, -1, 1, 1), 0.2) * 2**0.5).clamp(-256, 256),
+        lambda n: (_images(n), (96,)),
+        (2, 3),
+        image=True,
+    ),
+}  # fmt: skip
+
+
+def check(chain: Chain, function: Function, tensors: tuple[Tensor, ...], grad: Tensor) -> None:
+    """Raise NotTheJob unless forward and gradients are those of eager torch in float64."""
+    wide = tuple(t.double() for t in tensors)
+    call = partial(first_call, constants=chain.constants)
+    exact = chain.eager
+    if chain.drops:
+        plain: Function = T.gelu if len(tensors) > 1 else torch.Tensor.clone
+        undropped = plain(sum(wide))
+        # Where it is 0, an output of 0 does not tell whether it was dropped.
+        grad = torch.where(undropped == 0, 0, grad)
+        results = call(function, tensors, grad)
+        # Whatever the mask: the rate, and that forward and backward have the same one.
+        kept = (results[0] != 0) | (undropped == 0)
+        rate = 1 - float(kept.double().mean())
+        if abs(rate - P) > 0.01:
+            raise NotTheJob(f"drops {rate:.3f} of the elements, not {P}")
+        mask = kept.double() / (1 - P)
+
+        def masked(*arguments: Tensor) -> Tensor:
+            return plain(sum(arguments)) * mask
+
+        exact = masked
+    else:
+        results = call(function, tensors, grad)
+    truth = call(exact, wide, grad.double())
+    for number, (actual, expected) in enumerate(zip(results, truth, strict=True)):
+        what = f"gradient {number}" if number else "output"
+        agrees(what, actual, expected, CHAIN[grad.dtype])
+
+
+# --- the command `bench` ---
+
+PASSES = ("forward", "forward+backward")
+
+
+def entries(options: Options) -> Iterator[Entry]:
+    """The rows of the family."""
+    numel = options.elements(2**22, 2**26, 2**16)
+    for op in ("swiglu", "bias_gelu") if options.quick else CHAINS:
+        chain = CHAINS[op]
+        shapes = chain.shapes(max(numel, IMAGE) if chain.image else max(numel, 4096))
+        for layout in LAYOUTS if chain.image else ("",):
+            for part in PASSES[options.quick :]:
+                make = partial(_match, options, chain, shapes, part, layout)
+                yield Entry("chains", op, part, shape_text(shapes[0]), make, layout)
+
+
+def _match(
+    options: Options, chain: Chain, shapes: Sequence[tuple[int, ...]], part: str, layout: str
+) -> Match:
+    kind = layout or "contiguous"
+    tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
+    output = chain.eager(*tensors)
+    gradient = options.random(*output.shape, seed=len(shapes), layout=kind)
+    functions: dict[str, Function] = {OURS: chain.ours, EAGER: chain.eager}
+    if options.compiled:
+        functions[COMPILE] = compiled(chain.eager)
+
+    def gate(who: str) -> None:
+        check(chain, functions[who], tensors, gradient)
+
+    trained = len(tensors) - chain.constants
+    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
+
+    def call(function: Function) -> Call:
+        if part == "forward":
+            return lambda: function(*tensors)
+        return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
+
+    calls = {who: call(function) for who, function in functions.items()}
+    forward, backward = chain.tensors
+    moved = forward if part == "forward" else forward + backward
+    return Match(calls, gate, moved * tensors[0].nbytes, tensors[0])

@@ -1,0 +1,125 @@
+"""Convolution, batch norm and activation, twice: a training step after ``convert``, inference after
+``fold_conv_bn``, and training with frozen statistics after ``tune_mode``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...conversion import convert
+from ...folding import fold_conv_bn, tune_mode
+from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
+from .clock import Call
+from .gate import ANY, CHAIN, Tolerance, agrees
+
+CHANNELS, LAYERS = 64, 2
+GATE_BATCH = 2
+TRAIN, TUNE, INFERENCE = "training", "frozen statistics", "inference"
+# Tensors as large as the input that a layer reads and writes at least. A convolution: 2 forward, 4
+# backward (the gradient twice, for both of its results); the norm with its activation in training:
+# 3 and 5; the activation alone, after folding in training: 2 and 3; in inference it is folded, too.
+TENSORS = {TRAIN: 2 + 4 + 3 + 5, TUNE: 2 + 4 + 2 + 3, INFERENCE: 2}
+
+
+def network(options: Options, job: str, layout: str) -> nn.Module:
+    """Seeded; without ReLU, on whose edge rounding would decide about gradients."""
+    generator = torch.Generator().manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        conv = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False)
+        norm = nn.BatchNorm2d(CHANNELS)
+        layers += [conv, norm, nn.SiLU()]
+        with torch.no_grad():
+            for tensor, around in ((norm.weight, 1.0), (norm.bias, 0.0), (norm.running_var, 1.0)):
+                assert tensor is not None
+                tensor.copy_(around + 0.2 * torch.rand(CHANNELS, generator=generator) - 0.1)
+            conv.weight.copy_(0.06 * torch.randn(conv.weight.shape, generator=generator))
+    model = nn.Sequential(*layers).to(options.device, options.dtype)
+    model.to(memory_format=LAYOUTS[layout])  # type: ignore[call-overload]
+    for module in model.modules():
+        if job == INFERENCE or (job == TUNE and isinstance(module, nn.BatchNorm2d)):
+            module.eval()
+    return model
+
+
+def _converted(model: nn.Module, x: Tensor) -> nn.Module:
+    convert(model, x)
+    return model
+
+
+def _tuned(model: nn.Module, x: Tensor) -> nn.Module:
+    tune_mode(model)
+    return model
+
+
+_CHANGES: Mapping[str, Callable[[nn.Module, Tensor], Any]] = {
+    TRAIN: _converted,
+    TUNE: _tuned,
+    INFERENCE: lambda model, x: fold_conv_bn(model, x)[0],
+}
+
+
+def entries(options: Options) -> Iterator[Entry]:
+    """The rows of the family."""
+    pixels = 14 if options.quick else 56
+    image = CHANNELS * pixels**2
+    batch = max(1, options.elements(8 * image, 128 * image, 2 * image) // image)
+    shape = (batch, CHANNELS, pixels, pixels)
+    for job in (TRAIN, TUNE, INFERENCE):
+        for layout in tuple(LAYOUTS)[options.quick :]:
+            make = partial(_match, options, job, shape, layout)
+            yield Entry("conv", "conv_bn_silu x2", job, shape_text(shape), make, layout)
+
+
+def _results(model: Any, job: str, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The output, and in training the gradients of all parameters."""
+    if job == INFERENCE:
+        with torch.no_grad():
+            return [model(x)]
+    output = model(x)
+    return [output.detach(), *torch.autograd.grad(output, list(model.parameters()), gradient)]
+
+
+def _match(options: Options, job: str, shape: tuple[int, ...], layout: str) -> Match:
+    x, gradient = (options.random(*shape, seed=n, layout=layout) for n in (0, 1))
+    stock = network(options, job, layout)
+
+    def model_of(who: str) -> Any:
+        model = copy.deepcopy(stock)
+        if who == COMPILE:
+            torch.compiler.reset()
+            return torch.compile(model, dynamic=False)
+        return _CHANGES[job](model, x) if who == OURS else model
+
+    models = {who: model_of(who) for who in (OURS, EAGER, *[COMPILE] * options.compiled)}
+
+    def gate(who: str) -> None:
+        # The whole batch where torch.compile takes part: its code is for one size.
+        few = shape[0] if options.compiled else min(shape[0], GATE_BATCH)
+        part, change = x[:few], gradient[:few]
+        wide = copy.deepcopy(stock).double()
+        exact = _results(wide, job, part.double(), change.double())
+        plain = _results(copy.deepcopy(stock), job, part, change)
+        names = ["output"]
+        if job != INFERENCE:
+            names += [f"gradient of {name}" for name, _ in stock.named_parameters()]
+        for name, actual, eager, truth in zip(
+            names, _results(models[who], job, part, change), plain, exact, strict=True
+        ):
+            off = float((eager.double() - truth).norm() / truth.norm())
+            # One of two correct results can be a few times as far from float64 as the other.
+            limit = max(CHAIN[options.dtype].norm, 4 * off)
+            agrees(name, actual, truth, Tolerance(ANY, norm=limit))
+
+    def call(who: str) -> Call:
+        model = models[who]
+        return lambda: _results(model, job, x, gradient)
+
+    weights = LAYERS * CHANNELS**2 * 9 * options.dtype.itemsize
+    moved = LAYERS * TENSORS[job] * x.nbytes + weights * (1 if job == INFERENCE else 3)
+    return Match({who: call(who) for who in models}, gate, moved, x)

@@ -1,0 +1,229 @@
+"""Batch norm with what follows: fusedtrain's layer, eager torch's, that compiled, the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...nn import BatchNormAct2d, BatchNormAddAct
+from ._match import COMPILE, LAYOUTS, Entry, Match, Options, shape_text
+from .clock import Call
+from .gate import NotTheJob, Tolerance, agrees, same_kind
+
+PASSES = ("forward", "forward+backward")
+Layer = Callable[[Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class NormOp:
+    """Batch norm and what follows it."""
+
+    act: str = ""  # class in torch.nn
+    add: bool = False  # of a residual, before the activation
+    frozen: bool = False  # eval mode, parameters without gradient
+
+    def tensors(self, pass_name: str) -> int:
+        """Tensors of the input's size that must be read and written, whoever does it.
+
+        Forward reads the input for the statistics, and again to normalise it, and writes the
+        output: 3; a residual is read: 4. Backward reads gradient and input for the sums over a
+        channel, and both again, and writes the gradient of the input: 5. With residual and
+        activation it reads what the activation is differentiated by and writes the residual's
+        gradient, from which the second sweep can start: 7; without activation that is the gradient
+        which came, 5. Frozen: 2, and gradient, output or input, gradient of the input: 3.
+        """
+        forward, backward = (2, 3) if self.frozen else (3, 5)
+        if self.add:
+            forward += 1
+            backward += 2 if self.act else 0
+        return forward if pass_name == "forward" else forward + backward
+
+
+OPS = {
+    "bn_relu": NormOp("ReLU"),
+    "bn_silu": NormOp("SiLU"),
+    "bn_add_relu": NormOp("ReLU", add=True),
+    "frozen_bn_relu": NormOp("ReLU", frozen=True),
+    "bn": NormOp(),
+    "bn_add": NormOp(add=True),
+}
+
+
+def _prepared(norm: Any, op: NormOp, device: str) -> Any:
+    """Parameters and statistics that no shortcut is right for; the same for all."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor, around in (
+            (norm.weight, 1.0),
+            (norm.bias, 0.0),
+            (norm.running_mean, 0.0),
+            (norm.running_var, 1.0),
+        ):
+            tensor.copy_(around + 0.2 * torch.rand(tensor.shape, generator=generator) - 0.1)
+    if op.frozen:
+        norm.eval().requires_grad_(False)
+    return norm.to(device)
+
+
+class Contestant:
+    """A layer: the function to call, and the batch norm in it."""
+
+    def __init__(self, norm: Any, function: Layer) -> None:
+        self.norm, self.function = norm, function
+
+    def leaves(self, x: Tensor, residual: Tensor | None) -> list[Tensor]:
+        """Tensors whose gradients backward computes."""
+        parameters = [p for p in (self.norm.weight, self.norm.bias) if p.requires_grad]
+        return [x, *([] if residual is None else [residual]), *parameters]
+
+
+def ours(op: NormOp, channels: int, device: str) -> Contestant:
+    """fusedtrain's layer."""
+    options: dict[str, Any] = {"apply_act": bool(op.act)}
+    if op.act:
+        options["act_layer"] = getattr(nn, op.act)
+    if op.add:
+        norm: Any = BatchNormAddAct(channels, **options)
+    else:
+        norm = BatchNormAct2d(channels, **options)
+    norm = _prepared(norm, op, device)
+    if op.add:
+        return Contestant(norm, norm)
+    return Contestant(norm, lambda x, residual: norm(x))
+
+
+def eager(op: NormOp, channels: int, device: str) -> Contestant:
+    """The usual code of networks: the norm, the addition and the activation in place."""
+    norm = _prepared(nn.BatchNorm2d(channels), op, device)
+    act = getattr(nn, op.act)(inplace=True) if op.act else nn.Identity()
+
+    def function(x: Tensor, residual: Tensor | None) -> Tensor:
+        out = norm(x)
+        if residual is not None:
+            out += residual
+        result: Tensor = act(out)
+        return result
+
+    return Contestant(norm, function)
+
+
+def compiled(op: NormOp, channels: int, device: str) -> Contestant:
+    """torch.compile of that; it compiles at its first call."""
+    # Dynamo keeps at most 8 variants of one function; rows must not meet that limit.
+    torch.compiler.reset()
+    stock = eager(op, channels, device)
+    return Contestant(stock.norm, torch.compile(stock.function, fullgraph=True, dynamic=False))
+
+
+CONTESTANTS = {"fusedtrain": ours, "eager": eager, "compile": compiled}
+
+
+# --- the gate ---
+
+# Rounding to the dtype, of each step where it is eager torch's: of every element relative to its
+# magnitude and the root mean square of the tensor, and of the whole tensor.
+EACH = {torch.float32: 1e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
+WHOLE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+# Nearer to zero than this, rounding can decide which side of a ReLU a number is on.
+MARGIN = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A case in float64: all that a contestant's first call is compared with."""
+
+    gradient: Tensor  # of the output; zero where rounding could decide
+    output: Tensor
+    gradients: Sequence[Tensor]
+    statistics: Sequence[Tensor]  # running mean and variance, after the call
+
+
+def exact(op: NormOp, x: Tensor, residual: Tensor | None, gradient: Tensor) -> Exact:
+    """Eager torch in float64."""
+    norm = _prepared(nn.BatchNorm2d(x.shape[1]), op, str(x.device)).double()
+    leaf = x.double().requires_grad_()
+    added = None if residual is None else residual.double().requires_grad_()
+    z = norm(leaf) if added is None else norm(leaf) + added
+    masked = torch.where(z.detach().abs() > MARGIN[x.dtype], gradient, 0)
+    output = getattr(nn, op.act)()(z) if op.act else z
+    leaves = Contestant(norm, norm).leaves(leaf, added)
+    gradients = torch.autograd.grad(output, leaves, masked.double())
+    return Exact(masked, output.detach(), gradients, (norm.running_mean, norm.running_var))
+
+
+def check(contestant: Contestant, truth: Exact, x: Tensor, residual: Tensor | None) -> None:
+    """Raise NotTheJob unless the contestant's first call, forward and backward, is right."""
+    leaf = x.detach().requires_grad_()
+    added = None if residual is None else residual.detach().requires_grad_()
+    output = contestant.function(leaf, added)
+    same_kind(output, x)
+    if not output.requires_grad:
+        raise NotTheJob("the output does not require a gradient")
+    gradients = torch.autograd.grad(
+        output, contestant.leaves(leaf, added), truth.gradient, allow_unused=True
+    )
+    names = ["input", *([] if residual is None else ["residual"]), "weight", "bias"]
+    _close("output", output, truth.output, x.dtype)
+    for name, actual, expected in zip(names, gradients, truth.gradients):
+        _close(f"gradient of {name}", actual, expected, x.dtype)
+    norm = contestant.norm
+    for name, expected in zip(("running_mean", "running_var"), truth.statistics, strict=True):
+        _close(name, getattr(norm, name), expected, torch.float32)
+
+
+def _close(what: str, actual: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:
+    magnitude = expected.detach().square().mean().sqrt()
+    allowed = Tolerance(EACH[dtype], EACH[dtype] * magnitude, WHOLE[dtype])
+    agrees(what, actual, expected, allowed)
+
+
+# --- the command `bench` ---
+
+STANDARD = ("bn_relu", "bn_silu", "bn_add_relu", "frozen_bn_relu")
+GATE_BATCH = 8  # images that the gate looks at; of a contestant that is compiled, all
+
+
+def entries(options: Options) -> Iterator[Entry]:
+    """The rows of the family: a batch norm of 96 channels."""
+    pixels = 14 if options.quick else 56
+    image = 96 * pixels**2
+    batch = max(1, options.elements(16 * image, 256 * image, 2 * image) // image)
+    shape = (batch, 96, pixels, pixels)
+    for op in STANDARD[1:2] if options.quick else STANDARD:
+        for layout in LAYOUTS:
+            for part in PASSES[options.quick :]:
+                make = partial(_match, options, op, part, shape, layout)
+                yield Entry("norm", op, part, shape_text(shape), make, layout)
+
+
+def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layout: str) -> Match:
+    op, device = OPS[name], options.device
+    x, residual, gradient = (options.random(*shape, seed=n, layout=layout) for n in range(3))
+    x = 0.5 + 2 * x
+    wanted = CONTESTANTS.items()
+    entrants = {w: m for w, m in wanted if w != COMPILE or options.compiled}
+
+    def gate(who: str) -> None:
+        batch = None if who == COMPILE else GATE_BATCH  # it compiles for one size
+        few, more, change = x[:batch], residual[:batch], gradient[:batch]
+        added = more if op.add else None
+        entrant = entrants[who](op, shape[1], device)
+        check(entrant, exact(op, few, added, change), few, added)
+
+    def call(contestant: Contestant) -> Call:
+        function = contestant.function
+        if part == "forward":
+            added = residual if op.add else None
+            return lambda: function(x, added)
+        leaf = x.detach().requires_grad_()
+        more = residual.detach().requires_grad_() if op.add else None
+        leaves = contestant.leaves(leaf, more)
+        return lambda: torch.autograd.grad(function(leaf, more), leaves, gradient)
+
+    calls = {who: call(make(op, shape[1], device)) for who, make in entrants.items()}
+    return Match(calls, gate, op.tensors(part) * x.nbytes, x)

@@ -1,0 +1,218 @@
+"""Measurements after the run, on copies: the same work done in the other way."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import inspect
+import mmap
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import optim
+from ...conversion import ConversionReport, convert
+from ...folding import drop_redundant_bias, tune_mode
+from ._facts import Timing
+from ._rules_optimizer import HAVE_FUSED
+
+_ROUNDS = 5
+_BUDGET = 2.0  # seconds for all optimizers
+_MOST = 1 << 30  # bytes of parameters that are copied
+_MAPPED = 8 << 20
+GPUS = ("cuda",)
+
+
+def shortest(call: Callable[[], Any], rounds: int = _ROUNDS) -> float:
+    """The least time of a call, since other processes only add to it."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def operator_seconds() -> float:
+    """Time of an operator on one element, in forward and backward, in CPU time of this thread."""
+    one = torch.zeros(1, requires_grad=True)
+
+    def calls() -> None:
+        y = one
+        for _ in range(100):
+            y = y.tanh()
+        y.backward()
+        one.grad = None
+
+    times = []
+    for _ in range(15):
+        start = time.thread_time()
+        calls()
+        times.append(time.thread_time() - start)
+    return median(times) / 200
+
+
+def fault_seconds() -> float:
+    """Time of a minor page fault: fresh memory is written, and written again."""
+    import resource
+
+    def once() -> float:
+        with mmap.mmap(-1, _MAPPED) as memory:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            times = []
+            for _ in range(2):
+                begin = time.thread_time()
+                ctypes.memset(start, 1, _MAPPED)
+                times.append(time.thread_time() - begin)
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        return max(times[0] - times[1], 0.0) / max(faults, 1)
+
+    try:
+        return median(once() for _ in range(5))
+    except (OSError, BufferError):
+        return 0.0
+
+
+def oversubscription(threads: int, cores: int) -> float:
+    """The time of a parallel operator with so many threads, by its time with one a core."""
+    x = torch.zeros(1 << 20)
+    try:
+        times = {}
+        for count in (threads, cores):
+            torch.set_num_threads(count)
+            x.exp()
+            times[count] = shortest(lambda: x.exp(), 10)
+    finally:
+        torch.set_num_threads(threads)
+    return times[threads] / times[cores]
+
+
+def bias_seconds(shape: tuple[int, ...], like: Tensor) -> float:
+    """Time of the sum that is the gradient of a bias."""
+    gradient = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    dims = [dim for dim in range(len(shape)) if dim != 1]
+    return shortest(lambda: _done(gradient.sum(dims)), 3)
+
+
+def half_ratio(convolution: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> float:
+    """The time of forward and backward in 16 bits, by that in float32."""
+    times = []
+    layer = copy.deepcopy(convolution)
+    for kind in (dtype, torch.float32):
+        layer.to(kind)
+        x = torch.randn(shape, dtype=kind, requires_grad=True)
+
+        def call(x: Tensor = x) -> None:
+            layer(x).sum().backward()
+
+        call()
+        times.append(shortest(call, 3))
+    return times[0] / times[1]
+
+
+def clearing_seconds(size: float, device: str) -> float:
+    """Time of a memset, and of the addition instead of a write in backward."""
+    gradient = torch.zeros(max(int(min(size, _MOST)) // 4, 1), device=device)
+    other = torch.zeros_like(gradient)
+    return shortest(lambda: _done(gradient.zero_().add_(other)), 3)
+
+
+def _done(tensor: Tensor) -> None:
+    if tensor.device.type in GPUS:
+        torch.cuda.synchronize()
+
+
+def optimizer_timing(optimizer: torch.optim.Optimizer, budget: float = _BUDGET) -> Timing | None:
+    """A step as it is, with fused=True, and of fusedtrain's class; None where none can be made."""
+    cls = type(optimizer)
+    size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+    if size > _MOST or any(p.is_sparse for g in optimizer.param_groups for p in g["params"]):
+        return None
+    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "now": lambda: _twin(cls, optimizer, {})
+    }
+    if cls.__name__ in HAVE_FUSED:
+        makers["torch_fused"] = lambda: _twin(cls, optimizer, {"fused": True, "foreach": None})
+    ours = getattr(optim, cls.__name__, None)
+    if ours is not None:
+        makers["fusedtrain"] = lambda: _twin(ours, optimizer, {"fused": None, "foreach": None})
+    twins: dict[str, torch.optim.Optimizer] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, maker in makers.items():
+        try:
+            twin = maker()
+            step = _step_of(twin)
+            step()
+            step()
+            steps[name] = step
+            twins[name] = twin
+        except (RuntimeError, TypeError, ValueError):
+            continue
+    if "now" not in twins:
+        return None
+    times: dict[str, list[float]] = {name: [] for name in twins}
+    end = time.perf_counter() + budget
+    for _ in range(4 * _ROUNDS):
+        for name, twin in twins.items():
+            start = time.perf_counter()
+            steps[name]()
+            _done(twin.param_groups[0]["params"][0])
+            times[name].append(time.perf_counter() - start)
+        if time.perf_counter() > end:
+            break
+    return Timing(**{name: min(seconds) for name, seconds in times.items()})
+
+
+def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The step without the hooks of all optimizers, which count the steps of the script."""
+    hooked = type(optimizer).step
+    function = getattr(hooked, "__wrapped__", hooked)
+    return functools.partial(function, optimizer)
+
+
+def _twin(cls: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any:
+    """An optimizer of the class with parameters of the same shapes, and gradients."""
+    accepted = set(inspect.signature(cls.__init__).parameters)
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = []
+        for p in group["params"]:
+            parameter = nn.Parameter(torch.zeros_like(p.detach()))
+            if p.grad is not None:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            parameters.append(parameter)
+        chosen = {k: v for k, v in {**group, **options}.items() if k in accepted and k != "params"}
+        groups.append({**chosen, "params": parameters})
+    defaults = {k: v for k, v in groups[0].items() if k != "params"}
+    return cls(groups, **defaults)
+
+
+def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int]:
+    """Parts that `convert` would change, and the bytes kept before, with "store", "recompute"."""
+    reports: list[ConversionReport] = []
+    for memory in ("store", "recompute"):
+        report = convert(model, example, memory=memory, dry_run=True)
+        changed = len(report) + len(report.products) + len(report.branches) + len(report.calls)
+        if not changed or report.proof is None:
+            return 0, 0, 0, 0
+        reports.append(report)
+    store, recompute = (report.proof for report in reports)
+    assert store is not None
+    assert recompute is not None
+    return changed, store.saved_before, store.saved_after, recompute.saved_after
+
+
+def redundant_biases(model: nn.Module) -> set[str]:
+    """Names of the layers whose bias goes to a batch norm alone."""
+    return {pair.conv for pair in drop_redundant_bias(copy.deepcopy(model)).folded}
+
+
+def tuned_norms(model: nn.Module) -> set[str]:
+    """Names of the norms that `tune_mode` takes."""
+    return {pair.other for pair in tune_mode(copy.deepcopy(model)).folded}

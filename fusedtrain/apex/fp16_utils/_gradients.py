@@ -1,0 +1,60 @@
+"""Helpers of the functions that take lists of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..._torch_private import foreach_copy_, foreach_norm
+
+
+def refuse_sparse(params: Iterable[Tensor], argument: str) -> None:
+    """Raises RuntimeError for the first parameter with a sparse gradient."""
+    for index, p in enumerate(params):
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{argument}[{index}]: its gradient is sparse ({p.grad.layout}), but must be "
+                "dense. Build the embedding with sparse=False, or make the gradient dense: "
+                "p.grad = p.grad.to_dense()"
+            )
+
+
+@torch.no_grad()
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source to its target, by index whatever their strides, and converts it.
+
+    One call for all pairs of the same devices and dtypes: for mixed dtypes torch's kernel would
+    copy one tensor at a time.
+    """
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = (target.device, target.dtype, source.device, source.dtype)
+        to, of = groups.setdefault(key, ([], []))
+        to.append(target)
+        of.append(source)
+    for to, of in groups.values():
+        foreach_copy_(to, of)
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no element is inf or NaN; the host waits once for each device.
+
+    Reads the largest magnitude of each tensor, which is one of its elements: unlike a sum it cannot
+    overflow, and it is NaN if an element is.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        if tensor.numel():  # an empty tensor has no largest element
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    flags: dict[torch.device, list[Tensor]] = {}
+    for (device, _), group in groups.items():
+        largest = torch.stack(foreach_norm(group, float("inf")))
+        flags.setdefault(device, []).append(largest.isfinite().all())
+    # Each device gets its work before the host waits for the first.
+    finite = [torch.stack(some).all() for some in flags.values()]
+    return all(map(bool, finite))

@@ -1,0 +1,386 @@
+"""Apex's amp: opt levels, loss scales, several models, optimizers and losses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+from fusedtrain.apex import amp
+from helpers.amp_runs import (
+    LEVELS,
+    MAKERS,
+    ApexScale,
+    backward,
+    fail_in_the_middle,
+    gradients_alike,
+    images,
+    loss_of,
+    moved_alike,
+    network,
+    overflowing,
+    plain_training,
+    start,
+    wait_for_the_device,
+)
+
+ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, SKIPPED = 12, (2, 5, 6)
+# Difference from float64 after the same steps: of a loss, and of all weights as a share of the
+# way that training took them.
+ACCURACY = {"O0": (1e-5, 1e-3), "O1": (5e-3, 0.04), "O2": (5e-3, 0.04), "O3": (1e-2, 0.1)}
+
+
+# O3 keeps states in float16, where the squares that Adam and LAMB average are 0.
+@pytest.mark.parametrize(
+    ("level", "maker"),
+    [(lv, name) for lv in LEVELS for name in MAKERS if lv != "O3" or name.endswith("SGD")],
+)
+def test_levels_against_float64(level: str, maker: str) -> None:
+    make = MAKERS[maker]
+    expected, reference = plain_training(make, SKIPPED, STEPS, torch.float64)
+    model, optimizer = start(make, level, loss_scale="dynamic")
+    losses = []
+    for i in range(STEPS):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        backward(overflowing(loss) if i in SKIPPED else loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    of_loss, of_weight = ACCURACY[level]
+    torch.testing.assert_close(losses, expected, rtol=0, atol=of_loss)
+    assert losses[-1] < losses[0] - 0.03
+    moved_alike(model, reference, of_weight)
+
+
+def test_dtypes_of_each_level() -> None:
+    x, _ = images()
+    for level in LEVELS:
+        model, optimizer = start(MAKERS["fused-SGD"], level)
+        conv, norm = model[0], model[1]
+        half = torch.float16 if level in ("O2", "O3") else torch.float32
+        assert conv.weight.dtype == half
+        assert norm.weight.dtype == (torch.float16 if level == "O3" else torch.float32)
+        assert norm.running_var.dtype == norm.weight.dtype
+        masters = list(amp.master_params(optimizer))
+        assert {p.dtype for p in masters} == {half if level == "O3" else torch.float32}
+        assert (masters[0] is conv.weight) == (level != "O2")
+        output = model(x)
+        assert output.dtype == (torch.float16 if level == "O1" else torch.float32)
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_history_of_the_scale_is_apex_rule(level: str, maker: str) -> None:
+    choose = random.Random(7)
+    model, optimizer = start(MAKERS[maker], level, max_loss_scale=2.0**17, min_loss_scale=2.0**12)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._window = 5  # Apex's 2000 would take as many steps
+    oracle = ApexScale(window=5)
+    oracle.low, oracle.high = 2.0**12, 2.0**17
+    applied = 0
+    for _ in range(60):
+        overflow = choose.random() < 0.25
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        backward(overflowing(loss_of(model)) if overflow else loss_of(model), optimizer)
+        optimizer.step()
+        oracle.update(overflow)
+        same = all(map(torch.equal, before, amp.master_params(optimizer)))
+        assert same == overflow
+        applied += not overflow
+        assert (scaler.loss_scale(), scaler._unskipped) == (oracle.scale, oracle.unskipped)
+        model.zero_grad()
+    assert 0 < applied < 60
+    assert amp.state_dict() == {
+        "loss_scaler0": {"loss_scale": oracle.scale, "unskipped": oracle.unskipped}
+    }
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_both_kinds_of_optimizer_step_alike(level: str) -> None:
+    results = []
+    for maker in ("torch-SGD", "fused-SGD"):
+        model, optimizer = start(MAKERS[maker], level)
+        for i in range(6):
+            loss = loss_of(model)
+            optimizer.zero_grad()
+            backward(overflowing(loss) if i == 2 else loss, optimizer)
+            optimizer.step()
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name], rtol=1e-3, atol=2e-4)
+
+
+# --- several models, optimizers, losses
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("num_losses", [1, 3])
+def test_three_losses_two_optimizers(level: str, maker: str, num_losses: int) -> None:
+    make = MAKERS[maker]
+    models = [network(1), network(2)]
+    references = [copy.deepcopy(m).double() for m in models]
+    optimizers = [make(m.parameters()) for m in models]
+    ref_optimizers = [make(m.parameters()) for m in references]
+    models, optimizers = amp.initialize(
+        models, optimizers, opt_level=level, verbosity=0, num_losses=num_losses
+    )
+    assert isinstance(models, list)
+    assert isinstance(optimizers, list)
+    x, y = images()
+
+    def losses(first: nn.Module, second: nn.Module, x: Tensor) -> list[Tensor]:
+        a, b = first(x).to(x.dtype), second(x).to(x.dtype)
+        both = nn.functional.cross_entropy(a + b, y)
+        return [nn.functional.cross_entropy(a, y), nn.functional.cross_entropy(b, y), both]
+
+    owners = ([0], [1], [0, 1])
+    for i in range(4):
+        three = losses(models[0], models[1], x)
+        for k in range(3):
+            loss = overflowing(three[k]) if (i, k) == (1, 1) else three[k]
+            chosen = [optimizers[o] for o in owners[k]]
+            options = {"loss_id": k} if num_losses == 3 else {}
+            with amp.scale_loss(loss, chosen, **options) as scaled_loss:
+                scaled_loss.backward(retain_graph=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = losses(references[0], references[1], x.double())
+        sum(expected).backward()
+        for o, optimizer in enumerate(ref_optimizers):
+            if (i, o) != (1, 1):  # its second model overflowed
+                optimizer.step()
+            optimizer.zero_grad()
+    for i, (model, reference) in enumerate(zip(models, references, strict=True)):
+        moved_alike(model, reference, 0.05, seed=i + 1)
+    scales = [s["loss_scale"] for s in amp.state_dict().values()]
+    assert scales == ([2.0**16, 2.0**15, 2.0**16] if num_losses == 3 else [2.0**15])
+
+
+def test_two_optimizers_of_one_loss_both_skip() -> None:
+    models = [network(1), network(2)]
+    optimizers = [
+        MAKERS["fused-SGD"](models[0].parameters()),
+        MAKERS["torch-SGD"](models[1].parameters()),
+    ]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
+    before = [copy.deepcopy(m.state_dict()) for m in models]
+    loss = overflowing(loss_of(models[0])) + loss_of(models[1])  # infs in the first alone
+    backward(loss, optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    for model, old in zip(models, before, strict=True):
+        for name, p in model.named_parameters():
+            assert torch.equal(p, old[name].to(p.dtype))
+
+
+# --- small print
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_static_scale(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level, loss_scale="128.0")
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 128
+    backward(loss_of(model), optimizer)
+    reference = network()
+    loss_of(reference).backward()
+    masters = list(amp.master_params(optimizer))
+    gradients_alike(masters, reference)
+    optimizer.step()
+    optimizer.zero_grad()
+    # Apex does not look for infs under a static scale.
+    backward(overflowing(loss_of(model)), optimizer)
+    optimizer.step()
+    assert not all(p.isfinite().all() for p in masters)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 2}
+
+
+def test_parameters_without_gradient_and_frozen_ones() -> None:
+    model = network()
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    model[0].weight.requires_grad_(False)
+    optimizer = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    frozen = model[0].weight.detach().clone()
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert frozen.dtype == torch.float16
+    assert torch.equal(model[0].weight, frozen)
+    assert torch.equal(model.unused, torch.ones(3).half())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_groups_added_later(level: str, maker: str) -> None:
+    model = network()
+    optimizer = MAKERS[maker](model[0].parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    model.zero_grad()
+    optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.5})
+    before = model[4].weight.detach().clone()
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert not torch.equal(model[4].weight, before)
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_schedulers_and_channels_last(level: str, maker: str) -> None:
+    model = network().to(memory_format=torch.channels_last)
+    optimizer = MAKERS[maker](model.parameters())
+    early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    lr = optimizer.param_groups[0]["lr"]
+    reference = network()
+    ref_optimizer = MAKERS[maker](reference.parameters())
+    for _ in range(3):
+        for group in ref_optimizer.param_groups:
+            group["lr"] = optimizer.param_groups[0]["lr"]
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        early.step()
+        late.step()
+        with amp.disable_casts():
+            loss_of(reference).backward()
+        ref_optimizer.step()
+        ref_optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr * 0.25**3)
+    moved_alike(model, reference, 0.05)
+
+
+def test_models_are_copied_and_pickled() -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], "O2")
+    backward(loss_of(model), optimizer)
+    x, _ = images()
+    model.eval()
+    expected = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), expected)
+        assert {type(p) for p in other.parameters()} == {nn.Parameter}
+    optimizer.step()
+    assert not torch.equal(model(x), expected)
+
+
+def test_an_exception_in_the_backward_pass_leaves_what_was_there() -> None:
+    for maker in ("torch-SGD", "fused-SGD"):
+        model, optimizer = start(MAKERS[maker], "O1")
+        backward(loss_of(model), optimizer)
+        kept = [p.grad.clone() for p in model.parameters()]
+        with pytest.raises(KeyError):
+            fail_in_the_middle(loss_of(model), optimizer)
+        for p, grad in zip(model.parameters(), kept, strict=True):
+            assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_a_grad_scaler_steps_the_optimizer_too(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1")
+    scaler = fusedtrain.amp.GradScaler(torch.get_default_device().type)
+    before = model[0].weight.detach().clone()
+    for overflows in (True, False):
+        loss = loss_of(model)
+        scaler.scale(overflowing(loss) if overflows else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model[0].weight, before) == overflows
+    assert scaler.get_scale() == 2.0**15
+    assert (model[0].weight - before).abs().max() < 0.1
+
+
+def test_disabled_does_nothing() -> None:
+    model, reference = network(), network()
+    optimizer = MAKERS["torch-SGD"](model.parameters())
+    same_model, same_optimizer = amp.initialize(model, optimizer, enabled=False)
+    assert same_model is model
+    assert same_optimizer is optimizer
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+        scaled_loss.backward()
+    loss_of(reference).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    model = network()
+    optimizer = MAKERS["fused-SGD"](model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+    assert "Selected optimization level O2" in capsys.readouterr().out
+    backward(overflowing(loss_of(model)), optimizer)
+    wait_for_the_device()
+    optimizer.step()
+    assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+    model, optimizer = start(MAKERS["fused-SGD"], "O2")
+    backward(overflowing(loss_of(model)), optimizer)
+    wait_for_the_device()
+    optimizer.step()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_second_initialize_takes_the_parameters_over() -> None:
+    model, first = start(MAKERS["fused-SGD"], "O1")
+    backward(loss_of(model), first)
+    first.step()
+    second = MAKERS["fused-Adam"](model.parameters())
+    model, second = amp.initialize(model, second, opt_level="O1", verbosity=0)
+    second.zero_grad()
+    backward(loss_of(model), second)
+    reference = network()
+    reference.load_state_dict(model.state_dict())
+    with amp.disable_casts():
+        loss_of(reference).backward()
+    gradients_alike(model.parameters(), reference)
+    with pytest.raises(RuntimeError, match=r"later amp\.initialize"):
+        backward(loss_of(model), first)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_are_plain_unless_their_gradients_are_scaled(level: str) -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], level)
+    params = [*model.parameters(), *amp.master_params(optimizer)]
+    for _ in range(2):
+        assert {type(p) for p in params} == {nn.Parameter}
+        backward(loss_of(model), optimizer)
+        assert {type(p) for p in amp.master_params(optimizer)} != {nn.Parameter}
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    assert all(p.grad is not None for p in amp.master_params(optimizer))  # which unscales them
+    assert {type(p) for p in params} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_is_gone_leaves_its_parameters(scaled: bool) -> None:
+    model, first = start(MAKERS["fused-SGD"], "O1")
+    backward(loss_of(model), first)
+    if not scaled:
+        first.zero_grad()
+    del first
+    gc.collect()
+    second = fusedtrain.optim.SGD(model.parameters(), lr=0.1)
+    model, second = amp.initialize(model, second, opt_level="O1", verbosity=0)
+    second.zero_grad()
+    backward(loss_of(model), second)
+    reference = network()
+    loss_of(reference).backward()
+    gradients_alike(model.parameters(), reference)

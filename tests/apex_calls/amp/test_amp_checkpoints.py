@@ -1,0 +1,108 @@
+"""Apex's amp: what is saved and loaded, before, after and amid everything else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+from fusedtrain.apex import amp
+from helpers.amp_runs import MAKERS, backward, loss_of, network, overflowing, start
+
+ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def train(model: nn.Module, optimizer: Any, overflows: bool = False) -> None:
+    for i in range(4):
+        loss = loss_of(model)
+        optimizer.zero_grad()
+        backward(overflowing(loss) if overflows and i == 1 else loss, optimizer)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "before initialize"])
+@pytest.mark.parametrize("maker", ["torch-Adam", "fused-SGD", "fused-Adam", "fused-LAMB"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_checkpoint_goes_on_bit_for_bit(level: str, maker: str, order: str) -> None:
+    model, optimizer = start(MAKERS[maker], level)
+    train(model, optimizer, overflows=level != "O0")
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    train(model, optimizer)
+
+    other = network(seed=3)
+    other_optimizer = MAKERS[maker](other.parameters())
+    if order == "before initialize":
+        other.load_state_dict(saved[0])
+        other_optimizer.load_state_dict(saved[1])
+    other, other_optimizer = amp.initialize(other, other_optimizer, opt_level=level, verbosity=0)
+    loads = [(other, saved[0]), (other_optimizer, saved[1])]
+    if order == "optimizer first":
+        loads.reverse()
+    for target, state in loads if order != "before initialize" else ():
+        target.load_state_dict(state)
+    amp.load_state_dict(saved[2])
+    train(other, other_optimizer)
+    pairs = zip(amp.master_params(optimizer), amp.master_params(other_optimizer), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_masters_follow_what_is_written_to_the_model(maker: str, how: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O2", loss_scale=64.0)
+    train(model, optimizer)
+    for group in optimizer.param_groups:
+        group.update(lr=0.0)
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    weight = model[0].weight
+    if how == "data":
+        weight.data = torch.full_like(weight, 0.25)
+    else:
+        with torch.no_grad():
+            weight.fill_(0.25)
+    optimizer.step()
+    assert torch.equal(weight, torch.full_like(weight, 0.25))
+    assert torch.equal(next(amp.master_params(optimizer)), weight.float())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD", "fused-Adam"])
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_masters_are_read_after_others_have_written(maker: str, how: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O2", loss_scale=64.0)
+    train(model, optimizer)
+    weight = model[0].weight
+    masters = list(amp.master_params(optimizer))
+    with torch.no_grad():
+        masters[-1].add_(1.0)  # of a script that writes to masters: the next step takes it
+    kept = [master.detach().clone() for master in masters[1:]]
+    if how == "data":
+        weight.data = torch.full_like(weight, 0.3)
+    else:
+        with torch.no_grad():
+            weight.fill_(0.3)
+    assert torch.equal(next(amp.master_params(optimizer)), weight.float())
+    if maker.startswith("fused"):
+        weights = fusedtrain.optim.float32_state_dict(model, optimizer)
+        assert torch.equal(weights["0.weight"], weight.float())
+    assert all(map(torch.equal, masters[1:], kept))
+
+
+def test_a_moving_average_made_of_a_copy_is_not_lost() -> None:
+    """timm's ModelEma writes into what state_dict of its copy returns."""
+    model, optimizer = start(MAKERS["fused-SGD"], "O2", loss_scale=64.0)
+    average = copy.deepcopy(model)
+    train(model, optimizer)
+    with torch.no_grad():
+        for mean, value in zip(average.state_dict().values(), model.state_dict().values()):
+            mean.copy_(value)
+    assert model.state_dict()["0.weight"].dtype == torch.float32
+    for p, q in zip(average.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
