@@ -4,7 +4,7 @@
     python examples/train.py --data fashion-mnist --steps 200 --output runs/fashion
     python examples/train.py --model resnet18 --optimizer sgd --clip off --ema off
     python examples/train.py --optimizer-state q8 --amp bf16 --masters split24
-    python examples/train.py --tune-mode
+    python examples/train.py --frozen-norms
     python examples/train.py --memory store recompute
     python examples/train.py --memory inplace --model darknet19 --optimizer sgd --lr 0.01
     torchrun --nproc-per-node 2 examples/train.py
@@ -12,9 +12,10 @@
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler; the same with
 outputs computed again in backward. They take turns, one step each on the same batch, so that a slow
 moment of the machine hits all of them. The last lines say what was won.
---tune-mode then takes the weights that fp32 eager has reached and fine-tunes them with frozen batch
-norms, in eager torch and with fusedtrain.tune_mode. --memory then trains in float32 from the first
-weights: eager, with each way to keep what backward needs, and with torch.utils.checkpoint.
+--frozen-norms then takes the weights that fp32 eager has reached and fine-tunes them with frozen
+batch norms, in eager torch and with fusedtrain.fold_frozen_norms. --memory then trains in float32
+from the first weights: eager, with each way to keep what backward needs, and with
+torch.utils.checkpoint.
 Exit status: 0 if the fused run follows the eager one, 1 if it does not, 2 for unusable arguments
 or data.
 """
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     report = Report(args, modes, world.size, WARM_UP)
     with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
         report.checks += _train(args, modes, steps, args.lr, loader, data, world, progress)
-        if args.tune_mode:
+        if args.frozen_norms:
             tuned = build_tuning_modes(
                 modes[0].net, world, compiled=args.compile, settings=in_float32
             )

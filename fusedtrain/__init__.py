@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .advisor.profiling import profile
     from .advisor.tuning import TuneReport, tune
     from .conversion import ConversionReport, convert, revert
-    from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, tune_mode
+    from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, fold_frozen_norms
     from .memory import MemoryReport, memory_report
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
@@ -34,7 +34,7 @@ _LATER = {
     "advisor.tuning": ("TuneReport", "tune"),
     "apex": (),
     "conversion": ("ConversionReport", "convert", "revert"),
-    "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"),
+    "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "fold_frozen_norms"),
     "memory": ("MemoryReport", "memory_report"),
 }
 
@@ -53,6 +53,7 @@ __all__ = [
     "doctor",
     "drop_redundant_bias",
     "fold_conv_bn",
+    "fold_frozen_norms",
     "functional",
     "integrations",
     "memory_report",
@@ -62,7 +63,6 @@ __all__ = [
     "recompute",
     "revert",
     "tune",
-    "tune_mode",
     "zero_grad",
 ]
 

@@ -140,7 +140,7 @@ def _folded(model: nn.Module) -> Contestant:
 
 
 def _tuned(model: nn.Module) -> Contestant:
-    report = _feature("tune_mode")(model)
+    report = _feature("fold_frozen_norms")(model)
     return Contestant(model, f"folds {len(report.folded)} norms at each call")
 
 

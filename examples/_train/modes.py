@@ -142,9 +142,9 @@ def build_tuning_modes(
 ) -> list[Mode]:
     """Fine-tuning in float32 with the statistics of a trained network: stock, and folded."""
     modes = []
-    for name, fused in (("frozen eager", False), ("frozen tune_mode", True)):
+    for name, fused in (("frozen eager", False), ("frozen folded", True)):
         net = copy.deepcopy(checkpoint)
-        conversion = str(fusedtrain.tune_mode(net)) if fused else ""
+        conversion = str(fusedtrain.fold_frozen_norms(net)) if fused else ""
         reference = "frozen eager" if fused else None
         mode = _mode(name, net, None, reference, fused, conversion, world, compiled, settings)
         mode.frozen = True

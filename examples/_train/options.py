@@ -127,7 +127,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--channels-last", action="store_true", help="NHWC memory format")
     add("--compile", action="store_true", help="torch.compile every mode")
     add(
-        "--tune-mode",
+        "--frozen-norms",
         action="store_true",
         help="then fine-tune the fp32 eager checkpoint with frozen batch norms, stock and folded",
     )

@@ -195,8 +195,8 @@ def convert(
 def revert(model: torch.nn.Module) -> int:
     """Undo :func:`convert` in place: every converted module gets its class and forward back.
 
-    Also undoes :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias`; each pair
-    of a convolution and a norm counts as one module.
+    Also undoes :func:`fusedtrain.fold_frozen_norms` and :func:`fusedtrain.drop_redundant_bias`;
+    each pair of a convolution and a norm counts as one module.
 
     Modules that were built as `fusedtrain.nn` classes stay, and so does a model that was never
     converted.
@@ -224,9 +224,9 @@ def revert(model: torch.nn.Module) -> int:
         restore(module)
     # Here, because they are a tenth of the time that importing the package takes.
     from ..folding._bias import restore_bias
-    from ..folding._tune import restore as restore_tuned
+    from ..folding._frozen import restore as restore_frozen
 
-    return len(changed) + len(restore_bias(model)) + len(restore_tuned(model))
+    return len(changed) + restore_bias(model) + restore_frozen(model)
 
 
 def _find(

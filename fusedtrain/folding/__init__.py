@@ -2,7 +2,8 @@
 
 `_links` follows values through the graphs and finds pairs; `_sharing`, `_code` and `_writes` say
 who else sees a bias, a statistic or a call; `_rewrite` installs, `_verify` proves. `fold_conv_bn`
-makes inference convolutions (`_conv_act`), `tune_mode` is `_tune`, `drop_redundant_bias` `_bias`.
+makes inference convolutions (`_conv_act`), `fold_frozen_norms` is `_frozen`, `drop_redundant_bias`
+`_bias`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from .._torch_private import DropoutBase
 from . import _activations
 from ._bias import AfterLoading as AfterLoading, WithoutBias as WithoutBias, drop_redundant_bias
 from ._conv_act import Act as Act, ConvAct2d as ConvAct2d, ConvAct3d as ConvAct3d
+from ._frozen import FoldedNorm as FoldedNorm, FoldingConv as FoldingConv, fold_frozen_norms
 from ._kinds import (
-    check_arguments,
+    check_module,
     conv_obstacle,
     fits,
     followers,
@@ -37,12 +39,11 @@ from ._numbers import apply, fold_calls
 from ._report import Folded, FoldReport, list_scripted
 from ._rewrite import GraphTracer as GraphTracer, replace
 from ._sharing import Sharing
-from ._tune import TunedConv as TunedConv, TunedNorm as TunedNorm, tune_mode
 from ._verify import compare, ranks, stock_copy
 from ._writes import written_between
 
-# The classes are not public: pickles of folded and tuned models name them here.
-__all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "tune_mode"]
+# The classes are not public: pickles of folded models name them here.
+__all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "fold_frozen_norms"]
 
 _TRAINING = "it is in training mode (model.eval() first)"
 
@@ -81,11 +82,11 @@ def fold_conv_bn(
     layer whose output goes to this norm and nowhere else; or else into one that follows it, where
     that is exact: not if it is transposed or pads with zeros. What goes where is seen by torch.fx;
     the order in which modules were declared tells nothing. Calls of `F.batch_norm` count, too.
-    Whatever `convert`, `tune_mode` and `drop_redundant_bias` did to the model is undone in the copy
-    that is folded. Shared, hooked and parametrized modules, subclasses with a forward of their own,
-    norms in training mode or without running statistics are left, with the reason in the report. A
-    BatchNorm1d after Linear is folded only if its input is known to have two dimensions: by the
-    example, or because `torch.flatten(x, 1)` comes before.
+    Whatever `convert`, `fold_frozen_norms` and `drop_redundant_bias` did to the model is undone in
+    the copy that is folded. Shared, hooked and parametrized modules, subclasses with a forward of
+    their own, norms in training mode or without running statistics are left, with the reason in the
+    report. A BatchNorm1d after Linear is folded only if its input is known to have two dimensions:
+    by the example, or because `torch.flatten(x, 1)` comes before.
 
     A folded norm becomes `nn.Identity`, or its activation where it had one (timm's BatchNormAct2d).
     Convolutions keep class and name; their bias, if new, requires a gradient as the weight does.
@@ -122,7 +123,7 @@ def fold_conv_bn(
     >>> len(report), type(folded[1]).__name__, folded[0].bias.requires_grad
     (1, 'Identity', True)
     """
-    check_arguments(model)
+    check_module(model)
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, but is {tolerance}")
     if inplace and is_scripted(model):

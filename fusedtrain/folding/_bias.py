@@ -11,11 +11,11 @@ from .._graph.example import example_for
 from .._graph.forward import install, replacement_of
 from .._graph.report import Left
 from ._forward import Convolving
-from ._kinds import check_arguments, is_frozen, spatial
+from ._frozen import pairs
+from ._kinds import check_module, is_frozen, spatial
 from ._links import Link
 from ._report import Folded, FoldReport
 from ._sharing import Sharing
-from ._tune import pairs
 from ._verify import ranks
 
 
@@ -105,9 +105,7 @@ class AfterLoading:
         self.forward.adopt()
 
 
-def drop_redundant_bias(
-    model: nn.Module, mode: bool = True, *, example_inputs: Any = None
-) -> FoldReport:
+def drop_redundant_bias(model: nn.Module, example_inputs: Any = None) -> FoldReport:
     """Stop computing and training biases that a batch norm takes away again, in place.
 
     A batch norm in training mode subtracts the mean of each channel, and with it any constant that
@@ -120,19 +118,18 @@ def drop_redundant_bias(
     The bias stays a parameter (`requires_grad=False`, so optimizers pass it over) and keeps its key
     in the state dict. The state dict suits the plain model, and that of a plain model the changed
     one: a bias that is loaded, or written in place, goes to the running mean at the next call.
-    `drop_redundant_bias(model, False)`, or :func:`fusedtrain.revert`, gives each bias its value
-    back, bit by bit if the model was not trained in between.
+    :func:`fusedtrain.revert` gives each bias its value back, bit by bit if the model was not
+    trained in between.
 
-    Pairs are found as by :func:`fusedtrain.tune_mode`; norms in eval mode are left, since there the
-    bias is trained. So are biases that somebody else sees: tied ones, views of shared memory, those
-    that a forward, a method or a hook reads, and those before a norm whose running mean is shared
-    or read. Copies outside of the model are not seen: call this before weight averages or
-    `amp.initialize` copy the parameters, and after layers were replaced (SyncBatchNorm). A norm
-    that is frozen later on keeps its bias as it is.
+    Pairs are found as by :func:`fusedtrain.fold_frozen_norms`; norms in eval mode are left, since
+    there the bias is trained. So are biases that somebody else sees: tied ones, views of shared
+    memory, those that a forward, a method or a hook reads, and those before a norm whose running
+    mean is shared or read. Copies outside of the model are not seen: call this before weight
+    averages or `amp.initialize` copy the parameters, and after layers were replaced
+    (SyncBatchNorm). A norm that is frozen later on keeps its bias as it is.
 
     Args:
         model: with the norms in training mode.
-        mode: False: undo it.
         example_inputs: as for :func:`fusedtrain.fold_conv_bn`; shows that the input of a linear
             layer before a norm has two dimensions, where no `torch.flatten(x, 1)` does.
 
@@ -140,7 +137,7 @@ def drop_redundant_bias(
         A :class:`FoldReport`, with each norm that was left and why.
 
     Raises:
-        TypeError: `model` is not a module, `mode` not a bool, or `example_inputs` has another type.
+        TypeError: `model` is not a module, or `example_inputs` has another type.
         ValueError: `example_inputs` are several shapes, or a shape that does not suit the model.
 
     >>> import fusedtrain, torch
@@ -151,9 +148,7 @@ def drop_redundant_bias(
     >>> model[0].bias.requires_grad, model[0].bias.abs().max().item()
     (False, 0.0)
     """
-    check_arguments(model, mode)
-    if not mode:
-        return restore_bias(model)
+    check_module(model)
     dims = {} if example_inputs is None else ranks(model, example_for(model, example_inputs))[1]
     paired = FoldReport()
     report = FoldReport("dropped the bias before", left=paired.left)
@@ -195,10 +190,10 @@ def _shared(sharing: Sharing, link: Link) -> str:
     return sharing.tied(norm, "running_mean") or sharing.read(norm, "running_mean")
 
 
-def restore_bias(model: nn.Module) -> FoldReport:
-    report = FoldReport("restored the bias before")
-    names = {id(m): name for name, m in model.named_modules()}
-    for name, module in model.named_modules():
+def restore_bias(model: nn.Module) -> int:
+    """Gives the biases back; how many there were."""
+    count = 0
+    for module in model.modules():
         hooks = module._load_state_dict_post_hooks
         for key in [k for k, hook in hooks.items() if isinstance(hook, AfterLoading)]:
             del hooks[key]
@@ -206,7 +201,5 @@ def restore_bias(model: nn.Module) -> FoldReport:
         if isinstance(forward, WithoutBias):
             forward.restore()
             del vars(module)["forward"]
-            norm = forward.norm
-            entry = (name, type(module).__name__, names.get(id(norm), ""), type(norm).__name__)
-            report.folded.append(Folded(*entry))
-    return report
+            count += 1
+    return count

@@ -27,14 +27,9 @@ _OURS = "fusedtrain.nn.norm:"
 _SAME = "timm.layers.conv2d_same:Conv2dSame"
 
 
-def check_arguments(model: object, mode: object = True) -> None:
+def check_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(mode, bool):
-        raise TypeError(
-            f"mode must be True or False, not {type(mode).__name__}; pass an example by its name, "
-            "example_inputs=..."
-        )
 
 
 def writer_of(module: nn.Module, method: str = "forward") -> str:

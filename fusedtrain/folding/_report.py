@@ -1,4 +1,4 @@
-"""The report of `fold_conv_bn`, `tune_mode` and `drop_redundant_bias` on a model."""
+"""The report of `fold_conv_bn`, `fold_frozen_norms` and `drop_redundant_bias` on a model."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def call(model: nn.Module, example: Any) -> Any:
 
 
 def stock_copy(model: nn.Module) -> nn.Module:
-    """A copy without what convert, tune_mode and drop_redundant_bias did to the model."""
+    """A copy without what convert, fold_frozen_norms and drop_redundant_bias did to the model."""
     from .. import revert  # on first use: it imports `conversion`, and undoes what is done here
 
     duplicate = copy.deepcopy(model)

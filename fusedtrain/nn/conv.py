@@ -24,7 +24,8 @@ class ConvBnAct(nn.Module):
 
     The children are `conv`, an nn.Conv2d, and `bn`, a :class:`fusedtrain.nn.BatchNormAct2d`, which
     normalises and activates in one kernel. :func:`fusedtrain.fold_conv_bn`,
-    :func:`fusedtrain.tune_mode` and :func:`fusedtrain.drop_redundant_bias` recognise the pair.
+    :func:`fusedtrain.fold_frozen_norms` and :func:`fusedtrain.drop_redundant_bias` recognise the
+    pair.
 
     Args:
         in_channels, out_channels, kernel_size, stride, dilation, groups, bias: of the convolution.

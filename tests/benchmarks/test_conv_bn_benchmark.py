@@ -109,7 +109,8 @@ def test_contestants_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "name"), [("inference", "fold_conv_bn"), ("tune", "tune_mode"), ("train", "convert")]
+    ("job", "name"),
+    [("inference", "fold_conv_bn"), ("tune", "fold_frozen_norms"), ("train", "convert")],
 )
 def test_what_is_not_there_is_not_timed(
     monkeypatch: pytest.MonkeyPatch, job: str, name: str

@@ -1,4 +1,4 @@
-"""Messages about compiled, quantised, tuned and changed models, where the mistake is made."""
+"""Messages about compiled, quantised, folded and changed models, where the mistake is made."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
         fusedtrain.convert(small(), example())
 
 
-# --- tune_mode ---
+# --- fold_frozen_norms ---
 
 
 @pytest.mark.parametrize(
@@ -157,27 +157,26 @@ def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda m: fusedtrain.drop_redundant_bias(m),
     ],
 )
-def test_tuned_norms_say_how_to_undo_it(function: Callable[[nn.Module], Any]) -> None:
+def test_folded_norms_say_how_to_undo_it(function: Callable[[nn.Module], Any]) -> None:
     """They were left since "its forward is patched"."""
     model = small().eval()
-    fusedtrain.tune_mode(model)
+    fusedtrain.fold_frozen_norms(model)
     report = function(model)
     (left,) = (entry for entry in report.left if entry.name == "1")
-    assert "tune_mode(model, False) first" in left.reason
+    assert "fold_frozen_norms has changed its forward: fusedtrain.revert first" in left.reason
     fusedtrain.revert(model)
-    fusedtrain.tune_mode(model, False)
     assert "1" not in [
-        entry.name for entry in function(model.eval()).left if "tune" in entry.reason
+        entry.name for entry in function(model.eval()).left if "fold" in entry.reason
     ]
 
 
 def test_a_dropped_bias_says_how_to_undo_it() -> None:
     model = small().train()
     assert len(fusedtrain.drop_redundant_bias(model)) == 1
-    report = fusedtrain.tune_mode(model)
+    report = fusedtrain.fold_frozen_norms(model)
     assert ["drop_redundant_bias" in entry.reason for entry in report.left] == [True]
     fusedtrain.revert(model)
-    assert fusedtrain.tune_mode(model).left == []
+    assert fusedtrain.fold_frozen_norms(model).left == []
 
 
 # --- repr ---

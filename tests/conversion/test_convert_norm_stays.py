@@ -200,17 +200,17 @@ def test_timm_norm() -> None:
     assert norm.act is model[1]._modules["act"]
 
 
-def test_tuned_norms_of_a_converted_model() -> None:
+def test_folded_norms_of_a_converted_model() -> None:
     for norm in (nn.BatchNorm2d(4), timm().layers.BatchNormAct2d(4, apply_act=False)):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.SiLU()).eval()
         x = image()
         expected = model(x)
         fusedtrain.convert(model)
         fusedtrain.revert(model)
-        assert len(fusedtrain.tune_mode(model)) == 1
+        assert len(fusedtrain.fold_frozen_norms(model)) == 1
         report = fusedtrain.convert(model)
         (left,) = report.left
-        assert "tune_mode(model, False) first" in left.reason
+        assert "fold_frozen_norms has changed its forward: fusedtrain.revert first" in left.reason
         torch.testing.assert_close(model(x), expected)
         assert fusedtrain.revert(model) == 2
         assert torch.equal(model(x), expected)

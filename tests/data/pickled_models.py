@@ -1,4 +1,5 @@
-"""Models as `convert`, `fold_conv_bn`, `tune_mode` and `drop_redundant_bias` leave them, pickled.
+"""Models as `convert`, `fold_conv_bn`, `fold_frozen_norms` and `drop_redundant_bias` leave them,
+pickled.
 
     python tests/data/pickled_models.py
 
@@ -71,7 +72,7 @@ def changed(kind: str) -> Any:
         fusedtrain.convert(model)
         model = fusedtrain.fold_conv_bn(model.eval())[0]
     elif kind == "tune":
-        fusedtrain.tune_mode(model.eval())
+        fusedtrain.fold_frozen_norms(model.eval())
     elif kind == "bias":
         fusedtrain.drop_redundant_bias(model)
     else:

@@ -102,9 +102,9 @@ def test_a_table_fits_100_columns_and_the_profiler_is_silent(tmp_path: Path) -> 
 def test_fine_tuning_with_frozen_batch_norms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, results = run(tmp_path, "--tune-mode", "--amp", "off")
+    status, results = run(tmp_path, "--frozen-norms", "--amp", "off")
     assert status == 0
-    assert "tuned 20 norms" in capsys.readouterr().out
+    assert "folds while frozen: 20 norms" in capsys.readouterr().out
     trained, _, _, eager, tuned = results["modes"]
     assert (eager["name"], tuned["compared_with"]) == ("frozen eager", "frozen eager")
     assert eager["losses"][0] < trained["losses"][0]  # it starts from what was trained

@@ -1,4 +1,4 @@
-"""Counters of operations see in a folded or tuned model what they see in the stock one."""
+"""Counters of operations see in a folded model what they see in the stock one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folded(model: nn.Module) -> nn.Module:
 
 
 def tuned(model: nn.Module) -> nn.Module:
-    assert len(fusedtrain.tune_mode(model)) == 4
+    assert len(fusedtrain.fold_frozen_norms(model)) == 4
     return model
 
 

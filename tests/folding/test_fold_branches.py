@@ -79,7 +79,7 @@ def test_every_way_folds(make: type[nn.Module], count: int, fused: int) -> None:
     folded, report = fusedtrain.fold_conv_bn(model)
     assert (len(report), len(report.fused)) == (count, fused), report
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == count
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == count
     x = torch.rand(2, 4, 3, 3)
     with torch.no_grad():
         for value in (x, -x):
@@ -154,7 +154,7 @@ LEFT: dict[str, tuple[type[nn.Module], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("function", ["fold_conv_bn", "tune_mode", "drop_redundant_bias"])
+@pytest.mark.parametrize("function", ["fold_conv_bn", "fold_frozen_norms", "drop_redundant_bias"])
 @pytest.mark.parametrize("case", LEFT)
 def test_left(case: str, function: str) -> None:
     make, name, reason = LEFT[case]

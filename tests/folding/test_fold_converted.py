@@ -1,4 +1,4 @@
-"""Models that `convert`, `tune_mode` or `drop_redundant_bias` changed fold as stock models do."""
+"""Models that `convert`, `fold_frozen_norms` or `drop_redundant_bias` changed fold like stock."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
         f"convert {memory}": lambda m, memory=memory: fusedtrain.convert(m, memory=memory)
         for memory in MEMORY
     },
-    "tune_mode": fusedtrain.tune_mode,
+    "fold_frozen_norms": fusedtrain.fold_frozen_norms,
     "drop_redundant_bias": lambda m: fusedtrain.drop_redundant_bias(m.train()),
     "all": lambda m: (
         fusedtrain.drop_redundant_bias(m[3].train()),
-        fusedtrain.tune_mode(m),
+        fusedtrain.fold_frozen_norms(m),
         fusedtrain.convert(m),
     ),
 }
@@ -62,7 +62,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     ("change", "inplace"), [*((change, False) for change in CHANGES), ("convert store", True)]
 )
 def test_a_changed_model_folds_as_the_stock_one(change: str, inplace: bool) -> None:
-    """Converted norms were left, and so were tuned ones and convolutions without their bias."""
+    """Converted norms were left, and so were folded ones and convolutions without their bias."""
     stock, x = network(), image()
     model = copy.deepcopy(stock)
     assert CHANGES[change](model)
@@ -98,7 +98,7 @@ def test_convert_train_fold() -> None:
         assert difference(folded(x), model(x)) < 1e-5
 
 
-@pytest.mark.parametrize("change", [fusedtrain.tune_mode, fusedtrain.drop_redundant_bias])
+@pytest.mark.parametrize("change", [fusedtrain.fold_frozen_norms, fusedtrain.drop_redundant_bias])
 def test_others_leave_what_is_converted(change: Callable[[nn.Module], Any]) -> None:
     """They change the model itself: whoever converted it has to revert it. A converted forward may
     do the work of each module inside of it."""

@@ -1,4 +1,4 @@
-"""Forwards that tune_mode and drop_redundant_bias install: pickles in any order, TorchScript."""
+"""Forwards of fold_frozen_norms and drop_redundant_bias: pickles in any order, TorchScript."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Net(nn.Module):
         return y
 
 
-FUNCTIONS = {"tune": fusedtrain.tune_mode, "bias": fusedtrain.drop_redundant_bias}
+FUNCTIONS = {"tune": fusedtrain.fold_frozen_norms, "bias": fusedtrain.drop_redundant_bias}
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["conv first", "norm first"])

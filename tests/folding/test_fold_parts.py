@@ -64,7 +64,9 @@ def test_the_rest_of_the_model(name: str, what: str) -> None:
     if what == "fold":
         changed, report = fusedtrain.fold_conv_bn(model, x)
     else:
-        function = fusedtrain.tune_mode if what == "tune" else fusedtrain.drop_redundant_bias
+        function = (
+            fusedtrain.fold_frozen_norms if what == "tune" else fusedtrain.drop_redundant_bias
+        )
         report = function(model)
     assert len(report) == count
     assert [left.reason for left in report.left] == [reason] * bool(reason)
@@ -83,7 +85,7 @@ def test_the_rest_of_the_model(name: str, what: str) -> None:
 def test_scripted_model() -> None:
     model = torch.jit.script(waken(pair()))
     for report in (
-        fusedtrain.tune_mode(model),
+        fusedtrain.fold_frozen_norms(model),
         fusedtrain.drop_redundant_bias(model),
         fusedtrain.fold_conv_bn(model, example())[1],
     ):
@@ -139,7 +141,7 @@ def test_an_example_changes_nothing(inplace: bool) -> None:
 
 
 def test_tracing_changes_nothing() -> None:
-    for function in (fusedtrain.tune_mode, fusedtrain.drop_redundant_bias):
+    for function in (fusedtrain.fold_frozen_norms, fusedtrain.drop_redundant_bias):
         model = Counting()
         twin = copy.deepcopy(model)
         random_state, torch_state = random.getstate(), torch.get_rng_state()

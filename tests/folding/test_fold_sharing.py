@@ -292,7 +292,7 @@ class Harmless(Pair):
 
 
 def test_harmless_code_hinders_nothing() -> None:
-    for function in (fusedtrain.drop_redundant_bias, fusedtrain.tune_mode):
+    for function in (fusedtrain.drop_redundant_bias, fusedtrain.fold_frozen_norms):
         report = function(Harmless())
         assert (len(report), report.left) == (1, []), report
     _, report = fusedtrain.fold_conv_bn(Harmless().eval())
@@ -325,11 +325,11 @@ def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("name", [n for n in SHARED if n not in ("inference", "hook of the bias")])
-def test_tune_mode_gives_the_same(name: str, mode: str) -> None:
+def test_fold_frozen_norms_gives_the_same(name: str, mode: str) -> None:
     """Shared parameters are read anew at every call; calls by others are seen."""
     model = doubles(SHARED[name][0]).train(mode == "train")
     tuned = copy.deepcopy(model)
-    fusedtrain.tune_mode(tuned)
+    fusedtrain.fold_frozen_norms(tuned)
     x = torch.randn(2, 4, 3, 3).double()
     for actual, expected in zip(outputs(tuned, x), outputs(model, x), strict=True):
         assert difference(actual.detach(), expected.detach()) < 1e-12
@@ -365,7 +365,7 @@ def test_weight_that_a_forward_reads() -> None:
     assert "is read by the forward of" in report.left[0].reason
     assert torch.equal(folded(x), model(x))
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 1
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
     assert difference(tuned(x).detach(), model(x).detach()) < 1e-12
 
 
@@ -379,7 +379,7 @@ def test_running_statistics_of_a_norm_that_trains() -> None:
         "it is in training mode (model.eval() first)",
     ]
     tuned = copy.deepcopy(model)
-    report = fusedtrain.tune_mode(tuned)
+    report = fusedtrain.fold_frozen_norms(tuned)
     assert "its running_mean is shared with n2" in report.left[0].reason
     assert len(fusedtrain.fold_conv_bn(model.eval())[1]) == 2
 
@@ -413,6 +413,6 @@ class Loops(ByNames):
 
 
 def test_handed_on_where_torch_fx_cannot_trace() -> None:
-    for function in (fusedtrain.drop_redundant_bias, fusedtrain.tune_mode):
+    for function in (fusedtrain.drop_redundant_bias, fusedtrain.fold_frozen_norms):
         report = function(Loops())
         assert report.left[0].reason == "Loops.forward hands block.0 on", report

@@ -7,7 +7,7 @@ asserts that the results agree. Hypothesis draws the programs and shrinks those 
                    chains.py and norms.py have those of more than one tensor
     modules.py     classes of fusedtrain.nn, which are functions of their parameters
     optimizers.py  fusedtrain.optim and GradScaler beside torch.optim and timm.optim
-    conversions.py convert, fold_conv_bn, tune_mode, drop_redundant_bias, revert on whole networks
+    conversions.py convert, fold_conv_bn and their kin, and revert, on whole networks
     networks.py    the source of a network
     edits.py       a stock model beside its converted copy through hooks, other children, flags,
                    patches, copies and calls of parts; pairs.py compares the two, changes.py has

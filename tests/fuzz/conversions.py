@@ -1,4 +1,4 @@
-"""Programs that train a network beside its converted, folded or tuned copy, in float64."""
+"""Programs that train a network beside its converted or folded copy, in float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ for step in range(20):
     torch.testing.assert_close(results, want, rtol={limit}, atol={limit}, msg=message)
 """
 # torch raises where a converted model modifies what backward needs: convert's docstring says so.
-# The same holds after tune_mode, where the activation of a BatchNormAct2d is a call of its own.
+# The same holds after fold_frozen_norms, where the activation of a BatchNormAct2d is a call of its
+# own.
 _STEP_THAT_MAY_RAISE = """\
     try:
         results = next(ours)
@@ -107,7 +108,9 @@ torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 
 def _program(network: Network, convert: str, mode: str = "", limit: str = "1e-7") -> str:
     rounds = limit != "0"
-    may_raise = rounds and any(call in convert for call in ("convert(twin", "tune_mode(twin"))
+    may_raise = rounds and any(
+        call in convert for call in ("convert(twin", "fold_frozen_norms(twin")
+    )
     return _PROGRAM.format(
         net=network.source(), seed=network.pick(*range(20)), mode=mode, hook=network.hook(),
         convert=convert, limit=limit,
@@ -151,7 +154,7 @@ def tuned(draw: Callable[..., Any]) -> str:
     network = drawn(pick)
     frozen = [n for n in network.modules if n.startswith("norm") and pick(True, True, False)]
     mode = "".join(f"\nnet.{name}.eval()" for name in frozen)
-    return _program(network, "fusedtrain.tune_mode(twin)", mode)
+    return _program(network, "fusedtrain.fold_frozen_norms(twin)", mode)
 
 
 @st.composite
@@ -168,7 +171,7 @@ def reverted(draw: Callable[..., Any]) -> str:
     """Converted and back: the same bits, names and classes."""
     pick = Pick(draw)
     network = drawn(pick)
-    calls = ("convert(twin)", "convert(twin, memory='recompute')", "tune_mode(twin)")
+    calls = ("convert(twin)", "convert(twin, memory='recompute')", "fold_frozen_norms(twin)")
     convert = f"fusedtrain.{pick(*calls)}\nfusedtrain.revert(twin)\nassert str(twin) == str(net)"
     return _program(network, convert, limit="0")
 
@@ -180,7 +183,7 @@ PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     "convert inplace": partial(converted, "inplace", False),
     "store and recompute": store_and_recompute,
     "fold_conv_bn": folded,
-    "tune_mode": tuned,
+    "fold_frozen_norms": tuned,
     "drop_redundant_bias": without_bias,
     "revert": reverted,
 }

@@ -43,7 +43,7 @@ def test_folds_tunes_and_drops() -> None:
     _, report = fusedtrain.fold_conv_bn(model, x)
     assert (len(report), report.left) == (1, [])
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 1
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
     assert difference(tuned(x).detach(), expected) < 1e-5
     model.train()
     assert len(fusedtrain.drop_redundant_bias(model)) == 1

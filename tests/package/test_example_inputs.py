@@ -18,10 +18,8 @@ FUNCTIONS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "memory_report": lambda m, e: fusedtrain.memory_report(m, e).totals,
     "fold_conv_bn": lambda m, e: fusedtrain.fold_conv_bn(m, e)[1].error is not None,
     "verify": lambda m, e: fusedtrain.fold_conv_bn(m, verify=e)[1].error is not None,
-    "tune_mode": lambda m, e: fusedtrain.tune_mode(m, example_inputs=e).error is not None,
-    "drop_redundant_bias": lambda m, e: (
-        fusedtrain.drop_redundant_bias(m.train(), example_inputs=e).folded
-    ),
+    "fold_frozen_norms": lambda m, e: fusedtrain.fold_frozen_norms(m, e).error is not None,
+    "drop_redundant_bias": lambda m, e: fusedtrain.drop_redundant_bias(m.train(), e).folded,
 }
 each_function = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -110,9 +108,3 @@ def test_shapes_that_suit_are_taken() -> None:
     assert fusedtrain.convert(Waves(), (2, 16)).proof is not None
     assert fusedtrain.convert(nn.Sequential(nn.Linear(3, 4), nn.SiLU()), (3,)).proof is not None
     assert fusedtrain.convert(nn.Sequential(nn.Conv2d(3, 4, 1)), torch.ones(3, 5, 5)).proof
-
-
-@pytest.mark.parametrize("function", [fusedtrain.tune_mode, fusedtrain.drop_redundant_bias])
-def test_an_example_in_the_place_of_the_mode(function: Any) -> None:
-    with pytest.raises(TypeError, match=r"mode must be True or False, not Tensor.*example_inputs="):
-        function(network(), X)

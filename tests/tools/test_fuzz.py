@@ -152,7 +152,7 @@ def test_every_public_name_is_called() -> None:
         assert f"fusedtrain.nn.{name}(" in every["ops"] or name == "SyncBatchNormAct", name
     for name in set(optim.__all__) - {"FusedOptimizer", "FusedOptions"}:
         assert f"fusedtrain.optim.{name}(" in every["optimizers"], name
-    for name in ("convert", "fold_conv_bn", "tune_mode", "drop_redundant_bias", "revert"):
+    for name in ("convert", "fold_conv_bn", "fold_frozen_norms", "drop_redundant_bias", "revert"):
         assert f"fusedtrain.{name}(" in every["models"], name
 
 

@@ -1,5 +1,5 @@
 """Convolution, batch norm and activation, twice: a training step after ``convert``, inference after
-``fold_conv_bn``, and training with frozen statistics after ``tune_mode``."""
+``fold_conv_bn``, and training with frozen statistics after ``fold_frozen_norms``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...conversion import convert
-from ...folding import fold_conv_bn, tune_mode
+from ...folding import fold_conv_bn, fold_frozen_norms
 from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
 from .clock import Call
 from .gate import ANY, CHAIN, Tolerance, agrees
@@ -53,7 +53,7 @@ def _converted(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def _tuned(model: nn.Module, x: Tensor) -> nn.Module:
-    tune_mode(model)
+    fold_frozen_norms(model)
     return model
 
 

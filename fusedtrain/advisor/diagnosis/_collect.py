@@ -280,7 +280,7 @@ class _Model:
         for layer in self._layers(chosen):
             norm = self.module.get_submodule(layer.name)
             trains = any(p.requires_grad for p in norm.parameters())
-            layer.note = "tune_mode" if layer.name in taken or not trials else ""
+            layer.note = "fold_frozen_norms" if layer.name in taken or not trials else ""
             if layer.note or not trains:  # a weight that trains needs the input
                 facts.frozen.append(layer)
 

@@ -90,7 +90,7 @@ def moved_twice(rule: Rule, facts: Facts) -> Iterator[Finding]:
 def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for site, layers in _by_site(facts.frozen):
         size = sum(layer.bytes for layer in layers)
-        taken = all(layer.note == "tune_mode" for layer in layers)
+        taken = all(layer.note == "fold_frozen_norms" for layer in layers)
         remedy = "" if taken else "Put a fused one in its place, such as fusedtrain.nn."
         remedy += "" if taken else "BatchNormAct2d: with frozen weights it keeps nothing."
         yield rule.finding(
@@ -180,7 +180,7 @@ RULES = (
         "frozen-norm-keeps",
         "a frozen batch norm keeps its input",
         "batch norms in eval mode within a model in training mode, with a gradient",
-        "Call fusedtrain.tune_mode(model): the convolution does the work of the norm.",
+        "Call fusedtrain.fold_frozen_norms(model): the convolution does the work of the norm.",
         frozen,
         ("eager",),
     ),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ... import optim
 from ...conversion import ConversionReport, convert
-from ...folding import drop_redundant_bias, tune_mode
+from ...folding import drop_redundant_bias, fold_frozen_norms
 from ._facts import Timing
 from ._rules_optimizer import HAVE_FUSED
 
@@ -214,5 +214,5 @@ def redundant_biases(model: nn.Module) -> set[str]:
 
 
 def tuned_norms(model: nn.Module) -> set[str]:
-    """Names of the norms that `tune_mode` takes."""
-    return {pair.other for pair in tune_mode(copy.deepcopy(model)).folded}
+    """Names of the norms that `fold_frozen_norms` takes."""
+    return {pair.other for pair in fold_frozen_norms(copy.deepcopy(model)).folded}

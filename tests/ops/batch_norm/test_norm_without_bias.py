@@ -142,10 +142,10 @@ def test_fold() -> None:
     assert folded.last.bias is not None  # the mean has to go somewhere
 
 
-def test_tune_mode() -> None:
+def test_fold_frozen_norms() -> None:
     model, x = block(False)
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 2
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 2
     same(tuned, model, x)
 
 

@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 def main():
     model = Net()
     model.train()
-    fusedtrain.tune_mode(model)
+    fusedtrain.fold_frozen_norms(model)
     fusedtrain.convert(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = fusedtrain.amp.GradScaler("cpu", init_scale=8.0)

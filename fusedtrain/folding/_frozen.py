@@ -14,7 +14,7 @@ from .._graph.report import Left
 from ..ops.fold import fold_weight
 from ._forward import Convolving
 from ._kinds import (
-    check_arguments,
+    check_module,
     conv_kind,
     conv_obstacle,
     fits,
@@ -30,14 +30,14 @@ from ._sharing import Sharing
 from ._verify import call, compare
 
 _CONVERTED = "fusedtrain.convert has changed it, or a module around it: fusedtrain.revert first"
-_TUNED = "fusedtrain.tune_mode has changed its forward: tune_mode(model, False) first"
+_FOLDED = "fusedtrain.fold_frozen_norms has changed its forward: fusedtrain.revert first"
 
 
-class TunedConv(Convolving):
+class FoldingConv(Convolving):
     """The forward of a convolution that is folded with the norm after it while that is frozen."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
-    obstacle = _TUNED
+    obstacle = _FOLDED
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__(conv, norm)
@@ -63,22 +63,22 @@ class TunedConv(Convolving):
         )
 
 
-class TunedNorm(Replacement):
+class FoldedNorm(Replacement):
     """The forward of the norm: nothing is left to do but its activation."""
 
     __module__ = "fusedtrain.folding"  # the name in pickles
-    obstacle = _TUNED
+    obstacle = _FOLDED
 
-    def __init__(self, tuned: TunedConv) -> None:
-        self.tuned = tuned
+    def __init__(self, folding: FoldingConv) -> None:
+        self.folding = folding
 
     def _module(self) -> nn.Module | None:
-        tuned = vars(self).get("tuned")
-        return None if tuned is None else vars(tuned).get("norm")
+        folding = vars(self).get("folding")
+        return None if folding is None else vars(folding).get("norm")
 
     def run(self, input: Tensor) -> Tensor:
-        norm = self.tuned.norm
-        if not self.tuned.folds(input):
+        norm = self.folding.norm
+        if not self.folding.folds(input):
             output: Tensor = type(norm).forward(norm, input)
             return output
         for part in followers(norm):
@@ -86,7 +86,7 @@ class TunedNorm(Replacement):
         return input
 
 
-def tune_mode(model: nn.Module, mode: bool = True, *, example_inputs: Any = None) -> FoldReport:
+def fold_frozen_norms(model: nn.Module, example_inputs: Any = None) -> FoldReport:
     """Train with frozen batch norm statistics as fast as without batch norm, in place.
 
     In fine-tuning and detection batch norms often run in eval mode while the model is trained.
@@ -98,7 +98,7 @@ def tune_mode(model: nn.Module, mode: bool = True, *, example_inputs: Any = None
     from before: each call looks at `norm.training`.
 
     Parameters, buffers, state dict, classes and names stay; the modules get a forward of their own,
-    which `tune_mode(model, False)` takes away. Pairs are found as by :func:`fold_conv_bn` (but
+    which :func:`fusedtrain.revert` takes away. Pairs are found as by :func:`fold_conv_bn` (but
     calls of `F.batch_norm` are left), in training mode and in eval mode. Convert to SyncBatchNorm,
     and replace layers in other ways, before this: a convolution keeps to the norm it was given.
 
@@ -107,7 +107,6 @@ def tune_mode(model: nn.Module, mode: bool = True, *, example_inputs: Any = None
 
     Args:
         model: of any mode, dtype and device.
-        mode: False: undo it.
         example_inputs: as for :func:`fusedtrain.fold_conv_bn`. The outputs are compared before and
             after, in the mode that the model is in.
 
@@ -115,33 +114,31 @@ def tune_mode(model: nn.Module, mode: bool = True, *, example_inputs: Any = None
         A :class:`FoldReport`, with each norm that was left and why.
 
     Raises:
-        TypeError: `model` is not a module, `mode` not a bool, or `example_inputs` has another type.
+        TypeError: `model` is not a module, or `example_inputs` has another type.
         ValueError: `example_inputs` are several shapes, or a shape that does not suit the model.
-        RuntimeError: the outputs differ by more than rounding; the model is left untuned.
+        RuntimeError: the outputs differ by more than rounding; the model is as it was.
 
     >>> import fusedtrain, torch
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
-    >>> print(fusedtrain.tune_mode(model))
-    tuned 1 norm
+    >>> print(fusedtrain.fold_frozen_norms(model))
+    folds while frozen: 1 norm
       1 x Conv2d + BatchNorm2d
     >>> model[1].eval()(model[0](torch.ones(1, 3, 8, 8))).grad_fn.name()
     'ConvolutionBackward0'
     """
-    check_arguments(model, mode)
+    check_module(model)
     example = None if example_inputs is None else example_for(model, example_inputs)
-    report = restore(model)
-    if not mode:
-        return report
+    restore(model)
     expected = None if example is None else call(copy.deepcopy(model), example)
-    report = FoldReport("tuned")
+    report = FoldReport("folds while frozen:")
     for link in pairs(model, report, _shared):
         assert link.norm is not None
-        tuned = TunedConv(link.conv, link.norm)
-        install(tuned)
-        install(TunedNorm(tuned))
+        folding = FoldingConv(link.conv, link.norm)
+        install(folding)
+        install(FoldedNorm(folding))
     if example is not None:
         try:
-            report.error = compare("tune_mode", model, example, expected)
+            report.error = compare("fold_frozen_norms", model, example, expected)
         except BaseException:
             restore(model)
             raise
@@ -157,17 +154,13 @@ def _shared(sharing: Sharing, link: Link) -> str:
     return ""
 
 
-def restore(model: nn.Module) -> FoldReport:
-    report = FoldReport("restored")
-    names = {id(m): name for name, m in model.named_modules()}
-    for name, module in model.named_modules():
-        tuned = replacement_of(module)
-        if isinstance(tuned, TunedConv):
-            other, kind = names.get(id(tuned.norm), ""), type(tuned.norm).__name__
-            report.folded.append(Folded(name, type(module).__name__, other, kind))
-        if isinstance(tuned, (TunedConv, TunedNorm)):
-            del vars(module)["forward"]
-    return report
+def restore(model: nn.Module) -> int:
+    """Takes the forwards away; how many convolutions had one."""
+    ours = [m for m in model.modules() if isinstance(replacement_of(m), (FoldingConv, FoldedNorm))]
+    count = sum(isinstance(replacement_of(module), FoldingConv) for module in ours)
+    for module in ours:
+        del vars(module)["forward"]
+    return count
 
 
 def pairs(

@@ -1,4 +1,4 @@
-"""tune_mode: the gradients of a convolution and a frozen norm, without what the norm would save."""
+"""fold_frozen_norms: gradients of a convolution and a frozen norm, without what the norm saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_convolution(name: str, affine: bool) -> None:
         with torch.no_grad():
             model[1].weight[0], model[1].weight[1] = 0, -1
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 1
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
     x = torch.randn(shape).double()
     assert_same_gradients(tuned, model, x, 1e-12)
     names = [n for n, _ in tuned.named_parameters()]
@@ -84,7 +84,7 @@ def test_follows_the_norm_from_step_to_step() -> None:
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())).double()
     tuned = copy.deepcopy(model)
     before = copy.deepcopy(tuned.state_dict())
-    fusedtrain.tune_mode(tuned)
+    fusedtrain.fold_frozen_norms(tuned)
     x = torch.randn(3, 4, 6, 6).double()
     for training in (False, True, False, True):
         model[1].train(training)
@@ -100,12 +100,11 @@ def test_follows_the_norm_from_step_to_step() -> None:
 def test_undo() -> None:
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
     before = [dict(vars(m)) for m in model.modules()]
-    fusedtrain.tune_mode(model)
-    assert len(fusedtrain.tune_mode(model)) == 1  # again
-    report = fusedtrain.tune_mode(model, False)
+    fusedtrain.fold_frozen_norms(model)
+    assert len(fusedtrain.fold_frozen_norms(model)) == 1  # again
+    assert fusedtrain.revert(model) == 1
     assert [dict(vars(m)) for m in model.modules()] == before
-    assert str(report) == "restored 1 norm\n  1 x Conv2d + BatchNorm2d"
-    assert len(fusedtrain.tune_mode(model, False)) == 0
+    assert fusedtrain.revert(model) == 0
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> dict[int, int]:
@@ -134,7 +133,7 @@ def test_saves_a_third_less() -> None:
     x = torch.randn(4, 8, 32, 32)
     unit = x.numel() * 4
     eager = sum(saved_bytes(model, x).values())
-    fusedtrain.tune_mode(model)
+    fusedtrain.fold_frozen_norms(model)
     tuned = saved_bytes(model, x)
     assert 3 * unit <= eager < 3.05 * unit
     assert 2 * unit <= sum(tuned.values()) < 2.05 * unit
@@ -152,21 +151,21 @@ def test_block_called_twice() -> None:
     head = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     model = waken(Heads(head=head)).double()
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 1
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
     assert_same_gradients(tuned, model, torch.randn(2, 4, 6, 8).double(), 1e-12)
 
 
 def test_left() -> None:
     model = Twice(conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4))
-    assert fusedtrain.tune_mode(model).left[0].reason == "conv is called 2 times"
-    assert "a call" in str(fusedtrain.tune_mode(Functional()))
+    assert fusedtrain.fold_frozen_norms(model).left[0].reason == "conv is called 2 times"
+    assert "a call" in str(fusedtrain.fold_frozen_norms(Functional()))
     for layer in (nn.Dropout(), nn.ReLU()):
         model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.BatchNorm2d(4)).eval()
-        assert len(fusedtrain.tune_mode(model)) == 0
+        assert len(fusedtrain.fold_frozen_norms(model)) == 0
     with pytest.raises(TypeError, match="model must be"):
-        fusedtrain.tune_mode(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="mode must be"):
-        fusedtrain.tune_mode(model, "eval")  # type: ignore[arg-type]
+        fusedtrain.fold_frozen_norms(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="example_inputs"):
+        fusedtrain.fold_frozen_norms(model, "eval")  # type: ignore[arg-type]
 
 
 class ByMode(ByNames):
@@ -176,13 +175,13 @@ class ByMode(ByNames):
 
 def test_different_flow_by_mode_is_left() -> None:
     model = ByMode(a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4))
-    assert "different convolutions" in fusedtrain.tune_mode(model).left[0].reason
+    assert "different convolutions" in fusedtrain.fold_frozen_norms(model).left[0].reason
 
 
 def test_linear_on_three_dimensions_stays() -> None:
     model = waken(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))).double()
     tuned = copy.deepcopy(model)
-    assert len(fusedtrain.tune_mode(tuned)) == 1
+    assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
     for shape in ((5, 6), (3, 6, 6)):
         assert_same_gradients(tuned, model, torch.randn(shape).double(), 1e-12)
 
@@ -202,7 +201,7 @@ def test_linear_on_three_dimensions_beside_inductor() -> None:
     x = torch.randn(3, 6, 5)
     expected = model(x)
     assert difference(by_inductor(model, x), expected) > 0.05
-    fusedtrain.tune_mode(model)
+    fusedtrain.fold_frozen_norms(model)
     assert difference(model(x), expected) < 1e-6
 
 
@@ -213,13 +212,13 @@ def test_grouped_transposed_beside_inductor() -> None:
     expected = model(x)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="broadcast"):
         by_inductor(model, x)
-    assert len(fusedtrain.tune_mode(model)) == 1
+    assert len(fusedtrain.fold_frozen_norms(model)) == 1
     assert difference(model(x), expected) < 1e-5
 
 
 def test_copies_pickles_and_compiles() -> None:
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
-    fusedtrain.tune_mode(model)
+    fusedtrain.fold_frozen_norms(model)
     x = torch.randn(2, 4, 6, 6)
     expected = model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -243,12 +242,12 @@ def test_mixed_dtypes() -> None:
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
     model[0].bfloat16()
     tuned = copy.deepcopy(model)
-    fusedtrain.tune_mode(tuned)
+    fusedtrain.fold_frozen_norms(tuned)
     x = torch.randn(2, 4, 6, 6).bfloat16()
     assert_same_gradients(tuned, model, x, 0.04)
     single = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)))
     expected = run(single, x.float())
-    fusedtrain.tune_mode(single)
+    fusedtrain.fold_frozen_norms(single)
     with torch.autocast("cpu", torch.bfloat16):
         assert single(x.float()).dtype == torch.bfloat16
         for a, b in zip(run(single, x.float()), expected, strict=True):
@@ -270,7 +269,7 @@ def test_models(name: str) -> None:
             if isinstance(module, nn.BatchNorm2d):
                 module.eval()
     tuned = copy.deepcopy(model)
-    report = fusedtrain.tune_mode(tuned)
+    report = fusedtrain.fold_frozen_norms(tuned)
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert (len(report), len(report.left)) == (norms, 0)
     assert_same_gradients(tuned, model, torch.randn(2, 3, 64, 64).double(), 1e-9)
@@ -287,7 +286,7 @@ def test_frozen_norms_of_timm_and_torchvision() -> None:
         norm.running_var.uniform_(0.5, 2)
         norm.train(not isinstance(norm, BatchNormAct2d))
         tuned = copy.deepcopy(model)
-        assert len(fusedtrain.tune_mode(tuned)) == 1
+        assert len(fusedtrain.fold_frozen_norms(tuned)) == 1
         assert_same_gradients(tuned, model, torch.randn(2, 4, 6, 6).double(), 1e-12)
 
 
@@ -306,10 +305,10 @@ def test_reference_before_and_after_agree_for_a_linear_layer() -> None:
 
 def test_an_example_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     model = waken(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
-    report = fusedtrain.tune_mode(model, example_inputs=(2, 3, 8, 8))
+    report = fusedtrain.fold_frozen_norms(model, example_inputs=(2, 3, 8, 8))
     assert report.error is not None
     assert 0 < report.error < 1e-5
     monkeypatch.setattr(_verify, "TOLERANCES", {})  # not even rounding
-    with pytest.raises(RuntimeError, match=r"tune_mode: the outputs .* is undone"):
-        fusedtrain.tune_mode(model, example_inputs=(2, 3, 8, 8))
+    with pytest.raises(RuntimeError, match=r"fold_frozen_norms: the outputs .* is undone"):
+        fusedtrain.fold_frozen_norms(model, example_inputs=(2, 3, 8, 8))
     assert not any("forward" in vars(module) for module in model)
