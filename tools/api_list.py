@@ -41,10 +41,23 @@ INTERNAL = {
 _HEAD = """\
 # Public API
 
-These names are public: they change by the [deprecation policy](../CONTRIBUTING.md#deprecation).
-Everything else may change in any version, also where its name has no underscore. In the
+These names are public, with their arguments, defaults and state dicts. Everything else may change
+in any version, also where its name has no underscore. In the
 [documentation site](testing.md#the-documentation-site) each name leads to its docstring.
-[cli.md](cli.md) has the commands, [backends.md](backends.md#at-run-time) the environment variables.
+[cli.md](cli.md) has the commands with their options and exit codes, which are public, too,
+[backends.md](backends.md#at-run-time) the environment variables.
+
+Before version 1.0
+
+- a public name or argument that goes away first warns for one minor version, and at least three
+  months, by a DeprecationWarning that names the remedy; the [changelog](../CHANGELOG.md) lists the
+  warning under "Deprecated" and the removal under "Removed";
+- checkpoints (`state_dict` of modules, optimizers and scalers) and pickled models of every released
+  version load in later ones;
+- a release supports the torch and Python versions that [backends](backends.md) names. A version
+  goes away in a minor release, never in a patch.
+
+Numbers may change by rounding in any version. The changelog names a larger change of numbers.
 
 Written by `python tools/api_list.py`.
 """
