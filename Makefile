@@ -33,10 +33,10 @@ occupancy: build  ## what the CUDA kernels can reach, predicted without a GPU (A
 	$(PY) tools/occupancy.py $(ARGS)
 
 optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB --shard 1/8")
-	$(PY) tools/mutants.py $(ARGS)
+	$(PY) tools/mutants.py --only optimizer $(ARGS)
 
 kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --shard 1/4")
-	$(PY) tools/kernel_mutants.py $(ARGS)
+	$(PY) tools/mutants.py --only triton cuda $(ARGS)
 
 soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS="--minutes 1 --seed 7")
 	PYTHONPATH=tests $(PY) -m soak $(ARGS)

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from _collected import Collected
 from _cuda_equivalents import SAME
-from _mutant import Key, Mutant, mutant
+from _mutant import Judge, Key, Mutant, mutant
 from _test_files import all_located
 
 FOLDER = "csrc/cuda"
@@ -242,9 +243,6 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
 
 _ORDERS = '("forward", "reverse", "shuffled")'
 _BUILD = "import cuda_emulator; cuda_emulator.build()"
-_collected: list[Collected] = []
-_numbers: dict[Mutant, int] = {}
-_limits: dict[tuple[str, ...], float] = {}
 # Few ops of each loop: their formulas are those of the CPU.
 CHOSEN = [
     "-k", "(emulated or test_cuda or traffic) and not 2_to_31"
@@ -259,8 +257,8 @@ def tests_of(file: str) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
-    """Builds the library, or takes the one that was built of the same sources. What is wrong."""
+def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> None:
+    """Builds the library, or takes the one that was built of the same sources."""
     sources = {file: (tree / file).read_text() for file in sites}
     switched = {file: with_switches(text, sites[file]) for file, text in sources.items()}
     others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc/bindings").glob("*.cpp")]
@@ -271,7 +269,7 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
     built.parent.mkdir(parents=True)
     if kept.exists():
         shutil.copy(kept, built)
-        return ""
+        return
     for file, text in switched.items():
         (tree / file).write_text(text)
     with (tree / "tests/cuda_emulator/emulator.cpp").open("a") as emulator:
@@ -284,21 +282,20 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> str:
     for file, text in sources.items():
         (tree / file).write_text(text)
     if done.returncode != 0:
-        return done.stderr[-6000:]
+        raise RuntimeError(done.stderr[-6000:])
     shutil.rmtree(KEPT, ignore_errors=True)
     kept.parent.mkdir(parents=True)
     shutil.copy(built, kept)
-    return ""
 
 
-def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
+def prepare(tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
     files = {m.file for m in mutants}
     sites: dict[str, list[tuple[int, Site]]] = {}
+    numbers = {}
     for number, file, site, made in _numbered(tree):
         sites.setdefault(file, []).append((number, site))
-        _numbers[made] = number
-    if failed := _build(tree, sites):
-        return failed
+        numbers[made] = number
+    _build(tree, sites)
     folder = tree / "tests/cuda_emulator"
     # The sources are newer now, and are going to change. One order of threads is enough: where the
     # order matters the emulator notices a race.
@@ -315,24 +312,21 @@ def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
     choice = tree / "mutant"
     choice.write_text("-1")
     tests = sorted({test.split("::")[0] for file in files for test in tests_of(file)})
-    _collected.append(Collected(tree, [*tests, *CHOSEN], FT_MUTANT_FILE=str(choice)))
+    collected = Collected(tree, [*tests, *CHOSEN], FT_MUTANT_FILE=str(choice))
+    ends.callback(collected.close)
+    limits = {}
     for chosen in sorted({tests_of(file) for file in files}):
         began = time.monotonic()
-        if broken := _collected[0].run(chosen, 20 * seconds):
-            return broken
+        if broken := collected.run(chosen, 20 * seconds):
+            raise RuntimeError(broken)
         took = time.monotonic() - began
         # A mutant may be slower, and so may be the machine.
-        _limits[chosen] = max(seconds, 4 * took)
+        limits[chosen] = max(seconds, 4 * took)
         print(f"  {took:4.0f} s: {' '.join(chosen)}", flush=True)
-    return ""
 
+    def judge(mutant: Mutant) -> str:
+        chosen = tests_of(mutant.file)
+        choice.write_text(str(numbers[mutant]))
+        return collected.judge(mutant.file, chosen, limits[chosen])
 
-def judge(mutant: Mutant, seconds: float) -> str:
-    chosen = tests_of(mutant.file)
-    (_collected[0].log.parent / "mutant").write_text(str(_numbers[mutant]))
-    return _collected[0].judge(mutant.file, chosen, _limits[chosen])
-
-
-def finish() -> None:
-    while _collected:
-        _collected.pop().close()
+    return judge

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -72,6 +73,9 @@ def of_shard(items: list[T], shard: str) -> list[T]:
     return items[index - 1 :: count]
 
 
+Judge = Callable[[Mutant], str]
+
+
 class Kind(Protocol):
     """A module that makes mutants of one language, and judges them."""
 
@@ -82,16 +86,15 @@ class Kind(Protocol):
         """All of them, in a fixed order."""
         ...
 
-    def prepare(self, tree: Path, mutants: list[Mutant], seconds: float) -> str:
-        """Builds the copy and runs the tests of the mutants on it, without a mutant. What is wrong;
-        "" for nothing."""
-        ...
+    def prepare(self, tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
+        """Builds the copy, runs the tests of the mutants on it without a mutant, and returns a
+        function: the test that noticed a mutant, which has been written to the tree; "" for none.
+        The function may modify what is built in the tree, but no source.
 
-    def judge(self, mutant: Mutant, seconds: float) -> str:
-        """The test that noticed the mutant, which has been written to the tree that was prepared;
-        "" for none. May modify what it builds in the tree, but no source."""
-        ...
+        Args:
+            ends: ends what the function needs.
 
-    def finish(self) -> None:
-        """Ends what prepare() began."""
+        Raises:
+            RuntimeError: the copy does not build, or a test fails without a mutant.
+        """
         ...

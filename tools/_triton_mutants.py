@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from _collected import Collected
-from _mutant import Mutant, mutant
+from _mutant import Judge, Mutant, mutant
 from _test_files import all_located
 from _triton_equivalents import EQUIVALENT, FOLDER, NO_OTHER
 
@@ -309,7 +310,6 @@ def mutants(root: Path) -> list[Mutant]:
 
 # Modules that a run would import again and again; no kernels.
 _MODULES = ("triton.language", "triton.runtime.interpreter", "torch._dynamo", "numpy")
-_collected: list[Collected] = []
 
 
 def part_of(function: str) -> str:
@@ -322,18 +322,11 @@ def tests_of(mutant: Mutant) -> tuple[str, ...]:
     return tuple(t.format(part_of(mutant.function)) for t in TESTS[Path(mutant.file).name])
 
 
-def prepare(tree: Path, mutants: list[Mutant], seconds: float) -> str:
+def prepare(tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
     tests = sorted({test for m in mutants for test in tests_of(m)})
     paths = sorted({test.split("::")[0] for test in tests})
-    _collected.append(Collected(tree, [*paths, *CHOSEN], _MODULES, TRITON_INTERPRET="1"))
-    return _collected[0].run(tests, 20 * seconds)
-
-
-def judge(mutant: Mutant, seconds: float) -> str:
-    chosen = tests_of(mutant)
-    return _collected[0].judge(" ".join(chosen), chosen, seconds)
-
-
-def finish() -> None:
-    while _collected:
-        _collected.pop().close()
+    collected = Collected(tree, [*paths, *CHOSEN], _MODULES, TRITON_INTERPRET="1")
+    ends.callback(collected.close)
+    if broken := collected.run(tests, 20 * seconds):
+        raise RuntimeError(broken)
+    return lambda m: collected.judge(" ".join(tests_of(m)), tests_of(m), seconds)

@@ -20,7 +20,7 @@ from fusedtrain.apex.parallel import (
 from fusedtrain.nn import BatchNormAct2d
 from helpers import environment
 from helpers.processes import run_python
-from helpers.rank_processes import on_two_ranks
+from helpers.rank_processes import results_of_two_ranks
 from helpers.ranks import (
     NORMS,
     OPTIONS,
@@ -40,9 +40,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    on_two_ranks(on_a_rank, str(folder))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return results_of_two_ranks(on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 def _local(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

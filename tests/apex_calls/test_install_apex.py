@@ -88,7 +88,7 @@ def test_names_are_those_of_the_package(tmp_path: Path) -> None:
         tmp_path,
         """
         import sys, types
-        import fusedtrain
+        import fusedtrain, pytest
         # Modules as small as can be, under the names of those that the stand-in opens late.
         utils = types.ModuleType("fusedtrain.apex.fp16_utils")
         exec("import os\\ndef network_to_half(n): return n\\n_own = 1", vars(utils))
@@ -106,18 +106,11 @@ def test_names_are_those_of_the_package(tmp_path: Path) -> None:
         assert namespace["FusedAdam"] is int and "other" not in namespace
         apex.amp.initialize
         assert "state_dict" in vars(apex.amp)  # timm looks there
-        try:
+        with pytest.raises(RuntimeError, match="torch._foreach"):
             apex.multi_tensor_apply.multi_tensor_applier(None, None, [], 1.0)
-        except RuntimeError as error:
-            assert "torch._foreach" in str(error)
-        else:
-            raise AssertionError
-        try:
+        has = "no apex.optimizers.FusedNothing; apex.optimizers has: FusedAdam"
+        with pytest.raises(AttributeError, match=has):
             apex.optimizers.FusedNothing
-        except AttributeError as error:
-            assert "no apex.optimizers.FusedNothing; apex.optimizers has: FusedAdam" in str(error)
-        else:
-            raise AssertionError
         """,
     )
 
@@ -127,7 +120,7 @@ def test_what_it_has_not_is_said(tmp_path: Path) -> None:
         tmp_path,
         """
         import importlib
-        import fusedtrain
+        import fusedtrain, pytest
         apex = fusedtrain.apex.install_apex()
         has = "amp, fp16_utils, multi_tensor_apply, optimizers, parallel"
         for statement, name in {
@@ -137,19 +130,12 @@ def test_what_it_has_not_is_said(tmp_path: Path) -> None:
             "import apex.contrib.optimizers": "apex.contrib",
             "importlib.import_module('apex.RNN')": "apex.RNN",
         }.items():
-            try:
+            with pytest.raises(ModuleNotFoundError) as raised:
                 exec(statement)
-            except ModuleNotFoundError as error:
-                want = f"fusedtrain's stand-in for Apex has no {name}; apex has: {has}"
-                assert str(error) == want, str(error)
-            else:
-                raise AssertionError(statement)
-        try:
+            want = f"fusedtrain's stand-in for Apex has no {name}; apex has: {has}"
+            assert str(raised.value) == want, str(raised.value)
+        with pytest.raises(ImportError, match="no apex.parallel.Nothing; apex.parallel has: Dist"):
             from apex.parallel import Nothing
-        except ImportError as error:
-            assert "no apex.parallel.Nothing; apex.parallel has: Dist" in str(error)
-        else:
-            raise AssertionError
         assert not hasattr(apex, "normalization")
         try:
             import apexes
@@ -161,18 +147,15 @@ def test_what_it_has_not_is_said(tmp_path: Path) -> None:
 
 REFUSED = """
 import importlib, sys
-import fusedtrain
+import fusedtrain, pytest
 for path, first, where, left in {cases!r}:
     sys.path.insert(0, path)
     importlib.invalidate_caches()
     exec(first)
     before = list(sys.meta_path)
-    try:
+    with pytest.raises(RuntimeError) as raised:
         fusedtrain.apex.install_apex()
-    except RuntimeError as error:
-        text = str(error)
-    else:
-        raise AssertionError(where)
+    text = str(raised.value)
     assert where in text and "pip uninstall apex" in text, text
     assert "fusedtrain.apex instead of apex" in text
     assert sys.meta_path == before

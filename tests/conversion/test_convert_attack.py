@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
+from helpers.models import Parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -304,16 +305,12 @@ def test_same_as_before(name: str) -> None:
 
 
 def test_two_gates_without_a_norm() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.c = Gate(), nn.Conv2d(4, 4, 1)
-
+    class Outer(Parts):
         def forward(self, x: Tensor) -> Tensor:
             value: Tensor = self.block(x) + self.block.gate(self.c(x))
             return value
 
-    stock = Outer()
+    stock = Outer(block=Gate(), c=nn.Conv2d(4, 4, 1))
     converted, x = copy.deepcopy(stock), torch.randn(2, 4, 3, 3)
     assert len(fusedtrain.convert(converted).products) == 1  # in the block; the other call stays
     torch.testing.assert_close(converted(x), stock(x))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import nn as fused_nn
 from helpers.conversion import assert_same, image, results
+from helpers.models import Parts, model_of
 
 
 def swish(x: Tensor) -> Tensor:
@@ -212,12 +213,8 @@ def test_gated_mlps(name: str) -> None:
     assert [type(m) for m in model.modules()] == classes
 
 
-class Whole(nn.Module):
+class Whole(Parts):
     """A model that torch.fx cannot trace, and that might call any part of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = Gated(nn.SiLU())
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = getattr(self, "mlp")(x) * float(len(x))  # noqa: B009
@@ -225,7 +222,7 @@ class Whole(nn.Module):
 
 
 def test_a_gate_that_others_may_call_goes_on_working() -> None:
-    model, x = Whole(), tokens()
+    model, x = Whole(mlp=Gated(nn.SiLU())), tokens()
     report, _ = check(model, x)
     assert len(report.products) == 1
     torch.testing.assert_close(model.mlp.act_fn(x), T.silu(x))
@@ -357,11 +354,6 @@ def test_left_calls_have_reasons() -> None:
     assert len(report) == 0
 
 
-class Erf(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.erf(x)
-
-
 class Printing(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         print("forward")
@@ -378,7 +370,9 @@ def test_a_forward_that_prints_goes_on_printing(capsys: pytest.CaptureFixture[st
 
 
 def test_an_unknown_formula_is_listed() -> None:
-    report = fusedtrain.convert(nn.Sequential(nn.Linear(2, 2), Erf()))
+    report = fusedtrain.convert(
+        nn.Sequential(nn.Linear(2, 2), model_of(lambda self, x: x * torch.erf(x)))
+    )
     assert [(left.name, left.reason) for left in report.left] == [
         ("1", "no fused version of its formula")
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain._graph.flow import trace
+from helpers.models import model_of
 
 
 class Base(nn.Module):
@@ -202,62 +204,30 @@ def test_forwards_that_do_more_stay(kind: Any) -> None:
 # --- the modes in which a forward is traced
 
 
-class Child(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if self.training else T.silu(x)
+CHOICES: dict[str, Callable[[Any], bool]] = {
+    "alike in training with gradients and in evaluation without": (
+        lambda self: self.training == torch.is_grad_enabled()
+    ),
+    "own": lambda self: self.training,
+    "child's": lambda self: self.child.training,
+    "by name": lambda self: getattr(self.child, "train" + "ing"),
+    "from the dictionary": lambda self: self.__dict__["training"],
+    "gradients": lambda self: torch.is_grad_enabled(),
+}
 
 
-class ReadsOwn(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if self.training else T.silu(x)
+def choosing(choice: Callable[[Any], bool]) -> Any:
+    forward = lambda self, x: T.gelu(x) if choice(self) else T.silu(x)  # noqa: E731
+    return model_of(forward, child=nn.Dropout(0.0))
 
 
-class ReadsChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if self.child.training else T.silu(x)
+def calling_forward() -> Any:
+    return model_of(lambda self, x: self.child.forward(x) + 1, child=choosing(CHOICES["own"]))
 
 
-class ReadsByName(ReadsChild):
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if getattr(self.child, "train" + "ing") else T.silu(x)
-
-
-class ReadsDict(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if self.__dict__["training"] else T.silu(x)
-
-
-class CallsForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = Child()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child.forward(x) + 1
-
-
-class AsksGradients(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if torch.is_grad_enabled() else T.silu(x)
-
-
-class ReadsBoth(nn.Module):
-    """Alike in training with gradients and in evaluation without."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return T.gelu(x) if self.training == torch.is_grad_enabled() else T.silu(x)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [ReadsBoth, ReadsOwn, ReadsChild, ReadsByName, ReadsDict, CallsForward, AsksGradients],
-)
-def test_a_forward_that_asks_for_its_mode_is_traced_in_all(kind: Any) -> None:
-    model, x = kind(), torch.randn(5)
+@pytest.mark.parametrize("name", [*CHOICES, "of a child's forward"])
+def test_a_forward_that_asks_for_its_mode_is_traced_in_all(name: str) -> None:
+    model, x = choosing(CHOICES[name]) if name in CHOICES else calling_forward(), torch.randn(5)
     traced = trace(model)
     assert not isinstance(traced, str)
     assert traced.inexact
@@ -285,5 +255,5 @@ def test_a_forward_that_does_not_is_traced_twice(monkeypatch: pytest.MonkeyPatch
     assert {mode[2] for mode in modes} == {True, False}
     assert len(set(modes)) == 2
     modes.clear()
-    trace(ReadsOwn())
+    trace(choosing(CHOICES["own"]))
     assert len(set(modes)) == 4

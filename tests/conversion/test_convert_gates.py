@@ -12,7 +12,7 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain
-from helpers.models import but_long, timm, torchvision
+from helpers.models import Parts, but_long, model_of, timm, torchvision
 
 
 class Gate(nn.Module):
@@ -192,20 +192,12 @@ def test_a_gate_is_not_moved_past_what_overwrites_its_input(how: str) -> None:
 
 
 def test_a_module_named_mul_is_no_product() -> None:
-    class Other(nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Tensor:
-            return a - b
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mul, self.act = Other(), nn.Sigmoid()
-
+    class Model(Parts):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.mul(x, self.act(x))
             return y
 
-    model, x = Model(), torch.randn(3, 4)
+    model, x = Model(mul=model_of(lambda self, a, b: a - b), act=nn.Sigmoid()), torch.randn(3, 4)
     want = model(x)
     assert fusedtrain.convert(model).products == []
     torch.testing.assert_close(model(x), want)
@@ -228,15 +220,7 @@ def test_an_activation_with_another_use_is_called_there() -> None:
 def test_shapes_are_settled_at_run_time() -> None:
     """The same forward for a gate of any shape that torch broadcasts."""
 
-    class Any_(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.Sigmoid()
-
-        def forward(self, x: Tensor, s: Tensor) -> Tensor:
-            return x * self.act(s)
-
-    model = Any_()
+    model = model_of(lambda self, x, s: x * self.act(s), act=nn.Sigmoid())
     assert len(fusedtrain.convert(model).products) == 1
     x = torch.randn(3, 8, 4, 4)
     for shape in ((3, 8, 1, 1), (3, 8, 4, 4), (8, 1, 1), (1,), (), (3, 1, 4, 4), (2, 3, 8, 4, 4)):
@@ -264,16 +248,12 @@ def test_models(name: str) -> None:
 def test_two_activations_multiplied() -> None:
     """The second is the gate, as in x * gate(s)."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.first = nn.SiLU(), nn.Tanh(), nn.Linear(8, 16)
-
+    class Two(Parts):
         def forward(self, x: Tensor) -> Tensor:
             x, y = self.first(x).chunk(2, -1)
             return self.a(x) * self.b(y)
 
-    model, x = Two(), TOKENS()
+    model, x = Two(a=nn.SiLU(), b=nn.Tanh(), first=nn.Linear(8, 16)), TOKENS()
     report = converted(model, x)
     assert [p.activation for p in report.products] == ["Tanh"]
     first, second = model.first(x).chunk(2, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from helpers.models import timm
+from helpers.models import Parts, model_of, timm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,38 +91,6 @@ def test_memory_of_a_model() -> None:
     assert totals["eager"] >= totals["store"]
 
 
-class Shares(nn.Module):
-    """Another reader of what the norm reads, after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y).sigmoid() + y
-
-
-class ReadsImages(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(self.norm(x))
-
-
-class Activated(nn.Module):
-    """The norm's input is what an activation saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.norm = nn.Conv2d(3, 3, 1), nn.Sigmoid(), nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.act(self.conv(x)))
-
-
 class Memo(nn.Conv2d):
     """A convolution that does something of its own with its output."""
 
@@ -130,29 +99,27 @@ class Memo(nn.Conv2d):
         return self.seen
 
 
-class Adds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) + x
+def two_ways(self: Any, x: Tensor) -> Tensor:
+    y = self.conv(x)
+    z = self.norm(y)
+    return z if z.mean() > 9 else z + y
 
 
-class TwoWays(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+READERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "another reader of what the norm reads": (
+        lambda self, x: self.norm(y := self.conv(x)).sigmoid() + y
+    ),
+    "of images": lambda self, x: self.conv(self.norm(x)),
+    "of what an activation saved": lambda self, x: self.norm(self.act(self.conv(x))),
+    "a sum": lambda self, x: self.norm(self.conv(x)) + x,
+    "two ways": two_ways,
+}
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        z = self.norm(y)
-        return z if z.mean() > 9 else z + y
 
-
-@pytest.mark.parametrize("kind", [Shares, ReadsImages, Activated, Adds, TwoWays])
-def test_norms_that_do_not_overwrite(kind: Any) -> None:
-    net = kind()
+@pytest.mark.parametrize("name", READERS)
+def test_norms_that_do_not_overwrite(name: str) -> None:
+    parts = {"conv": nn.Conv2d(3, 3, 1), "act": nn.Sigmoid(), "norm": nn.BatchNorm2d(3)}
+    net = model_of(READERS[name], **parts)
     twin = copy.deepcopy(net)
     x = torch.randn(4, 3, 5, 5, requires_grad=True)
     assert fusedtrain.convert(net, memory="inplace").overwriting == []
@@ -235,12 +202,8 @@ def test_outputs_that_are_written_over(how: str) -> None:
     net(torch.randn(2, 3, 5, 5)).sum().backward()
 
 
-class Outer(nn.Module):
+class Outer(Parts):
     """The forward around writes over what the one inside returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
@@ -249,7 +212,7 @@ class Outer(nn.Module):
 
 
 def test_outputs_that_are_written_over_further_out() -> None:
-    net = Outer()
+    net = Outer(inner=nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
     assert fusedtrain.convert(net, memory="inplace").overwriting == []
     net(torch.randn(2, 3, 5, 5)).sum().backward()
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU(inplace=True))

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import fusedtrain
 from fusedtrain import nn as fused_nn
 from helpers.conversion import left_of, output_and_gradients, small_linear
-from helpers.models import build, but_long
+from helpers.models import Parts, build, but_long
 from helpers.norm_models import make
 from helpers.processes import python
 
@@ -34,12 +34,8 @@ MODELS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Net(nn.Module):
+class Net(Parts):
     """No nn.Sequential: torch.compile skips the frames of torch.nn itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(5, 5), nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.act(self.linear(x))
@@ -141,7 +137,7 @@ def test_compile_of_a_converted_model(kind: str) -> None:
 def test_compiled_graphs_do_not_go_stale(wrapped: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    model = compiled = Net()
+    model = compiled = Net(linear=nn.Linear(5, 5), act=nn.SiLU())
     if wrapped:
         compiled = torch.compile(model, backend=counter)
     else:

@@ -15,16 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from helpers.conversion import Block, OwnNorm, image, kinds, left_of, small, snapshot
+from helpers.models import Parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Loop(nn.Module):
+class Loop(Parts):
     """torch.fx cannot follow it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(int(x.shape[0])):
@@ -43,11 +40,7 @@ class Moody(nn.Module):
         return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.bn.training)
 
 
-class Optional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
-
+class Optional(Parts):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         x = self.bn(x)
         return F.relu(x if other is None else x + other)
@@ -65,12 +58,8 @@ class Lonely(nn.Module):
         return y, self.act(y)
 
 
-class HandDrop(nn.Module):
+class HandDrop(Parts):
     """Stochastic depth that is written over the norm's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm2d(3)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.bn(x)
@@ -121,12 +110,12 @@ def _left() -> dict[str, tuple[nn.Module, str]]:
             "LeakyReLU has no kernel inside of batch norm",
         ),
         "used twice": (Lonely(), "its output is used elsewhere, too"),
-        "written over": (HandDrop(), "div_ writes over its output"),
-        "loop": (Loop(), "torch.fx cannot trace the model ("),
+        "written over": (HandDrop(bn=nn.BatchNorm2d(3)), "div_ writes over its output"),
+        "loop": (Loop(bn=nn.BatchNorm2d(3)), "torch.fx cannot trace the model ("),
         "mode": (
             Moody(), "the model cannot be rewritten: its forward depends on the mode of training",
         ),
-        "optional": (Optional(), "its forward has optional arguments"),
+        "optional": (Optional(bn=nn.BatchNorm2d(3)), "its forward has optional arguments"),
         excluded: (nn.Sequential(norm(3), act()), excluded),
         "excluded activation": (nn.Sequential(norm(3), act()), "1 is excluded"),
     }  # fmt: skip
@@ -174,18 +163,14 @@ def test_scripted_modules_stay() -> None:
 def test_a_forward_that_takes_several_ways_keeps_it() -> None:
     """A question that torch.fx cannot ask at each call again."""
 
-    class Ways(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn, self.act = nn.BatchNorm2d(3), nn.SiLU()
-
+    class Ways(Parts):
         def forward(self, x: Any) -> Tensor:
             if isinstance(x, (list, tuple)):
                 x = torch.cat(x)
             y: Tensor = self.act(self.bn(x))
             return y
 
-    model = Ways()
+    model = Ways(bn=nn.BatchNorm2d(3), act=nn.SiLU())
     stock = copy.deepcopy(model)
     report = fusedtrain.convert(model)
     assert report.norms == []
@@ -198,17 +183,13 @@ def test_a_forward_that_takes_several_ways_keeps_it() -> None:
 def test_asking_whether_the_input_is_a_tensor() -> None:
     """As torchvision's DenseNet does: both ways are one new forward."""
 
-    class Ways(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn, self.act = nn.BatchNorm2d(3), nn.SiLU()
-
+    class Ways(Parts):
         def forward(self, x: Any) -> Tensor:
             parts = [x] if isinstance(x, Tensor) else x
             y: Tensor = self.act(self.bn(torch.cat(parts)))
             return y
 
-    model = Ways()
+    model = Ways(bn=nn.BatchNorm2d(3), act=nn.SiLU())
     stock = copy.deepcopy(model)
     assert len(fusedtrain.convert(model).norms) == 1
     for x in (image(), [image(), image()], -image()):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtrain
 from fusedtrain import nn as fused_nn
 from helpers.conversion import Block, Calls, assert_same, image, kinds, results, small, snapshot
-from helpers.models import timm
+from helpers.models import model_of, timm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,16 +131,8 @@ def test_hooks_of_the_block_fire() -> None:
 
 
 def test_checkpoint_moves_statistics_once() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = checkpoint(self.block, x, use_reentrant=False)
-            return output
-
-    model, x = Checkpointed(), image(channels=4)
+    x = image(channels=4)
+    model = model_of(lambda self, x: checkpoint(self.block, x, use_reentrant=False), block=Block())
     report = fusedtrain.convert(model, x)
     assert len(report.norms) == 2
     assert int(model.block.bn1.num_batches_tracked) == 0
@@ -250,15 +242,7 @@ def test_a_shared_activation_that_also_works_elsewhere() -> None:
 def test_torch_fx_of_a_rewritten_module_itself() -> None:
     """torch.fx reads the forward of the class: the activation must not be applied a second time."""
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm2d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.silu(self.bn(x))
-
-    outer = nn.Sequential(Twice())
+    outer = nn.Sequential(model_of(lambda self, x: F.silu(self.bn(x)), bn=nn.BatchNorm2d(3)))
     assert fusedtrain.convert(outer).norms
     x = torch.randn(2, 3, 4, 4)
     outputs = [torch.fx.symbolic_trace(m).eval()(x) for m in (outer, outer[0])]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.conversion._report import HELP
-from helpers.models import transformers
+from helpers.models import Parts, transformers
 
 
 class Calling(nn.Module):
@@ -158,11 +158,7 @@ def test_a_formula_as_a_gate_follows_its_module() -> None:
     transformers()
     from transformers.activations import NewGELUActivation
 
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.act = nn.Linear(8, 8), nn.Linear(8, 8), NewGELUActivation()
-
+    class Mlp(Parts):
         def forward(self, x: Tensor) -> Tensor:
             output: Tensor = self.act(self.a(x)) * self.b(x)
             return output
@@ -170,7 +166,7 @@ def test_a_formula_as_a_gate_follows_its_module() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mlp = Mlp()
+            self.mlp = Mlp(a=nn.Linear(8, 8), b=nn.Linear(8, 8), act=NewGELUActivation())
 
         def forward(self, x: Tensor) -> Tensor:
             output: Tensor = getattr(self, "mlp")(x) * float(len(x))  # noqa: B009

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from helpers.conversion import image, small, small_linear, snapshot
+from helpers.models import model_of
 
 
 def test_nothing_to_convert_says_what_was_looked_at() -> None:
@@ -24,14 +25,11 @@ def test_nothing_to_convert_says_what_was_looked_at() -> None:
     assert "what would help" in lines[2]
 
 
-class Untraced(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x) * float(len(x))
-
-
 @pytest.mark.parametrize("example", [None, torch.randn(2, 3)])
 def test_what_is_left_is_listed_with_and_without_an_example(example: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Untraced(), nn.RReLU())
+    model = nn.Sequential(
+        nn.Linear(3, 3), model_of(lambda self, x: F.gelu(x) * float(len(x))), nn.RReLU()
+    )
     text = str(fusedtrain.convert(model.eval(), example))
     assert "converted 0 modules" in text
     assert "1 x torch.nn.RReLU: no fused version (2)" in text
@@ -134,13 +132,7 @@ def test_the_proof_says_what_it_did_not_compare() -> None:
 
 
 def test_the_proof_of_a_model_that_returns_no_tensor() -> None:
-    class Answer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = small()
-
-        def forward(self, x: Tensor) -> Any:
-            return frozenset([self.net(x)])
-
-    report = fusedtrain.convert(Answer(), image())
+    report = fusedtrain.convert(
+        model_of(lambda self, x: frozenset([self.net(x)]), net=small()), image()
+    )
     assert "of outputs unknown (nothing compared: the model returns no tensors)" in str(report)

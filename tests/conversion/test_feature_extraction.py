@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import fusedtrain
 import fusedtrain.functional as F
 import fusedtrain.nn as fused_nn
-from helpers.models import but_long, timm, torchvision
+from helpers.models import but_long, model_of, timm, torchvision
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,15 +178,7 @@ def test_a_rewritten_forward(memory: str, within: bool) -> None:
 
 
 def _named(model: nn.Module) -> nn.Module:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"": self.model(x)}
-
-    return Named()
+    return model_of(lambda self, x: {"": self.model(x)}, model=model)
 
 
 def test_leaves_that_belong_together_with_others_are_looked_into() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +12,12 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain._graph.flow import trace
-from helpers.models import timm
+from helpers.models import model_of, timm
 
 
-class _Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-    def branch(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.conv(x))
-        return y
+def summed(self: Any, x: Tensor, other: Tensor) -> Tensor:
+    y: Tensor = self.norm(self.conv(x)) + other
+    return y
 
 
 class Inner(nn.Module):
@@ -30,82 +26,53 @@ class Inner(nn.Module):
         return -y if flag else y
 
 
-class HandsOn(_Part):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, flag: bool = False) -> Tensor:
-        return (self.branch(self.inner(x, mask, flag=flag)) + x).relu()
+def made(forward: Callable[..., Any]) -> Any:
+    return model_of(forward, conv=nn.Conv2d(3, 3, 1), norm=nn.BatchNorm2d(3), inner=Inner())
 
 
-class KeywordOnly(HandsOn):
-    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        return (self.branch(self.inner(x, mask=mask)) + x).relu()
+HANDED_ON: dict[str, Callable[..., Any]] = {
+    "on": lambda self, x, mask=None, flag=False: summed(
+        self, self.inner(x, mask, flag=flag), x
+    ).relu(),
+    "keyword only": lambda self, x, *, mask=None: summed(self, self.inner(x, mask=mask), x).relu(),
+    "unused": lambda self, x, mask=None: summed(self, x, x).relu(),
+}
+LOOKED_AT: dict[str, Callable[..., Any]] = {
+    "None": lambda self, x, mask=None: (
+        summed(self, x, x).relu() if mask is None else (summed(self, x, x) * mask).relu()
+    ),
+    "None is not the default": lambda self, x, factor=2.0: (
+        summed(self, x, x).relu() if factor is None else summed(self, x, x).relu() * factor
+    ),
+    "True": lambda self, x, flag=False: (
+        summed(self, x, x).sigmoid() if flag is True else summed(self, x, x).relu()
+    ),
+    "truth": lambda self, x, flag=False: (
+        summed(self, x, x).sigmoid() if flag else summed(self, x, x).relu()
+    ),
+    "comparison": lambda self, x, mode="relu": (
+        summed(self, x, x).relu() if mode == "relu" else summed(self, x, x).sigmoid()
+    ),
+    "type": lambda self, x, mode=None: (
+        summed(self, x, x).sigmoid() if isinstance(mode, str) else summed(self, x, x).relu()
+    ),
+    "any number": lambda self, x, *rest: summed(self, x, x).relu(),
+}
 
 
-class AsksForNone(_Part):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.branch(x) + x
-        return y.relu() if mask is None else (y * mask).relu()
-
-
-class NoneIsNotTheDefault(_Part):
-    def forward(self, x: Tensor, factor: Any = 2.0) -> Tensor:
-        y = self.branch(x) + x
-        return y.relu() if factor is None else (y.relu() * factor)
-
-
-class AsksTrue(_Part):
-    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
-        y = self.branch(x) + x
-        return y.sigmoid() if flag is True else y.relu()
-
-
-class AsksTruth(_Part):
-    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
-        y = self.branch(x) + x
-        return y.sigmoid() if flag else y.relu()
-
-
-class Compares(_Part):
-    def forward(self, x: Tensor, mode: str = "relu") -> Tensor:
-        y = self.branch(x) + x
-        return y.relu() if mode == "relu" else y.sigmoid()
-
-
-class AsksForType(_Part):
-    def forward(self, x: Tensor, mode: Any = None) -> Tensor:
-        y = self.branch(x) + x
-        return y.sigmoid() if isinstance(mode, str) else y.relu()
-
-
-class AnyNumber(_Part):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return (self.branch(x) + x).relu()
-
-
-class Unused(_Part):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return (self.branch(x) + x).relu()
-
-
-@pytest.mark.parametrize("kind", [HandsOn, KeywordOnly, Unused])
-def test_handed_on(kind: Any) -> None:
-    result = trace(kind())
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_handed_on(name: str) -> None:
+    result = trace(made(HANDED_ON[name]))
     assert not isinstance(result, str)
     assert result.inexact == ""
     assert len(result.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [AsksForNone, NoneIsNotTheDefault, AsksTrue, AsksTruth, Compares, AsksForType, AnyNumber],
-)
-def test_looked_at(kind: Any) -> None:
-    result = trace(kind())
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_looked_at(name: str) -> None:
+    result = trace(made(LOOKED_AT[name]))
     assert isinstance(result, str) or result.inexact
-    model = kind()
+    model = made(LOOKED_AT[name])
     twin = copy.deepcopy(model)
     fusedtrain.convert(model)
     x = torch.randn(4, 3, 5, 5)
@@ -119,7 +86,7 @@ def test_looked_at(kind: Any) -> None:
 
 
 def test_a_rewritten_forward_takes_them_still() -> None:
-    model = HandsOn()
+    model = made(HANDED_ON["on"])
     twin = copy.deepcopy(model)
     report = fusedtrain.convert(model)
     assert report.norms[0].parts == ("add", "ReLU")

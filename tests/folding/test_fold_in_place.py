@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fusedtrain
 from helpers.folding import difference, waken
+from helpers.models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,11 +29,6 @@ def set_item(x: Tensor) -> None:
     x[:, :2] = 0
 
 
-class Doubling(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
 WRITES: dict[str, Callable[[Any], object]] = {
     "+=": add_one,
     "method": lambda x: x.mul_(2),
@@ -40,7 +36,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "functional": lambda x: F.relu(x, inplace=True),
     "functional, by place": lambda x: F.relu(x, True),
     "module": nn.Sequential(nn.ReLU(inplace=True)),
-    "unknown module": Doubling(),
+    "unknown module": model_of(lambda self, x: x.mul_(2)),
     "view": into_a_view,
     "item": set_item,
     "data": lambda x: x.data.mul_(2),

@@ -318,4 +318,4 @@ def on_a_rank(rank: int, folder: str) -> None:
         _killed(rank, folder)
     except RuntimeError:  # of Gloo, on rank 0
         Path(f"{folder}/noticed").write_text(traceback.format_exc())
-    time.sleep(0.5)  # see helpers/ranks.py
+    time.sleep(0.5)  # see rank_processes.py

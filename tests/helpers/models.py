@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +12,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 # Schemas of the operators for which torchvision registers a fake kernel while it is imported.
 _TORCHVISION_OPERATORS = ("nms", "qnms")
 _BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+class Parts(nn.Module):
+    """A model of parts, by name; a subclass has the forward."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def model_of(forward: Callable[..., Any], **parts: Any) -> Any:
+    """A model of parts, by name, with that method as its forward."""
+    return type("Model", (Parts,), {"forward": forward})(**parts)
 
 
 @cache

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import cuda_emulator
 import fusedtrain
 from fusedtrain.reference import optimizers
 from helpers.activations import error
@@ -62,6 +63,14 @@ BACKENDS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def _emulated() -> Any:
+    if cuda_emulator.why_not():
+        pytest.skip(cuda_emulator.why_not())
+    emulator = cuda_emulator.load()
+    return SimpleNamespace(**{name: lambda *a, n=name: emulator.call(n, *a) for name in NAMES})
+
+
+EVERY_BACKEND = {**BACKENDS, "emulated": _emulated}
 # Eps of the dtype, relative to max(|x|, 1): sums of products with and without fused multiplies; a
 # 16-bit number may be rounded the other way.
 TOLERANCE = {F32: 8.0, F64: 8.0, F16: 1.0, BF16: 1.0}
@@ -100,6 +109,15 @@ def assert_close(case: Case, expected: Case) -> None:
         assert worst <= TOLERANCE[actual.dtype], f"{name} {ours.dtype}: {worst:.1f} eps"
         if ours.dtype in (F16, BF16) and ours.numel() > 100:
             assert (~same).sum() <= 2, f"{name} {ours.dtype}: {(~same).sum()} are rounded otherwise"
+
+
+def step_alike(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
+    """A step of the kernels and one of the reference from the same tensors; both sums."""
+    expected = case.clone()
+    theirs = optimizers.optimizer_step(*expected.arguments(), None, None)
+    ours = kernels.optimizer_step(*case.arguments(), None, None)
+    assert_close(case, expected)
+    return ours, theirs
 
 
 class Counted(TorchDispatchMode):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing.connection
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,25 @@ def on_two_ranks(function: Callable[..., None], *arguments: Any) -> None:
     torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
         function, arguments, nprocs=2, start_method=_METHOD
     )
+
+
+def results_of_two_ranks(program: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """Results of ``program(rank, *arguments)`` for both ranks of a gloo group, which meet and leave
+    their results in an empty folder."""
+    on_two_ranks(_in_a_group, program, str(folder), *arguments)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def _in_a_group(rank: int, program: Callable[..., Any], folder: str, *arguments: Any) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.save(program(rank, *arguments), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+    # If a thread of Gloo frees the last tensor while Python exits, the process aborts: pytorch
+    # pull 179291.
+    time.sleep(0.5)
 
 
 def exit_codes_of_ranks(function: Callable[..., None], *arguments: Any) -> list[int]:

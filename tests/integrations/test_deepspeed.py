@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fusedtrain
-from helpers.rank_processes import on_two_ranks
+from helpers.rank_processes import results_of_two_ranks
 
 pytest.importorskip("deepspeed", reason="pip install deepspeed", exc_type=ImportError)
 KINDS: dict[str, dict[str, Any]] = {
@@ -52,8 +49,7 @@ def _train(module: Any, kind: str, rank: int) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _on_a_rank(rank: int) -> dict[str, Any]:
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_SIZE="2",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
@@ -62,21 +58,15 @@ def _on_a_rank(rank: int, folder: str) -> None:
 
     # DeepSpeed would compile its shared memory for minutes. Gloo is enough.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    results = {
+    return {
         kind: [_train(module, kind, rank) for module in (fusedtrain.optim, torch.optim)]
         for kind in KINDS
     }
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-    time.sleep(0.5)  # see helpers/ranks.py
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    on_two_ranks(_on_a_rank, str(folder))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return results_of_two_ranks(_on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

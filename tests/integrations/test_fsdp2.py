@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers import ROOT
 from helpers.optimizers import NAMES
-from helpers.rank_processes import on_two_ranks
+from helpers.rank_processes import results_of_two_ranks
 from helpers.shared import made_once
 
 if not dist.is_available():
@@ -48,11 +48,8 @@ class Facts:
         save(runs, f"{folder}/of one")
         self.last = {kind: run.train(range(SAVED, STEPS)) for kind, run in runs.items()}
         self.coded = coded(f"{folder}", "one", {})
-        on_two_ranks(on_a_rank, str(folder))
+        self.ranks = results_of_two_ranks(on_a_rank, folder, str(folder))
         self.coded_of_two = coded(f"{folder}", "", dict.fromkeys(ANY_RANKS, "two"))
-        self.ranks: list[Any] = [
-            torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)
-        ]
         resumed = {kind: Run(kind, other_weights(network(KINDS[kind][1]))) for kind in KINDS}
         load(resumed, f"{folder}/of two")
         self.last_of_two = {kind: run.train(range(SAVED, STEPS)) for kind, run in resumed.items()}

@@ -95,7 +95,7 @@ def test_every_mutant_of_the_tool_still_applies(monkeypatch: pytest.MonkeyPatch)
     """`make optimizer-mutants` takes an hour; that its places exist is seen here."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     kept = list(sys.path)
-    import mutants as tool
+    import _optimizer_mutants as tool
 
     sys.path[:] = kept
     places = {

@@ -206,7 +206,7 @@ def test_every_instruction_set_agrees(tmp_path: Path) -> None:
                 assert ((a - b).abs() <= 2 * scale).all(), (name, capability)
 
 
-# --- wrong optimizers are seen (tools/mutants.py has those of the sources)
+# --- wrong optimizers are seen (tools/_optimizer_mutants.py has those of the sources)
 
 
 def _no_op(step: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -13,19 +13,16 @@ from torch import Tensor, nn
 import fusedtrain
 from helpers.optimizer_steps import alike, assert_close, give_gradients, parameters, started, step
 from helpers.optimizers import NAMES, make
-from helpers.rank_processes import on_two_ranks
+from helpers.rank_processes import results_of_two_ranks
 
 MODEL = [(7, 5), (3, 7), (3,), (1,)]  # the last one is empty on one of two ranks
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    import torch.distributed as dist
+def _on_a_rank(rank: int) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     results: dict[str, Any] = {}
     for name in NAMES:
@@ -62,8 +59,7 @@ def _on_a_rank(rank: int, folder: str) -> None:
         "params": [x.full_tensor().detach() for x in p],
         "masters": [x.full_tensor() for x in masters],
     }
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def _split_masters(p: list[Any], distributed: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -133,8 +129,7 @@ def _fully_sharded() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
-    on_two_ranks(_on_a_rank, str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    ranks = results_of_two_ranks(_on_a_rank, tmp_path)
     for case in ranks[0]:
         assert alike(ranks[0][case]["params"], ranks[1][case]["params"]), case
     for name in NAMES:

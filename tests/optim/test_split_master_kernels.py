@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import cuda_emulator
 from fusedtrain.reference.split_weights import join_weights, split_weights
 from helpers.optimizer_cases import BF16, F16, F32, Case, Spec, bits
-from helpers.optimizer_ops import BACKENDS, NAMES
+from helpers.optimizer_ops import BACKENDS, EVERY_BACKEND
 from helpers.optimizers import busy
 
 I8, I16 = torch.int8, torch.int16
@@ -33,19 +31,9 @@ EDGES = torch.tensor(
 )  # fmt: skip
 
 
-def _emulated() -> Any:
-    if cuda_emulator.why_not():
-        pytest.skip(cuda_emulator.why_not())
-    emulator = cuda_emulator.load()
-    return SimpleNamespace(**{name: lambda *a, n=name: emulator.call(n, *a) for name in NAMES})
-
-
-BACKEND_NAMES = (*BACKENDS, "emulated")
-
-
-@pytest.fixture(params=BACKEND_NAMES)
+@pytest.fixture(params=EVERY_BACKEND)
 def ops(request: pytest.FixtureRequest) -> Any:
-    return _emulated() if request.param == "emulated" else BACKENDS[request.param]()
+    return EVERY_BACKEND[request.param]()
 
 
 def weights_of_all_sizes(count: int = 20000) -> Tensor:
@@ -140,7 +128,7 @@ CASES = [
         backend, *pair, *step, id=f"{backend}-{name}-{'-'.join(step)}",
         marks=pytest.mark.long if backend == "triton" and step != STEPS_OF_RULES[i] else (),
     )
-    for backend in BACKEND_NAMES
+    for backend in EVERY_BACKEND
     for i, (pair, name) in enumerate(zip(PAIRS, IDS, strict=True))
     for step in STEPS_OF_RULES[:3]
 ]  # fmt: skip

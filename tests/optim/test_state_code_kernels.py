@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import cuda_emulator
 from fusedtrain.reference.optimizers import Control
 from fusedtrain.reference.state_codes import (
     GROUP,
@@ -26,7 +24,7 @@ from fusedtrain.reference.state_codes import (
 from fusedtrain.reference.stochastic_rounding import random_bits, random_key
 from helpers.activations import error
 from helpers.optimizer_cases import BF16, F16, F32, F64, Case, Spec, bits
-from helpers.optimizer_ops import BACKENDS, NAMES, TOLERANCE
+from helpers.optimizer_ops import BACKENDS, EVERY_BACKEND, TOLERANCE
 from helpers.optimizers import busy
 from helpers.state_codes import (
     SEED,
@@ -40,22 +38,14 @@ from helpers.state_codes import (
     set_numbers,
 )
 
-BACKEND_NAMES = (*BACKENDS, "emulated")
-COMPARED = [name for name in BACKEND_NAMES if name != "reference"]
+COMPARED = [name for name in EVERY_BACKEND if name != "reference"]
 # The last is more than a chunk of CUDA and of the CPU.
 SHAPES = ((0,), (1,), (17,), (31,), (32,), (33,), (126,), (6, 3, 5, 4), (4200,))
 
 
-def _emulated() -> Any:
-    if cuda_emulator.why_not():
-        pytest.skip(cuda_emulator.why_not())
-    emulator = cuda_emulator.load()
-    return SimpleNamespace(**{name: lambda *a, n=name: emulator.call(n, *a) for name in NAMES})
-
-
-@pytest.fixture(params=BACKEND_NAMES)
+@pytest.fixture(params=EVERY_BACKEND)
 def ops(request: pytest.FixtureRequest) -> Any:
-    return _emulated() if request.param == "emulated" else BACKENDS[request.param]()
+    return EVERY_BACKEND[request.param]()
 
 
 def step(ops: Any, case: Case) -> Tensor:
@@ -199,7 +189,7 @@ def step_cases(backends: list[str]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ops", "name"), step_cases([*BACKEND_NAMES]), indirect=["ops"])
+@pytest.mark.parametrize(("ops", "name"), step_cases([*EVERY_BACKEND]), indirect=["ops"])
 def test_steps_beside_float_states(ops: Any, name: str) -> None:
     """The step is that of float states of the same numbers; new states are rounded up or down."""
     rule, options, more = STEPS[name]

@@ -276,7 +276,7 @@ def test_a_library_with_all_mutants_is_built_once(
             (tree / file).parent.mkdir(parents=True)
             (tree / file).write_text(text)
         sites = {"csrc/cuda/sum.cu": list(enumerate(cuda_tools._sites(source)))}
-        assert cuda_tools._build(tree, sites) == ""
+        cuda_tools._build(tree, sites)
         assert (tree / "csrc/cuda/sum.cu").read_text() == source
         return str((tree / "build/emulator/_emulated.so").read_text())
 

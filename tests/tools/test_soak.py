@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,9 @@ from soak.recipes import RECIPES
 from soak.runs import Process, differences
 from soak.training import PARTS, Row, Training
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 STOCHASTIC = next(i for i, r in enumerate(RECIPES) if r.options.get("stochastic_rounding"))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def training(recipe: int, seed: int = 1) -> Training:

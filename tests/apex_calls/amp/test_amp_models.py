@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedtrain.apex import amp
 from helpers.amp_runs import MAKERS, backward, images, loss_of, moved_alike, network, start
-from helpers.rank_processes import on_two_ranks
+from helpers.rank_processes import results_of_two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,27 +117,19 @@ def _train(run: tuple[str, str, dict[str, Any]], rank: int) -> nn.Module:
     return model
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    states = [_train(run, rank).state_dict() for run in RUNS]
-    torch.save(states, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def _on_a_rank(rank: int) -> list[dict[str, Tensor]]:
+    return [_train(run, rank).state_dict() for run in RUNS]
 
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    on_two_ranks(_on_a_rank, str(tmp_path))
     reference = network().eval()
     optimizer = MAKERS["torch-SGD"](reference.parameters())
     for _ in range(3):
         optimizer.zero_grad()
         loss_of(reference).backward()
         optimizer.step()
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    for run, mine, others in zip(RUNS, first, second, strict=True):
+    for run, mine, others in zip(RUNS, *results_of_two_ranks(_on_a_rank, tmp_path), strict=True):
         assert all(torch.equal(mine[name], others[name]) for name in mine), run
         model = network()
         model.load_state_dict(mine)

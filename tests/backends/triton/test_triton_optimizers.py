@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedtrain.reference import RULES, optimizers, scaling
 from helpers.backends import HAS_GPU
 from helpers.optimizer_cases import BF16, F16, F32, F64, RULE_NAMES, Case, Spec, bits
-from helpers.optimizer_ops import BACKENDS, Counted, assert_close, case_of, placed_on
+from helpers.optimizer_ops import BACKENDS, Counted, assert_close, case_of, placed_on, step_alike
 from helpers.optimizers import busy
 from helpers.triton_interpreter import ORDERS, programs_in
 
@@ -71,11 +71,7 @@ def test_sizes_and_alignments(kernels: Any, dtype: torch.dtype, units: bool) -> 
     for i, t in enumerate(case.grads):
         case.grads[i] = _misaligned(t, i % 2)
     case.params[3] = _misaligned(case.params[3], 1)
-    expected = case.clone()
-    theirs = optimizers.optimizer_step(*expected.arguments(), None, None)
-    ours = kernels.optimizer_step(*case.arguments(), None, None)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
-    assert_close(case, expected)
+    torch.testing.assert_close(*step_alike(kernels, case), rtol=1e-9, atol=0)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there all tests do so")
@@ -125,10 +121,7 @@ def test_units_of_layouts(
     request.addfinalizer(clear)
     specs = [Spec((3, 5, 4, 5), layout=layout), Spec((70,)), Spec((2, 30), F64, layout)]
     case = Case("sgd", specs, [busy("sgd")], measures=7, unit_factor=0.1, write_back=1)
-    expected = case.clone()
-    optimizers.optimizer_step(*expected.arguments(), None, None)
-    kernels.optimizer_step(*case.arguments(), None, None)
-    assert_close(case, expected)
+    step_alike(kernels, case)
 
 
 # By norms and a trial, by a norm, by bias corrections; the others prepare less.

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtrain.reference import optimizers
 from helpers.backends import HAS_GPU
 from helpers.optimizer_cases import BF16, F32, F64, Case, Spec
-from helpers.optimizer_ops import BACKENDS, assert_close
+from helpers.optimizer_ops import BACKENDS, step_alike
 from helpers.optimizers import busy
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="there every step has other memory")
@@ -53,14 +52,6 @@ def built(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def _case(**step: Any) -> Case:
     specs = [Spec((30, 7)), Spec((5,), F64), Spec((33,), BF16, master=True), Spec((8, 3), group=1)]
     return Case("adam", specs, [busy("adam"), busy("adam", lr=0.01)], measures=7, **step)
-
-
-def _step(kernels: Any, case: Case) -> None:
-    """As the reference has it, from the same tensors."""
-    expected = case.clone()
-    optimizers.optimizer_step(*expected.arguments(), None, None)
-    kernels.optimizer_step(*case.arguments(), None, None)
-    assert_close(case, expected)
 
 
 def _gradients_elsewhere(case: Case) -> None:
@@ -147,16 +138,16 @@ CHANGES: dict[Callable[[Case], None], set[str]] = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__[1:])
 def test_changes_are_seen(kernels: Any, built: list[str], change: Callable[[Case], None]) -> None:
     case = _case()
-    _step(kernels, case)
+    step_alike(kernels, case)
     assert built[0] == "tables"
     built.clear()
-    _step(kernels, case)
+    step_alike(kernels, case)
     assert built == [], "nothing has changed"
     change(case)
-    _step(kernels, case)
+    step_alike(kernels, case)
     assert CHANGES[change] == set(built) - ({"numbers"} if "tables" in built else set())
     built.clear()
-    _step(kernels, case)
+    step_alike(kernels, case)
     assert built == []
 
 
@@ -166,7 +157,7 @@ def test_gradients_that_come_and_go(kernels: Any, built: list[str]) -> None:
     turns = [[torch.randn_like(g) for g in case.grads] for _ in range(3)]
     for turn in (0, 1, 2, 0, 1, 2):
         case.grads = turns[turn]
-        _step(kernels, case)
+        step_alike(kernels, case)
     assert built.count("tables") == 1
     assert built.count("gradients") == 2
 
@@ -175,7 +166,7 @@ def test_tensors_with_gaps_are_copied_in_each_step(kernels: Any, built: list[str
     case = _case(write_back=1)
     case.grads[3] = torch.randn(8, 6)[:, ::2]
     for _ in range(2):
-        _step(kernels, case)
+        step_alike(kernels, case)
     assert built.count("tables") == 2
 
 
@@ -188,7 +179,7 @@ def test_the_same_memory_of_other_tensors(kernels: Any, built: list[str]) -> Non
         for name in ("params", "grads"):
             place = memory[0 if name == "params" else 1].view(30, 7)
             getattr(case, name)[0] = place.copy_(getattr(case, name)[0])
-        _step(kernels, case)
+        step_alike(kernels, case)
 
 
 def test_nothing_is_kept_alive(kernels: Any, built: list[str]) -> None:
@@ -215,8 +206,8 @@ def test_few_tables_are_kept(kernels: Any, built: list[str]) -> None:
 def test_options_of_a_rule_are_not_those_of_another(kernels: Any, built: list[str]) -> None:
     """The same tensors, the same groups, another rule."""
     case = Case("adam", [Spec((30, 7), F32, states=[0, 1])], [busy("adam")], measures=7)
-    _step(kernels, case)
+    step_alike(kernels, case)
     other = Case("nadamw", [Spec((30, 7), F32, states=[0, 1])], [busy("nadamw")], measures=7)
     for name in ("params", "grads", "states"):
         setattr(other, name, getattr(case, name))
-    _step(kernels, other)
+    step_alike(kernels, other)

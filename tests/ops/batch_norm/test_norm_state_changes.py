@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtrain
 from fusedtrain.nn import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct
 from fusedtrain.ops import batch_norm
+from helpers.models import Parts
 
 CHANNELS = 3
 
@@ -306,15 +307,11 @@ def test_ranks(cls: Any, good: tuple[int, ...], bad: tuple[int, ...]) -> None:
 
 @pytest.mark.filterwarnings("ignore:register_forward_hook")
 def test_convert_and_revert() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn, self.act = nn.BatchNorm2d(CHANNELS), nn.ReLU()
-
+    class Block(Parts):
         def forward(self, x: Tensor, r: Tensor) -> Tensor:
             return self.act(self.bn(x) + r)
 
-    ours = Block()
+    ours = Block(bn=nn.BatchNorm2d(CHANNELS), act=nn.ReLU())
     theirs = copy.deepcopy(ours)
 
     def compare() -> None:

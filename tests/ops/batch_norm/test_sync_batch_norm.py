@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ from fusedtrain.nn import (
     SyncBatchNormAct,
     convert_sync_batchnorm,
 )
-from helpers.models import timm
+from helpers.models import model_of, timm
+from helpers.rank_processes import results_of_two_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 
@@ -32,15 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "not affine": {"act_layer": nn.SiLU, "affine": False},
     "cumulative": {"momentum": None},
     "not tracking": {"track_running_stats": False},
-    "an activation of its own": {"act_layer": lambda: Halves()},
+    "an activation of its own": {"act_layer": lambda: model_of(lambda self, input: input * 0.5)},
 }
-
-
-class Halves(nn.Module):
-    """An activation that is no part of the op."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input * 0.5
 
 
 def _batch(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,9 +73,7 @@ def _norm(case: str, adds: bool, sync: bool, dtype: torch.dtype) -> nn.Module:
     return cls(5, **CASES[case]).to(torch.float64 if dtype is torch.float64 else torch.float32)
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _on_a_rank(rank: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for case in CASES:
         for adds in (False, True):
@@ -109,8 +100,7 @@ def _on_a_rank(rank: int, folder: str) -> None:
             norm(*arguments)
         assert torch.equal(norm.running_mean, before), name
     results["compiled"] = _compiled(rank)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def _model() -> nn.Module:
@@ -144,9 +134,7 @@ def _compiled(rank: int) -> bool:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_on_a_rank, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return results_of_two_ranks(_on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
