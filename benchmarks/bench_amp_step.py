@@ -143,7 +143,7 @@ def test_amp_step(race: Race, case: Case) -> None:
         entrants = _entrants(case.op, case.kind, case.job, race.device)
     except ImportError as error:
         pytest.skip(f"{case.op}: no rival, {error}")
-    if race.is_off():
+    if race.is_off:
         return
     tensors = _tensors(case.model, kind.dtype, race.device)
     contestants = {who: _contestant(who, case, tensors) for who in entrants}
@@ -156,7 +156,6 @@ def test_amp_step(race: Race, case: Case) -> None:
     counts = _counts(race, {who: calls[who] for who in entrants})
     del contestants, calls
     race.finish(
-        f"{case.kind} {case.model} {case.job}",
         FAMILY,
         samples,
         moved=moved,

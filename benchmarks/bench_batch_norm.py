@@ -170,7 +170,7 @@ def test_batch_norm(race: Race, case: Case) -> None:
     """One row of the results."""
     refuse_the_reference("batch_norm_act", race.device)
     entrants = _entrants(case, race.device)
-    if race.is_off():
+    if race.is_off:
         return
     tensors = _tensors(case.shape, case.dtype, case.layout, race.device)
     race.tensors(

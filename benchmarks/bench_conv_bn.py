@@ -116,13 +116,12 @@ def test_conv_bn(race: Race, case: Case) -> None:
             entrants, errors = _entrants(case, race.device)
         except (ImportError, networks.Missing) as error:
             pytest.skip(f"{case}: {error}")
-    if race.is_off():
+    if race.is_off:
         return
     batch = networks.batch_of(setup, race.device)
     saved = {who: _saved(c, setup, batch) for who, c in entrants.items() if who != "compile"}
     calls = {who: networks.call(c.model, setup, *batch) for who, c in entrants.items()}
     race.finish(
-        f"{setup.job} {setup.model}",
         FAMILY,
         race.samples(calls),
         **vars(setup),

@@ -165,7 +165,7 @@ def test_few_bit(race: Race, case: Case) -> None:
     """One row of the results."""
     refuse_the_reference("few_bit", race.device)
     entrants = _entrants(case, race.device)
-    if race.is_off():
+    if race.is_off:
         return
     x, gradient = _tensors(case.numel, case.dtype, race.device)
     leaf = x.detach().requires_grad_()

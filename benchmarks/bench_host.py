@@ -149,14 +149,14 @@ def test_host(race: Race, case: Case) -> None:
     refuse_the_reference("batch_norm_act", race.device)
     with _one_thread():
         by_name = entrants(case, race.device)
-        if race.is_off():
+        if race.is_off:
             return
         recording = case.pass_name not in (calls.NO_GRADIENTS, STEP)
         with torch.set_grad_enabled(recording):
             samples = race.host().samples(by_name)
             counts = {who: race.count(call) for who, call in by_name.items()}
         race.finish(
-            f"{case.op} {case.model}", FAMILY, samples, op=case.op, model=case.model,
+            FAMILY, samples, op=case.op, model=case.model,
             layout=case.layout, dtype="float32", counts=counts, at_most=case.target,
             **{"pass": case.pass_name},
         )  # fmt: skip

@@ -153,7 +153,7 @@ def test_memory(race: Race, case: Case) -> None:
         pytest.skip(f"{case}: {error}")
     gate = networks.Gate(_stock(setup, device), setup, device, whole=case.compiled)
     models = admit(models, gate.check, f"{case} on {device}", ours=OURS)
-    if race.is_off():
+    if race.is_off:
         return
     peak, kept, fits = {}, {}, {"eager": setup.batch}
     for who, model in models.items():
@@ -162,7 +162,6 @@ def test_memory(race: Race, case: Case) -> None:
     for who in OURS:
         fits[who] = largest(models[who], setup, device, peak["eager"], peak[who])
     race.finish(
-        f"memory {setup.model}",
         FAMILY,
         race.samples(_calls(models, setup, device)),
         model=setup.model,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cases import dtype_name
-from benchmarks.harness.clock import REPLAY
 from benchmarks.harness.rows import make_row
 from fusedtrain.advisor.bench.clock import (
     Call,
@@ -38,22 +38,18 @@ class Race:
     """How the rivals of one test are timed.
 
     Args:
-        benchmark: of pytest-benchmark, which shows the samples of fusedtrain.
         clock: of the device.
         effort: how long one row may take.
         device: "cpu" or "cuda".
+        is_off: the gates are all that runs.
+        entry: the row as files of results have it, but for its name; empty until it is made.
     """
 
-    benchmark: Any
     clock: Clock
     effort: Effort
     device: str
-
-    def is_off(self) -> bool:
-        """With --benchmark-disable: the gates are all that runs."""
-        if self.benchmark.disabled:
-            self.benchmark.pedantic(lambda: None)
-        return bool(self.benchmark.disabled)
+    is_off: bool = False
+    entry: dict[str, Any] = field(default_factory=dict)
 
     def samples(
         self, calls: Mapping[str, Call], prepare: Prepare | None = None
@@ -70,14 +66,14 @@ class Race:
         """Kernels that a call launches on CUDA, operators that it dispatches on the CPU."""
         return count_ops(call) if self.device == "cpu" else count_launches(call)
 
-    def finish(
-        self, group: str, family: str, samples: Mapping[str, Sequence[float]], **extra: Any
-    ) -> None:
+    def finish(self, family: str, samples: Mapping[str, Sequence[float]], **extra: Any) -> None:
         """Makes the row."""
-        self.benchmark.group = group
-        self.benchmark.extra_info["l2_flushed"] = isinstance(self.clock, FlushingCudaClock)
-        self.benchmark.extra_info.update(make_row(family, self.device, samples, **extra))
-        REPLAY.replay(self.benchmark, samples["fusedtrain"])
+        flushed = isinstance(self.clock, FlushingCudaClock)
+        row = make_row(family, self.device, samples, l2_flushed=flushed, **extra)
+        seconds = [1e-9 * ns for ns in samples["fusedtrain"]]
+        stats = {"min": min(seconds), "max": max(seconds), "mean": mean(seconds)}
+        stats |= {"median": median(seconds), "rounds": len(seconds)}
+        self.entry.update(extra_info=row, stats=stats)
 
     def tensors(
         self,
@@ -97,16 +93,14 @@ class Race:
         out = torch.empty_like(source)
         copies: dict[str, Call] = {"copy": lambda: out.copy_(source), "copy_fresh": source.clone}
         samples = self.samples({**calls, **copies})
-        dtype, numel = dtype_name(source.dtype), source.numel()
         self.finish(
-            f"{dtype} {numel} {pass_name}",
             family,
             samples,
             moved=tensors * source.nbytes,
             copied=2 * source.nbytes,
             op=op,
-            dtype=dtype,
-            numel=numel,
+            dtype=dtype_name(source.dtype),
+            numel=source.numel(),
             **{"pass": pass_name, **extra},
         )
 

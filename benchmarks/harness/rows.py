@@ -124,7 +124,7 @@ class Row:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of pytest-benchmark's JSON files."""
+    """The rows of JSON files."""
     rows: list[Row] = []
     for path in paths:
         infos = [entry["extra_info"] for entry in json.loads(path.read_text())["benchmarks"]]
