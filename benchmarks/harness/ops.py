@@ -19,17 +19,12 @@ from benchmarks.harness.tables import (
     sections,
     time_text,
 )
+from fusedtrain.advisor.bench import size_text
 
 # "exact": fusedtrain's own, where what is compared is its few-bit one.
 RIVALS = ("eager", "compile", "exact")
 # Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
 LARGE = 2**20
-
-
-def size_text(numel: int) -> str:
-    """``2^20`` for a power of two."""
-    exponent = numel.bit_length() - 1
-    return f"2^{exponent}" if numel == 2**exponent else str(numel)
 
 
 def _shape(row: Row) -> Sequence[int]:

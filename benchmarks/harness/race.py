@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cases import dtype_name
+from benchmarks.harness.guards import admit
 from benchmarks.harness.rows import make_row
+from fusedtrain.advisor.bench import COPY, FRESH_COPY, Contest
 from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
@@ -75,28 +77,34 @@ class Race:
         stats |= {"median": median(seconds), "rounds": len(seconds)}
         self.entry.update(extra_info=row, stats=stats)
 
-    def tensors(
+    def match(
         self,
-        calls: Mapping[str, Call],
-        source: Tensor,
+        contest: Contest,
+        pass_name: str,
+        where: str,
         *,
         family: str,
         op: str,
-        pass_name: str,
-        tensors: float,
+        kept: Mapping[str, Call] | None = None,
         **extra: Any,
     ) -> None:
-        """Times the calls beside copies of ``source``, and makes the row.
+        """Gates the contestants, times them beside copies of the source, and makes the row.
 
-        ``tensors``: how many of its size the cheapest exact scheme reads and writes.
+        ``kept``: who -> a forward, where rows say how many bytes that keeps for backward.
         """
+        match, source = contest.match(pass_name), contest.source
+        admitted = admit(match.calls, lambda who, _: match.gate(who), where)
+        if self.is_off:
+            return
         out = torch.empty_like(source)
-        copies: dict[str, Call] = {"copy": lambda: out.copy_(source), "copy_fresh": source.clone}
-        samples = self.samples({**calls, **copies})
+        copies: dict[str, Call] = {COPY: lambda: out.copy_(source), FRESH_COPY: source.clone}
+        samples = self.samples({**admitted, **copies})
+        if kept is not None:
+            extra["kept"] = {who: kept_bytes(kept[who]) / source.numel() for who in admitted}
         self.finish(
             family,
             samples,
-            moved=tensors * source.nbytes,
+            moved=match.bytes,
             copied=2 * source.nbytes,
             op=op,
             dtype=dtype_name(source.dtype),

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from fusedtrain.advisor.bench.clock import device_name
-
 # Families of the files bench_<family>.py, which the names of stored rows begin with.
 FAMILIES = tuple(
     sorted(
@@ -112,6 +110,8 @@ class Recorder:
 
 def provenance() -> dict[str, Any]:
     """Machine, commit and time of a row. The host's name and kernel are nobody's business."""
+    from fusedtrain.advisor.bench.clock import device_name  # tools/gpu.py comes before the build
+
     cpu = {"brand_raw": device_name("cpu"), "count": os.cpu_count()}
     machine = {"machine": platform.machine(), "system": platform.system(), "cpu": cpu}
     return {

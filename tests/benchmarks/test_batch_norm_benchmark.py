@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import bench_batch_norm as bench
-from benchmarks.bench_batch_norm import CONTESTANTS, OPS, Contestant, check, exact
 from benchmarks.harness.cases import Options
 from benchmarks.harness.shapes import NORM_NETWORKS, norms
 from fusedtrain.advisor.bench.gate import NotTheJob
+from fusedtrain.advisor.bench.norms import CONTESTANTS, OPS, Contestant, check, exact
 from helpers.benchmarks import measured
 
 

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_chains as bench
-from benchmarks.bench_chains import CHAINS, check
-from benchmarks.harness.cases import Options
+from benchmarks.harness.cases import Options, Work
+from fusedtrain.advisor.bench.chains import CHAINS, check, tensors_of
 from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured, mistakes
 
 
 def tensors(name: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, ...], Tensor]:
     """Few, but enough to tell the rate of dropout; an image has 96 channels of 56 x 56."""
-    arguments, grad = bench._tensors(name, 2**14, dtype, "contiguous", "cpu")
-    return arguments, grad
+    return tensors_of(Work("cpu", dtype), name, 2**14, "contiguous")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -57,11 +57,10 @@ def test_errors_are_those_of_the_docstrings() -> None:
 
 def test_who_keeps_the_input_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = bench.select(Options(quick=True))[0]
-    entrants = bench._entrants(case, "cpu")
-    assert set(entrants) == {"fusedtrain", "eager", "exact"}
+    assert set(bench.contest(case, "cpu").functions) == {"fusedtrain", "eager", "exact"}
     monkeypatch.setattr(bench, "F", SimpleNamespace(gelu=lambda x, save: F.gelu(x)))
     with pytest.raises(pytest.fail.Exception, match=r"keeps 32 bits an element, not 8\. Not timed"):
-        bench._entrants(case, "cpu")
+        measured(bench, case)
 
 
 def test_cases() -> None:
