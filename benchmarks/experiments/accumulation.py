@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
+from benchmarks.experiments.models import random_batch
 from benchmarks.experiments.small_resnet import small_resnet
 from fusedtrain.advisor.bench.clock import Effort
 
@@ -48,15 +47,6 @@ def sizes(settings: Settings) -> Sizes:
     return Sizes(batch=128, pixels=32, width=16, epoch=2)
 
 
-def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Random images and labels: neither time nor memory depends on them."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    batch, pixels = sizes(settings)[:2]
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    labels = torch.randint(10, (batch,), generator=generator)
-    return images.to(settings.device), labels.to(settings.device)
-
-
 def accumulate(model: nn.Module, images: Tensor, labels: Tensor, micro: int) -> None:
     """Adds the gradient of the mean loss over the batch to the parameters' gradients."""
     for part, wanted in zip(images.chunk(micro), labels.chunk(micro), strict=True):
@@ -84,7 +74,7 @@ def gradient(
 
 def difference(model: nn.Module, settings: Settings, micro: int, *, frozen: bool) -> float:
     """Norm of the difference from the whole batch's gradient, relative to that gradient's norm."""
-    batch = batch_of(settings)
+    batch = random_batch(settings, *sizes(settings)[:2])
     # 128 images are enough: float64 is slow on many GPUs.
     images, labels = (part[:128] for part in batch)
     whole = gradient(model, images, labels, 1, frozen=frozen)
@@ -104,7 +94,7 @@ def _alone(micro: int) -> str:
 def _epoch(model: nn.Module, who: str, micro: int, settings: Settings) -> Callable[[], None]:
     """An epoch; the first call makes the states of the optimizer."""
     optimizer = OPTIMIZERS[who](model.parameters(), lr=LR, momentum=MOMENTUM)
-    images, labels = batch_of(settings)
+    images, labels = random_batch(settings, *sizes(settings)[:2])
 
     def epoch() -> None:
         for _ in range(sizes(settings).epoch):
@@ -118,7 +108,8 @@ def _epoch(model: nn.Module, who: str, micro: int, settings: Settings) -> Callab
 
 def _peak_alone(model: nn.Module, micro: int, settings: Settings) -> float:
     """MB of one micro-batch's forward and backward."""
-    images, labels = (part.chunk(micro)[0] for part in batch_of(settings))
+    batch = random_batch(settings, *sizes(settings)[:2])
+    images, labels = (part.chunk(micro)[0] for part in batch)
 
     def step() -> None:
         F.cross_entropy(model(images), labels).backward()
@@ -243,4 +234,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

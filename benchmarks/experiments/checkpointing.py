@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, numbers_of
 from benchmarks.experiments.measure import gain_text, timed
+from benchmarks.experiments.models import random_batch
 from benchmarks.harness.memory import most_allocated
 from fusedtrain.advisor.bench.clock import Effort
 
@@ -25,7 +24,6 @@ EAGER, CHECKPOINT = "everything kept", "torch.utils.checkpoint"
 STORE, RECOMPUTE = "fusedtrain, store", "fusedtrain, recompute"
 FORWARD = "forward alone"
 ABOUT = (1.15, 1.35)  # of the time of a step is about 20 to 30 % more
-CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def network(size: Size, blocks: type[nn.Sequential] = nn.Sequential) -> nn.Seque
             nn.ReLU(inplace=True),
         ),
         blocks(*(Block(size.channels) for _ in range(size.blocks))),
-        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.channels, CLASSES)),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.channels, 10)),
     )
 
 
@@ -103,10 +101,8 @@ def models(settings: Settings) -> dict[str, nn.Module]:
 
 def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
     """Images and labels."""
-    size, generator = size_of(settings), torch.Generator().manual_seed(settings.seed + 1)
-    images = torch.randn(size.batch, 3, size.pixels, size.pixels, generator=generator)
-    labels = torch.randint(CLASSES, (size.batch,), generator=generator)
-    return images.to(settings.device), labels.to(settings.device)
+    size = size_of(settings)
+    return random_batch(settings, size.batch, size.pixels, more_seed=1)
 
 
 def step_of(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -268,4 +264,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

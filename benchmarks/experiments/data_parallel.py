@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.measure import gain_text
+from benchmarks.experiments.models import random_batch
 from benchmarks.experiments.small_resnet import small_resnet
 from fusedtrain.advisor.bench.clock import median_interval
 
@@ -74,7 +74,7 @@ class Rank:
 
     def model(self, way: str) -> nn.Module:
         """The network of the settings' seed: the same weights in each process."""
-        cpu = Settings("cpu", self.settings.quick, self.settings.seed)
+        cpu = replace(self.settings, device="cpu")
         model = small_resnet(cpu, sizes(self.settings).width).to(self.device)
         fusedtrain.convert(model)
         return fusedtrain.nn.convert_sync_batchnorm(model) if way == SYNC else model
@@ -89,10 +89,8 @@ class Rank:
 
     def batch(self, way: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The whole batch, or this rank's half."""
-        batch, pixels = sizes(self.settings)[:2]
-        generator = torch.Generator().manual_seed(self.settings.seed)
-        images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-        labels = torch.randint(10, (batch,), generator=generator)
+        cpu = replace(self.settings, device="cpu")
+        images, labels = random_batch(cpu, *sizes(self.settings)[:2])
         if way in (SYNC, LOCAL):
             images, labels = (part.chunk(RANKS)[self.rank] for part in (images, labels))
         return images.to(self.device, dtype), labels.to(self.device)
@@ -304,4 +302,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

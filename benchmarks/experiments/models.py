@@ -1,12 +1,36 @@
-"""Networks of the experiments: torchvision's ResNets with the stem for images of 32 pixels."""
+"""Networks of the experiments, their random images, and the groups of their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from benchmarks.experiments.experiment import Settings
 from benchmarks.harness.steps import import_module
+
+
+def random_batch(
+    settings: Settings, batch: int, pixels: int, more_seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Images and labels of 10 classes: time and memory do not depend on what the images show."""
+    generator = torch.Generator().manual_seed(settings.seed + more_seed)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
+    labels = torch.randint(10, (batch,), generator=generator)
+    return images.to(settings.device), labels.to(settings.device)
+
+
+def decayed_groups(params: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
+    """Norms and biases without weight decay, as in the papers on LARS and LAMB."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for param in params:
+        groups[param.ndim <= 1]["params"].append(param)
+    return groups
 
 
 def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:

@@ -37,14 +37,17 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def ask(self, name: str) -> Any:
+    def ask(self, name: str, patience: float | None = None) -> Any:
         """Returns the result of the worker's function of this name.
 
         Raises:
-            WorkerFailed: the function raised, or the process ended.
+            WorkerFailed: the function raised, the process ended, or was silent for longer than
+                ``patience`` seconds.
         """
         try:
             self._pipe.send(name)
+            if not self._pipe.poll(patience):
+                raise WorkerFailed(f"a worker was silent for {patience:.0f} s")
             error, answer = self._pipe.recv()
         except (EOFError, OSError) as lost:
             self._process.join(5)
