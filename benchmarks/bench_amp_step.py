@@ -25,6 +25,7 @@ from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
 from benchmarks.harness.tables import STRONGEST, Column, Report, counted, size_text
+from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "amp_step"
@@ -103,7 +104,7 @@ def _contestant(who: str, case: Case, tensors: tuple[list[Tensor], list[Tensor]]
     values, grads = tensors
     if kind.master:  # its owner follows what others write to its parameters
         values = [value.clone() for value in values]
-    params = steps.parameters(values, grads)
+    params = parameters(values, grads)
     return steps.contestant(who, case.op, case.job, kind, params, lr=LR)
 
 

@@ -23,6 +23,7 @@ from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text
+from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "host"
@@ -97,7 +98,7 @@ def _steps(case: Case, device: str) -> dict[str, Call]:
     values = [0.05 * torch.randn(SIZE, device=device) for _ in range(TENSORS)]
     grads = [0.01 * torch.randn_like(value) for value in values]
     return {
-        who: steps.contestant(who, rule, STEP, kind, steps.parameters(values, grads), lr=LR).call
+        who: steps.contestant(who, rule, STEP, kind, parameters(values, grads), lr=LR).call
         for who in names
     }
 

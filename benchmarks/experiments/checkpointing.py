@@ -16,7 +16,7 @@ from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Se
 from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, numbers_of
 from benchmarks.experiments.measure import gain_text, timed
 from benchmarks.experiments.models import random_batch
-from benchmarks.harness.memory import most_allocated
+from benchmarks.harness.memory import bytes_of_step
 from fusedtrain.advisor.bench.clock import Effort
 
 EFFORT = Effort(min_rounds=8, max_rounds=30, seconds=15.0, sample_ns=0.0)
@@ -122,23 +122,14 @@ def gradient_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in wide.parameters() if p.grad is not None])
 
 
-def _megabytes(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> dict[str, float]:
-    """Peak of a step with its gradients, and what forward keeps."""
-    model.zero_grad()
-    peak, _ = most_allocated(step_of(model, images, labels), device)
-    model.zero_grad()
-    _, kept = most_allocated(lambda: T.cross_entropy(model(images), labels), device)
-    return {"peak": peak / 1e6, "kept": kept / 1e6}
-
-
 def _runs(settings: Settings) -> Iterator[Run]:
     contestants, (images, labels) = models(settings), batch_of(settings)
     exact = gradient_of(contestants[EAGER], images, labels)
     numbers: dict[str, dict[str, float]] = {}
     for who, model in contestants.items():
         off = (gradient_of(model, images, labels) - exact).norm() / exact.norm()
-        memory = _megabytes(model, images, labels, settings.device)
-        numbers[who] = {**memory, "difference": 1e9 * float(off)}
+        peak, kept = bytes_of_step(model, images, labels)
+        numbers[who] = {"peak": peak / 1e6, "kept": kept / 1e6, "difference": 1e9 * float(off)}
     calls = {who: step_of(model, images, labels) for who, model in contestants.items()}
     for model in contestants.values():
         model.zero_grad()

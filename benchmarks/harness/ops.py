@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks.harness.chart import FASTER, Panel
+from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.rows import BUSY, Row
 from benchmarks.harness.tables import (
     UNCERTAIN,
@@ -244,11 +244,7 @@ def _bandwidths(rows: Sequence[Row]) -> Panel:
     return Panel(
         "percent of the bandwidth of x.clone() in the same rounds",
         [name(row) for row in shown],
-        {
-            who: [percent(row, who) for row in shown]
-            for who in ("fusedtrain", "eager", "compile")
-            if any(who in row["gb_per_s"] for row in shown)
-        },
+        bars(shown, ("fusedtrain", "eager", "compile"), percent),
         f"{last}: {_title(rows[0])}",
         text=lambda who, group, value: f"{value:.0f}",
         line=100,

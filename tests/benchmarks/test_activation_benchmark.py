@@ -54,24 +54,18 @@ def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case, other = bench.select(Options(quick=True))[:2]
     assert case.op == other.op == "relu"
     case = replace(case, compiled=True)
-    bench._contest.cache_clear()
     monkeypatch.setattr(activations, "compiled", lambda function: WRONG["no-op"])
     with pytest.warns(UserWarning, match="compile left out: wrong forward"):
         assert list(measured(bench, case).ns)[:2] == ["fusedtrain", "eager"]
-    bench._contest.cache_clear()
     monkeypatch.setattr(activations, "ours", lambda op: WRONG["no-op"])
     with pytest.raises(pytest.fail.Exception, match=r"wrong forward.*\. Not timed"):
         measured(bench, case)
-    bench._contest.cache_clear()
 
 
 def test_selection() -> None:
     cases = bench.select(Options())
-    assert len(set(cases)) == len(cases)
     assert {case.op for case in cases} == set(ACTIVATIONS)
     assert {case.op for case in cases if case.compiled} == set(bench.CHOSEN)
-    assert bench.select(Options(models=("resnet50",))) == []
-    assert not any(case.compiled for case in bench.select(Options(full=True, compiled=False)))
     dtypes = {case.dtype for case in bench.select(Options(float64=True))}
     assert dtypes == {*bench.DTYPES, torch.float64}
 

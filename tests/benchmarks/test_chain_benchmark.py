@@ -42,12 +42,9 @@ def test_wrong_ones_do_not(name: str) -> None:
 def test_cases() -> None:
     for device in ("cpu", "cuda"):
         cases = bench.select(Options(device))
-        names = list(map(str, cases))
-        assert len(set(names)) == len(names)
         assert {case.op for case in cases} == set(CHAINS)
         assert {case.op for case in cases if case.compiled} == set(CHAINS)
     assert len(bench.select(Options(quick=True))) < 25
-    assert bench.select(Options(models=("resnet50",))) == []
 
 
 def test_rows() -> None:

@@ -66,13 +66,11 @@ def test_who_keeps_the_input_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_cases() -> None:
     for device in ("cpu", "cuda"):
         cases = bench.select(Options(device))
-        assert len(set(map(str, cases))) == len(cases)
         assert {(case.op, case.save) for case in cases} == set(CASES)
         assert {(case.op, case.save) for case in cases if case.compiled} == set(CASES)
         assert {case.dtype for case in cases} == set(bench.DTYPES[device])
     assert len(bench.select(Options(quick=True))) == 6
     assert {case.op for case in bench.select(Options(ops=("silu",)))} == {"silu"}
-    assert not any(c.compiled for c in bench.select(Options(full=True, compiled=False)))
     case = bench.select(Options(ops=("gelu",)))[0]
     assert (case.save, case.pass_name, case.tensors()) == ("q8", "forward", 2.25)
 

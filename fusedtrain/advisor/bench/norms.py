@@ -102,7 +102,7 @@ def eager(op: NormOp, channels: int, device: str) -> Contestant:
     norm = _prepared(nn.BatchNorm2d(channels), op, device)
     act = getattr(nn, op.act)(inplace=True) if op.act else nn.Identity()
 
-    def function(x: Tensor, residual: Tensor | None) -> Tensor:
+    def function(x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = norm(x)
         if residual is not None:
             out += residual
