@@ -22,7 +22,7 @@ from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text
+from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text, pair
 from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
@@ -190,10 +190,6 @@ def _loses_to(row: Row, limits: Limits) -> str | None:
     return rival if surely and _share(row) > share * (1 + limits.tolerance) else None
 
 
-def _pair(values: Mapping[str, float], row: Row, form: str) -> str:
-    return " / ".join(format(values[who], form) for who in ("fusedtrain", _rival(row)) if who)
-
-
 def _title(row: Row) -> str:
     if row.model:
         return f"host time, forward and backward of networks, batch {BATCH}, {PIXELS} px, float32"
@@ -228,13 +224,13 @@ REPORT = Report(
     (
         Column("call", _name, left=True),
         Column("pass", lambda row: str(row["pass"]), left=True),
-        Column("us", lambda r: _pair({k: v / 1e3 for k, v in r.ns.items()}, r, ".4g")),
+        Column("us", lambda r: pair(r.ns, r, ".4g", 1e3)),
         Column("rival", _rival, left=True),
         Column("of the rival's", lambda row: f"{_share(row):.2f}x"),
         Column("at most", lambda row: f"{row['at_most']:.2f}x"),
         Column("target", lambda row: "met" if is_met(row) else "missed", left=True),
         Column("rival / ours, 99 %", lambda row: interval_text(_rival(row))(row)),
-        Column("launches", lambda row: _pair(row["counts"], row, "d") + counted(row)),
+        Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
     ),
     key=_key,
     label=lambda row: f"{_name(row)} {row['pass']}",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import columns_of, triple
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
-from benchmarks.experiments.models import random_batch
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import random_batch, small_resnet
 from fusedtrain.advisor.bench.clock import Effort
 
 MICRO = (1, 4, 16)  # micro-batches a batch
@@ -27,6 +27,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 LR, MOMENTUM = 1e-3, 0.9
 SAME = 1e-9  # of the gradient's norm, in float64: sums in another order differ by about 1e-15
 MEMORY = 1.05  # times a micro-batch's memory and the gradients' is still that: sizes are rounded
+RATIO = ("ratio", "low", "high")
 ALONE = "one micro-batch alone"
 
 
@@ -140,7 +141,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
             }
             if micro > 1:
                 gain = times.gain(label, label_of(1, who))
-                numbers |= dict(zip(("ratio", "low", "high"), gain, strict=True))
+                numbers |= dict(zip(RATIO, gain, strict=True))
                 for key, frozen in (("frozen", True), ("norm", False)):
                     numbers[key] = 100 * difference(model, settings, micro, frozen=frozen)
             yield Run(label, numbers)
@@ -179,11 +180,11 @@ def _judge_memory(runs: Mapping[str, Run]) -> Verdict:
                 continue
             mb = run.numbers["mb"]
             ratios.append(mb / (small.numbers["mb"] + small.numbers["gradients"]))
-            gain = (run.numbers["ratio"], run.numbers["low"], run.numbers["high"])
             words.append(
                 f"{run.label}: {mb:.2f} MB (a micro-batch alone {small.numbers['mb']:.2f}, the "
                 f"gradients {small.numbers['gradients']:.2f}, the whole batch "
-                f"{whole.numbers['mb']:.2f}), time {gain_text(gain)} of the whole batch's"
+                f"{whole.numbers['mb']:.2f}), time {gain_text(triple(run, RATIO))} of the whole "
+                "batch's"
             )
     if not ratios:
         return Verdict(None, "nothing was measured")
@@ -210,9 +211,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "s": Column("s an epoch", 3),
-        "ratio": Column("time, of the whole batch", 2),
-        "low": Column("at least", 2),
-        "high": Column("at most", 2),
+        **columns_of("time, of the whole batch", RATIO),
         "mb": Column("peak MB", 2),
         "gradients": Column("MB of gradients", 2),
         "frozen": Column("gradient off by %, frozen batch norm", 4),

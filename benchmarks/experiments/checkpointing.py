@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
-from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, numbers_of
+from benchmarks.experiments.gains import (
+    COLUMNS,
+    Gain,
+    columns_of,
+    gain_of,
+    is_faster,
+    numbers_of,
+    triple,
+)
 from benchmarks.experiments.measure import gain_text, timed
 from benchmarks.experiments.models import random_batch
 from benchmarks.harness.memory import bytes_of_step
@@ -23,6 +31,7 @@ EFFORT = Effort(min_rounds=8, max_rounds=30, seconds=15.0, sample_ns=0.0)
 EAGER, CHECKPOINT = "everything kept", "torch.utils.checkpoint"
 STORE, RECOMPUTE = "fusedtrain, store", "fusedtrain, recompute"
 FORWARD = "forward alone"
+COST = ("cost", "cost_low", "cost_high")
 ABOUT = (1.15, 1.35)  # of the time of a step is about 20 to 30 % more
 
 
@@ -140,7 +149,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
     )
     for who in (*contestants, FORWARD):
         cost = () if who == EAGER else times.gain(who, EAGER)
-        ratio = dict(zip(("cost", "cost_low", "cost_high"), cost))
+        ratio = dict(zip(COST, cost))
         if who == RECOMPUTE:
             numbers[who] |= numbers_of(times.gain(CHECKPOINT, who))
         note = NOTES.get(who, "")
@@ -149,10 +158,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
 
 def _cost(runs: Mapping[str, Run], label: str) -> Gain | None:
     """Time of a step over that of the eager step."""
-    numbers = runs[label].numbers if label in runs else {}
-    if "cost" not in numbers:
-        return None
-    return numbers["cost"], numbers["cost_low"], numbers["cost_high"]
+    return triple(runs[label], COST) if label in runs and "cost" in runs[label].numbers else None
 
 
 def _memory(runs: Mapping[str, Run], label: str) -> float | None:
@@ -230,9 +236,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "ms": Column("ms a step"),
-        "cost": Column("of everything kept", 2),
-        "cost_low": Column("at least", 2),
-        "cost_high": Column("at most", 2),
+        **columns_of("of everything kept", COST),
         **COLUMNS,
         "gain": Column("times as fast as checkpointing", 2),
         "peak": Column("peak MB"),

@@ -17,8 +17,7 @@ import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.images import DEBIAN, RealImages, digit_images, real_images
 from benchmarks.experiments.large_batch import accuracy, batches
-from benchmarks.experiments.models import cifar_resnet, decayed_groups
-from benchmarks.experiments.small_vit import small_vit
+from benchmarks.experiments.models import cifar_resnet, decayed_groups, small_vit
 
 DIGITS, FASHION = "digits", "Fashion-MNIST"
 PIXELS = {DIGITS: 8, FASHION: 12}

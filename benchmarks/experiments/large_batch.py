@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.images import RealImages, real_images
-from benchmarks.experiments.models import decayed_groups
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import decayed_groups, small_resnet
 
 FACTORS = (0.25, 1.0, 4.0)  # of each optimizer's rate: the grid
 WARM_UP = 0.2  # of all steps

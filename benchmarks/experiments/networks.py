@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import KEYS, columns_of, triple
 from benchmarks.experiments.measure import Timed, gain_text, peak_megabytes, timed
 from benchmarks.harness.networks import Gate, Setup, batch_of, build, call
 from fusedtrain.advisor.bench.clock import Effort
@@ -122,7 +123,7 @@ def _numbers(
         "first": entrant.first,
     }
     if who != EAGER:
-        numbers |= dict(zip(("gain", "low", "high"), times.gain(EAGER, who), strict=True))
+        numbers |= dict(zip(KEYS, times.gain(EAGER, who), strict=True))
     return numbers
 
 
@@ -227,10 +228,7 @@ def _judge_speed(runs: Mapping[str, Run], settings: Settings, who: str) -> Verdi
     if refusals:
         return Verdict(False, "; ".join(refusals))
     pairs = _of(runs, settings, who)
-    gains = {
-        name: (run.numbers["gain"], run.numbers["low"], run.numbers["high"])
-        for name, (_, run) in pairs.items()
-    }
+    gains = {name: triple(run) for name, (_, run) in pairs.items()}
     if not gains:
         return Verdict(None, "nothing was measured")
     words = "; ".join(f"{name}: {gain_text(gain)}" for name, gain in gains.items())
@@ -287,9 +285,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "speed": Column("images/s", 1),
-        "gain": Column("speed over eager", 2),
-        "low": Column("at least", 2),
-        "high": Column("at most", 2),
+        **columns_of("speed over eager"),
         "mb": Column("peak MB", 0),
         "first": Column("s to the first step", 1),
     },

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
-from benchmarks.experiments.models import random_batch
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import random_batch, small_resnet
 from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.race import kept_bytes
 from fusedtrain.advisor.bench.clock import median_interval

@@ -12,7 +12,6 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 Handlers = Mapping[str, Callable[[], Any]]
@@ -59,12 +58,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pipe.close()  # the worker reads the end of the pipe
         self._process.join(5)
         if self._process.is_alive():

@@ -15,7 +15,7 @@ from benchmarks.experiments import (
     retained_graph,
 )
 from benchmarks.experiments.experiment import Run
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import small_resnet
 from helpers.experiments import QUICK, judged, measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
