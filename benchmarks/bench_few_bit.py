@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusedtrain.functional as F
 from benchmarks.harness import ops
-from benchmarks.harness.cases import Options, dtype_name
+from benchmarks.harness.cases import Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
 from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
@@ -93,9 +93,8 @@ def select(options: Options) -> list[Case]:
 @lru_cache(maxsize=1)
 def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """The input, of which the errors are stated for N(0, 1), and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(numel, generator=generator).to(device, dtype) for _ in range(2))
-    return x, gradient
+    work = Work(device, dtype)
+    return work.random(numel), work.random(numel, seed=1)
 
 
 def stated_error(op: str, save: str) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedtrain.functional as F
 from benchmarks.harness import ops
-from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
+from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of
 from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
@@ -115,12 +115,9 @@ def tensors(
     layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str
 ) -> tuple[Tensor, Tensor]:
     """The input and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, layer.channels, layer.side, layer.side, generator=generator)
-    gradient = torch.randn(T.max_pool2d(x, *layer.window).shape, generator=generator)
-    kind = LAYOUTS[layout]
-    x, gradient = (t.to(device, dtype).contiguous(memory_format=kind) for t in (x, gradient))
-    return x, gradient
+    work = Work(device, dtype)
+    x = work.random(batch, layer.channels, layer.side, layer.side, layout=layout)
+    return x, work.random(*layer.eager(x).shape, seed=1, layout=layout)
 
 
 def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits: bool) -> None:

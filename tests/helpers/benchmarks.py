@@ -41,7 +41,7 @@ def measured(bench: ModuleType, case: Any) -> Row:
 def forget(bench: ModuleType) -> None:
     """Contestants that the module has kept: those of another test may be changed ones."""
     for value in vars(bench).values():
-        if value.__class__.__name__ == "_lru_cache_wrapper" and value.__module__ == bench.__name__:
+        if hasattr(value, "cache_clear") and value.__module__ == bench.__name__:
             value.cache_clear()
 
 
