@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import ops
-from benchmarks.harness.cases import Options, dtype_name
-from benchmarks.harness.guards import admit
+from benchmarks.harness.cases import Options, Work, dtype_name
 from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench.activations import CHOSEN, GATE, TENSORS, check, ours
-from fusedtrain.advisor.bench.clock import Call, Function, compiled
+from fusedtrain.advisor.bench import Contest
+from fusedtrain.advisor.bench.activations import CHOSEN, TENSORS, contest
 from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "activations"
@@ -70,47 +68,17 @@ def select(options: Options) -> list[Case]:
 
 
 @lru_cache(maxsize=1)
-def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(numel, generator=generator).to(device, dtype) for _ in range(2))
-    return x, gradient
-
-
-@lru_cache(maxsize=1)
-def _entrants(
-    op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool
-) -> dict[str, Function]:
-    """Contestants that passed the gate, for both passes."""
-    x, gradient = _tensors(numel, dtype, device)
-    contestants: dict[str, Function] = {"fusedtrain": ours(op), "eager": ACTIVATIONS[op].eager}
-    if with_compile:
-        contestants["compile"] = compiled(ACTIVATIONS[op].eager)
-
-    def gate(who: str, function: Function) -> None:
-        few = None if who == "compile" else GATE  # it compiles for one size
-        check(op, who, function, x[:few], gradient[:few])
-
-    return admit(contestants, gate, f"{op}, {dtype_name(dtype)} on {device}")
-
-
-def _call(function: Function, case: Case, x: Tensor, gradient: Tensor) -> Call:
-    if case.pass_name == "forward":
-        return lambda: function(x)
-    leaf = x.detach().requires_grad_()
-    return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
+def _contest(op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool) -> Contest:
+    """Both passes."""
+    return contest(Work(device, dtype, compiled=with_compile), op, numel)
 
 
 def test_activation(race: Race, case: Case) -> None:
     """One row of the results."""
-    entrants = _entrants(case.op, case.numel, case.dtype, race.device, case.compiled)
-    if race.is_off():
-        return
-    x, gradient = _tensors(case.numel, case.dtype, race.device)
-    race.tensors(
-        {who: _call(function, case, x, gradient) for who, function in entrants.items()},
-        x,
+    race.match(
+        _contest(case.op, case.numel, case.dtype, race.device, case.compiled),
+        case.pass_name,
+        f"{case.op}, {dtype_name(case.dtype)} on {race.device}",
         family=FAMILY,
         op=case.op,
-        pass_name=case.pass_name,
-        tensors=TENSORS[case.pass_name],
     )

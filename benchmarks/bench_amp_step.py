@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ from benchmarks.harness.race import Prepare, Race, copy_buffers
 from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
-from benchmarks.harness.tables import STRONGEST, Column, Report, counted, size_text
+from benchmarks.harness.tables import STRONGEST, Column, Report, counted, pair, size_text
+from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "amp_step"
@@ -103,7 +103,7 @@ def _contestant(who: str, case: Case, tensors: tuple[list[Tensor], list[Tensor]]
     values, grads = tensors
     if kind.master:  # its owner follows what others write to its parameters
         values = [value.clone() for value in values]
-    params = steps.parameters(values, grads)
+    params = parameters(values, grads)
     return steps.contestant(who, case.op, case.job, kind, params, lr=LR)
 
 
@@ -143,7 +143,7 @@ def test_amp_step(race: Race, case: Case) -> None:
         entrants = _entrants(case.op, case.kind, case.job, race.device)
     except ImportError as error:
         pytest.skip(f"{case.op}: no rival, {error}")
-    if race.is_off():
+    if race.is_off:
         return
     tensors = _tensors(case.model, kind.dtype, race.device)
     contestants = {who: _contestant(who, case, tensors) for who in entrants}
@@ -156,7 +156,6 @@ def test_amp_step(race: Race, case: Case) -> None:
     counts = _counts(race, {who: calls[who] for who in entrants})
     del contestants, calls
     race.finish(
-        f"{case.kind} {case.model} {case.job}",
         FAMILY,
         samples,
         moved=moved,
@@ -173,11 +172,6 @@ def test_amp_step(race: Race, case: Case) -> None:
 
 
 # --- report ---
-
-
-def _pair(values: dict[str, Any], row: Row, form: str) -> str:
-    names = ["fusedtrain", *([best] if (best := row.strongest()) else [])]
-    return " / ".join(format(values[name], form) if name in values else "-" for name in names)
 
 
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -220,8 +214,8 @@ REPORT = Report(
         Column("B/param", lambda row: str(row["bytes"] // row.numel)),
         Column("GB/s", lambda row: f"{row['gb_per_s']['fusedtrain']:.1f}"),
         Column("% copy", lambda row: f"{row['percent_of_copy']:.0f}"),
-        Column("host us", lambda r: _pair({k: v / 1e3 for k, v in r["host_ns"].items()}, r, ".0f")),
-        Column("launches", lambda row: _pair(row["counts"], row, "d") + counted(row)),
+        Column("host us", lambda r: pair(r["host_ns"], r, ".0f", 1e3)),
+        Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
         *STRONGEST,
     ),
     key=lambda row: (

@@ -128,7 +128,7 @@ def test_apex(race: Race, case: Case) -> None:
     device = race.device
     refuse_the_reference("optimizer_step", device)
     entrants = _entrants(case.level, case.rule, case.job, device)
-    if race.is_off():
+    if race.is_off:
         return
     of = shapes(case.model)
     moved = apex.bytes_moved(case.level, RULES[case.rule], of)
@@ -137,7 +137,6 @@ def test_apex(race: Race, case: Case) -> None:
     samples, counts = _race(race, case, entrants, _tensors(case.model, device), copy)
     host, _ = _race(race.host(), case, entrants, _tensors(case.model, device, tiny=True), {})
     race.finish(
-        f"{case.model} {case.job}",
         FAMILY,
         samples,
         moved=moved,

@@ -7,26 +7,14 @@ The standard shapes, in every layout and dtype; and every distinct batch norm of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import ops, shapes
-from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
+from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench.clock import Call
-from fusedtrain.advisor.bench.norms import (
-    CONTESTANTS,
-    OPS,
-    PASSES,
-    Contestant,
-    Exact,
-    NormOp,
-    check,
-    exact,
-)
+from fusedtrain.advisor.bench.norms import OPS, PASSES, STANDARD, contest
 
 FAMILY = "batch_norm"
 REPORT = ops.report(FAMILY)
@@ -40,12 +28,7 @@ QUICK_SHAPE = (2, 16, 14, 14)
 # more a row on the CPU, there in the first, forward+backward. --full has all with all.
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STANDARD = ("bn_relu", "bn_silu", "bn_add_relu", "frozen_bn_relu")
 LAYER_BATCHES = (8, 32)
-GATE_BATCH = 8  # a row with torch.compile has its whole batch checked: it compiles for one size
-
-
-# --- the gate ---
 
 
 @dataclass(frozen=True)
@@ -118,68 +101,16 @@ def _of_networks(options: Options) -> list[Case]:
     ]  # fmt: skip
 
 
-@lru_cache(maxsize=1)
-def _tensors(shape: Shape, dtype: torch.dtype, layout: str, device: str) -> tuple[Tensor, ...]:
-    """Input, residual, gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    numbers = (torch.randn(shape, generator=generator) for _ in range(3))
-    kind = LAYOUTS[layout]
-    x, residual, gradient = (t.to(device, dtype).contiguous(memory_format=kind) for t in numbers)
-    return 0.5 + 2 * x, residual, gradient
-
-
-@lru_cache(maxsize=1)
-def _exact(
-    op: NormOp, shape: Shape, dtype: torch.dtype, layout: str, device: str, batch: int
-) -> Exact:
-    x, residual, gradient = (t[:batch] for t in _tensors(shape, dtype, layout, device))
-    return exact(op, x, residual if op.add else None, gradient)
-
-
-def _entrants(case: Case, device: str) -> dict[str, Contestant]:
-    """Contestants that passed the gate."""
-    op = OPS[case.op]
-    key = (case.shape, case.dtype, case.layout, device)
-    batch = case.shape[0] if case.compiled else GATE_BATCH
-    x, residual, _ = (t[:batch] for t in _tensors(*key))
-    contestants = {
-        who: make(op, case.shape[1], device)
-        for who, make in CONTESTANTS.items()
-        if who != "compile" or case.compiled
-    }
-
-    def gate(who: str, contestant: Contestant) -> None:
-        check(contestant, _exact(op, *key, batch), x, residual if op.add else None)
-
-    return admit(contestants, gate, f"{case} on {device}")
-
-
-def _call(contestant: Contestant, case: Case, tensors: tuple[Tensor, ...]) -> Call:
-    x, residual, gradient = tensors
-    function = contestant.function
-    added = residual if OPS[case.op].add else None
-    if case.pass_name == "forward":
-        return lambda: function(x, added)
-    x = x.detach().requires_grad_()
-    added = None if added is None else added.detach().requires_grad_()
-    leaves = contestant.leaves(x, added)
-    return lambda: torch.autograd.grad(function(x, added), leaves, gradient)
-
-
 def test_batch_norm(race: Race, case: Case) -> None:
     """One row of the results."""
     refuse_the_reference("batch_norm_act", race.device)
-    entrants = _entrants(case, race.device)
-    if race.is_off():
-        return
-    tensors = _tensors(case.shape, case.dtype, case.layout, race.device)
-    race.tensors(
-        {who: _call(contestant, case, tensors) for who, contestant in entrants.items()},
-        tensors[0],
+    work = Work(race.device, case.dtype, compiled=case.compiled)
+    race.match(
+        contest(work, case.op, case.shape, case.layout),
+        case.pass_name,
+        f"{case} on {race.device}",
         family=FAMILY,
         op=case.op,
-        pass_name=case.pass_name,
-        tensors=OPS[case.op].tensors(case.pass_name),
         shape=list(case.shape),
         layout=case.layout,
         model=case.model,

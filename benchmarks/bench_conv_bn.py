@@ -7,7 +7,7 @@ one test, each with a copy of the same network.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import FASTER, Panel
+from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.networks import JOBS, Contestant, Setup
+from benchmarks.harness.networks import JOBS, Contestant, NetworkCase as Case, Setup
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import STRONGEST, Column, Report
@@ -45,28 +45,6 @@ QUICK: tuple[Setup, ...] = (
     Setup("tune", "resnet18", 4, 64),
     Setup("inference", "resnet18", 1, 64),
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row: its rivals share the network, its input and the measurement loop."""
-
-    setup: Setup
-    compiled: bool = False
-
-    @property
-    def op(self) -> str:
-        """The name that --op selects by."""
-        return self.setup.job
-
-    @property
-    def model(self) -> str:
-        """The name that --model selects by."""
-        return self.setup.model
-
-    def __str__(self) -> str:
-        parts = map(str, vars(self.setup).values())
-        return "-".join(part.replace(" ", "_") for part in parts)
 
 
 def select(options: Options) -> list[Case]:
@@ -116,13 +94,12 @@ def test_conv_bn(race: Race, case: Case) -> None:
             entrants, errors = _entrants(case, race.device)
         except (ImportError, networks.Missing) as error:
             pytest.skip(f"{case}: {error}")
-    if race.is_off():
+    if race.is_off:
         return
     batch = networks.batch_of(setup, race.device)
     saved = {who: _saved(c, setup, batch) for who, c in entrants.items() if who != "compile"}
     calls = {who: networks.call(c.model, setup, *batch) for who, c in entrants.items()}
     race.finish(
-        f"{setup.job} {setup.model}",
         FAMILY,
         race.samples(calls),
         **vars(setup),
@@ -148,15 +125,10 @@ def _saved_text(row: Row) -> str:
 
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
     groups = [f"{JOBS[row['job']]}\n{_name(row)}" for row in rows]
-    ratios = {
-        who: [row.ratio.get(who) for row in rows]
-        for who in ("eager", "compile")
-        if any(who in row.ratio for row in rows)
-    }
-    saved = {
-        who: [row["saved"].get(who, 0) / 1e6 or None for row in rows]
-        for who in ("eager", "fusedtrain")
-    }
+    ratios = bars(rows, ("eager", "compile"), lambda row, who: row.ratio.get(who))
+    saved = bars(
+        rows, ("eager", "fusedtrain"), lambda row, who: row["saved"].get(who, 0) / 1e6 or None
+    )
     return [
         [
             Panel(f"rival's {FASTER}", groups, ratios, line=1),

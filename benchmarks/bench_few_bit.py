@@ -13,9 +13,10 @@ from torch import Tensor
 
 import fusedtrain.functional as F
 from benchmarks.harness import ops
-from benchmarks.harness.cases import Options, dtype_name
-from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.cases import Options, Work, dtype_name
+from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
+from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
 from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import (
     FORWARD,
@@ -92,9 +93,8 @@ def select(options: Options) -> list[Case]:
 @lru_cache(maxsize=1)
 def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """The input, of which the errors are stated for N(0, 1), and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(numel, generator=generator).to(device, dtype) for _ in range(2))
-    return x, gradient
+    work = Work(device, dtype)
+    return work.random(numel), work.random(numel, seed=1)
 
 
 def stated_error(op: str, save: str) -> tuple[float, float]:
@@ -130,51 +130,50 @@ def check(
 
 
 @lru_cache(maxsize=1)
-def _rivals(
-    op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool
-) -> dict[str, Function]:
-    """The exact ones that passed the gate: of all rows of an activation, which compiles once."""
+def _rivals(op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool) -> Contest:
+    """The exact ones: of all rows of an activation, which compiles once."""
     x, gradient = _tensors(numel, dtype, device)
     eager = ACTIVATIONS[op].eager
-    contestants: dict[str, Function] = {"eager": eager, "exact": getattr(F, op)}
+    functions: dict[str, Function] = {EAGER: eager, "exact": getattr(F, op)}
     if with_compile:
-        contestants["compile"] = compiled(eager)
+        functions[COMPILE] = compiled(eager)
 
     def gate(who: str, function: Function) -> None:
-        few = None if who == "compile" else GATE  # it compiles for one size
+        few = None if who == COMPILE else GATE  # it compiles for one size
         check(op, function, x[:few], gradient[:few])
 
-    return admit(contestants, gate, f"{op}, {dtype_name(dtype)}, {numel}")
+    return Contest(functions, gate, partial(call_of, x=x, gradient=gradient), lambda _: 0, x)
 
 
-def _entrants(case: Case, device: str) -> dict[str, Function]:
+def contest(case: Case, device: str) -> Contest:
+    """fusedtrain's function and the exact ones."""
+    exact = _rivals(case.op, case.numel, case.dtype, device, case.compiled)
     x, gradient = (t[:GATE] for t in _tensors(case.numel, case.dtype, device))
-    ours: Function = partial(getattr(F, case.op), save=case.save)
 
     def gate(who: str, function: Function) -> None:
+        if who != OURS:
+            exact.gate(who)
+            return
         check(case.op, function, x, gradient, stated_error(case.op, case.save))
         kept = kept_bytes(lambda: function(x.detach().requires_grad_()))
         if kept * 8 > case.bits * x.numel():
             raise NotTheJob(f"keeps {8 * kept / x.numel():.3g} bits an element, not {case.bits}")
 
-    rivals = _rivals(case.op, case.numel, case.dtype, device, case.compiled)
-    return {**admit({"fusedtrain": ours}, gate, str(case)), **rivals}
+    functions = {OURS: partial(getattr(F, case.op), save=case.save), **exact.functions}
+    moved = case.tensors() * exact.source.nbytes
+    return Contest(functions, gate, exact.call, lambda _: moved, exact.source)
 
 
 def test_few_bit(race: Race, case: Case) -> None:
     """One row of the results."""
     refuse_the_reference("few_bit", race.device)
-    entrants = _entrants(case, race.device)
-    if race.is_off():
-        return
-    x, gradient = _tensors(case.numel, case.dtype, race.device)
-    leaf = x.detach().requires_grad_()
-    race.tensors(
-        {who: call_of(f, case.pass_name, x, gradient) for who, f in entrants.items()},
-        x,
+    made = contest(case, race.device)
+    leaf = made.source.detach().requires_grad_()
+    race.match(
+        made,
+        case.pass_name,
+        str(case),
         family=FAMILY,
         op=f"{case.op} {case.save}",
-        pass_name=case.pass_name,
-        tensors=case.tensors(),
-        kept={who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()},
+        kept={who: partial(function, leaf) for who, function in made.functions.items()},
     )

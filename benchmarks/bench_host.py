@@ -22,7 +22,8 @@ from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text
+from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text, pair
+from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "host"
@@ -97,7 +98,7 @@ def _steps(case: Case, device: str) -> dict[str, Call]:
     values = [0.05 * torch.randn(SIZE, device=device) for _ in range(TENSORS)]
     grads = [0.01 * torch.randn_like(value) for value in values]
     return {
-        who: steps.contestant(who, rule, STEP, kind, steps.parameters(values, grads), lr=LR).call
+        who: steps.contestant(who, rule, STEP, kind, parameters(values, grads), lr=LR).call
         for who in names
     }
 
@@ -149,14 +150,14 @@ def test_host(race: Race, case: Case) -> None:
     refuse_the_reference("batch_norm_act", race.device)
     with _one_thread():
         by_name = entrants(case, race.device)
-        if race.is_off():
+        if race.is_off:
             return
         recording = case.pass_name not in (calls.NO_GRADIENTS, STEP)
         with torch.set_grad_enabled(recording):
             samples = race.host().samples(by_name)
             counts = {who: race.count(call) for who, call in by_name.items()}
         race.finish(
-            f"{case.op} {case.model}", FAMILY, samples, op=case.op, model=case.model,
+            FAMILY, samples, op=case.op, model=case.model,
             layout=case.layout, dtype="float32", counts=counts, at_most=case.target,
             **{"pass": case.pass_name},
         )  # fmt: skip
@@ -187,10 +188,6 @@ def _loses_to(row: Row, limits: Limits) -> str | None:
     share = row["at_most"]
     surely = row.ratio_interval[rival][1] * share < 1
     return rival if surely and _share(row) > share * (1 + limits.tolerance) else None
-
-
-def _pair(values: Mapping[str, float], row: Row, form: str) -> str:
-    return " / ".join(format(values[who], form) for who in ("fusedtrain", _rival(row)) if who)
 
 
 def _title(row: Row) -> str:
@@ -227,13 +224,13 @@ REPORT = Report(
     (
         Column("call", _name, left=True),
         Column("pass", lambda row: str(row["pass"]), left=True),
-        Column("us", lambda r: _pair({k: v / 1e3 for k, v in r.ns.items()}, r, ".4g")),
+        Column("us", lambda r: pair(r.ns, r, ".4g", 1e3)),
         Column("rival", _rival, left=True),
         Column("of the rival's", lambda row: f"{_share(row):.2f}x"),
         Column("at most", lambda row: f"{row['at_most']:.2f}x"),
         Column("target", lambda row: "met" if is_met(row) else "missed", left=True),
         Column("rival / ours, 99 %", lambda row: interval_text(_rival(row))(row)),
-        Column("launches", lambda row: _pair(row["counts"], row, "d") + counted(row)),
+        Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
     ),
     key=_key,
     label=lambda row: f"{_name(row)} {row['pass']}",

@@ -13,8 +13,9 @@ from torch import Tensor
 import fusedtrain.functional as F
 from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import admit, refuse_the_reference
+from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
+from fusedtrain.advisor.bench import COMPILE, OURS, Contest
 from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import Tolerance, agrees, same_kind
 
@@ -115,18 +116,17 @@ def test_images(race: Race, case: Case) -> None:
     x = _bytes(case.batch, case.read, race.device)
 
     def gate(who: str, function: Function) -> None:
-        check(function, x if who == "compile" else x[:1], case)  # which compiles for one size
+        check(function, x if who == COMPILE else x[:1], case)  # which compiles for one size
 
-    entrants = admit(contestants(case, race.device), gate, str(case))
-    if race.is_off():
-        return
-    race.tensors(
-        {who: partial(function, x) for who, function in entrants.items()},
-        entrants["fusedtrain"](x),
+    functions = contestants(case, race.device)
+    source = functions[OURS](x)
+    moved = (1 + 1 / case.dtype.itemsize) * source.nbytes  # bytes are read
+    race.match(
+        Contest(functions, gate, lambda f, _: partial(f, x), lambda _: moved, source),
+        "forward",
+        str(case),
         family=FAMILY,
         op=OP,
-        pass_name="forward",
-        tensors=1 + 1 / case.dtype.itemsize,  # bytes are read
         shape=list(x.shape),
         layout=case.layout,
     )

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as T
-from torch import Tensor, nn
+from torch import nn
 
 import fusedtrain
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import Panel
+from benchmarks.harness.chart import Panel, Series, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.memory import most_allocated
-from benchmarks.harness.networks import Setup
+from benchmarks.harness.memory import bytes_of_step
+from benchmarks.harness.networks import NetworkCase, Setup
 from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report
@@ -47,22 +47,10 @@ OURS = ("store", "fusedtrain")
 QUICK = (Setup("train", "resnet18", 4, 64, "contiguous"),)
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NetworkCase):
     """One row."""
 
-    setup: Setup
-    compiled: bool
-
-    @property
-    def op(self) -> str:
-        """The name that --op selects by."""
-        return "memory"
-
-    @property
-    def model(self) -> str:
-        """The name that --model selects by."""
-        return self.setup.model
+    op = "memory"
 
     def __str__(self) -> str:
         return f"{self.setup.model}-{self.setup.batch}-{self.setup.layout}"
@@ -97,19 +85,7 @@ def contestants(setup: Setup, device: str, compiled: bool) -> dict[str, Any]:
 
 def bytes_of(model: Any, setup: Setup, device: str, batch: int = 0) -> tuple[int, int]:
     """Peak of forward and backward with gradients, and what forward keeps."""
-    images, labels = networks.batch_of(setup, device, batch)
-
-    def forward() -> Tensor:
-        return T.cross_entropy(model(images), labels)
-
-    def step() -> None:
-        forward().backward()
-
-    model.zero_grad()
-    peak, _ = most_allocated(step, device)
-    model.zero_grad()
-    _, kept = most_allocated(forward, device)
-    return peak, kept
+    return bytes_of_step(model, *networks.batch_of(setup, device, batch))
 
 
 def largest(model: Any, setup: Setup, device: str, limit: int, peak: int) -> int:
@@ -153,7 +129,7 @@ def test_memory(race: Race, case: Case) -> None:
         pytest.skip(f"{case}: {error}")
     gate = networks.Gate(_stock(setup, device), setup, device, whole=case.compiled)
     models = admit(models, gate.check, f"{case} on {device}", ours=OURS)
-    if race.is_off():
+    if race.is_off:
         return
     peak, kept, fits = {}, {}, {"eager": setup.batch}
     for who, model in models.items():
@@ -162,7 +138,6 @@ def test_memory(race: Race, case: Case) -> None:
     for who in OURS:
         fits[who] = largest(models[who], setup, device, peak["eager"], peak[who])
     race.finish(
-        f"memory {setup.model}",
         FAMILY,
         race.samples(_calls(models, setup, device)),
         model=setup.model,
@@ -221,12 +196,11 @@ def _means(row: Row) -> dict[str, float]:
 
 
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    def values(what: str) -> dict[str, list[float | None]]:
-        names = [who for who in CONTESTANTS if any(who in row[what] for row in rows)]
-        return {
-            who: [row[what][who] / row[what]["eager"] if who in row[what] else None for row in rows]
-            for who in names
-        }
+    def values(what: str) -> Series:
+        def share(row: Row, who: str) -> float | None:
+            return row[what][who] / row[what]["eager"] if who in row[what] else None
+
+        return bars(rows, CONTESTANTS, share)
 
     titles = {"kept": "kept by forward", "peak": "peak", "fits": "largest batch"}
     names = [_name(row) for row in rows]

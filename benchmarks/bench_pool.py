@@ -12,9 +12,10 @@ from torch import Tensor
 
 import fusedtrain.functional as F
 from benchmarks.harness import ops
-from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
+from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
+from benchmarks.harness.guards import refuse_the_reference
+from benchmarks.harness.race import PASSES, Race, call_of
+from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
 from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import GRADIENT, Tolerance, agrees, first_call
 
@@ -114,12 +115,9 @@ def tensors(
     layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str
 ) -> tuple[Tensor, Tensor]:
     """The input and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(batch, layer.channels, layer.side, layer.side, generator=generator)
-    gradient = torch.randn(T.max_pool2d(x, *layer.window).shape, generator=generator)
-    kind = LAYOUTS[layout]
-    x, gradient = (t.to(device, dtype).contiguous(memory_format=kind) for t in (x, gradient))
-    return x, gradient
+    work = Work(device, dtype)
+    x = work.random(batch, layer.channels, layer.side, layer.side, layout=layout)
+    return x, work.random(*layer.eager(x).shape, seed=1, layout=layout)
 
 
 def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits: bool) -> None:
@@ -139,39 +137,38 @@ def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits
 
 
 @lru_cache(maxsize=1)
-def _prepared(
+def _contest(
     layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
-) -> tuple[Tensor, Tensor, dict[str, Function]]:
-    """Input, gradient and who passed the gate: of all passes, which compile once."""
+) -> Contest:
+    """All passes."""
     x, gradient = tensors(layer, batch, dtype, layout, device)
-    contestants: dict[str, Function] = {"fusedtrain": layer.ours, "eager": layer.eager}
-    if with_compile:
-        contestants["compile"] = compiled(layer.eager)
 
     def gate(who: str, function: Function) -> None:
-        check(function, layer, x, gradient, bits=who == "fusedtrain")
+        check(function, layer, x, gradient, bits=who == OURS)
 
-    where = f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}"
-    return x, gradient, admit(contestants, gate, where)
+    def moved(pass_name: str) -> float:
+        return layer.tensors(pass_name, dtype) * x.nbytes
+
+    functions: dict[str, Function] = {OURS: layer.ours, EAGER: layer.eager}
+    if with_compile:
+        functions[COMPILE] = compiled(layer.eager)
+    return Contest(functions, gate, partial(call_of, x=x, gradient=gradient), moved, x)
 
 
 def test_pool(race: Race, case: Case) -> None:
     """One row of the results."""
     refuse_the_reference(OP, race.device)
-    x, gradient, entrants = _prepared(
-        case.layer, case.batch, case.dtype, case.layout, race.device, case.compiled
-    )
-    if race.is_off():
-        return
+    layer, dtype, layout = case.layer, case.dtype, case.layout
+    contest = _contest(layer, case.batch, dtype, layout, race.device, case.compiled)
+    x = contest.source
     leaf = x.detach().requires_grad_()
-    race.tensors(
-        {who: call_of(f, case.pass_name, x, gradient) for who, f in entrants.items()},
-        x,
+    race.match(
+        contest,
+        case.pass_name,
+        f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}",
         family=FAMILY,
-        op=case.layer.name,
-        pass_name=case.pass_name,
-        tensors=case.layer.tensors(case.pass_name, case.dtype),
+        op=layer.name,
         shape=list(x.shape),
-        layout=case.layout,
-        kept={who: kept_bytes(partial(f, leaf)) / x.numel() for who, f in entrants.items()},
+        layout=layout,
+        kept={who: partial(function, leaf) for who, function in contest.functions.items()},
     )

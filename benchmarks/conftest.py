@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import report
 from benchmarks.harness.cases import Options
-from benchmarks.harness.clock import REPLAY
 from benchmarks.harness.race import Race
 from benchmarks.harness.store import Recorder
 from fusedtrain.advisor.bench.clock import (
@@ -36,13 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--model", action="append", default=[], help="only this network (repeatable)")
     group.addoption("--float64", action="store_true", help="add float64 where dtypes are compared")
+    group.addoption("--gates-only", action="store_true", help="check all, time nothing")
     group.addoption("--no-compile", action="store_true", help="leave torch.compile out")
     group.addoption(
         "--only-compile", action="store_true", help="only the rows that torch.compile takes part in"
     )
     group.addoption(
-        "--store", action="append", default=[], help="put each row into this file (repeatable)"
-    )
+        "--store", action="append", default=[], help="put each row into this file (repeatable), "
+        "in place of showing the rows at the end"
+    )  # fmt: skip
     group.addoption(
         "--keep-rows", action="store_true", help="--store: leave rows that are not measured"
     )
@@ -51,19 +52,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError(
-            "the benchmarks need pytest-benchmark: pip install pytest-benchmark"
-        )
     config.addinivalue_line("python_files", "bench_*.py")
     device = config.getoption("--device", default="cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device")
     if config.getoption("--threads", default=0):
         torch.set_num_threads(config.getoption("--threads"))
-    if paths := config.getoption("--store", default=[]):
-        families = [] if config.getoption("--keep-rows") else config.getoption("--family")
-        config.pluginmanager.register(Recorder(config, [*map(Path, paths)], families))
+    families = [] if config.getoption("--keep-rows", default=True) else config.getoption("--family")
+    paths = [*map(Path, config.getoption("--store", default=[]))]
+    config.pluginmanager.register(Recorder(paths, families, lambda path: report.main([str(path)])))
     # Without its binary the package works by its plain-torch reference: that must not be timed.
     if "FUSEDTRAIN_BACKEND" not in os.environ:
         os.environ.setdefault("FUSEDTRAIN_REQUIRE", device)
@@ -99,35 +96,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in kept if item.path.name in files]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
-    for item in items:
-        item.add_marker(pytest.mark.benchmark(timer=REPLAY))
 
 
 @pytest.fixture
-def race(pytestconfig: pytest.Config, benchmark: Any) -> Race:
-    """How the rivals of a test are timed."""
+def race(pytestconfig: pytest.Config) -> Race:
+    """How the rivals of a test are timed: not at all beside other processes of pytest-xdist."""
     device = str(pytestconfig.getoption("--device"))
     clock: Clock = cpu_clock
     if device == "cuda":
         clock = FlushingCudaClock() if pytestconfig.getoption("--flush-l2") else cuda_clock
     effort = QUICK if pytestconfig.getoption("--quick") else NORMAL
-    return Race(benchmark, clock, effort, device)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
-    # Results are committed: the host's name and kernel are nobody's business.
-    kept = ("machine", "system", "python_version")
-    cpu = {key: machine_info.get("cpu", {}).get(key) for key in ("brand_raw", "count")}
-    for key in machine_info.keys() - {*kept}:
-        del machine_info[key]
-    machine_info["cpu"] = cpu
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
-    # The row is in extra_info; samples and pytest-benchmark's options are 90 % of the file.
-    for entry in output_json["benchmarks"]:
-        entry["stats"].pop("data", None)
-        for key in ("options", "params"):
-            entry.pop(key, None)
+    # An installed pytest-benchmark takes its own option, which once was the one to be used here.
+    off = pytestconfig.getoption("--gates-only") or hasattr(pytestconfig, "workerinput")
+    off = off or pytestconfig.getoption("--benchmark-disable", default=False)
+    return Race(clock, effort, device, off)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.report", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("results", nargs="*", type=Path, help="pytest-benchmark JSON files")
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of rows")
     parser.add_argument(
         "--docs", action="store_true", help="write docs/benchmarks.md and the table in README"
     )

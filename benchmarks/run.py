@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part = "quick" if options.quick else "some" if options.op or options.model else ""
     user = "user" if options.user_allocator else ""
     path = results_path(options.device, "-".join(filter(None, (user, part))))
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "--benchmark-quiet"]
+    command = [sys.executable, "-m", "pytest", "benchmarks", "-q"]
     command += [f"--device={options.device}", *rest]
     for copy in [path, *([options.also.resolve() / path.name] if options.also else [])]:
         copy.parent.mkdir(parents=True, exist_ok=True)

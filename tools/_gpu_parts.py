@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from dataclasses import dataclass, field
@@ -139,10 +138,7 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
         ]),
     ]  # fmt: skip
     by_name = {part.name: part for part in ordered}
-    if importlib.util.find_spec("pytest_benchmark") is None:
-        for name in ("bench", "compile"):
-            by_name[name].steps, by_name[name].skip = [], "pytest-benchmark is not installed"
-    elif not gpu:  # a smoke test on the CPU, which has no rival that is compiled
+    if not gpu:  # a smoke test on the CPU, which has no rival that is compiled
         by_name["compile"].steps, by_name["compile"].skip = [], "no GPU"
     tool = find_sanitizer()
     if not gpu or not tool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import columns_of, triple
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import random_batch, small_resnet
 from fusedtrain.advisor.bench.clock import Effort
 
 MICRO = (1, 4, 16)  # micro-batches a batch
@@ -28,6 +27,7 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 LR, MOMENTUM = 1e-3, 0.9
 SAME = 1e-9  # of the gradient's norm, in float64: sums in another order differ by about 1e-15
 MEMORY = 1.05  # times a micro-batch's memory and the gradients' is still that: sizes are rounded
+RATIO = ("ratio", "low", "high")
 ALONE = "one micro-batch alone"
 
 
@@ -46,15 +46,6 @@ def sizes(settings: Settings) -> Sizes:
     if settings.device == "cuda":
         return Sizes(batch=1024, pixels=32, width=64, epoch=8)
     return Sizes(batch=128, pixels=32, width=16, epoch=2)
-
-
-def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
-    """Random images and labels: neither time nor memory depends on them."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    batch, pixels = sizes(settings)[:2]
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    labels = torch.randint(10, (batch,), generator=generator)
-    return images.to(settings.device), labels.to(settings.device)
 
 
 def accumulate(model: nn.Module, images: Tensor, labels: Tensor, micro: int) -> None:
@@ -84,7 +75,7 @@ def gradient(
 
 def difference(model: nn.Module, settings: Settings, micro: int, *, frozen: bool) -> float:
     """Norm of the difference from the whole batch's gradient, relative to that gradient's norm."""
-    batch = batch_of(settings)
+    batch = random_batch(settings, *sizes(settings)[:2])
     # 128 images are enough: float64 is slow on many GPUs.
     images, labels = (part[:128] for part in batch)
     whole = gradient(model, images, labels, 1, frozen=frozen)
@@ -104,7 +95,7 @@ def _alone(micro: int) -> str:
 def _epoch(model: nn.Module, who: str, micro: int, settings: Settings) -> Callable[[], None]:
     """An epoch; the first call makes the states of the optimizer."""
     optimizer = OPTIMIZERS[who](model.parameters(), lr=LR, momentum=MOMENTUM)
-    images, labels = batch_of(settings)
+    images, labels = random_batch(settings, *sizes(settings)[:2])
 
     def epoch() -> None:
         for _ in range(sizes(settings).epoch):
@@ -118,7 +109,8 @@ def _epoch(model: nn.Module, who: str, micro: int, settings: Settings) -> Callab
 
 def _peak_alone(model: nn.Module, micro: int, settings: Settings) -> float:
     """MB of one micro-batch's forward and backward."""
-    images, labels = (part.chunk(micro)[0] for part in batch_of(settings))
+    batch = random_batch(settings, *sizes(settings)[:2])
+    images, labels = (part.chunk(micro)[0] for part in batch)
 
     def step() -> None:
         F.cross_entropy(model(images), labels).backward()
@@ -149,7 +141,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
             }
             if micro > 1:
                 gain = times.gain(label, label_of(1, who))
-                numbers |= dict(zip(("ratio", "low", "high"), gain, strict=True))
+                numbers |= dict(zip(RATIO, gain, strict=True))
                 for key, frozen in (("frozen", True), ("norm", False)):
                     numbers[key] = 100 * difference(model, settings, micro, frozen=frozen)
             yield Run(label, numbers)
@@ -188,11 +180,11 @@ def _judge_memory(runs: Mapping[str, Run]) -> Verdict:
                 continue
             mb = run.numbers["mb"]
             ratios.append(mb / (small.numbers["mb"] + small.numbers["gradients"]))
-            gain = (run.numbers["ratio"], run.numbers["low"], run.numbers["high"])
             words.append(
                 f"{run.label}: {mb:.2f} MB (a micro-batch alone {small.numbers['mb']:.2f}, the "
                 f"gradients {small.numbers['gradients']:.2f}, the whole batch "
-                f"{whole.numbers['mb']:.2f}), time {gain_text(gain)} of the whole batch's"
+                f"{whole.numbers['mb']:.2f}), time {gain_text(triple(run, RATIO))} of the whole "
+                "batch's"
             )
     if not ratios:
         return Verdict(None, "nothing was measured")
@@ -219,9 +211,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "s": Column("s an epoch", 3),
-        "ratio": Column("time, of the whole batch", 2),
-        "low": Column("at least", 2),
-        "high": Column("at most", 2),
+        **columns_of("time, of the whole batch", RATIO),
         "mb": Column("peak MB", 2),
         "gradients": Column("MB of gradients", 2),
         "frozen": Column("gradient off by %, frozen batch norm", 4),
@@ -243,4 +233,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import SPEED, triple
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
 from benchmarks.experiments.training import (
     EPOCH,
@@ -141,7 +140,7 @@ def runs(settings: Settings) -> Iterator[Run]:
         note = ""
         if label != rival:
             gain = times.gain(rival, label)
-            row |= {"gain": gain[0], "least": gain[1], "most": gain[2]}
+            row |= dict(zip(SPEED, gain, strict=True))
             note = f"steps at {gain_text(gain)} the speed of {rival}"
         yield Run(label, row, note)
 
@@ -149,12 +148,7 @@ def runs(settings: Settings) -> Iterator[Run]:
 def judge(measured: Mapping[str, Run], settings: Settings) -> Sequence[Verdict]:
     if not {*CONTESTANTS} - {FUSED} <= measured.keys():
         return [Verdict(None, "Not all runs were measured.")] * 3
-    plain, amp = measured[FLOAT32].numbers, measured[AMP].numbers
-    return [
-        _memory(measured),
-        _autotuner(measured, settings),
-        _amp_speed(plain, amp),
-    ]
+    return [_memory(measured), _autotuner(measured, settings), _amp_speed(measured)]
 
 
 def _memory(measured: Mapping[str, Run]) -> Verdict:
@@ -172,7 +166,7 @@ def _memory(measured: Mapping[str, Run]) -> Verdict:
 
 def _autotuner(measured: Mapping[str, Run], settings: Settings) -> Verdict:
     tuned, plain = measured[FLOAT32 + AUTOTUNE].numbers, measured[FLOAT32].numbers
-    speed = gain_text((tuned["gain"], tuned["least"], tuned["most"]))
+    speed = gain_text(triple(measured[FLOAT32 + AUTOTUNE], SPEED))
     if settings.device != "cuda":
         return Verdict(
             None, f"A CPU has no autotuner. The switch gives {speed}, the noise of the machine."
@@ -192,8 +186,9 @@ def _autotuner(measured: Mapping[str, Run], settings: Settings) -> Verdict:
     return Verdict(None, f"{words}: the interval of the speed includes 1.")
 
 
-def _amp_speed(plain: Mapping[str, float], amp: Mapping[str, float]) -> Verdict:
-    speed = gain_text((amp["gain"], amp["least"], amp["most"]))
+def _amp_speed(measured: Mapping[str, Run]) -> Verdict:
+    plain, amp = measured[FLOAT32].numbers, measured[AMP].numbers
+    speed = gain_text(triple(measured[AMP], SPEED))
     words = (
         f"AMP has {speed} the speed of float32 ({amp['total']:,.1f} and {plain['total']:,.1f} s)"
     )
@@ -225,4 +220,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

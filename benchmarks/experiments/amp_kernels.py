@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.training import (
     LOSS_SCALE,
@@ -228,4 +226,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

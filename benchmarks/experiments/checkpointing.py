@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,19 +12,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
-from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, numbers_of
+from benchmarks.experiments.gains import (
+    COLUMNS,
+    Gain,
+    columns_of,
+    gain_of,
+    is_faster,
+    numbers_of,
+    triple,
+)
 from benchmarks.experiments.measure import gain_text, timed
-from benchmarks.harness.memory import most_allocated
+from benchmarks.experiments.models import random_batch
+from benchmarks.harness.memory import bytes_of_step
 from fusedtrain.advisor.bench.clock import Effort
 
 EFFORT = Effort(min_rounds=8, max_rounds=30, seconds=15.0, sample_ns=0.0)
 EAGER, CHECKPOINT = "everything kept", "torch.utils.checkpoint"
 STORE, RECOMPUTE = "fusedtrain, store", "fusedtrain, recompute"
 FORWARD = "forward alone"
+COST = ("cost", "cost_low", "cost_high")
 ABOUT = (1.15, 1.35)  # of the time of a step is about 20 to 30 % more
-CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def network(size: Size, blocks: type[nn.Sequential] = nn.Sequential) -> nn.Seque
             nn.ReLU(inplace=True),
         ),
         blocks(*(Block(size.channels) for _ in range(size.blocks))),
-        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.channels, CLASSES)),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size.channels, 10)),
     )
 
 
@@ -103,10 +110,8 @@ def models(settings: Settings) -> dict[str, nn.Module]:
 
 def batch_of(settings: Settings) -> tuple[Tensor, Tensor]:
     """Images and labels."""
-    size, generator = size_of(settings), torch.Generator().manual_seed(settings.seed + 1)
-    images = torch.randn(size.batch, 3, size.pixels, size.pixels, generator=generator)
-    labels = torch.randint(CLASSES, (size.batch,), generator=generator)
-    return images.to(settings.device), labels.to(settings.device)
+    size = size_of(settings)
+    return random_batch(settings, size.batch, size.pixels, more_seed=1)
 
 
 def step_of(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -126,23 +131,14 @@ def gradient_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in wide.parameters() if p.grad is not None])
 
 
-def _megabytes(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> dict[str, float]:
-    """Peak of a step with its gradients, and what forward keeps."""
-    model.zero_grad()
-    peak, _ = most_allocated(step_of(model, images, labels), device)
-    model.zero_grad()
-    _, kept = most_allocated(lambda: T.cross_entropy(model(images), labels), device)
-    return {"peak": peak / 1e6, "kept": kept / 1e6}
-
-
 def _runs(settings: Settings) -> Iterator[Run]:
     contestants, (images, labels) = models(settings), batch_of(settings)
     exact = gradient_of(contestants[EAGER], images, labels)
     numbers: dict[str, dict[str, float]] = {}
     for who, model in contestants.items():
         off = (gradient_of(model, images, labels) - exact).norm() / exact.norm()
-        memory = _megabytes(model, images, labels, settings.device)
-        numbers[who] = {**memory, "difference": 1e9 * float(off)}
+        peak, kept = bytes_of_step(model, images, labels)
+        numbers[who] = {"peak": peak / 1e6, "kept": kept / 1e6, "difference": 1e9 * float(off)}
     calls = {who: step_of(model, images, labels) for who, model in contestants.items()}
     for model in contestants.values():
         model.zero_grad()
@@ -153,7 +149,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
     )
     for who in (*contestants, FORWARD):
         cost = () if who == EAGER else times.gain(who, EAGER)
-        ratio = dict(zip(("cost", "cost_low", "cost_high"), cost))
+        ratio = dict(zip(COST, cost))
         if who == RECOMPUTE:
             numbers[who] |= numbers_of(times.gain(CHECKPOINT, who))
         note = NOTES.get(who, "")
@@ -162,10 +158,7 @@ def _runs(settings: Settings) -> Iterator[Run]:
 
 def _cost(runs: Mapping[str, Run], label: str) -> Gain | None:
     """Time of a step over that of the eager step."""
-    numbers = runs[label].numbers if label in runs else {}
-    if "cost" not in numbers:
-        return None
-    return numbers["cost"], numbers["cost_low"], numbers["cost_high"]
+    return triple(runs[label], COST) if label in runs and "cost" in runs[label].numbers else None
 
 
 def _memory(runs: Mapping[str, Run], label: str) -> float | None:
@@ -243,9 +236,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "ms": Column("ms a step"),
-        "cost": Column("of everything kept", 2),
-        "cost_low": Column("at least", 2),
-        "cost_high": Column("at most", 2),
+        **columns_of("of everything kept", COST),
         **COLUMNS,
         "gain": Column("times as fast as checkpointing", 2),
         "peak": Column("peak MB"),
@@ -268,4 +259,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -8,20 +8,18 @@ before it looks at the setting), so the second setting would be timed with the p
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
 
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, gain_of, judge, numbers_of
 from benchmarks.experiments.measure import QUICK, Timed, gain_text, timed
+from benchmarks.experiments.workers import Handlers, Worker
 from fusedtrain.advisor.bench.clock import Call, Effort, interleave
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -68,63 +66,27 @@ def switch_restored() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def serve(pipe: Connection, settings: Settings, autotune: bool) -> None:
-    """In a process of one setting: answers each part that is asked for with seconds a call."""
-    try:
-        calls = calls_of(settings, autotune)
-        for call in calls.values():
-            for _ in range(WARM_UP):
-                call()
+def build(settings: Settings, autotune: bool) -> Handlers:
+    """In a process of one setting: each part answers with seconds a call."""
+    calls = calls_of(settings, autotune)
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+
+    def seconds(call: Call) -> float:
         _wait(settings)
-        pipe.send(None)
-        while (part := pipe.recv()) is not None:
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                calls[part]()
-            _wait(settings)
-            pipe.send((time.perf_counter() - start) / CALLS)
-    except EOFError:  # the experiment has ended
-        return
-    except Exception as error:
-        pipe.send(error)
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        _wait(settings)
+        return (time.perf_counter() - start) / CALLS
+
+    return {part: partial(seconds, call) for part, call in calls.items()}
 
 
 def _wait(settings: Settings) -> None:
     if settings.device == "cuda":
         torch.cuda.synchronize()
-
-
-class Server:
-    """The process of one setting, seen from the experiment."""
-
-    def __init__(self, settings: Settings, autotune: bool) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        self._pipe, end = context.Pipe()
-        self._process: Any = context.Process(
-            target=serve, args=(end, settings, autotune), daemon=True
-        )
-        self._process.start()
-        end.close()
-
-    def answer(self) -> Any:
-        """The answer to the last question; the first comes unasked, when the process is ready."""
-        if not self._pipe.poll(LONGEST):
-            raise RuntimeError(f"the process that is timed was silent for {LONGEST:.0f} s")
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def seconds(self, part: str) -> float:
-        self._pipe.send(part)
-        seconds: float = self.answer()
-        return seconds
-
-    def end(self) -> None:
-        self._pipe.close()  # the process meets the end of its pipe
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.terminate()
 
 
 def label_of(part: str, autotune: bool) -> str:
@@ -133,27 +95,15 @@ def label_of(part: str, autotune: bool) -> str:
 
 def times_of_processes(settings: Settings) -> Timed:
     """Each setting in a process of its own, which take turns."""
-    servers: dict[bool, Server] = {}
-    try:
-        for autotune in (False, True):
-            servers[autotune] = Server(settings, autotune)
-        for server in servers.values():
-            server.answer()
-
-        def sample(part: str, autotune: bool) -> Call:
-            return lambda: servers[autotune].seconds(part)
-
-        questions = {label_of(part, on): sample(part, on) for part in PARTS for on in servers}
+    with contextlib.ExitStack() as stack:
+        workers = {on: stack.enter_context(Worker(build, settings, on)) for on in (False, True)}
+        questions: dict[str, Call] = {
+            label_of(part, on): partial(worker.ask, part, LONGEST)
+            for part in PARTS
+            for on, worker in workers.items()
+        }
         effort = QUICK if settings.quick else EFFORT
-        return Timed(interleave(questions, lambda ask, _: _number(ask()), effort))
-    finally:
-        for server in servers.values():
-            server.end()
-
-
-def _number(answer: object) -> float:
-    assert isinstance(answer, float)
-    return answer
+        return Timed(interleave(questions, lambda ask, _: cast(float, ask()), effort))
 
 
 def times_of_one_process(settings: Settings) -> Timed:
@@ -222,4 +172,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, Gain, gain_of, is_faster, judge, numbers_of
 from benchmarks.experiments.measure import Timed, gain_text, timed
@@ -312,4 +310,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
-from benchmarks.experiments.measure import gain_text
-from benchmarks.experiments.small_resnet import small_resnet
-from fusedtrain.advisor.bench.clock import median_interval
+from benchmarks.experiments.gains import KEYS, columns_of, triple
+from benchmarks.experiments.measure import Timed, gain_text
+from benchmarks.experiments.models import random_batch, small_resnet
 
 RANKS = 2
 ONE = "1 process, whole batch"
@@ -31,6 +29,7 @@ LOCAL = "DDP, 2 processes, batch norm of each process"
 THREADS = "DataParallel, 1 process, 2 GPUs"
 SAME = 1e-9  # relative, of losses in float64 after some steps
 LR, MOMENTUM = 0.05, 0.9
+DDP = ("ddp", "ddp_low", "ddp_high")  # of DataParallel: the gain by DDP
 NEEDS = "there are not two GPUs"
 
 
@@ -74,7 +73,7 @@ class Rank:
 
     def model(self, way: str) -> nn.Module:
         """The network of the settings' seed: the same weights in each process."""
-        cpu = Settings("cpu", self.settings.quick, self.settings.seed)
+        cpu = replace(self.settings, device="cpu")
         model = small_resnet(cpu, sizes(self.settings).width).to(self.device)
         fusedtrain.convert(model)
         return fusedtrain.nn.convert_sync_batchnorm(model) if way == SYNC else model
@@ -89,10 +88,8 @@ class Rank:
 
     def batch(self, way: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The whole batch, or this rank's half."""
-        batch, pixels = sizes(self.settings)[:2]
-        generator = torch.Generator().manual_seed(self.settings.seed)
-        images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-        labels = torch.randint(10, (batch,), generator=generator)
+        cpu = replace(self.settings, device="cpu")
+        images, labels = random_batch(cpu, *sizes(self.settings)[:2])
         if way in (SYNC, LOCAL):
             images, labels = (part.chunk(RANKS)[self.rank] for part in (images, labels))
         return images.to(self.device, dtype), labels.to(self.device)
@@ -209,21 +206,16 @@ def ways_of(settings: Settings) -> list[str]:
 
 def _runs(settings: Settings) -> Iterator[Run]:
     results = results_of(settings, ways_of(settings))
-    losses, seconds = results["losses"], results["seconds"]
+    losses, times = results["losses"], Timed(results["seconds"])
     for way in ways_of(settings):
-        ratios = [a / b for a, b in zip(seconds[ONE], seconds[way], strict=True)]
-        low, high = median_interval(ratios)
         numbers = {
-            "ms": 1e3 * statistics.median(seconds[way]),
+            "ms": 1e3 * times.seconds(way),
             "off": off_by(losses[way], losses[ONE]) * 1e6,
         }
         if way != ONE:
-            numbers |= {"gain": statistics.median(ratios), "low": low, "high": high}
+            numbers |= dict(zip(KEYS, times.gain(ONE, way), strict=True))
         if way == THREADS:  # of one round, as all ratios
-            pairs = zip(seconds[THREADS], seconds[LOCAL], strict=True)
-            ratios = [a / b for a, b in pairs]
-            low, high = median_interval(ratios)
-            numbers |= {"ddp": statistics.median(ratios), "ddp_low": low, "ddp_high": high}
+            numbers |= dict(zip(DDP, times.gain(THREADS, LOCAL), strict=True))
         yield Run(way, numbers, "both processes share a GPU" if _shared(settings, way) else "")
 
 
@@ -240,12 +232,10 @@ def _judge_same(runs: Mapping[str, Run]) -> Verdict:
     if sync is None or local is None:
         return Verdict(None, "nothing was measured")
     off, off_local = (run.numbers["off"] * 1e-6 for run in (sync, local))
-    gain = tuple(sync.numbers[key] for key in ("gain", "low", "high"))
-    assert len(gain) == 3
     words = (
         f"with synchronised batch norms the losses differ by at most {off:.0e} of the loss in "
         f"float64, and with each process's own batch norms by {off_local:.0e}; speed of 2 "
-        f"processes over 1: {gain_text(gain)}"
+        f"processes over 1: {gain_text(triple(sync))}"
     )
     return Verdict(off < SAME, words + ("" if not sync.note else f" ({sync.note})"))
 
@@ -254,7 +244,7 @@ def _judge_threads(runs: Mapping[str, Run]) -> Verdict:
     threads = runs.get(THREADS)
     if threads is None:
         return Verdict(None, NEEDS)
-    gain = (threads.numbers["ddp"], threads.numbers["ddp_low"], threads.numbers["ddp_high"])
+    gain = triple(threads, DDP)
     words = f"DDP's speed over DataParallel's on the same two GPUs: {gain_text(gain)}"
     if gain[1] <= 1.0 <= gain[2]:
         return Verdict(None, f"{words}: 1 is within the interval")
@@ -280,12 +270,8 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "ms": Column("ms a step", 2),
-        "gain": Column("speed", 2),
-        "low": Column("at least", 2),
-        "high": Column("at most", 2),
-        "ddp": Column("DDP's speed over this", 2),
-        "ddp_low": Column("at least", 2),
-        "ddp_high": Column("at most", 2),
+        **columns_of("speed"),
+        **columns_of("DDP's speed over this", DDP),
         "off": Column("losses off by, 1e-6", 3),
     },
     claims=(
@@ -304,4 +290,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

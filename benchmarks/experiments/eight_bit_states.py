@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.images import DEBIAN, RealImages, digit_images, real_images
-from benchmarks.experiments.large_batch import accuracy, rate_at
-from benchmarks.experiments.models import cifar_resnet
-from benchmarks.experiments.small_vit import small_vit
+from benchmarks.experiments.large_batch import accuracy, batches
+from benchmarks.experiments.models import cifar_resnet, decayed_groups, small_vit
 
 DIGITS, FASHION = "digits", "Fashion-MNIST"
 PIXELS = {DIGITS: 8, FASHION: 12}
@@ -60,12 +57,7 @@ class Rule:
     options: Mapping[str, float]
 
     def make(self, network: str, params: Sequence[nn.Parameter], way: str) -> torch.optim.Optimizer:
-        decayed = [p for p in params if p.ndim > 1]
-        others = [p for p in params if p.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": self.decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = decayed_groups(params, self.decay)
         make: Callable[..., torch.optim.Optimizer] = getattr(fusedtrain.optim, self.name)
         return make(groups, lr=self.rate[network], **self.options, **WAYS[way])
 
@@ -105,9 +97,7 @@ def data_sets(settings: Settings) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _images(name: str, most: int, device: str) -> RealImages:
-    data = (digit_images if name == DIGITS else real_images)(PIXELS[name], most)
-    tensors = (data.images, data.labels, data.test_images, data.test_labels)
-    return RealImages(data.name, *(t.to(device) for t in tensors))
+    return (digit_images if name == DIGITS else real_images)(PIXELS[name], most).to(device)
 
 
 def build(network: str, data: RealImages, seed: int, settings: Settings) -> nn.Module:
@@ -144,24 +134,18 @@ def train(
     wide = [*model.parameters()]
     params = [nn.Parameter(p.detach().bfloat16()) for p in wide]
     optimizer = rule.make(network, params, way)
-    steps, step = len(data.images) // s.batch * s.epochs, 0
     losses: list[Tensor] = []
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(s.epochs):
-        order = torch.randperm(len(data.images), generator=generator).to(settings.device)
-        for part in order[: steps // s.epochs * s.batch].split(s.batch):
-            for group in optimizer.param_groups:
-                group["lr"] = rate_at(step, steps, rule.rate[network])
-            _copy(params, wide)
-            loss = F.cross_entropy(model(data.images[part]), data.labels[part])
-            model.zero_grad()
-            loss.backward()
-            for param, source in zip(params, wide, strict=True):
-                assert source.grad is not None
-                param.grad = source.grad.bfloat16()
-            optimizer.step()
-            losses.append(loss.detach())
-            step += 1
+    rate = rule.rate[network]
+    for part in batches(data.images, s.batch, s.epochs, seed, optimizer, rate):
+        _copy(params, wide)
+        loss = F.cross_entropy(model(data.images[part]), data.labels[part])
+        model.zero_grad()
+        loss.backward()
+        for param, source in zip(params, wide, strict=True):
+            assert source.grad is not None
+            param.grad = source.grad.bfloat16()
+        optimizer.step()
+        losses.append(loss.detach())
     _copy(params, wide)
     curve = torch.stack(losses).tensor_split(QUARTERS)
     return Outcome(
@@ -417,4 +401,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import SPEED, triple
 from benchmarks.experiments.measure import gain_text, peak_megabytes, timed
 from benchmarks.experiments.training import (
     EPOCH,
@@ -68,7 +67,7 @@ def runs(settings: Settings) -> Iterator[Run]:
             note = ""
             if name != "float32":
                 gain = times.gain("float32", name)
-                numbers |= {"gain": gain[0], "least": gain[1], "most": gain[2]}
+                numbers |= dict(zip(SPEED, gain, strict=True))
                 note = f"{gain_text(gain)} as fast as float32"
             yield Run(f"{network}, {name}", numbers, note)
 
@@ -83,7 +82,7 @@ def _judge(measured: Mapping[str, Run], network: str) -> Verdict:
     if full_run is None or half_run is None:
         return Verdict(None, f"{network} was not measured.")
     speed, memory = half_run.numbers, half_run.numbers["mb"] / full_run.numbers["mb"]
-    interval = gain_text((speed["gain"], speed["least"], speed["most"]))
+    interval = gain_text(triple(half_run, SPEED))
     words = f"Half precision has {interval} the speed of float32 and {memory:.2f}x the memory"
     saves = memory < 1
     if speed["least"] > 1 and saves:
@@ -133,4 +132,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as T
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.gains import COLUMNS, gain_of, is_faster, judge, numbers_of
 from benchmarks.experiments.measure import timed
@@ -180,4 +178,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

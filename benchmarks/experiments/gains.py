@@ -13,12 +13,25 @@ COLUMNS: Mapping[str, Column] = {
     "gain_low": Column("at least", 2),
     "gain_high": Column("at most", 2),
 }
+KEYS = ("gain", "low", "high")  # of experiments that call the columns so
+SPEED = ("gain", "least", "most")  # of those whose notes have the gain
 NONE = 1.02  # an interval that ends below shows that there is no gain worth the name
 
 
 def numbers_of(gain: Gain) -> dict[str, float]:
     """The numbers of a run, by the keys of ``COLUMNS``."""
     return dict(zip(COLUMNS, gain, strict=True))
+
+
+def columns_of(name: str, keys: Sequence[str] = KEYS) -> dict[str, Column]:
+    """Columns of a gain and its interval, under these keys."""
+    return dict(zip(keys, (Column(name, 2), *[*COLUMNS.values()][1:]), strict=True))
+
+
+def triple(run: Run, keys: Sequence[str] = KEYS) -> Gain:
+    """The gain of a run that has one under these keys."""
+    gain, low, high = (run.numbers[key] for key in keys)
+    return gain, low, high
 
 
 def gain_of(runs: Mapping[str, Run], label: str) -> Gain | None:

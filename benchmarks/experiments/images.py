@@ -42,6 +42,11 @@ class RealImages:
     def classes(self) -> int:
         return int(self.labels.max()) + 1
 
+    def to(self, device: str) -> RealImages:
+        """The same on the device."""
+        tensors = (self.images, self.labels, self.test_images, self.test_labels)
+        return RealImages(self.name, *(t.to(device) for t in tensors))
+
 
 def real_images(size: int, most: int = MOST, folder: Path = DEBIAN) -> RealImages:
     """Fashion-MNIST where Debian's package is installed, otherwise scikit-learn's digits.

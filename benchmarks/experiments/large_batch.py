@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.images import RealImages, real_images
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import decayed_groups, small_resnet
 
 FACTORS = (0.25, 1.0, 4.0)  # of each optimizer's rate: the grid
 WARM_UP = 0.2  # of all steps
@@ -102,24 +100,7 @@ def contestants(settings: Settings) -> list[Contestant]:
 def _images(pixels: int, count: int, device: str) -> tuple[RealImages, int]:
     """Images on the device, and how many of those for training are held out to choose a rate."""
     data = real_images(pixels, most=count)
-    moved = replace(
-        data,
-        images=data.images.to(device),
-        labels=data.labels.to(device),
-        test_images=data.test_images.to(device),
-        test_labels=data.test_labels.to(device),
-    )
-    return moved, len(data.images) // 10
-
-
-def groups_of(model: nn.Module) -> list[dict[str, object]]:
-    """Norms and biases without weight decay, as in both papers."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    return [
-        {"params": decayed, "weight_decay": DECAY},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    return data.to(device), len(data.images) // 10
 
 
 def rate_at(step: int, steps: int, rate: float) -> float:
@@ -128,6 +109,26 @@ def rate_at(step: int, steps: int, rate: float) -> float:
     if step < warm:
         return rate * (step + 1) / warm
     return rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def batches(
+    images: Tensor,
+    batch: int,
+    epochs: int,
+    seed: int,
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+) -> Iterator[Tensor]:
+    """Places of the images of each step, whole batches in random order; sets the learning rate."""
+    an_epoch, step = len(images) // batch, 0
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        order = torch.randperm(len(images), generator=generator).to(images.device)
+        for part in order[: an_epoch * batch].split(batch):
+            for group in optimizer.param_groups:
+                group["lr"] = rate_at(step, an_epoch * epochs, rate)
+            yield part
+            step += 1
 
 
 @torch.no_grad()
@@ -148,20 +149,12 @@ def train(who: Contestant, factor: float, seed: int, settings: Settings) -> tupl
     images, labels = data.images[:-held], data.labels[:-held]
     model = small_resnet(replace(settings, seed=seed), s.width, classes=data.classes)
     fusedtrain.convert(model)
-    optimizer = who.make(groups_of(model), lr=who.rate * factor)
+    optimizer = who.make(decayed_groups(model.parameters(), DECAY), lr=who.rate * factor)
     batch = min(s.large if who.large else s.small, len(images))
-    an_epoch = len(images) // batch
-    steps, step = an_epoch * s.epochs, 0
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(s.epochs):
-        order = torch.randperm(len(images), generator=generator).to(settings.device)
-        for part in order[: an_epoch * batch].split(batch):
-            for group in optimizer.param_groups:
-                group["lr"] = rate_at(step, steps, who.rate * factor)
-            optimizer.zero_grad()
-            F.cross_entropy(model(images[part]), labels[part]).backward()
-            optimizer.step()
-            step += 1
+    for part in batches(images, batch, s.epochs, seed, optimizer, who.rate * factor):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images[part]), labels[part]).backward()
+        optimizer.step()
     chosen_by = accuracy(model, data.images[-held:], data.labels[-held:])
     return chosen_by, accuracy(model, data.test_images, data.test_labels)
 
@@ -272,4 +265,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

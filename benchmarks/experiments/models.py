@@ -1,12 +1,37 @@
-"""Networks of the experiments: torchvision's ResNets with the stem for images of 32 pixels."""
+"""Networks of the experiments, their random images, and the groups of their parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from benchmarks.experiments.experiment import Settings
 from benchmarks.harness.steps import import_module
+
+
+def random_batch(
+    settings: Settings, batch: int, pixels: int, more_seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Images and labels of 10 classes: time and memory do not depend on what the images show."""
+    generator = torch.Generator().manual_seed(settings.seed + more_seed)
+    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
+    labels = torch.randint(10, (batch,), generator=generator)
+    return images.to(settings.device), labels.to(settings.device)
+
+
+def decayed_groups(params: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
+    """Norms and biases without weight decay, as in the papers on LARS and LAMB."""
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for param in params:
+        groups[param.ndim <= 1]["params"].append(param)
+    return groups
 
 
 def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:
@@ -38,3 +63,77 @@ def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:
     model.fc = nn.Linear(model.inplanes, classes)
     network: nn.Module = model
     return network
+
+
+# --- a small ResNet for 16 to 32 pixels (He et al. 2015, arXiv:1512.03385, section 4.2) ---
+
+
+class Block(nn.Module):
+    """Two convolutions with batch norm, and the sum with the input."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+def small_resnet(settings: Settings, width: int, depth: int = 1, classes: int = 10) -> nn.Module:
+    """``6 depth + 2`` layers, the first of ``width`` channels, on the device of the settings."""
+    torch.manual_seed(settings.seed)
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+    ]
+    inputs = width
+    for stage in range(3):
+        for number in range(depth):
+            outputs = width << stage
+            layers.append(Block(inputs, outputs, 2 if stage and not number else 1))
+            inputs = outputs
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    model: nn.Module = nn.Sequential(*layers, *head).to(settings.device)
+    return model
+
+
+# --- a small vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) for images of a few
+# pixels, with the mean of the tokens in the place of a class token ---
+
+
+class SmallViT(nn.Module):
+    """Patches, blocks with the norm first, the mean of the tokens, a linear layer."""
+
+    def __init__(self, size: int, patch: int, width: int, depth: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
+        self.blocks = nn.Sequential(
+            *(
+                nn.TransformerEncoderLayer(
+                    width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+                )
+                for _ in range(depth)
+            )
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
+        y: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
+        return y
+
+
+def small_vit(size: int, patch: int, width: int, depth: int, classes: int) -> nn.Module:
+    """For images of ``size`` pixels, a multiple of ``patch``; weights from torch's seed."""
+    return SmallViT(size, patch, width, depth, classes)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
+from benchmarks.experiments.gains import KEYS, columns_of, triple
 from benchmarks.experiments.measure import Timed, gain_text, peak_megabytes, timed
-from benchmarks.harness.networks import Gate, Setup, batch_of, build
+from benchmarks.harness.networks import Gate, Setup, batch_of, build, call
 from fusedtrain.advisor.bench.clock import Effort
 from fusedtrain.advisor.bench.gate import NotTheJob
 
@@ -30,7 +28,6 @@ NAMES = {
     "convnext_tiny": "ConvNeXt-T",
 }
 HALF = ("float16", "bfloat16")  # with autocast
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 GATE_PIXELS = 64  # of the check in float64, which is slow on GPUs, too
 # Largest error of the first loss, relative to eager's: 16 bits have 3 digits, and a mean over
 # images has fewer errors than each. A wrong layer changes the loss of 7 by much more.
@@ -54,6 +51,11 @@ class Case:
     @property
     def setup(self) -> Setup:
         return Setup("train", self.network, self.batch, self.pixels)
+
+    @property
+    def timed(self) -> Setup:
+        """With autocast to 16 bits."""
+        return replace(self.setup, dtype=f"{self.dtype} AMP" if self.dtype in HALF else self.dtype)
 
 
 def cases(settings: Settings) -> list[Case]:
@@ -83,24 +85,6 @@ def contestant(who: str, stock: nn.Module) -> nn.Module:
     return model
 
 
-def step_of(model: nn.Module, case: Case, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
-    """A training step, with autocast to 16 bits, which returns the loss."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    device, dtype = images.device.type, DTYPES[case.dtype]
-    scaler = torch.amp.GradScaler(device, enabled=dtype is torch.float16)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype, enabled=case.dtype in HALF):
-            loss = F.cross_entropy(model(images), labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step
-
-
 def _gated(stock: nn.Module, case: Case, settings: Settings) -> dict[str, str]:
     """Our contestants that fail the check against the stock network in float64, with the reason."""
     pixels = min(GATE_PIXELS, case.pixels)
@@ -125,7 +109,7 @@ class Entrant:
 
 def _enter(who: str, stock: nn.Module, case: Case, batch: tuple[Tensor, Tensor]) -> Entrant:
     start = time.perf_counter()
-    step = step_of(contestant(who, stock), case, *batch)
+    step = call(contestant(who, stock), case.timed, *batch)
     loss = float(step())  # waits for the device
     return Entrant(step, time.perf_counter() - start, loss)
 
@@ -139,7 +123,7 @@ def _numbers(
         "first": entrant.first,
     }
     if who != EAGER:
-        numbers |= dict(zip(("gain", "low", "high"), times.gain(EAGER, who), strict=True))
+        numbers |= dict(zip(KEYS, times.gain(EAGER, who), strict=True))
     return numbers
 
 
@@ -244,10 +228,7 @@ def _judge_speed(runs: Mapping[str, Run], settings: Settings, who: str) -> Verdi
     if refusals:
         return Verdict(False, "; ".join(refusals))
     pairs = _of(runs, settings, who)
-    gains = {
-        name: (run.numbers["gain"], run.numbers["low"], run.numbers["high"])
-        for name, (_, run) in pairs.items()
-    }
+    gains = {name: triple(run) for name, (_, run) in pairs.items()}
     if not gains:
         return Verdict(None, "nothing was measured")
     words = "; ".join(f"{name}: {gain_text(gain)}" for name, gain in gains.items())
@@ -304,9 +285,7 @@ EXPERIMENT = Experiment(
     setup=_setup,
     columns={
         "speed": Column("images/s", 1),
-        "gain": Column("speed over eager", 2),
-        "low": Column("at least", 2),
-        "high": Column("at most", 2),
+        **columns_of("speed over eager"),
         "mb": Column("peak MB", 0),
         "first": Column("s to the first step", 1),
     },
@@ -320,4 +299,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.models import random_batch, small_resnet
 from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.race import kept_bytes
 from fusedtrain.advisor.bench.clock import median_interval
@@ -123,9 +121,7 @@ def growth(
 
 def _runs(settings: Settings) -> Iterator[Run]:
     batch, pixels, width, _ = sizes(settings)
-    generator = torch.Generator().manual_seed(settings.seed)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator).to(settings.device)
-    labels = torch.randint(10, (batch,), generator=generator).to(settings.device)
+    images, labels = random_batch(settings, batch, pixels)
     for who in (TORCH, OURS):
         model = small_resnet(settings, width)
         if who == OURS:
@@ -248,4 +244,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    raise SystemExit(main([EXPERIMENT.name, *sys.argv[1:]]))
+    EXPERIMENT.main()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Settings
-from benchmarks.experiments.models import cifar_resnet
+from benchmarks.experiments.models import cifar_resnet, random_batch
 from fusedtrain.apex.fp16_utils import (
     convert_network,
     master_params_to_model_params,
@@ -53,12 +53,9 @@ class Job:
         return network.train()
 
     def data(self, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Random images and labels: time and memory do not depend on what the images show."""
-        generator = torch.Generator().manual_seed(settings.seed + 1)
-        images = torch.randn(self.batch, 3, PIXELS, PIXELS, generator=generator)
-        labels = torch.randint(10, (self.batch,), generator=generator)
-        images = images.to(settings.device).contiguous(memory_format=torch.channels_last)
-        return images, labels.to(settings.device)
+        """Random images and labels."""
+        images, labels = random_batch(settings, self.batch, PIXELS, more_seed=1)
+        return images.contiguous(memory_format=torch.channels_last), labels
 
 
 Step = Callable[[Tensor, Tensor], Tensor]  # images, labels -> loss
@@ -69,18 +66,38 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY)
 
 
-def full(model: nn.Module, settings: Settings) -> Step:
-    """float32."""
-    optimizer = _sgd(model.parameters())
+def _scaled_step(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, loss_of: Step
+) -> Step:
+    """The step under a GradScaler, which may be off."""
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
+        loss = loss_of(images, labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         return loss.detach()
 
     return step
+
+
+def full(model: nn.Module, settings: Settings) -> Step:
+    """float32."""
+    scaler = torch.amp.GradScaler(settings.device, enabled=False)
+    return _scaled_step(
+        _sgd(model.parameters()), scaler, lambda x, labels: F.cross_entropy(model(x), labels)
+    )
+
+
+def _fused(
+    parameters: Any, settings: Settings, scaled: bool, **options: Any
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
+    """fusedtrain's optimizer and scaler."""
+    return (
+        fusedtrain.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY, **options),
+        fusedtrain.amp.GradScaler(settings.device, init_scale=LOSS_SCALE, enabled=scaled),
+    )
 
 
 def autocast(dtype: torch.dtype, *, scaled: bool, fused: bool = False) -> Maker:
@@ -88,29 +105,18 @@ def autocast(dtype: torch.dtype, *, scaled: bool, fused: bool = False) -> Maker:
     scaler where ``fused``."""
 
     def make(model: nn.Module, settings: Settings) -> Step:
-        scaler: torch.amp.GradScaler
         if fused:
             fusedtrain.convert(model, verify=False)
-            optimizer: torch.optim.Optimizer = fusedtrain.optim.SGD(
-                model.parameters(), LR, momentum=MOMENTUM, weight_decay=DECAY
-            )
-            scaler = fusedtrain.amp.GradScaler(
-                settings.device, init_scale=LOSS_SCALE, enabled=scaled
-            )
+            optimizer, scaler = _fused(model.parameters(), settings, scaled)
         else:
             optimizer = _sgd(model.parameters())
             scaler = torch.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
 
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            optimizer.zero_grad()
+        def loss_of(images: Tensor, labels: Tensor) -> Tensor:
             with torch.autocast(settings.device, dtype):
-                loss = F.cross_entropy(model(images), labels)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            return loss.detach()
+                return F.cross_entropy(model(images), labels)
 
-        return step
+        return _scaled_step(optimizer, scaler, loss_of)
 
     return make
 
@@ -147,22 +153,12 @@ def fused_masters(model: nn.Module, settings: Settings) -> Step:
     dtype = half(settings)
     fusedtrain.convert(model, verify=False)
     network = convert_network(model, dtype)
-    optimizer = fusedtrain.optim.SGD(
-        network.parameters(), LR, momentum=MOMENTUM, weight_decay=DECAY, master_weights=True
+    optimizer, scaler = _fused(
+        network.parameters(), settings, dtype == torch.float16, master_weights=True
     )
-    scaler = fusedtrain.amp.GradScaler(
-        settings.device, init_scale=LOSS_SCALE, enabled=dtype == torch.float16
+    return _scaled_step(
+        optimizer, scaler, lambda x, labels: F.cross_entropy(network(x.to(dtype)).float(), labels)
     )
-
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(network(images.to(dtype)).float(), labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return step
 
 
 def whole_training(job: Job, make: Maker, settings: Settings) -> Callable[[], object]:

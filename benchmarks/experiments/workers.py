@@ -12,7 +12,6 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 Handlers = Mapping[str, Callable[[], Any]]
@@ -37,14 +36,17 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def ask(self, name: str) -> Any:
+    def ask(self, name: str, patience: float | None = None) -> Any:
         """Returns the result of the worker's function of this name.
 
         Raises:
-            WorkerFailed: the function raised, or the process ended.
+            WorkerFailed: the function raised, the process ended, or was silent for longer than
+                ``patience`` seconds.
         """
         try:
             self._pipe.send(name)
+            if not self._pipe.poll(patience):
+                raise WorkerFailed(f"a worker was silent for {patience:.0f} s")
             error, answer = self._pipe.recv()
         except (EOFError, OSError) as lost:
             self._process.join(5)
@@ -56,12 +58,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pipe.close()  # the worker reads the end of the pipe
         self._process.join(5)
         if self._process.is_alive():

@@ -19,13 +19,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.shapes import Shape
-from benchmarks.harness.steps import (
-    MAX_NORM,
-    NEVER,
-    STEPS,
-    exact_steps,
-    small_tensors,
-)
+from benchmarks.harness.steps import MAX_NORM, exact_steps, small_tensors
+from fusedtrain.advisor.bench.amp_step import GATE_SCALE, GATE_STEPS, NEVER
 from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
 from fusedtrain.apex import amp
 from fusedtrain.apex.amp._functions import switch_autocast
@@ -324,7 +319,6 @@ def _ready(
 
 # The second and third are a batch norm's, the last two biases.
 GATE_SHAPES = ((33, 5, 3, 3), (33,), (33,), (130, 31), (1, 1), (17,), ())
-GATE_SCALE = 1024.0
 DECAY = 0.01
 # Relative to a tensor's largest change. Unscaling and clipping in float16 round gradients twice.
 TOLERANCE, TOLERANCE_HALF = 1e-4, 2e-3
@@ -369,7 +363,7 @@ def check(entrant: Contestant, rule: Rule, job: str, data: Data) -> None:
     The contestant was made with ``gate_lr`` and ``DECAY``. The float16 parameters of the model
     must be the float32 weights, rounded; a skipped step must halve the scale.
     """
-    for factor in STEPS:
+    for factor in GATE_STEPS:
         _play(entrant, factor)
     in_half = job == "clip" and any(p.dtype == torch.float16 for p in _stepped(entrant))
     tolerance = TOLERANCE_HALF if in_half else TOLERANCE

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as T
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedtrain.functional as F
 from fusedtrain.advisor.bench.clock import Function
 from fusedtrain.advisor.bench.gate import FORWARD, GRADIENT, NotTheJob, Tolerance, agrees
-from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct
+from fusedtrain.advisor.bench.norms import OPS, Contestant as Layer, eager, ours
 
 CHANNELS = 16
 SHAPE = (1, CHANNELS, 2, 2)
@@ -71,53 +70,33 @@ def _of_function(function: Function) -> Maker:
     return lambda device, dtype: Contestant(function)
 
 
-def _vectors(device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Weight, bias, running mean and variance: the same for all contestants."""
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.rand(CHANNELS, generator=generator) + start for start in (0.5, -0.5, 0.0, 0.5)]
-    weight, bias, *running = (vector.to(device, dtype) for vector in made)
-    return [weight.requires_grad_(), bias.requires_grad_(), *running]
+def _layer(make: Callable[..., Layer], name: str) -> Maker:
+    """The layers of ``advisor/bench/norms.py``; ours is called without a wrapper."""
+
+    def layer(device: str, dtype: torch.dtype) -> Contestant:
+        made = make(OPS[name], CHANNELS, device)
+        norm = made.norm.to(dtype)
+        function = norm if make is ours else made.function
+        return Contestant(function, (norm.weight, norm.bias), (norm.running_mean, norm.running_var))
+
+    return layer
 
 
-def _of_norm(norm: Any, function: Function, device: str, dtype: torch.dtype) -> Contestant:
-    norm.to(device, dtype)
-    values = _vectors(device, dtype)
-    tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    with torch.no_grad():
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.copy_(value)
-    return Contestant(function, tensors[:2], tensors[2:])
+def _norm(name: str) -> Call:
+    inputs = (SHAPE,) if OPS[name].add else ()
+    return Call(_layer(ours, name), _layer(eager, name), inputs)
 
 
-def _our_module(act: str, add: bool) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Contestant:
-        norm = (BatchNormAddAct if add else BatchNormAct2d)(CHANNELS, act_layer=getattr(nn, act))
-        return _of_norm(norm, norm, device, dtype)
+def _norm_function(name: str) -> Call:
+    op, act = OPS[name], OPS[name].act.lower()
 
-    return make
+    def tensors(device: str, dtype: torch.dtype) -> list[Tensor]:
+        """Weight, bias, running mean and variance."""
+        layer = _layer(eager, name)(device, dtype)
+        return [*layer.trained, *layer.state]
 
-
-def _their_modules(act: str) -> Maker:
-    """The ops of networks: the norm, the addition and the activation in place."""
-
-    def make(device: str, dtype: torch.dtype) -> Contestant:
-        norm, activation = nn.BatchNorm2d(CHANNELS), getattr(nn, act)(inplace=True)
-
-        def function(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            out = norm(x)
-            if residual is not None:
-                out += residual
-            result: Tensor = activation(out)
-            return result
-
-        return _of_norm(norm, function, device, dtype)
-
-    return make
-
-
-def _our_function(act: str) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Contestant:
-        weight, bias, mean, var = _vectors(device, dtype)
+    def fused(device: str, dtype: torch.dtype) -> Contestant:
+        weight, bias, mean, var = tensors(device, dtype)
 
         def function(x: Tensor, residual: Tensor | None = None) -> Tensor:
             return F.batch_norm_act(
@@ -126,14 +105,9 @@ def _our_function(act: str) -> Maker:
 
         return Contestant(function, (weight, bias), (mean, var))
 
-    return make
-
-
-def _their_functions(act: str) -> Maker:
-    activation = getattr(T, act)
-
-    def make(device: str, dtype: torch.dtype) -> Contestant:
-        weight, bias, mean, var = _vectors(device, dtype)
+    def composed(device: str, dtype: torch.dtype) -> Contestant:
+        weight, bias, mean, var = tensors(device, dtype)
+        activation = getattr(T, act)
 
         def function(x: Tensor, residual: Tensor | None = None) -> Tensor:
             out = T.batch_norm(x, mean, var, weight, bias, True)
@@ -144,7 +118,7 @@ def _their_functions(act: str) -> Maker:
 
         return Contestant(function, (weight, bias), (mean, var))
 
-    return make
+    return Call(fused, composed, (SHAPE,) if op.add else ())
 
 
 def _biased(x: Tensor, bias: Tensor) -> Tensor:
@@ -157,12 +131,11 @@ def _activation(name: str) -> Call:
 
 
 CALLS: dict[str, Call] = {
-    "bn_relu": Call(_our_module("ReLU", add=False), _their_modules("ReLU")),
-    "bn_silu": Call(_our_module("SiLU", add=False), _their_modules("SiLU")),
-    "bn_add_relu": Call(_our_module("ReLU", add=True), _their_modules("ReLU"), (SHAPE,)),
-    "batch_norm_act relu": Call(_our_function("relu"), _their_functions("relu")),
-    "batch_norm_act silu": Call(_our_function("silu"), _their_functions("silu")),
-    "batch_norm_act add relu": Call(_our_function("relu"), _their_functions("relu"), (SHAPE,)),
+    **{name: _norm(name) for name in ("bn_relu", "bn_silu", "bn_add_relu")},
+    **{
+        f"batch_norm_act {name}": _norm_function(f"bn_{name.replace(' ', '_')}")
+        for name in ("relu", "silu", "add relu")
+    },
     **{name: _activation(name) for name in ("silu", "gelu", "mish", "hardswish", "leaky_relu")},
     "glu": Call(_of_function(partial(F.glu, dim=1)), _of_function(partial(T.glu, dim=1))),
     "gate": Call(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+from fusedtrain.advisor.bench import LAYOUTS, Options as Work
+
+__all__ = ["LAYOUTS", "Options", "Work", "dtype_name"]
 
 
 @dataclass(frozen=True)

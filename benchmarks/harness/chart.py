@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.rows import Row
 
 BLUE, LIGHT, PALE, GREY, DARK, ORANGE = (
     "#1b6ca8", "#8ec1e8", "#cfe3f4", "#c9c9c9", "#8a8a8a", "#e8a33d",
@@ -17,6 +19,17 @@ COLORS = {
     "masters": ORANGE,
 }  # fmt: skip
 FASTER = "time / fusedtrain's (above 1: fusedtrain is faster)"
+
+
+Series = Mapping[str, Sequence[float | None]]
+
+
+def bars(
+    rows: Sequence[Row], names: Iterable[str], value: Callable[[Row, str], float | None]
+) -> Series:
+    """A bar of each name for each row; names without any bar are left out."""
+    series = {who: [value(row, who) for row in rows] for who in names}
+    return {who: values for who, values in series.items() if any(v is not None for v in values)}
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,7 @@ class Panel:
 
     label: str
     groups: Sequence[str]
-    series: Mapping[str, Sequence[float | None]]
+    series: Series
     title: str = ""
     text: Callable[[str, int, float], str] = lambda who, group, value: f"{value:.2f}"
     line: float | None = None

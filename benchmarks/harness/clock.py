@@ -1,9 +1,8 @@
-"""Data of the machine for each row, and a clock for pytest-benchmark."""
+"""Data of the machine for each row."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -42,30 +41,3 @@ def allocator() -> str:
             return name
     others = sorted(name for name in os.environ if name.startswith("MALLOC_"))
     return f"with {', '.join(others)}" if others else "default"
-
-
-class ReplayClock:
-    """A timer for pytest-benchmark that shows it samples which were already taken.
-
-    pytest-benchmark times one rival per test, seconds apart, with the host's clock. Here rivals
-    take turns inside one test, and CUDA is timed by events.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-
-    def __call__(self) -> float:
-        return self._now
-
-    def replay(self, benchmark: Any, samples_ns: Sequence[float]) -> None:
-        """Make ``samples_ns`` the statistics of this test."""
-        remaining = iter(samples_ns)
-
-        def advance() -> None:
-            self._now += next(remaining) * 1e-9
-
-        self._now = 0.0
-        benchmark.pedantic(advance, rounds=len(samples_ns))
-
-
-REPLAY = ReplayClock()  # of all benchmarks

@@ -7,8 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as T
+from torch import Tensor
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line on stderr for each profile
+
+
+def bytes_of_step(model: Any, images: Tensor, labels: Tensor) -> tuple[int, int]:
+    """Peak of forward and backward with gradients, and what forward keeps."""
+    device = images.device.type
+
+    def forward() -> Tensor:
+        return T.cross_entropy(model(images), labels)
+
+    model.zero_grad()
+    peak, _ = most_allocated(lambda: forward().backward(), device)
+    model.zero_grad()
+    _, kept = most_allocated(forward, device)
+    return peak, kept
 
 
 def most_allocated(run: Callable[[], Any], device: str) -> tuple[int, int]:

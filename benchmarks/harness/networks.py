@@ -19,7 +19,6 @@ import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
 from benchmarks.harness.race import kept_bytes
 from benchmarks.harness.steps import import_module
-from fusedtrain.advisor.bench.clock import Call
 from fusedtrain.advisor.bench.gate import NotTheJob
 
 JOBS = {
@@ -32,7 +31,10 @@ OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=1e-4),
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "float16 AMP": torch.float32}
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16,
+    "float16 AMP": torch.float32, "bfloat16 AMP": torch.float32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,32 @@ class Setup:
     dtype: str = "float32"  # in DTYPES
     optimizer: str = "SGD"  # in training
 
+    def autocast(self, device: str) -> torch.autocast:
+        """Autocast for AMP, otherwise off."""
+        half = torch.bfloat16 if self.dtype.startswith("b") else torch.float16
+        return torch.autocast(device, half, enabled=self.dtype.endswith("AMP"))
+
+
+@dataclass(frozen=True)
+class NetworkCase:
+    """One row: its rivals share the network, its input and the measurement loop."""
+
+    setup: Setup
+    compiled: bool = False
+
     @property
-    def amp(self) -> bool:
-        return self.dtype.endswith("AMP")
+    def op(self) -> str:
+        """The name that --op selects by."""
+        return self.setup.job
+
+    @property
+    def model(self) -> str:
+        """The name that --model selects by."""
+        return self.setup.model
+
+    def __str__(self) -> str:
+        parts = map(str, vars(self.setup).values())
+        return "-".join(part.replace(" ", "_") for part in parts)
 
 
 class Missing(RuntimeError):
@@ -161,11 +186,11 @@ def contestant(who: str, setup: Setup, stock: nn.Module) -> Contestant:
 
 
 def _loss(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Tensor:
-    with torch.autocast(images.device.type, torch.float16, enabled=setup.amp):
+    with setup.autocast(images.device.type):
         return F.cross_entropy(model(images), labels)
 
 
-def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
+def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
     """The call to be timed."""
     if setup.job == "inference":
 
@@ -176,13 +201,15 @@ def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Call:
 
         return infer
     optimizer = OPTIMIZERS[setup.optimizer]([p for p in model.parameters() if p.requires_grad])
-    scaler = torch.amp.GradScaler(images.device.type, enabled=setup.amp)
+    scaler = torch.amp.GradScaler(images.device.type, enabled=setup.dtype == "float16 AMP")
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
-        scaler.scale(_loss(model, setup, images, labels)).backward()
+        loss = _loss(model, setup, images, labels)
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        return loss.detach()
 
     return step
 
@@ -211,7 +238,7 @@ def results(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Results
         with torch.no_grad():
             return {"output": [model(images).double()]}
     model.zero_grad()
-    with torch.autocast(images.device.type, torch.float16, enabled=setup.amp):
+    with setup.autocast(images.device.type):
         output = model(images)
         loss = F.cross_entropy(output, labels)
     loss.backward()

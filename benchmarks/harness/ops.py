@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks.harness.chart import FASTER, Panel
+from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.rows import BUSY, Row
 from benchmarks.harness.tables import (
     UNCERTAIN,
@@ -19,17 +19,12 @@ from benchmarks.harness.tables import (
     sections,
     time_text,
 )
+from fusedtrain.advisor.bench import size_text
 
 # "exact": fusedtrain's own, where what is compared is its few-bit one.
 RIVALS = ("eager", "compile", "exact")
 # Below this size a call's fixed cost decides: the target there is in microseconds, not percent.
 LARGE = 2**20
-
-
-def size_text(numel: int) -> str:
-    """``2^20`` for a power of two."""
-    exponent = numel.bit_length() - 1
-    return f"2^{exponent}" if numel == 2**exponent else str(numel)
 
 
 def _shape(row: Row) -> Sequence[int]:
@@ -249,11 +244,7 @@ def _bandwidths(rows: Sequence[Row]) -> Panel:
     return Panel(
         "percent of the bandwidth of x.clone() in the same rounds",
         [name(row) for row in shown],
-        {
-            who: [percent(row, who) for row in shown]
-            for who in ("fusedtrain", "eager", "compile")
-            if any(who in row["gb_per_s"] for row in shown)
-        },
+        bars(shown, ("fusedtrain", "eager", "compile"), percent),
         f"{last}: {_title(rows[0])}",
         text=lambda who, group, value: f"{value:.0f}",
         line=100,

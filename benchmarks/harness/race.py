@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cases import dtype_name
-from benchmarks.harness.clock import REPLAY
+from benchmarks.harness.guards import admit
 from benchmarks.harness.rows import make_row
+from fusedtrain.advisor.bench import COPY, FRESH_COPY, Contest
 from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
@@ -38,22 +40,18 @@ class Race:
     """How the rivals of one test are timed.
 
     Args:
-        benchmark: of pytest-benchmark, which shows the samples of fusedtrain.
         clock: of the device.
         effort: how long one row may take.
         device: "cpu" or "cuda".
+        is_off: the gates are all that runs.
+        entry: the row as files of results have it, but for its name; empty until it is made.
     """
 
-    benchmark: Any
     clock: Clock
     effort: Effort
     device: str
-
-    def is_off(self) -> bool:
-        """With --benchmark-disable: the gates are all that runs."""
-        if self.benchmark.disabled:
-            self.benchmark.pedantic(lambda: None)
-        return bool(self.benchmark.disabled)
+    is_off: bool = False
+    entry: dict[str, Any] = field(default_factory=dict)
 
     def samples(
         self, calls: Mapping[str, Call], prepare: Prepare | None = None
@@ -70,43 +68,47 @@ class Race:
         """Kernels that a call launches on CUDA, operators that it dispatches on the CPU."""
         return count_ops(call) if self.device == "cpu" else count_launches(call)
 
-    def finish(
-        self, group: str, family: str, samples: Mapping[str, Sequence[float]], **extra: Any
-    ) -> None:
+    def finish(self, family: str, samples: Mapping[str, Sequence[float]], **extra: Any) -> None:
         """Makes the row."""
-        self.benchmark.group = group
-        self.benchmark.extra_info["l2_flushed"] = isinstance(self.clock, FlushingCudaClock)
-        self.benchmark.extra_info.update(make_row(family, self.device, samples, **extra))
-        REPLAY.replay(self.benchmark, samples["fusedtrain"])
+        flushed = isinstance(self.clock, FlushingCudaClock)
+        row = make_row(family, self.device, samples, l2_flushed=flushed, **extra)
+        seconds = [1e-9 * ns for ns in samples["fusedtrain"]]
+        stats = {"min": min(seconds), "max": max(seconds), "mean": mean(seconds)}
+        stats |= {"median": median(seconds), "rounds": len(seconds)}
+        self.entry.update(extra_info=row, stats=stats)
 
-    def tensors(
+    def match(
         self,
-        calls: Mapping[str, Call],
-        source: Tensor,
+        contest: Contest,
+        pass_name: str,
+        where: str,
         *,
         family: str,
         op: str,
-        pass_name: str,
-        tensors: float,
+        kept: Mapping[str, Call] | None = None,
         **extra: Any,
     ) -> None:
-        """Times the calls beside copies of ``source``, and makes the row.
+        """Gates the contestants, times them beside copies of the source, and makes the row.
 
-        ``tensors``: how many of its size the cheapest exact scheme reads and writes.
+        ``kept``: who -> a forward, where rows say how many bytes that keeps for backward.
         """
+        match, source = contest.match(pass_name), contest.source
+        admitted = admit(match.calls, lambda who, _: match.gate(who), where)
+        if self.is_off:
+            return
         out = torch.empty_like(source)
-        copies: dict[str, Call] = {"copy": lambda: out.copy_(source), "copy_fresh": source.clone}
-        samples = self.samples({**calls, **copies})
-        dtype, numel = dtype_name(source.dtype), source.numel()
+        copies: dict[str, Call] = {COPY: lambda: out.copy_(source), FRESH_COPY: source.clone}
+        samples = self.samples({**admitted, **copies})
+        if kept is not None:
+            extra["kept"] = {who: kept_bytes(kept[who]) / source.numel() for who in admitted}
         self.finish(
-            f"{dtype} {numel} {pass_name}",
             family,
             samples,
-            moved=tensors * source.nbytes,
+            moved=match.bytes,
             copied=2 * source.nbytes,
             op=op,
-            dtype=dtype,
-            numel=numel,
+            dtype=dtype_name(source.dtype),
+            numel=source.numel(),
             **{"pass": pass_name, **extra},
         )
 

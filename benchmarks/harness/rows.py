@@ -13,10 +13,10 @@ from typing import Any
 
 from benchmarks.harness.clock import setting
 from benchmarks.harness.store import FAMILIES
+from fusedtrain.advisor.bench import COPY, FRESH_COPY
 from fusedtrain.advisor.bench.clock import compare
 
-# Not contestants: into memory that exists, and into a new tensor.
-COPIES = ("copy", "copy_fresh")
+COPIES = (COPY, FRESH_COPY)  # not contestants
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
 # taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
 BUSY = 2.0
@@ -124,7 +124,7 @@ class Row:
 
 
 def load(paths: Iterable[Path]) -> list[Row]:
-    """The rows of pytest-benchmark's JSON files."""
+    """The rows of JSON files."""
     rows: list[Row] = []
     for path in paths:
         infos = [entry["extra_info"] for entry in json.loads(path.read_text())["benchmarks"]]

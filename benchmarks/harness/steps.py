@@ -19,6 +19,14 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fusedtrain
+from fusedtrain.advisor.bench.amp_step import (
+    GATE_SCALE,
+    GATE_SHAPES,
+    GATE_STEPS,
+    NEVER,
+    TOLERANCE,
+    parameters,
+)
 from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
 
 # Each job does what those before it do, and one thing more.
@@ -31,7 +39,6 @@ JOBS = {
 }
 MAX_NORM = 1.0
 EMA_DECAY = 0.999
-NEVER = 2**31 - 1  # growth interval: the scale stays, and so does what unscaling does
 
 
 def does(job: str, part: str) -> bool:
@@ -159,14 +166,6 @@ class Contestant:
         if isinstance(self.optimizer, fusedtrain.optim.FusedOptimizer):
             return [average for _, average in self.optimizer.averaged_parameters()]
         return self._averages
-
-
-def parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters in the memory of ``values``, with ``grads`` as their gradients."""
-    params: list[Tensor] = [torch.nn.Parameter(value) for value in values]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    return params
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor]:
@@ -329,15 +328,7 @@ def import_module(name: str) -> ModuleType:
 
 # --- the gate ---
 
-SHAPES = ((33, 5, 3, 3), (1,), (17,), (130, 31), ())
 LARGE = (70, 64)
-STEPS = (1.0, 0.5)  # factors of the gradient
-SCALE = 1024.0  # of the loss
-# bfloat16 holds weights and states: each of two steps rounds both. A step moves a weight by 0.1.
-TOLERANCE = {
-    torch.float32: Tolerance(1e-5, 2e-6),
-    torch.bfloat16: Tolerance(2**-6, 2**-6),
-}
 
 
 def small_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[list[Tensor]]:
@@ -356,12 +347,12 @@ def exact_steps(
     *,
     clip: bool,
 ) -> tuple[torch.optim.Optimizer, list[Tensor], list[Tensor]]:
-    """The optimizer, its parameters and their averages after ``STEPS``, in float64."""
+    """The optimizer, its parameters and their averages after ``GATE_STEPS``, in float64."""
     wide = [g.cpu().double() for g in grads]
     params = parameters([v.cpu().double() for v in values], wide)
     optimizer = of(params, **options)
     averages = [p.detach().clone() for p in params]
-    for factor in STEPS:
+    for factor in GATE_STEPS:
         for p, g in zip(params, wide, strict=True):
             p.grad = g * factor
         if clip:
@@ -398,7 +389,8 @@ def check(who: str, name: str, job: str, kind: Kind, device: str) -> None:
     fusedtrain with an infinite gradient must change nothing.
     """
     rule = RULES[name]
-    of = (*SHAPES, LARGE) if kind.codes else SHAPES  # of smaller ones no state is in codes
+    # States of smaller tensors are not in codes.
+    of = (*GATE_SHAPES, LARGE) if kind.codes else GATE_SHAPES
     values, grads = ([t.to(device) for t in ts] for ts in small_tensors(of, kind.dtype))
     exact, expected, averages = exact_steps(
         their_class(rule),
@@ -407,10 +399,10 @@ def check(who: str, name: str, job: str, kind: Kind, device: str) -> None:
         grads,
         clip=does(job, "clip") and not rule.clips,
     )
-    scale = SCALE if does(job, "check") else 1.0
+    scale = GATE_SCALE if does(job, "check") else 1.0
     params = parameters([v.clone() for v in values], [g.clone() for g in grads])
     entrant = contestant(who, name, job, kind, params, lr=rule.gate_lr, scale=scale)
-    for factor in STEPS:
+    for factor in GATE_STEPS:
         for grad, g in zip(gradients(entrant.params), grads, strict=True):
             grad.copy_(g * (factor * scale))
         entrant.call()

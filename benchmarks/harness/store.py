@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Collection, Generator, Sequence
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable, Collection, Generator, Sequence
+from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +63,22 @@ def drop(path: Path, family: str, measured: Collection[str]) -> None:
 
 
 class Recorder:
-    """The pytest plugin behind ``--store FILE``.
+    """The pytest plugin that stores rows, and shows those that no ``--store FILE`` asks for.
 
     Args:
-        config: of pytest.
         paths: the files, each of which gets every row.
         families: whose rows are dropped at the end of a complete run unless they were measured.
+        show: prints the rows of a file; called at the end if there are no paths.
     """
 
     def __init__(
-        self, config: pytest.Config, paths: Sequence[Path], families: Sequence[str]
+        self, paths: Sequence[Path], families: Sequence[str], show: Callable[[Path], object]
     ) -> None:
-        self.config = config
-        self.paths = paths
+        self._folder = tempfile.TemporaryDirectory()
+        self.paths = paths or [Path(self._folder.name) / "rows.json"]
         self.families = families
+        self.show = None if paths else show
         self.measured: set[str] = set()
-        self._seen = 0
-        self._header: dict[str, Any] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -81,11 +86,12 @@ class Recorder:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """A row is stored once its test has passed."""
         report = yield
-        benchmarks = self.config._benchmarksession.benchmarks  # type: ignore[attr-defined]
-        if call.when == "call":
-            fresh, self._seen = benchmarks[self._seen :], len(benchmarks)
-            if report.passed and fresh:
-                self._store(fresh)
+        race = getattr(item, "funcargs", {}).get("race")
+        if call.when == "call" and report.passed and race is not None and race.entry:
+            self.measured.add(item.nodeid)
+            entry = {"name": item.name, "fullname": item.nodeid, **race.entry}
+            for path in self.paths:
+                put(path, {**provenance(), "benchmarks": [entry]})
         return report
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -95,17 +101,34 @@ class Recorder:
                 for family in self.families:
                     drop(path, family, self.measured)
 
-    def _store(self, benchmarks: Sequence[Any]) -> None:
-        hook, session = self.config.hook, self.config._benchmarksession  # type: ignore[attr-defined]
-        if not self._header:
-            commit = hook.pytest_benchmark_generate_commit_info(config=self.config)
-            self._header = {"machine_info": session.get_machine_info(), "commit_info": commit}
-        results = hook.pytest_benchmark_generate_json(
-            config=self.config, benchmarks=benchmarks, include_data=False, **self._header
+    def pytest_terminal_summary(self) -> None:
+        """Shows the rows."""
+        if self.show is not None and self.measured:
+            print()
+            self.show(self.paths[0])
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, commit and time of a row. The host's name and kernel are nobody's business."""
+    from fusedtrain.advisor.bench.clock import device_name  # tools/gpu.py comes before the build
+
+    cpu = {"brand_raw": device_name("cpu"), "count": os.cpu_count()}
+    machine = {"machine": platform.machine(), "system": platform.system(), "cpu": cpu}
+    return {
+        "machine_info": {**machine, "python_version": platform.python_version()},
+        "commit_info": _commit(),
+        "datetime": datetime.now(timezone.utc).isoformat(),
+    }
+
+
+@cache
+def _commit() -> dict[str, Any]:
+    """The commit of the working tree; empty outside of a clone."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        head, changes = (
+            subprocess.check_output([*git, *words], text=True, stderr=subprocess.DEVNULL).strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
-        hook.pytest_benchmark_update_json(
-            config=self.config, benchmarks=benchmarks, output_json=results
-        )
-        self.measured.update(entry["fullname"] for entry in results["benchmarks"])
-        for path in self.paths:
-            put(path, results)
+        return {"id": head, "dirty": bool(changes)}
+    return {}

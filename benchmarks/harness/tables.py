@@ -171,6 +171,13 @@ def interval_text(rival: str) -> Callable[[Row], str]:
     return lambda row: "-".join(f"{bound:.2f}" for bound in row.ratio_interval.get(rival, ()))
 
 
+def pair(values: Mapping[str, Any], row: Row, form: str, unit: float = 1) -> str:
+    """fusedtrain's value and that of the strongest rival, which may lack."""
+    names = ["fusedtrain", *([best] if (best := row.strongest()) else [])]
+    scaled = {name: value / unit if unit != 1 else value for name, value in values.items()}
+    return " / ".join(format(scaled[name], form) if name in scaled else "-" for name in names)
+
+
 def size_text(row: Row) -> str:
     """Size of a network, for an optimizer."""
     return f"{row.numel / 1e6:.1f} M parameters in {row['tensors']} tensors"

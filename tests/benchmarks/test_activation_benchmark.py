@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks import bench_activations as bench
-from benchmarks.harness.cases import Options
+from benchmarks.harness.cases import Options, Work
+from fusedtrain.advisor.bench import activations
 from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.reference import ACTIVATIONS
 from helpers.benchmarks import measured, mistakes
@@ -26,13 +28,14 @@ WRONG: dict[str, Function] = {
 
 
 def check(op: str, who: str, function: Function, dtype: torch.dtype) -> None:
-    bench.check(op, who, function, *(t[:4097] for t in bench._tensors(2**16, dtype, "cpu")))
+    x, gradient = (Work("cpu", dtype).random(4097, seed=seed) for seed in range(2))
+    activations.check(op, who, function, x, gradient)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ACTIVATIONS)
 def test_right_ones_are_let_in(op: str, dtype: torch.dtype) -> None:
-    check(op, "fusedtrain", bench.ours(op), dtype)
+    check(op, "fusedtrain", activations.ours(op), dtype)
     check(op, "eager", ACTIVATIONS[op].eager, dtype)
 
 
@@ -50,24 +53,19 @@ def test_wrong_ones_are_not(who: str, dtype: torch.dtype) -> None:
 def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case, other = bench.select(Options(quick=True))[:2]
     assert case.op == other.op == "relu"
-    bench._entrants.cache_clear()
-    monkeypatch.setattr(bench, "compiled", lambda function: WRONG["no-op"])
-    arguments = (case.op, case.numel, case.dtype, "cpu", True)
+    case = replace(case, compiled=True)
+    monkeypatch.setattr(activations, "compiled", lambda function: WRONG["no-op"])
     with pytest.warns(UserWarning, match="compile left out: wrong forward"):
-        assert list(bench._entrants(*arguments)) == ["fusedtrain", "eager"]
-    bench._entrants.cache_clear()
-    monkeypatch.setattr(bench, "ours", lambda op: WRONG["no-op"])
+        assert list(measured(bench, case).ns)[:2] == ["fusedtrain", "eager"]
+    monkeypatch.setattr(activations, "ours", lambda op: WRONG["no-op"])
     with pytest.raises(pytest.fail.Exception, match=r"wrong forward.*\. Not timed"):
-        bench._entrants(*arguments)
+        measured(bench, case)
 
 
 def test_selection() -> None:
     cases = bench.select(Options())
-    assert len(set(cases)) == len(cases)
     assert {case.op for case in cases} == set(ACTIVATIONS)
     assert {case.op for case in cases if case.compiled} == set(bench.CHOSEN)
-    assert bench.select(Options(models=("resnet50",))) == []
-    assert not any(case.compiled for case in bench.select(Options(full=True, compiled=False)))
     dtypes = {case.dtype for case in bench.select(Options(float64=True))}
     assert dtypes == {*bench.DTYPES, torch.float64}
 

@@ -15,8 +15,9 @@ from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
 from benchmarks.harness.shapes import MODELS
 from benchmarks.harness.steps import JOBS, KINDS, RULES, bytes_per_parameter, rivals
+from benchmarks.harness.tables import pair
 from fusedtrain.advisor.bench.gate import NotTheJob
-from helpers.benchmarks import measured
+from helpers.benchmarks import forget, measured
 from helpers.models import timm
 
 
@@ -121,12 +122,12 @@ def test_a_wrong_optimizer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
         return right_rival(variant, *a, lr=lr * (1.02 if variant == "fused" else 1), **k)
 
     monkeypatch.setattr(steps, "rival", off)
-    bench._entrants.cache_clear()
+    forget(bench)
     with pytest.warns(UserWarning, match="fused left out: wrong parameter"):
         entrants = bench._entrants("sgd", "float32", "step", "cpu")
     assert entrants == ["fusedtrain", "single", "foreach"]
     monkeypatch.setattr(steps, "ours", lambda *a, lr, **k: right(*a, lr=1.02 * lr, **k))
-    bench._entrants.cache_clear()
+    forget(bench)
     with pytest.raises(pytest.fail.Exception, match=r"(?s)wrong parameter.*\. Not timed"):
         bench._entrants("sgd", "float32", "step", "cpu")
 
@@ -136,14 +137,12 @@ def test_a_wrong_optimizer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_selection() -> None:
     cases = bench.select(Options())
-    assert len(set(cases)) == len(cases)
     assert {case.op for case in cases} == set(RULES)
     assert {case.kind for case in cases} == set(KINDS)
     assert {case.model for case in cases} == set(MODELS) - {"vit_l_16"}
     assert {case.model for case in bench.select(Options("cuda"))} == set(MODELS)
     large = bench.select(Options(ops=("adamw",), models=("vit_l_16",)))
     assert {case.job for case in large} == set(JOBS)
-    assert bench.select(Options(ops=("mish",))) == []
     assert [str(case) for case in bench.select(Options(quick=True, ops=("sgd",)))] == [
         "sgd-zero-float32-efficientnet_b0"
     ]
@@ -151,7 +150,6 @@ def test_selection() -> None:
 
 def test_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "shapes", lambda model: [(16, 8), (16,)] * 20)
-    bench._entrants.cache_clear()
     row = measured(bench, bench.Case("small", "sgd", "float32", "zero"))
     assert (row.op, row["job"], row.model) == ("sgd", "zero", "small")
     assert (row.numel, row["tensors"], row["bytes"]) == (2880, 40, 36 * 2880)
@@ -174,13 +172,11 @@ def test_a_rival_that_is_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "shapes", lambda model: [(16, 8), (16,)] * 20)
     monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(AdamW8bit=Compiled))
     monkeypatch.setattr(steps, "rivals", lambda *_: ["fused", steps.TORCHAO])
-    bench._entrants.cache_clear()
     row = measured(bench, bench.Case("small", "adamw", "bfloat16+q8", "clip"))
-    bench._entrants.cache_clear()
     assert row["host_ns"].keys() == {"fusedtrain", "fused", steps.TORCHAO}
     assert row["counts"].keys() == {"fusedtrain", "fused"}
     ours, fused = row["counts"].values()
     row.ratio[steps.TORCHAO] = 2 * row.ratio["fused"]
-    assert bench._pair(row["counts"], row, "d") == f"{ours} / {fused}"
+    assert pair(row["counts"], row, "d") == f"{ours} / {fused}"
     row.ratio[steps.TORCHAO] = 0.5 * row.ratio["fused"]
-    assert bench._pair(row["counts"], row, "d") == f"{ours} / -"
+    assert pair(row["counts"], row, "d") == f"{ours} / -"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 
 from benchmarks import conftest
 from benchmarks.harness import store
-from benchmarks.harness.clock import ALLOCATORS, REPLAY
+from benchmarks.harness.cases import Options
+from benchmarks.harness.clock import ALLOCATORS
 from benchmarks.run import BOUNDED
 from helpers import ROOT, environment
 from helpers.processes import run_python
@@ -63,16 +65,24 @@ def test_a_write_that_fails_leaves_the_file(
 # --- what is run ---
 
 
+@pytest.mark.parametrize("family", store.FAMILIES)
+def test_cases(family: str) -> None:
+    select = importlib.import_module(f"benchmarks.bench_{family}").select
+    for device in ("cpu", "cuda"):
+        names = [str(case) for case in select(Options(device))]
+        assert len({*names}) == len(names) > 0
+    plain = select(Options(full=True, compiled=False))
+    assert not any(getattr(case, "compiled", False) for case in plain)
+    assert select(Options(models=("m",))) == []
+    assert select(Options(ops=("mush",))) == []
+
+
 class Item:
     """A test of a family's case."""
 
     def __init__(self, family: str, **case: Any) -> None:
         self.path = Path(f"bench_{family}.py")
         self.callspec = SimpleNamespace(params={"case": SimpleNamespace(**case)})
-        self.timer: Any = None
-
-    def add_marker(self, mark: pytest.MarkDecorator) -> None:
-        self.timer = mark.kwargs["timer"]
 
 
 def collected(items: list[Any], **options: Any) -> list[Any]:
@@ -84,7 +94,6 @@ def collected(items: list[Any], **options: Any) -> list[Any]:
     )
     left = [*items]
     conftest.pytest_collection_modifyitems(config, left)
-    assert all(item.timer is REPLAY for item in left)
     return left
 
 
@@ -117,11 +126,6 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture(autouse=True)
-def _plugin() -> None:
-    pytest.importorskip("pytest_benchmark")
-
-
 def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
     also = tmp_path / "also"
     names = ("--family=batch_norm", "--op=bn_add_relu", f"--also={also}")
@@ -143,6 +147,14 @@ def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
     assert "node" not in store.read(path)["machine_info"]
     assert "batch norm, " in output
     assert [chart.name for chart in tmp_path.glob("*.png")] == [f"{path.stem}-batch-norm.png"]
+
+
+@pytest.mark.parametrize("option", ["--threads=1", "--gates-only"])
+def test_rows_that_are_not_stored_are_shown(tmp_path: Path, option: str) -> None:
+    code, output = run(tmp_path, "pytest", "benchmarks/bench_activations.py", "--op=relu", option)
+    assert code == 0, output
+    assert "2 passed" in output
+    assert ("relu" in output and "vs eager" in output) == (option != "--gates-only")
 
 
 WRONG_MISH = """

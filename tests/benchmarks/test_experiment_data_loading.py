@@ -11,10 +11,9 @@ import torch
 
 from benchmarks.experiments import data_loading, gains
 from benchmarks.experiments.experiment import Run, Settings
-from helpers.experiments import FAST, NOISE, SLOW, runs_of
+from helpers.experiments import CUDA, FAST, NOISE, QUICK, SLOW, runs_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU, GPU = Settings("cpu", quick=True), Settings("cuda")
 
 
 @pytest.mark.parametrize("jpeg", [True, False], ids=["jpeg", "bytes"])
@@ -59,10 +58,10 @@ def test_loaders_where_shared_memory_is_small(monkeypatch: pytest.MonkeyPatch) -
     assert data_loading.fits(size, 0)
     assert not data_loading.fits(size, 8)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    runs = {run.label: run for run in data_loading.EXPERIMENT.runs(CPU)}
+    runs = {run.label: run for run in data_loading.EXPERIMENT.runs(QUICK)}
     assert "shared memory" in runs["1 worker"].note
     assert "speed" in runs["0 workers"].numbers
-    assert data_loading.EXPERIMENT.judge(runs, CPU)[0].holds is None
+    assert data_loading.EXPERIMENT.judge(runs, QUICK)[0].holds is None
 
 
 def test_an_epoch_trains_on_all_batches() -> None:
@@ -72,7 +71,7 @@ def test_an_epoch_trains_on_all_batches() -> None:
     images = data_loading.Images(data_loading.QUICK, 0, jpeg=False)
     before = model[0].weight.detach().clone()  # type: ignore[union-attr, operator]
     data_loading.epoch_of(
-        data_loading.loader_of(images, data_loading.QUICK, 0, False), model, CPU
+        data_loading.loader_of(images, data_loading.QUICK, 0, False), model, QUICK
     )()
     assert seen == [4, 4]
     assert not torch.equal(before, model[0].weight)  # type: ignore[arg-type]
@@ -83,9 +82,9 @@ def test_judge_of_workers() -> None:
         runs = runs_of({"1 worker": one, "2 workers": two, data_loading.READY: FAST})
         return data_loading.EXPERIMENT.judge(runs, settings)[0].holds
 
-    assert holds(SLOW, FAST, CPU) is True
-    assert holds(SLOW, SLOW, CPU) is False
-    assert holds(SLOW, NOISE, CPU) is None
+    assert holds(SLOW, FAST, QUICK) is True
+    assert holds(SLOW, SLOW, QUICK) is False
+    assert holds(SLOW, NOISE, QUICK) is None
 
 
 def test_judge_of_pinned_memory() -> None:
@@ -93,7 +92,7 @@ def test_judge_of_pinned_memory() -> None:
         runs = runs_of({data_loading.PINNED: gain})
         speeds = {data_loading.label_of(8, pinned): 100.0 + pinned for pinned in (False, True)}
         runs |= {label: Run(label, {"speed": speed}) for label, speed in speeds.items()}
-        verdict = data_loading.EXPERIMENT.judge(runs, GPU)[1]
+        verdict = data_loading.EXPERIMENT.judge(runs, CUDA)[1]
         assert verdict.holds is holds
         assert "8: 100 and 101" in verdict.words
-        assert data_loading.EXPERIMENT.judge(runs, CPU)[1].holds is None
+        assert data_loading.EXPERIMENT.judge(runs, QUICK)[1].holds is None

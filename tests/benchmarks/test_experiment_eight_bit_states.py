@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
-import torch
 
 from benchmarks.experiments import eight_bit_states
 from benchmarks.experiments.eight_bit_states import (
@@ -20,27 +19,15 @@ from benchmarks.experiments.eight_bit_states import (
     WAYS,
     label_of,
 )
-from benchmarks.experiments.experiment import Run, Settings, Verdict
+from benchmarks.experiments.experiment import Run, Verdict
 from benchmarks.experiments.images import digit_images
+from helpers.experiments import CPU, QUICK, judged, measured
 
-QUICK = Settings(quick=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of small tensors spin while other processes have the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_quick_run() -> None:
-    runs = {run.label: run for run in eight_bit_states.EXPERIMENT.runs(QUICK)}
-    assert {key for run in runs.values() for key in run.numbers} <= {
-        *eight_bit_states.EXPERIMENT.columns
-    }
-    assert len(runs) == 2 * len(WAYS)
+def test_codes_beside_float32() -> None:
+    runs, verdicts = measured("eight_bit_states")
     for network in (RESNET, VIT):
         line, codes, rounded = (runs[label_of(DIGITS, network, "AdamW", way)] for way in WAYS)
         assert line.numbers["coded"] == 0
@@ -51,7 +38,6 @@ def test_a_quick_run() -> None:
             assert run.numbers["loss1"] == pytest.approx(line.numbers["loss1"], rel=1e-3)
             assert run.numbers["loss4"] != line.numbers["loss4"]
         assert codes.numbers["loss4"] != rounded.numbers["loss4"]
-    verdicts = eight_bit_states.EXPERIMENT.judge(runs, QUICK)
     assert [type(verdict.holds) for verdict in verdicts] == [bool] * 4
 
 
@@ -59,15 +45,14 @@ def test_a_quick_run() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_keeps_codes_and_lowers_the_loss(rule: eight_bit_states.Rule) -> None:
     data = digit_images(8, 256)
-    settings = Settings(quick=True)
     for way in WAYS:
-        outcome = eight_bit_states.train(VIT, rule, way, data, 0, settings)
+        outcome = eight_bit_states.train(VIT, rule, way, data, 0, QUICK)
         assert len(outcome.losses) == QUARTERS
         assert outcome.losses[-1] < outcome.losses[0]
         assert (outcome.coded > 90) == (way != FLOAT32)
-    again = eight_bit_states.train(VIT, rule, RANDOM, data, 0, settings)
+    again = eight_bit_states.train(VIT, rule, RANDOM, data, 0, QUICK)
     assert again == outcome
-    assert eight_bit_states.train(VIT, rule, RANDOM, data, 1, settings) != outcome
+    assert eight_bit_states.train(VIT, rule, RANDOM, data, 1, QUICK) != outcome
 
 
 # --- the judge ---
@@ -92,7 +77,7 @@ def _judged(changes: Mapping[tuple[str, str, str], Mapping[str, float]]) -> list
                     numbers |= {f"loss{n}": 0.1 * factor, f"loss_deviation{n}": 5.0}
                 label = label_of(DIGITS, network, rule.name, way)
                 runs[label] = Run(label, numbers)
-    return [*eight_bit_states.EXPERIMENT.judge(runs, Settings())]
+    return [*eight_bit_states.EXPERIMENT.judge(runs, CPU)]
 
 
 def _holds(verdicts: list[Verdict]) -> list[bool | None]:
@@ -136,5 +121,4 @@ def test_a_loss_curve_that_leaves_the_spread_on_its_way(way: str, place: int) ->
 
 def test_runs_without_their_float32_run() -> None:
     label = label_of(DIGITS, VIT, "SGD", CODES)
-    verdicts = eight_bit_states.EXPERIMENT.judge({label: Run(label, {})}, Settings())
-    assert [verdict.holds for verdict in verdicts] == [None] * 4
+    assert judged("eight_bit_states", {label: {}}, CPU) == [None] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,12 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.experiments import FOLDER, NAMES, command, page, screen, store
+from benchmarks.experiments import (
+    FOLDER,
+    NAMES,
+    amp_autotune,
+    checkpointing,
+    command,
+    conv_bias,
+    data_loading,
+    fused_gelu,
+    page,
+    screen,
+    store,
+    zero_grad,
+)
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.run import results_path
 from helpers import ROOT, environment
 from helpers.commands import heed_ctrl_c
+from helpers.experiments import CPU, CUDA, Inline, measured
 from helpers.processes import run_python
 
 CLAIMS = (
@@ -78,12 +94,67 @@ def test_an_experiment_is_whole(name: str) -> None:
     for device in ("cpu", "cuda"):
         for quick in (False, True):
             assert experiment.setup(Settings(device, quick)).endswith(".")
-        # Nothing was measured: nothing can be told, and nothing raises.
-        verdicts = experiment.judge({}, Settings(device))
-        assert [v.holds for v in verdicts] == [None] * len(experiment.claims)
+            # Nothing was measured: nothing can be told, and nothing raises.
+            verdicts = experiment.judge({}, Settings(device, quick))
+            assert [v.holds for v in verdicts] == [None] * len(experiment.claims)
+            assert all(verdict.words for verdict in verdicts)
     for claim in experiment.claims:
         assert claim.text.endswith(".")
         assert {key for row in claim.numbers.values() for key in row} <= experiment.columns.keys()
+
+
+PASSES = ("forward", "forward+backward")
+LABELS: dict[str, list[str]] = {
+    "data_loading": ["0 workers", "1 worker", data_loading.READY],
+    "conv_autotune": [f"{p}, autotuner {switch}" for p in PASSES for switch in ("off", "on")],
+    "zero_grad": [
+        f"{of}, {who}: {way}"
+        for of in ("ResNet-50", "small tensors")
+        for who, way in zero_grad.WAYS
+    ],
+    "fused_gelu": [f"{p}, {who}" for p in PASSES for who in fused_gelu.MAKERS],
+    "checkpointing": [
+        checkpointing.EAGER, checkpointing.CHECKPOINT, checkpointing.STORE,
+        checkpointing.RECOMPUTE, checkpointing.FORWARD,
+    ],
+    "conv_bias": [conv_bias.BIAS, conv_bias.NO_BIAS, conv_bias.DROPPED],
+}  # fmt: skip
+# Number of the runs of the others.
+RUNS_OF = {"accumulation": 8, "large_batch": 4, "eight_bit_states": 6, "retained_graph": 12,
+           "data_parallel": 3, "networks": 4, "amp_autotune": 5}  # fmt: skip
+PROGRAM = "fp16_resnet"  # whose quick run is test_an_experiment_as_a_program
+LONG = {"accumulation", "large_batch", "data_parallel", "networks", "amp_autotune",
+        "amp_kernels"}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in NAMES if n != PROGRAM]
+)
+def test_a_quick_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amp_autotune, "Worker", Inline)  # processes import torch for seconds
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # which a worker switches on
+    experiment = command.experiment_of(name)
+    runs, verdicts = measured(name)
+    assert len(verdicts) == len(experiment.claims)
+    for run in runs.values():
+        assert run.numbers.keys() - {"gain", "least", "most"} <= experiment.columns.keys()
+        assert run.numbers or run.note
+        assert all(math.isfinite(number) for number in run.numbers.values())
+        if "gain" in run.numbers:
+            low, high = (
+                next(run.numbers[key] for key in keys if key in run.numbers)
+                for keys in (("gain_low", "least", "low"), ("gain_high", "most", "high"))
+            )
+            assert low <= run.numbers["gain"] <= high
+    assert len(runs) == RUNS_OF.get(name, len(runs))
+    if name in LABELS:
+        assert list(runs) == LABELS[name]
+        keys = set().union(*(run.numbers for run in runs.values()))
+        assert keys >= experiment.columns.keys() - {"copy"}
+        assert all(claim.numbers.keys() <= runs.keys() for claim in experiment.claims)
+        for settings in (CPU, CUDA):
+            assert len(experiment.judge(runs, settings)) == len(experiment.claims)
 
 
 def test_an_unknown_name_and_an_unknown_device(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from multiprocessing import Pipe
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,69 +13,20 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 from benchmarks.experiments import (
-    NAMES,
     checkpointing,
     conv_autotune,
     conv_bias,
-    data_loading,
     fused_gelu,
     gains,
+    workers,
     zero_grad,
 )
 from benchmarks.experiments.experiment import Run, Settings
-from benchmarks.harness.memory import most_allocated
+from benchmarks.harness.memory import bytes_of_step, most_allocated
 from fusedtrain.advisor.bench.gate import NotTheJob
-from helpers.experiments import FAST, NOISE, SLOW, runs_of
+from helpers.experiments import CPU, CUDA, FAST, NOISE, QUICK, SLOW, Inline, judged, runs_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU, GPU = Settings("cpu", quick=True), Settings("cuda")
-LABELS: Mapping[ModuleType, list[str]] = {
-    data_loading: ["0 workers", "1 worker", data_loading.READY],
-    conv_autotune: [
-        f"{part}, autotuner {switch}"
-        for part in ("forward", "forward+backward")
-        for switch in ("off", "on")
-    ],
-    zero_grad: [
-        f"{of}, {who}: {way}"
-        for of in ("ResNet-50", "small tensors")
-        for who, way in zero_grad.WAYS
-    ],
-    fused_gelu: [
-        f"{part}, {who}" for part in ("forward", "forward+backward") for who in fused_gelu.MAKERS
-    ],
-    checkpointing: [
-        checkpointing.EAGER, checkpointing.CHECKPOINT, checkpointing.STORE,
-        checkpointing.RECOMPUTE, checkpointing.FORWARD,
-    ],
-    conv_bias: [conv_bias.BIAS, conv_bias.NO_BIAS, conv_bias.DROPPED],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("module", LABELS, ids=lambda module: module.EXPERIMENT.name)
-def test_runs(module: ModuleType) -> None:
-    experiment = module.EXPERIMENT
-    assert experiment.name in NAMES
-    assert experiment.name == module.__name__.rpartition(".")[2]
-    runs = {run.label: run for run in experiment.runs(CPU)}
-    assert list(runs) == LABELS[module]
-    for run in runs.values():
-        assert run.numbers.keys() <= experiment.columns.keys()
-        assert run.numbers or run.note
-        assert all(math.isfinite(number) for number in run.numbers.values())
-        if "gain" in run.numbers:
-            assert run.numbers["gain_low"] <= run.numbers["gain"] <= run.numbers["gain_high"]
-    assert set().union(*(run.numbers for run in runs.values())) >= experiment.columns.keys() - {
-        "copy"
-    }
-    for claim in experiment.claims:
-        assert claim.numbers.keys() <= runs.keys()
-        assert all(n.keys() <= experiment.columns.keys() for n in claim.numbers.values())
-    for settings in (CPU, Settings("cpu"), GPU):
-        assert experiment.setup(settings)
-        assert len(experiment.judge(runs, settings)) == len(experiment.claims)
-        nothing = experiment.judge({}, settings)
-        assert [verdict.holds for verdict in nothing] == [None] * len(experiment.claims)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +51,7 @@ def test_judging_a_gain(values: list[gains.Gain | None], holds: bool | None) -> 
 
 
 def _stepped(way: tuple[str, str]) -> tuple[list[nn.Parameter], list[int], list[Tensor]]:
-    values, gradients = zero_grad.tensors([(7, 3), (5,), (130,)], CPU)
+    values, gradients = zero_grad.tensors([(7, 3), (5,), (130,)], QUICK)
     params = [nn.Parameter(value.clone()) for value in values]
     step = zero_grad.step_of(*way, params, gradients, lr=0.1)
     step()
@@ -121,7 +69,7 @@ def _stepped(way: tuple[str, str]) -> tuple[list[nn.Parameter], list[int], list[
 def test_gradients_are_reset_in_each_way(way: tuple[str, str]) -> None:
     """Three steps of SGD by hand; a gradient that added up would be three times as large."""
     params, same_memory, grads = _stepped(way)
-    values, gradients = zero_grad.tensors([(7, 3), (5,), (130,)], CPU)
+    values, gradients = zero_grad.tensors([(7, 3), (5,), (130,)], QUICK)
     for param, value, gradient, grad in zip(params, values, gradients, grads):
         momentum = torch.zeros_like(value)
         for _ in range(3):
@@ -136,7 +84,7 @@ def test_gradients_are_reset_in_each_way(way: tuple[str, str]) -> None:
 
 def test_dropped_gradients_are_written_once() -> None:
     """Backward hands its gradient on; a copy of it would be what None is said to save."""
-    values, gradients = zero_grad.tensors([(1000, 100)], CPU)
+    values, gradients = zero_grad.tensors([(1000, 100)], QUICK)
     peaks = {}
     for way in (zero_grad.MEMSET, zero_grad.NONE):
         params = [nn.Parameter(value.clone()) for value in values]
@@ -150,9 +98,9 @@ def test_dropped_gradients_are_written_once() -> None:
 
 
 def test_lists_of_parameters() -> None:
-    lists = zero_grad.lists(Settings("cpu"))
+    lists = zero_grad.lists(CPU)
     assert [len(of) for of in lists.values()] == [161, 400]
-    assert "26 million" in zero_grad.EXPERIMENT.setup(Settings("cpu"))
+    assert "26 million" in zero_grad.EXPERIMENT.setup(CPU)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +115,7 @@ def test_judge_of_zero_grad(within: gains.Gain, none: gains.Gain, holds: list[bo
         label(small, zero_grad.TORCH, zero_grad.NONE): SLOW,
         label(small, zero_grad.OURS, zero_grad.WITHIN): FAST,
     }
-    verdicts = [verdict.holds for verdict in zero_grad.EXPERIMENT.judge(runs_of(runs), CPU)]
+    verdicts = [verdict.holds for verdict in zero_grad.EXPERIMENT.judge(runs_of(runs), QUICK)]
     assert verdicts == [holds[0], False, holds[1], True]
 
 
@@ -184,7 +132,7 @@ def _gelu(monkeypatch: pytest.MonkeyPatch, who: str) -> tuple[dict[str, object],
     makers = {**fused_gelu.MAKERS, who: lambda: lambda x: T.gelu(x) * 1.02}
     monkeypatch.setattr(fused_gelu, "MAKERS", makers)
     x = torch.randn(fused_gelu.GATE)
-    functions, left_out = fused_gelu.contestants(CPU, x, torch.randn_like(x))
+    functions, left_out = fused_gelu.contestants(QUICK, x, torch.randn_like(x))
     return dict(functions), left_out
 
 
@@ -210,11 +158,11 @@ def test_judge_of_gelu(best: gains.Gain, holds: bool | None) -> None:
     numbers = {label("forward", fused_gelu.OURS): best, label("forward", fused_gelu.NATIVE): FAST}
     numbers |= {label("forward", fused_gelu.SCRIPTED): SLOW}
     both = label("forward+backward", fused_gelu.OURS)
-    fivefold, faster = fused_gelu.EXPERIMENT.judge(runs_of({**numbers, both: FAST}), CPU)
+    fivefold, faster = fused_gelu.EXPERIMENT.judge(runs_of({**numbers, both: FAST}), QUICK)
     assert (fivefold.holds, faster.holds) == (holds, True)
     assert f"{best[0]:.2f}x" in fivefold.words
     assert "fuses nothing" in fivefold.words
-    assert not fused_gelu.EXPERIMENT.judge(runs_of({**numbers, both: SLOW}), CPU)[1].holds
+    assert not fused_gelu.EXPERIMENT.judge(runs_of({**numbers, both: SLOW}), QUICK)[1].holds
 
 
 # --- conv_autotune ---
@@ -223,7 +171,7 @@ def test_judge_of_gelu(best: gains.Gain, holds: bool | None) -> None:
 def test_the_switch_of_the_autotuner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     with conv_autotune.switch_restored():
-        off, on = (conv_autotune.calls_of(CPU, autotune) for autotune in (False, True))
+        off, on = (conv_autotune.calls_of(QUICK, autotune) for autotune in (False, True))
         for calls, expected in ((on, True), (off, False)):
             for call in calls.values():
                 torch.backends.cudnn.benchmark = not expected
@@ -238,35 +186,24 @@ def test_the_switch_of_the_autotuner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_setting_in_a_process() -> None:
-    server = conv_autotune.Server(CPU, True)
-    try:
-        assert server.answer() is None
-        assert server.seconds("forward") > 0
-    finally:
-        server.end()
-    assert server._process.exitcode == 0
-
-
-class Threads(conv_autotune.Server):
-    """Threads stand for the processes, which import torch for seconds."""
-
-    def __init__(self, settings: Settings, autotune: bool) -> None:
-        self._pipe, end = Pipe()
-        self._process = threading.Thread(target=conv_autotune.serve, args=(end, settings, autotune))
-        self._process.start()
+    with workers.Worker(conv_autotune.build, QUICK, True) as worker:
+        assert worker.ask("forward", conv_autotune.LONGEST) > 0
+    assert worker._process.exitcode == 0
 
 
 def test_two_settings_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds come from the server of the setting, and are those of one call."""
+    """Seconds come from the worker of the setting, and are those of one call."""
     pauses = {"forward": {False: 2e-4, True: 4e-4}, "forward+backward": {False: 8e-4, True: 16e-4}}
 
     def calls_of(settings: Settings, autotune: bool) -> dict[str, Callable[[], None]]:
         return {part: partial(time.sleep, pauses[part][autotune]) for part in pauses}
 
-    monkeypatch.setattr(conv_autotune, "Server", Threads)
+    monkeypatch.setattr(conv_autotune, "Worker", Inline)
     monkeypatch.setattr(conv_autotune, "calls_of", calls_of)
-    times = conv_autotune.times_of_processes(CPU)
-    assert list(times.samples) == LABELS[conv_autotune]
+    times = conv_autotune.times_of_processes(QUICK)
+    assert list(times.samples) == [
+        f"{part}, autotuner {switch}" for part in pauses for switch in ("off", "on")
+    ]
     for part, by_setting in pauses.items():
         for autotune, pause in by_setting.items():
             assert times.seconds(conv_autotune.label_of(part, autotune)) > pause
@@ -276,19 +213,19 @@ def test_an_error_in_a_process_is_one_of_the_experiment(monkeypatch: pytest.Monk
     def refuse(settings: Settings, autotune: bool) -> dict[str, Callable[[], None]]:
         raise ValueError("no plan")
 
-    monkeypatch.setattr(conv_autotune, "Server", Threads)
+    monkeypatch.setattr(conv_autotune, "Worker", Inline)
     monkeypatch.setattr(conv_autotune, "calls_of", refuse)
     with pytest.raises(ValueError, match="no plan"):
-        conv_autotune.times_of_processes(CPU)
+        conv_autotune.times_of_processes(QUICK)
 
 
 @pytest.mark.parametrize(("gain", "holds"), [(FAST, True), (SLOW, False), (NOISE, None)])
 def test_judge_of_the_autotuner(gain: gains.Gain, holds: bool | None) -> None:
     runs = runs_of({conv_autotune.label_of(part, True): gain for part in conv_autotune.PARTS})
-    for verdict in conv_autotune.EXPERIMENT.judge(runs, GPU):
+    for verdict in conv_autotune.EXPERIMENT.judge(runs, CUDA):
         assert verdict.holds is holds
         assert f"{gain[0]:.2f}x" in verdict.words
-    for verdict in conv_autotune.EXPERIMENT.judge(runs, CPU):
+    for verdict in conv_autotune.EXPERIMENT.judge(runs, QUICK):
         assert verdict.holds is None
         assert "no cuDNN" in verdict.words
 
@@ -297,8 +234,7 @@ def test_judge_of_the_autotuner(gain: gains.Gain, holds: bool | None) -> None:
 
 
 def test_recomputed_gradients_are_the_same() -> None:
-    settings = Settings("cpu", quick=True)
-    models, batch = checkpointing.models(settings), checkpointing.batch_of(settings)
+    models, batch = checkpointing.models(QUICK), checkpointing.batch_of(QUICK)
     got = {who: checkpointing.gradient_of(model, *batch) for who, model in models.items()}
     assert len(got[checkpointing.EAGER]) == sum(
         p.numel() for p in models[checkpointing.EAGER].parameters()
@@ -313,10 +249,7 @@ def test_recomputed_gradients_are_the_same() -> None:
         got[checkpointing.STORE], got[checkpointing.EAGER], rtol=1e-9, atol=1e-11
     )
     assert float(got[checkpointing.EAGER].norm()) > 0.1
-    images, labels = batch
-    kept = {
-        who: checkpointing._megabytes(m, images, labels, "cpu")["kept"] for who, m in models.items()
-    }
+    kept = {who: bytes_of_step(model, *batch)[1] for who, model in models.items()}
     assert kept[checkpointing.CHECKPOINT] < 0.8 * kept[checkpointing.EAGER]
     assert kept[checkpointing.RECOMPUTE] < 0.8 * kept[checkpointing.STORE]
 
@@ -338,8 +271,7 @@ def _costs(
         },
         checkpointing.FORWARD: {"cost": 0.35, "cost_low": 0.34, "cost_high": 0.36},
     }
-    made = {label: Run(label, numbers) for label, numbers in runs.items()}
-    return [verdict.holds for verdict in checkpointing.EXPERIMENT.judge(made, CPU)]
+    return judged("checkpointing", runs)
 
 
 def test_judge_of_checkpointing() -> None:
@@ -356,7 +288,7 @@ def test_judge_of_checkpointing() -> None:
 
 
 def test_a_bias_before_a_norm_is_useless() -> None:
-    models, images = conv_bias.models(CPU), conv_bias.images_of(CPU)
+    models, images = conv_bias.models(QUICK), conv_bias.images_of(QUICK)
     biased = models[conv_bias.BIAS]
     assert float(biased[0].bias.detach().abs().max()) > 0.5  # type: ignore[union-attr, operator]
     assert models[conv_bias.NO_BIAS][0].bias is None
@@ -375,7 +307,7 @@ def test_judge_of_the_bias() -> None:
         runs = {who: Run(who, {**run.numbers, "difference": ppm}) for who, run in runs.items()} | {
             conv_bias.BIAS: Run(conv_bias.BIAS, {"gradient": 0.1})
         }
-        return [verdict.holds for verdict in conv_bias.EXPERIMENT.judge(runs, CPU)]
+        return [verdict.holds for verdict in conv_bias.EXPERIMENT.judge(runs, QUICK)]
 
     assert holds(FAST, 0.5) == [True, True, True]
     assert holds(SLOW, 500.0) == [False, True, False]

@@ -17,8 +17,8 @@ from benchmarks.experiments.experiment import Run, Settings
 from benchmarks.experiments.images import NoImages, real_images
 from benchmarks.experiments.training import Job, autocast, full, fused_masters, masters
 from benchmarks.experiments.workers import Handlers, Worker, WorkerFailed
+from helpers.experiments import CPU, CUDA, QUICK
 
-CPU, CUDA = Settings("cpu"), Settings("cuda")
 FASTER, EQUAL, SLOWER = (1.5, 1.4, 1.6), (1.0, 0.9, 1.1), (0.5, 0.4, 0.6)
 
 
@@ -136,14 +136,11 @@ def test_a_gradient_that_is_lost() -> None:
 )  # fmt: skip
 def test_all_train_the_same_network(make: object) -> None:
     """The losses of three steps are those of float32 to within 16 bits."""
-    job, settings = (
-        Job("resnet18", 8, 4),
-        Settings(quick=True),
-    )  # oneDNN 3 of torch 2.13 corrupts memory below 8
-    images, labels = job.data(settings)
+    job = Job("resnet18", 8, 4)  # oneDNN 3 of torch 2.13 corrupts memory below 8
+    images, labels = job.data(QUICK)
 
     def losses(maker: object) -> Tensor:
-        step = maker(job.model(settings), settings)  # type: ignore[operator]
+        step = maker(job.model(QUICK), QUICK)  # type: ignore[operator]
         return torch.stack([step(images, labels) for _ in range(3)]).float()
 
     expected = losses(full)
@@ -167,6 +164,8 @@ def test_a_worker_answers_and_fails() -> None:
             worker.ask("fail")
         with pytest.raises(WorkerFailed, match="a worker ended"):
             worker.ask("number")
+    with Worker(build, 7) as worker, pytest.raises(WorkerFailed, match="silent for 0 s"):
+        worker.ask("number", patience=0.0)
 
 
 def test_a_worker_that_dies() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,47 +14,11 @@ from benchmarks.experiments import (
     networks,
     retained_graph,
 )
-from benchmarks.experiments.experiment import Experiment, Run, Settings, Verdict
-from benchmarks.experiments.small_resnet import small_resnet
+from benchmarks.experiments.experiment import Run
+from benchmarks.experiments.models import small_resnet
+from helpers.experiments import QUICK, judged, measured
 
-QUICK = Settings(quick=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small tensors gain nothing from threads, which spin while other processes have the cores:
-    in such a moment these tests took 175 s of CPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def judged(experiment: Experiment, runs: Mapping[str, Mapping[str, float]]) -> list[bool | None]:
-    """The verdicts on made-up runs."""
-    made = {label: Run(label, numbers) for label, numbers in runs.items()}
-    verdicts = experiment.judge(made, QUICK)
-    assert all(verdict.words for verdict in verdicts)
-    return [verdict.holds for verdict in verdicts]
-
-
-def measured(experiment: Experiment) -> tuple[dict[str, Run], list[Verdict]]:
-    """The runs of a quick experiment, all numbers in columns, and a verdict for each claim."""
-    runs = {run.label: run for run in experiment.runs(QUICK)}
-    assert {key for run in runs.values() for key in run.numbers} <= {*experiment.columns}
-    assert experiment.setup(QUICK)
-    verdicts = [*experiment.judge(runs, QUICK)]
-    assert len(verdicts) == len(experiment.claims)
-    return runs, verdicts
-
-
-@pytest.mark.parametrize(
-    "experiment",
-    [module.EXPERIMENT for module in (accumulation, data_parallel, large_batch, networks)],
-    ids=lambda experiment: experiment.name,
-)
-def test_judges_want_runs(experiment: Experiment) -> None:
-    assert judged(experiment, {}) == [None] * len(experiment.claims)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- accumulation ---
@@ -96,11 +58,9 @@ def _accumulated(mb: float, frozen: float, norm: float) -> dict[str, dict[str, f
 
 @pytest.mark.slow
 def test_accumulation() -> None:
-    runs, verdicts = measured(accumulation.EXPERIMENT)
-    assert len(runs) == 8
-    assert verdicts[0].holds
-    assert judged(accumulation.EXPERIMENT, _accumulated(12.0, 1e-13, 40.0)) == [True, True]
-    assert judged(accumulation.EXPERIMENT, _accumulated(30.0, 1.0, 40.0)) == [False, False]
+    assert measured("accumulation")[1][0].holds
+    assert judged("accumulation", _accumulated(12.0, 1e-13, 40.0)) == [True, True]
+    assert judged("accumulation", _accumulated(30.0, 1.0, 40.0)) == [False, False]
 
 
 # --- large batches ---
@@ -116,14 +76,13 @@ def _accuracies(line: float, sgd: float, lars: float, lamb: float) -> dict[str, 
 
 @pytest.mark.slow
 def test_large_batch() -> None:
-    runs, _ = measured(large_batch.EXPERIMENT)
-    assert len(runs) == 4
+    runs, _ = measured("large_batch")
     assert all(0 <= run.numbers["accuracy"] <= 100 for run in runs.values())
     made = _accuracies(90.0, 80.0, 90.2, 70.0)
-    assert judged(large_batch.EXPERIMENT, made) == [True, False]
+    assert judged("large_batch", made) == [True, False]
     mixed = {label: dict(numbers) for label, numbers in made.items()}
     mixed[large_batch.LAMB] |= {"seed0": 89.7, "seed1": 85.0}
-    assert judged(large_batch.EXPERIMENT, mixed) == [True, None]
+    assert judged("large_batch", mixed) == [True, None]
 
 
 def test_verdict_says_so_if_sgd_does_as_well() -> None:
@@ -175,13 +134,9 @@ def _kept(trained: float, evaluated: float, item: float) -> dict[str, dict[str, 
 
 
 def test_retained_graph() -> None:
-    experiment = retained_graph.EXPERIMENT
-    runs, _ = measured(experiment)
-    assert len(runs) == 12
-    assert judged(experiment, _kept(0.0, 10.0, 0.0)) == [False, True, True]
-    assert judged(experiment, _kept(10.0, 0.0, 10.0)) == [True, False, False]
-    assert judged(experiment, _kept(4.0, 4.0, 0.0)) == [None, None, True]
-    assert judged(experiment, {}) == [None] * 3
+    assert judged("retained_graph", _kept(0.0, 10.0, 0.0)) == [False, True, True]
+    assert judged("retained_graph", _kept(10.0, 0.0, 10.0)) == [True, False, False]
+    assert judged("retained_graph", _kept(4.0, 4.0, 0.0)) == [None, None, True]
 
 
 # --- data parallel ---
@@ -189,7 +144,7 @@ def test_retained_graph() -> None:
 
 @pytest.mark.slow
 def test_ddp_is_one_process_with_the_whole_batch() -> None:
-    runs, verdicts = measured(data_parallel.EXPERIMENT)
+    runs, verdicts = measured("data_parallel")
     assert runs[data_parallel.SYNC].numbers["off"] < 1e6 * data_parallel.SAME
     assert runs[data_parallel.LOCAL].numbers["off"] > 1.0  # the comparison notices other statistics
     assert [verdict.holds for verdict in verdicts] == [True, None]
@@ -208,10 +163,9 @@ def _parallel(off: float, ddp: tuple[float, float, float]) -> dict[str, dict[str
 
 
 def test_data_parallel_verdicts() -> None:
-    experiment = data_parallel.EXPERIMENT
-    assert judged(experiment, _parallel(1e-9, (1.5, 1.4, 1.6))) == [True, True]
-    assert judged(experiment, _parallel(10.0, (0.7, 0.6, 0.8))) == [False, False]
-    assert judged(experiment, _parallel(10.0, (1.0, 0.9, 1.1))) == [False, None]
+    assert judged("data_parallel", _parallel(1e-9, (1.5, 1.4, 1.6))) == [True, True]
+    assert judged("data_parallel", _parallel(10.0, (0.7, 0.6, 0.8))) == [False, False]
+    assert judged("data_parallel", _parallel(10.0, (1.0, 0.9, 1.1))) == [False, None]
 
 
 # --- networks ---
@@ -231,15 +185,14 @@ def _network(
 
 @pytest.mark.slow
 def test_networks() -> None:
-    experiment = networks.EXPERIMENT
-    runs, _ = measured(experiment)
+    runs, _ = measured("networks")
     case = networks.cases(QUICK)[0]
     for who in (networks.EAGER, networks.OURS, networks.RECOMPUTE):
         assert runs[case.label(who)].numbers["speed"] > 0, runs[case.label(who)].note
     assert runs[case.label(networks.COMPILED)].note.startswith("left out of a quick run")
-    assert judged(experiment, _network((1.1, 1.05, 1.2), 700, 500)) == [True, True, True]
-    assert judged(experiment, _network((0.9, 0.85, 0.95), 1000, 999)) == [False, False, False]
-    assert judged(experiment, _network((1.0, 0.9, 1.1), 700, 500)) == [None, True, True]
+    assert judged("networks", _network((1.1, 1.05, 1.2), 700, 500)) == [True, True, True]
+    assert judged("networks", _network((0.9, 0.85, 0.95), 1000, 999)) == [False, False, False]
+    assert judged("networks", _network((1.0, 0.9, 1.1), 700, 500)) == [None, True, True]
 
 
 @pytest.mark.slow

@@ -34,10 +34,8 @@ def test_right_ones_pass_and_wrong_ones_do_not() -> None:
 
 def test_cases() -> None:
     for device in ("cpu", "cuda"):
-        names = list(map(str, bench.select(Options(device))))
-        assert len(set(names)) == len(names) == 16
+        assert len(bench.select(Options(device))) == 16
     assert len(bench.select(Options(quick=True))) == 4
-    assert bench.select(Options(ops=("mish",))) == bench.select(Options(models=("m",))) == []
     assert bench.DTYPES["cpu"][0] is torch.float32
 
 

@@ -55,12 +55,9 @@ def test_ours_has_torchs_bits() -> None:
 def test_cases() -> None:
     for device in ("cpu", "cuda"):
         cases = bench.select(Options(device))
-        assert len(set(map(str, cases))) == len(cases)
         assert {case.layer for case in cases if case.compiled} == set(bench.LAYERS)
         assert {case.dtype for case in cases} == set(bench.DTYPES[device])
     assert len(bench.select(Options(quick=True))) == 6
-    assert not any(c.compiled for c in bench.select(Options(full=True, compiled=False)))
-    assert bench.select(Options(ops=("mish",))) == bench.select(Options(models=("m",))) == []
 
 
 def test_bytes_that_must_be_moved() -> None:

@@ -20,33 +20,29 @@ BRIEF = Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
 STEADY = [1e6] * 9
 
 
-class Benchmark:
-    """In the place of pytest-benchmark's fixture."""
-
-    disabled = False
-
-    def __init__(self) -> None:
-        self.extra_info: dict[str, Any] = {}
-        self.rounds = 0
-
-    def pedantic(self, function: Callable[[], object], rounds: int = 1) -> None:
-        for _ in range(rounds):
-            function()
-        self.rounds = rounds
-
-
 def measured(bench: ModuleType, case: Any) -> Row:
     """The row that the family's test makes of the case, as a results file has it."""
     (test,) = (f for name, f in vars(bench).items() if name.startswith("test_"))
-    benchmark = Benchmark()
+    race = Race(cpu_clock, BRIEF, "cpu")
+    forget(bench)
     gc.freeze()  # else `interleave` collects the objects of all tests before it
-    test(Race(benchmark, cpu_clock, BRIEF, "cpu"), case)
-    row = Row.parse(json.loads(json.dumps(benchmark.extra_info)))
-    assert benchmark.rounds == row["rounds"] == BRIEF.max_rounds
+    try:
+        test(race, case)
+    finally:
+        forget(bench)
+    row = Row.parse(json.loads(json.dumps(race.entry["extra_info"])))
+    assert race.entry["stats"]["rounds"] == row["rounds"] == BRIEF.max_rounds
     assert (row.family, row.device_type) == (bench.FAMILY, "cpu")
     assert set(row.ratio) == set(row.ns) - {"fusedtrain", "copy", "copy_fresh"}
     assert all(time > 0 for time in row.ns.values())
     return row
+
+
+def forget(bench: ModuleType) -> None:
+    """Contestants that the module has kept: those of another test may be changed ones."""
+    for value in vars(bench).values():
+        if hasattr(value, "cache_clear") and value.__module__ == bench.__name__:
+            value.cache_clear()
 
 
 def times(factor: float) -> list[float]:

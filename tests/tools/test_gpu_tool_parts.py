@@ -301,7 +301,6 @@ def test_the_files_of_a_part_have_all_of_its_tests(tmp_path: Path) -> None:
 
 
 def test_benchmarks_come_in_their_order() -> None:
-    pytest.importorskip("pytest_benchmark")
     from benchmarks.harness.store import FAMILIES
 
     assert sorted(_gpu_parts.FAMILIES) == list(FAMILIES)

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import activations, amp_step, chains, conv, norms
 from ._match import (
+    COMPILE,
     COPY,
     EAGER,
     FRESH_COPY,
+    LAYOUTS,
     OURS,
+    Contest,
     Entry,
     Options,
     Result,
     measure,
     peak_operations,
+    size_text,
 )
 
 # In the order in which they are shown.
@@ -30,14 +34,18 @@ FAMILIES: Mapping[str, Callable[[Options], Iterable[Entry]]] = {
 }
 
 __all__ = [
+    "COMPILE",
     "COPY",
     "EAGER",
     "FAMILIES",
     "FRESH_COPY",
+    "LAYOUTS",
     "OURS",
+    "Contest",
     "Entry",
     "Options",
     "Result",
     "measure",
     "peak_operations",
+    "size_text",
 ]

@@ -83,6 +83,37 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Contest:
+    """Contestants on the same tensors, whose passes are matches of their own.
+
+    Args:
+        functions: who -> a function or a layer.
+        check: who, function; raises NotTheJob if that contestant's numbers are wrong.
+        call: function, pass -> the call to be timed.
+        bytes: what a pass must read and write at least.
+        source: see `Match`.
+    """
+
+    functions: Mapping[str, Any]
+    check: Callable[[str, Any], None]
+    call: Callable[[Any, str], Call]
+    bytes: Callable[[str], float]
+    source: Tensor
+    _passed: set[str] = field(default_factory=set)
+
+    def gate(self, who: str) -> None:
+        """Each contestant is checked once, so that torch.compile compiles once."""
+        if who not in self._passed:
+            self.check(who, self.functions[who])
+            self._passed.add(who)
+
+    def match(self, part: str) -> Match:
+        """The match of a pass."""
+        calls = {who: self.call(function, part) for who, function in self.functions.items()}
+        return Match(calls, self.gate, self.bytes(part), self.source)
+
+
+@dataclass(frozen=True)
 class Entry:
     """A row to be measured: what is said of it, and how the match is made."""
 

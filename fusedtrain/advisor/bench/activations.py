@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import functional
 from ...reference import ACTIVATIONS
-from ._match import COMPILE, EAGER, OURS, Entry, Match, Options, size_text
+from ._match import COMPILE, EAGER, OURS, Contest, Entry, Match, Options, size_text
 from .clock import Call, Function, compiled
 from .gate import CHAIN, FORWARD, GRADIENT, agrees, first_call
 
@@ -67,21 +67,26 @@ def entries(options: Options) -> Iterator[Entry]:
 
 
 def _match(options: Options, op: str, part: str, numel: int) -> Match:
-    x, gradient = options.random(numel), options.random(numel, seed=1)
-    functions: dict[str, Function] = {OURS: ours(op), EAGER: ACTIVATIONS[op].eager}
-    if options.compiled:
-        functions[COMPILE] = compiled(ACTIVATIONS[op].eager)
+    return contest(options, op, numel).match(part)
 
-    def gate(who: str) -> None:
+
+def contest(options: Options, op: str, numel: int) -> Contest:
+    """The activation on so many elements."""
+    x, gradient = options.random(numel), options.random(numel, seed=1)
+    eager = ACTIVATIONS[op].eager
+    functions = {OURS: ours(op), EAGER: eager}
+    if options.compiled:
+        functions[COMPILE] = compiled(eager)
+
+    def gate(who: str, function: Function) -> None:
         few = None if who == COMPILE else GATE  # it compiles for one size
-        check(op, who, functions[who], x[:few], gradient[:few])
+        check(op, who, function, x[:few], gradient[:few])
 
     leaf = x.detach().requires_grad_()
 
-    def call(function: Function) -> Call:
+    def call(function: Function, part: str) -> Call:
         if part == "forward":
             return lambda: function(x)
         return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
 
-    calls = {who: call(function) for who, function in functions.items()}
-    return Match(calls, gate, TENSORS[part] * x.nbytes, x)
+    return Contest(functions, gate, call, lambda part: TENSORS[part] * x.nbytes, x)

@@ -46,10 +46,10 @@ RULES = {
 }
 
 
-def shapes(parameters: int) -> list[tuple[int, ...]]:
+def shapes(count: int) -> list[tuple[int, ...]]:
     """3x3 convolutions of 64 to 512 channels, each with two vectors, and what is missing."""
     made: list[tuple[int, ...]] = []
-    missing = parameters
+    missing = count
     for channels in cycle((64, 128, 256, 512)):
         layer = [(channels, channels, 3, 3), (channels,), (channels,)]
         size = sum(map(prod, layer))
@@ -87,7 +87,8 @@ def _step(who: str, rule: Rule, params: Sequence[Tensor], lr: float, scale: floa
     return step
 
 
-def _parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters in the memory of ``values``, with ``grads`` as their gradients."""
     params: list[Tensor] = [torch.nn.Parameter(value) for value in values]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
@@ -99,9 +100,9 @@ def check(who: str, op: str, options: Options) -> None:
     rule = RULES[op]
     values = [options.random(*shape, seed=n) for n, shape in enumerate(GATE_SHAPES)]
     grads = [options.random(*shape, seed=9 + n) for n, shape in enumerate(GATE_SHAPES)]
-    wide = _parameters([v.double() for v in values], [g.double() for g in grads])
+    wide = parameters([v.double() for v in values], [g.double() for g in grads])
     exact = getattr(torch.optim, rule.name)(wide, lr=GATE_LR, **rule.options)
-    params = _parameters([v.clone() for v in values], [g.clone() for g in grads])
+    params = parameters([v.clone() for v in values], [g.clone() for g in grads])
     step = _step(who, rule, params, GATE_LR, GATE_SCALE)
     for factor in GATE_STEPS:
         for param, wider, grad in zip(params, wide, grads, strict=True):
@@ -127,7 +128,7 @@ def _match(options: Options, op: str, count: int) -> Match:
     grads = [0.2 * value for value in values]
     # All work on the same parameters and gradients, each with states of its own.
     calls = {
-        who: _step(who, rule, _parameters(values, grads), LR, 1.0) for who in (OURS, EAGER, FUSED)
+        who: _step(who, rule, parameters(values, grads), LR, 1.0) for who in (OURS, EAGER, FUSED)
     }
     item = options.dtype.itemsize
     # The update reads gradient, weight and states and writes weight and states; the check for infs

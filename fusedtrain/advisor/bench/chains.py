@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,17 @@ import torch.nn.functional as T
 from torch import Tensor
 
 from ... import functional as F
-from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
+from ._match import (
+    COMPILE,
+    EAGER,
+    LAYOUTS,
+    OURS,
+    Contest,
+    Entry,
+    Match,
+    Options,
+    shape_text,
+)
 from .clock import Call, Function, compiled
 from .gate import CHAIN, NotTheJob, agrees, first_call
 
@@ -32,6 +42,10 @@ class Chain:
     constants: int = 0
     image: bool = False  # [N, C, H, W], in both layouts
     drops: bool = False
+
+    def shapes_for(self, numel: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes with at least one image or row."""
+        return self.shapes(max(numel, IMAGE if self.image else 4096))
 
 
 def _tokens(numel: int) -> tuple[int, ...]:
@@ -142,41 +156,62 @@ def check(chain: Chain, function: Function, tensors: tuple[Tensor, ...], grad: T
 PASSES = ("forward", "forward+backward")
 
 
+GATE = 2**19  # elements that the gate looks at
+
+
 def entries(options: Options) -> Iterator[Entry]:
     """The rows of the family."""
     numel = options.elements(2**22, 2**26, 2**16)
     for op in ("swiglu", "bias_gelu") if options.quick else CHAINS:
-        chain = CHAINS[op]
-        shapes = chain.shapes(max(numel, IMAGE) if chain.image else max(numel, 4096))
-        for layout in LAYOUTS if chain.image else ("",):
+        shape = CHAINS[op].shapes_for(numel)[0]
+        for layout in LAYOUTS if CHAINS[op].image else ("",):
             for part in PASSES[options.quick :]:
-                make = partial(_match, options, chain, shapes, part, layout)
-                yield Entry("chains", op, part, shape_text(shapes[0]), make, layout)
+                make = partial(_match, options, op, numel, part, layout)
+                yield Entry("chains", op, part, shape_text(shape), make, layout)
 
 
-def _match(
-    options: Options, chain: Chain, shapes: Sequence[tuple[int, ...]], part: str, layout: str
-) -> Match:
+def _match(options: Options, op: str, numel: int, part: str, layout: str) -> Match:
+    return contest(options, op, numel, layout).match(part)
+
+
+def tensors_of(
+    options: Options, op: str, numel: int, layout: str
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The arguments, and the gradient of the output."""
     kind = layout or "contiguous"
+    shapes = CHAINS[op].shapes_for(numel)
     tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
-    output = chain.eager(*tensors)
-    gradient = options.random(*output.shape, seed=len(shapes), layout=kind)
+    output = CHAINS[op].eager(*tensors)
+    return tensors, options.random(*output.shape, seed=len(shapes), layout=kind)
+
+
+def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
+    """The chain on so many elements of its first tensor."""
+    chain = CHAINS[op]
+    tensors, gradient = tensors_of(options, op, numel, layout)
     functions: dict[str, Function] = {OURS: chain.ours, EAGER: chain.eager}
     if options.compiled:
         functions[COMPILE] = compiled(chain.eager)
+    batch, trained = len(tensors[0]), len(tensors) - chain.constants
+    few = max(1, GATE // (tensors[0].numel() // batch))
+    # Biases are not split, even if they are as many as the rows. Stochastic depth's numbers are.
+    part_of = tuple(
+        t[:few] if len(t) == batch and (t.dim() > 1 or i >= trained) else t
+        for i, t in enumerate(tensors)
+    )
 
-    def gate(who: str) -> None:
-        check(chain, functions[who], tensors, gradient)
+    def gate(who: str, function: Function) -> None:
+        whole = who == COMPILE  # which compiles for one size
+        check(chain, function, tensors if whole else part_of, gradient if whole else gradient[:few])
 
-    trained = len(tensors) - chain.constants
     leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
 
-    def call(function: Function) -> Call:
+    def call(function: Function, part: str) -> Call:
         if part == "forward":
             return lambda: function(*tensors)
         return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
 
-    calls = {who: call(function) for who, function in functions.items()}
-    forward, backward = chain.tensors
-    moved = forward if part == "forward" else forward + backward
-    return Match(calls, gate, moved * tensors[0].nbytes, tensors[0])
+    def moved(part: str) -> float:
+        return tensors[0].nbytes * sum(chain.tensors[: 1 if part == "forward" else 2])
+
+    return Contest(functions, gate, call, moved, tensors[0])

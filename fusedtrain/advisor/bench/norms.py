@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...nn import BatchNormAct2d, BatchNormAddAct
-from ._match import COMPILE, LAYOUTS, Entry, Match, Options, shape_text
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options, shape_text
 from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
 
@@ -102,7 +102,7 @@ def eager(op: NormOp, channels: int, device: str) -> Contestant:
     norm = _prepared(nn.BatchNorm2d(channels), op, device)
     act = getattr(nn, op.act)(inplace=True) if op.act else nn.Identity()
 
-    def function(x: Tensor, residual: Tensor | None) -> Tensor:
+    def function(x: Tensor, residual: Tensor | None = None) -> Tensor:
         out = norm(x)
         if residual is not None:
             out += residual
@@ -185,7 +185,7 @@ def _close(what: str, actual: Tensor | None, expected: Tensor, dtype: torch.dtyp
 # --- the command `bench` ---
 
 STANDARD = ("bn_relu", "bn_silu", "bn_add_relu", "frozen_bn_relu")
-GATE_BATCH = 8  # images that the gate looks at; of a contestant that is compiled, all
+GATE_BATCH = 8  # images that the gate looks at; where torch.compile takes part, all
 
 
 def entries(options: Options) -> Iterator[Entry]:
@@ -202,28 +202,37 @@ def entries(options: Options) -> Iterator[Entry]:
 
 
 def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layout: str) -> Match:
+    return contest(options, name, shape, layout).match(part)
+
+
+def contest(options: Options, name: str, shape: tuple[int, ...], layout: str) -> Contest:
+    """The layer on an input of this shape."""
     op, device = OPS[name], options.device
     x, residual, gradient = (options.random(*shape, seed=n, layout=layout) for n in range(3))
     x = 0.5 + 2 * x
-    wanted = CONTESTANTS.items()
-    entrants = {w: m for w, m in wanted if w != COMPILE or options.compiled}
+    added = residual if op.add else None
+    entrants = {
+        who: make(op, shape[1], device)
+        for who, make in CONTESTANTS.items()
+        if who != COMPILE or options.compiled
+    }
 
-    def gate(who: str) -> None:
-        batch = None if who == COMPILE else GATE_BATCH  # it compiles for one size
-        few, more, change = x[:batch], residual[:batch], gradient[:batch]
-        added = more if op.add else None
-        entrant = entrants[who](op, shape[1], device)
-        check(entrant, exact(op, few, added, change), few, added)
+    @lru_cache(maxsize=1)
+    def truth(batch: int) -> Exact:
+        return exact(op, x[:batch], None if added is None else added[:batch], gradient[:batch])
 
-    def call(contestant: Contestant) -> Call:
+    def gate(who: str, contestant: Contestant) -> None:
+        batch = shape[0] if options.compiled else GATE_BATCH  # it compiles for one size
+        few = None if added is None else added[:batch]
+        check(contestant, truth(batch), x[:batch], few)
+
+    def call(contestant: Contestant, part: str) -> Call:
         function = contestant.function
         if part == "forward":
-            added = residual if op.add else None
             return lambda: function(x, added)
         leaf = x.detach().requires_grad_()
-        more = residual.detach().requires_grad_() if op.add else None
+        more = None if added is None else added.detach().requires_grad_()
         leaves = contestant.leaves(leaf, more)
         return lambda: torch.autograd.grad(function(leaf, more), leaves, gradient)
 
-    calls = {who: call(make(op, shape[1], device)) for who, make in entrants.items()}
-    return Match(calls, gate, op.tensors(part) * x.nbytes, x)
+    return Contest(entrants, gate, call, lambda part: op.tensors(part) * x.nbytes, x)
