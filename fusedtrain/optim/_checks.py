@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from .._graph.warning import level_outside
 from ._distributed import local
@@ -17,13 +18,13 @@ _TWO = "expected two numbers, such as (0.9, 0.999)"
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
-def check_not_negative(**values: float | Tensor) -> None:
+def check_not_negative(**values: Any) -> None:
     """Raises ValueError for the first value that is negative or NaN."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"Tensor {name} must be 1-element")
-        elif not value >= 0:
+        elif value is not required and not value >= 0:
             raise ValueError(f"Invalid {_WORDS.get(name, f'{name} value')}: {value}")
 
 
@@ -47,16 +48,15 @@ def two(betas: tuple[float, float]) -> tuple[float, float]:
     return beta1, beta2
 
 
-def check_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
-    """Raises ValueError if Nesterov momentum is undefined."""
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-
-def refuse_differentiable(differentiable: bool) -> None:
-    """Raises the error of torch's fused optimizers."""
-    if differentiable:
+def check_arguments(values: Mapping[str, Any], not_negative: Iterable[str]) -> None:
+    """Raises the error of torch or timm for the first wrong argument of a constructor."""
+    if values.get("differentiable"):
         raise RuntimeError("`fused` does not support `differentiable`")
+    check_not_negative(**{name: values[name] for name in not_negative if name in values})
+    if "betas" in values:
+        check_betas(values["betas"])
+    if values.get("nesterov") and (values["momentum"] <= 0 or values["dampening"] != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
 def warn_of_rounding(options: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from .._capture import is_capturing
 from . import _distributed
 from ._checks import check_parameter
+from ._options import Options
 from ._plan import RULE_NUMBERS, Needs, Plan, on_device
 from ._release_checks import (
     RELEASES,
@@ -26,15 +27,11 @@ from ._release_checks import (
 GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
-class Releases(torch.optim.Optimizer):
+class Releases(Options):
     """The part of `FusedOptimizer` that steps within backward."""
 
     _release: GradientRelease | None = None
     _gradients_of: GradientsOf
-    _low_precision: Mapping[int, Tensor]
-
-    def _forget(self) -> None:
-        raise NotImplementedError
 
     def release_gradients(self, model: nn.Module) -> GradientRelease:
         """Updates each parameter of the model within backward, and frees its gradient at once.
@@ -83,7 +80,7 @@ class Releases(torch.optim.Optimizer):
                 "handle's remove() first (and step(), if a backward pass was the last call), or "
                 "pass one torch.nn.ModuleList of all models"
             )
-        check_options(vars(self)["_fused_options"])
+        check_options(self._fused_options)
         if hasattr(self, "_amp_stash"):
             raise RuntimeError(
                 "release_gradients: the optimizer has been through amp.initialize, which scales "

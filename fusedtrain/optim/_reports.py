@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch import Tensor
 from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
 from ._masters import CORRECTION, WEIGHTS
-from ._plan import Plan, Store
+from ._options import Options
+from ._plan import Plan
 
 
 def _refuse_step() -> None:
@@ -23,18 +23,13 @@ def _refuse_step() -> None:
     )
 
 
-class Reports(torch.optim.Optimizer):
+class Reports(Options):
     """The part of `FusedOptimizer` that a user reads between steps."""
 
     _last: list[Plan]  # of the last step
     _measured: bool  # whether the last step measured the gradients
-    _controls: dict[torch.device, Tensor]
-    _low_precision: Mapping[int, Tensor]
-    _fused_options: dict[str, Any]
-    _stores: dict[torch.device, Store]
     # The parameters themselves, by id, while `swap_averages` has averages in their place.
     _swapped: Mapping[int, Tensor] = MappingProxyType({})
-    ema_decay: Any
 
     def _follow_parameters(self) -> None:
         """Masters take what others have written to their parameters, before they are read."""
