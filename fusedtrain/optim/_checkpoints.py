@@ -37,9 +37,6 @@ _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding go
 class Checkpoints(Releases, Reports):
     """The part of `FusedOptimizer` that saves and loads."""
 
-    def _state_needs(self) -> Needs:
-        raise NotImplementedError
-
     def _group_step(self, group: dict[str, Any], count: float) -> Any:
         """The step count of a saved group, or None if the counterpart has none."""
         return None
@@ -122,7 +119,7 @@ class Checkpoints(Releases, Reports):
         """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
         self._follow_parameters()
         masters: dict[int, Tensor] = {}
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in self._all_params():
             p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
             if low is not None:
                 masters[id(low)] = p.detach().clone()
@@ -224,8 +221,7 @@ class Checkpoints(Releases, Reports):
         if _STREAM in saved:  # the seed counts from this optimizer's own steps
             self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(numbers, params, strict=True):
+        for number, p in zip(numbers, self._all_params(), strict=True):
             for name, value in saved["state"].get(number, {}).items():
                 if _is_missing(value):
                     del self.state[p][name]

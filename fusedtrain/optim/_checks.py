@@ -59,11 +59,11 @@ def check_arguments(values: Mapping[str, Any], not_negative: Iterable[str]) -> N
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
-def warn_of_rounding(options: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def warn_of_rounding(options: Mapping[str, Any], params: list[Tensor]) -> None:
     """Warns if stochastic rounding, which is asked for, has nothing to round."""
     if not options["stochastic_rounding"]:
         return
-    dtypes = {p.dtype for group in groups for p in group["params"]}
+    dtypes = {p.dtype for p in params}
     if torch.bfloat16 not in dtypes:
         kinds = ", ".join(sorted(map(str, dtypes)))
         warnings.warn(
@@ -84,8 +84,7 @@ def check_parameter(p: Tensor, kind: str) -> None:
     if p.is_neg():
         raise RuntimeError(f"{kind} does not support negated views as parameters")
     inner = local(p)
-    sizes = zip(inner.shape, inner.stride(), strict=True)
-    if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
+    if inner.numel() and _overlaps(inner):
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has several elements at one place in memory"
         )
@@ -94,8 +93,12 @@ def check_parameter(p: Tensor, kind: str) -> None:
 def check_written(grads: list[list[Tensor]]) -> None:
     """Raises RuntimeError if a gradient that will be written overlaps itself."""
     for grad in (grad for some in grads for grad in some):
-        if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
+        if _overlaps(grad):
             raise RuntimeError(
                 f"gradient_writeback: a gradient of shape {tuple(grad.shape)} has several elements "
                 "at one place in memory"
             )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))

@@ -64,11 +64,9 @@ class FusedOptimizer(Checkpoints):
     _ahead: _Ahead | None = None
     _unscaled_by_reading = False  # fusedtrain.apex.amp: whether ``.grad`` gives unscaled gradients
 
-    # Each optimizer defines:
-    _rule: ClassVar[str]
+    # Each optimizer may define, besides what `Options` lists:
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
-    _wide_states: ClassVar[bool] = False  # whether states of 16-bit parameters are float32
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
 
     # --- the step ---
@@ -289,19 +287,6 @@ class FusedOptimizer(Checkpoints):
         by_id = dict(zip(map(id, params), grads, strict=True))
         return plans, [[_distributed.local_grad(by_id[id(p)], p) for p in x.params] for x in plans]
 
-    def _state_needs(self) -> Needs:
-        options = self._fused_options
-        return Needs(
-            tuple(map(self._slots, self.param_groups)),
-            self._scalar_names,
-            self._initial,
-            options["state_dtype"],
-            self._wide_states,
-            options["master_weights"],
-            options["ema_decay"] is not None,
-            self._rule,
-        )
-
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
         for p in params:
             check_parameter(p, type(self).__name__)
@@ -319,7 +304,7 @@ class FusedOptimizer(Checkpoints):
 
     def _store(self, device: torch.device) -> Store:
         """The scalars of all parameters on the device; made anew if the parameters changed."""
-        params = [p for g in self.param_groups for p in g["params"] if p.device == device]
+        params = [p for p in self._all_params() if p.device == device]
         store = self._stores.get(device)
         if store is not None:
             # DeepSpeed steps group by group; the counts of the other groups must last.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -14,7 +13,7 @@ from ..reference.split_weights import CORRECTIONS
 from ._checks import check_arguments, warn_of_rounding
 from ._codes import Q8
 from ._distributed import check_sharding, first_seed
-from ._plan import Numbers, Store
+from ._plan import Needs, Numbers, Store
 from ._release_checks import check_options as check_released
 
 WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
@@ -77,8 +76,6 @@ DEFAULTS: FusedOptions = {
     "master_weights": False,
     "stochastic_rounding": False,
 }
-
-
 _IN_RANGE: dict[str, Callable[[float], bool]] = {
     "max_grad_norm": lambda value: value > 0,
     "agc": lambda value: value > 0,
@@ -127,22 +124,20 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def _option(name: str, doc: str) -> Any:
     """A property that reads and sets an option of the optimizer."""
-    return property(
-        lambda self: self._fused_options[name],
-        lambda self, value: self._change(name, value),
-        doc=doc,
-    )
+    return property(lambda o: o._fused_options[name], lambda o, new: o._change(name, new), doc=doc)
 
 
 class Options(torch.optim.Optimizer):
     """The part of `FusedOptimizer` that has the options, of groups and of all groups."""
 
-    # Each optimizer may define:
+    # Each optimizer defines:
     _keys: ClassVar[tuple[str, ...]] = ()  # of its groups, in their order; (): all arguments
     _not_negative: ClassVar[tuple[str, ...]] = ("lr", "alpha", "eps", "momentum", "weight_decay")
     _of_torch: ClassVar[bool] = False  # whether torch's class takes the arguments and checks them
     _maximizes: ClassVar[bool] = True  # whether a group's "maximize" counts
+    _rule: ClassVar[str]
     _states: ClassVar[tuple[str, ...]]  # as large as a parameter, in the order of the rule
+    _wide_states: ClassVar[bool] = False  # whether states of 16-bit parameters are float32
     _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
     # Group keys that other or old checkpoints may lack, with the value that replaces them.
     _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -157,6 +152,9 @@ class Options(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         raise NotImplementedError
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     # --- of a group ---
 
@@ -180,6 +178,19 @@ class Options(torch.optim.Optimizer):
     def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         """Names of the states of a group's parameters, in the order of the rule."""
         return tuple([s if s not in _NEEDS or group[_NEEDS[s]] else None for s in self._states])
+
+    def _state_needs(self) -> Needs:
+        options = self._fused_options
+        return Needs(
+            tuple(map(self._slots, self.param_groups)),
+            self._scalar_names,
+            self._initial,
+            options["state_dtype"],
+            self._wide_states,
+            options["master_weights"],
+            options["ema_decay"] is not None,
+            self._rule,
+        )
 
     def _initial(self, name: str) -> float:
         """The initial value of a state."""
@@ -222,7 +233,7 @@ class Options(torch.optim.Optimizer):
             self._check_group(group)
             if group.get("corrected_weight_decay"):
                 self._max_lr(group)  # a scheduler may write to a learning rate that is a tensor
-        warn_of_rounding(merged, self.param_groups)
+        warn_of_rounding(merged, self._all_params())
         self._check_sharding(merged)
         self._fused_options = merged
         self._rounding_seed = first_seed()  # for `control` at 0 applied steps
@@ -235,8 +246,7 @@ class Options(torch.optim.Optimizer):
                 raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
 
     def _check_sharding(self, options: Mapping[str, Any]) -> None:
-        params = chain(*(group["params"] for group in self.param_groups))
-        check_sharding(params, options, type(self).__name__)
+        check_sharding(self._all_params(), options, type(self).__name__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not hasattr(self, "_fused_options"):  # `_set_options` checks them
@@ -257,7 +267,7 @@ class Options(torch.optim.Optimizer):
         if name == "agc":
             self._check_sharding(options)
         if name == "stochastic_rounding":
-            warn_of_rounding(options, self.param_groups)
+            warn_of_rounding(options, self._all_params())
         self._fused_options = options
 
     # Options that may be set between steps.

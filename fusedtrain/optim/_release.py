@@ -86,7 +86,7 @@ class Releases(Options):
                 "release_gradients: the optimizer has been through amp.initialize, which scales "
                 "losses and reads all gradients after backward. Train in bfloat16 without amp"
             )
-        known = {id(p) for group in self.param_groups for p in group["params"]}
+        known = set(map(id, self._all_params()))
         params = [p for p in model.parameters() if id(p) in known and p.requires_grad]
         if not params:
             raise ValueError(
@@ -215,9 +215,8 @@ class GradientRelease:
                 "release_gradients: a CUDA graph is being captured, and gradients that are freed "
                 "have no place in it. Capture ordinary steps: remove() the handle first"
             )
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         if not self._alone:
-            check_reducers(None, params)
+            check_reducers(None, optimizer._all_params())
             self._alone = True
         for device in self._devices:
             optimizer._store(device)  # a new one, if parameters have joined

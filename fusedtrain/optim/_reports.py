@@ -117,11 +117,7 @@ class Reports(Options):
 
         Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
         """
-        averages = [
-            (p, self.state.get(p, {}).get("ema"))
-            for group in self.param_groups
-            for p in group["params"]
-        ]
+        averages = [(p, self.state.get(p, {}).get("ema")) for p in self._all_params()]
         return [(p, p if average is None else average) for p, average in averages]
 
     @contextmanager
@@ -170,9 +166,8 @@ class Reports(Options):
             return
         weight = 1.0 - self.ema_decay
         stepped = {id(p) for plan in self._last for p in plan.params}
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state.get(p, {}).get("ema")
-                if average is not None and id(p) not in stepped:
-                    skipped = self._last_control().skipped.to(p.device, average.dtype)
-                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
+        for p in self._all_params():
+            average = self.state.get(p, {}).get("ema")
+            if average is not None and id(p) not in stepped:
+                skipped = self._last_control().skipped.to(p.device, average.dtype)
+                average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
