@@ -77,7 +77,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "fusedtrain/optim/adam.py", '(*two(group["betas"]), group["eps"], 1)',
         '(*group["betas"][::-1], group["eps"], 1)'),
     "Lion: betas swapped": (
-        "fusedtrain/optim/lion.py", 'two(group["betas"]),\n', 'group["betas"][::-1],\n'),
+        "fusedtrain/optim/lion.py", 'two(group["betas"])\n', 'group["betas"][::-1]\n'),
     "Adam: 1 - beta1 off": (
         RULES, "k.c[3] = 1 - option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects",
         "k.c[3] = option[0];\n    k.c[4] = 1 - option[1];\n    k.c[5] = corrects"),

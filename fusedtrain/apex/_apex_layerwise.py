@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ..optim import FusedOptions
-from ..optim._checks import check_betas, check_not_negative, two
+from ..optim import LAMB, FusedOptimizer, FusedOptions, NovoGrad
+from ..optim._checks import two
 from ..optim._options import OtherOptions
-from ..optim._plan import Numbers
-from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
 from ._apex_optimizer import ApexOptimizer
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class FusedLAMB(ApexOptimizer):
+class FusedLAMB(ApexOptimizer, LAMB):
     """Apex's ``FusedLAMB`` (arXiv 1904.00962): Adam's update, scaled by |p| / |update|.
 
     Args:
@@ -53,12 +51,14 @@ class FusedLAMB(ApexOptimizer):
         tensor([0.7500, 1.2500], requires_grad=True)
     """
 
-    _rule = "lamb"
-    _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
-    _tries = True
-    _norm_eps = 0.0
-    _attributes = ("adam_w_mode", "use_nvlamb")
+    adam_w_mode: int
+    use_nvlamb: bool
+    _attributes = ("set_grad_none", "adam_w_mode", "use_nvlamb")
     _counts = True
+    _absent: ClassVar = {}
+    _keys = (
+        "lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -76,37 +76,17 @@ class FusedLAMB(ApexOptimizer):
         use_nvlamb: bool = False,
         **options: Unpack[OtherOptions],
     ) -> None:
-        self._refuse_amsgrad(amsgrad)
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.use_nvlamb = use_nvlamb
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults)
-        self._set_options({**options, "max_grad_norm": max_grad_norm})
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
         corrects, averages = group["bias_correction"], group["grad_averaging"]
         coupled = 0 if self.adam_w_mode else 2
-        option = (
+        return (
             *two(group["betas"]), group["eps"], corrects, averages, 0, self.use_nvlamb, coupled,
         )  # fmt: skip
-        return Numbers(group["lr"], group["weight_decay"], option)
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg", "exp_avg_sq")
 
 
-class FusedNovoGrad(ApexOptimizer):
+class FusedNovoGrad(ApexOptimizer, NovoGrad):
     """Apex's ``FusedNovoGrad`` (arXiv 1905.11286): gradients divided by a norm of each tensor.
 
     The averaged squared norm is a parameter's state ``"exp_avg_sq"``. Apex's checkpoints, with
@@ -144,11 +124,15 @@ class FusedNovoGrad(ApexOptimizer):
         tensor([0.8500, 1.2000], requires_grad=True)
     """
 
-    _rule = "novograd"
+    moment_mode: int
     _scalar_names = ("step", "exp_avg_sq", None)
-    _norms = MEASURE_GRADIENTS
-    _attributes = ("moment_mode",)
+    _attributes = ("set_grad_none", "moment_mode")
     _counts = True
+    _absent: ClassVar = {}
+    _keys = (
+        "lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type",
+        "init_zero",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -166,23 +150,7 @@ class FusedNovoGrad(ApexOptimizer):
         set_grad_none: bool = True,
         **options: Unpack[FusedOptions],
     ) -> None:
-        self._refuse_amsgrad(amsgrad)
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        self.moment_mode = 0 if reg_inside_moment else 1
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start({**locals(), "moment_mode": not reg_inside_moment})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_norm_type(param_group.get("norm_type", self.defaults["norm_type"]))
@@ -191,7 +159,7 @@ class FusedNovoGrad(ApexOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
             _check_norm_type(group.get("norm_type", 2))
-        super().load_state_dict(_without_old_norms(state_dict))
+        FusedOptimizer.load_state_dict(self, _without_old_norms(state_dict))
 
     def _as_torch_has_it(self, state_dict: dict[str, Any], compressed: bool) -> dict[str, Any]:
         state_dict = super()._as_torch_has_it(state_dict, compressed)
@@ -220,17 +188,13 @@ class FusedNovoGrad(ApexOptimizer):
                     state["state"][p].setdefault("exp_avg_sq", norm.square())
         super().__setstate__(state)
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
         _check_norm_type(group["norm_type"])
         corrects, averages = group["bias_correction"], group["grad_averaging"]
         start = 2 if group["init_zero"] else 1
-        option = (
+        return (
             *two(group["betas"]), group["eps"], averages, 0, corrects, self.moment_mode, start,
         )  # fmt: skip
-        return Numbers(group["lr"], group["weight_decay"], option)
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg",)
 
 
 def _without_old_norms(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,14 @@ class ApexOptimizer(FusedOptimizer):
     def _group_step(self, group: dict[str, Any], count: float) -> Any:
         return int(count) if self._counts else None
 
-    def _refuse_amsgrad(self, amsgrad: bool) -> None:
-        if amsgrad:
+    def _start(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("amsgrad"):
             raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant.")
+        for name in self._attributes:
+            value = arguments[name]
+            setattr(self, name, int(bool(value)) if name.endswith("_mode") else value)
+        super()._start(arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("set_grad_none", *self._attributes)
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        attributes = {name: getattr(self, name) for name in self._attributes}
+        return {**super().__getstate__(), **attributes}

@@ -17,9 +17,8 @@ from torch.optim.optimizer import ParamsT, required
 from typing_extensions import Unpack
 
 from ..optim import FusedOptions
-from ..optim._checks import check_betas, check_nesterov, check_not_negative, two
+from ..optim._checks import two
 from ..optim._options import SharedOptions
-from ..optim._plan import Numbers
 from ._apex_layerwise import FusedLAMB, FusedNovoGrad
 from ._apex_optimizer import ApexOptimizer
 
@@ -71,9 +70,13 @@ class FusedAdam(ApexOptimizer):
         tensor([0.7250, 1.2250], requires_grad=True)
     """
 
+    adam_w_mode: int
+    capturable: bool
     _rule = "adam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _keys = ("lr", "bias_correction", "betas", "eps", "weight_decay")
     _wide_states = True
-    _attributes = ("adam_w_mode", "capturable")
+    _attributes = ("set_grad_none", "adam_w_mode", "capturable")
     _counts = True
     _absent: ClassVar = {"bias_correction": True}  # torch's Adam has no such key
 
@@ -92,23 +95,9 @@ class FusedAdam(ApexOptimizer):
         master_weights: bool = False,
         **options: Unpack[_AdamOptions],
     ) -> None:
-        self._refuse_amsgrad(amsgrad)
         if master_weights and not capturable:
             raise RuntimeError("FusedAdam: master_weights needs capturable=True, as in Apex")
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.set_grad_none = set_grad_none
-        self.capturable = capturable
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
-        self._set_options({**options, "master_weights": master_weights})
+        self._start(locals())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -138,18 +127,14 @@ class FusedAdam(ApexOptimizer):
             )
         return super().step(closure)
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        uncorrected = not group["bias_correction"]
-        option = (*two(group["betas"]), group["eps"], self.adam_w_mode, uncorrected)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
         if group.get("amsgrad"):  # of a checkpoint of torch
             raise ValueError(
                 "state_dict: of Adam with amsgrad=True, which FusedAdam does not support. Load it "
                 "into fusedtrain.optim.Adam, or set amsgrad to False in the dict's groups"
             )
-        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg", "exp_avg_sq")
+        uncorrected = not group["bias_correction"]
+        return (*two(group["betas"]), group["eps"], self.adam_w_mode, uncorrected)
 
 
 class FusedSGD(ApexOptimizer):
@@ -183,9 +168,13 @@ class FusedSGD(ApexOptimizer):
         tensor([0.5000, 0.5000], requires_grad=True), tensor([0., 0.]))
     """
 
+    wd_after_momentum: bool
+    materialize_master_grads: bool
     _rule = "sgd"
+    _states = ("momentum_buffer",)
+    _keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
     _scalar_names = (None, None, None)
-    _attributes = ("wd_after_momentum", "materialize_master_grads")
+    _attributes = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
         self,
@@ -200,31 +189,12 @@ class FusedSGD(ApexOptimizer):
         set_grad_none: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        if lr is not _REQUIRED:
-            check_not_negative(lr=lr)
-        check_not_negative(momentum=momentum, weight_decay=weight_decay)
-        check_nesterov(nesterov, momentum, dampening)
-        self.wd_after_momentum = wd_after_momentum
-        self.materialize_master_grads = materialize_master_grads
-        self.set_grad_none = set_grad_none
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
         # p - lr (u + decay p) = (1 - lr decay) p - lr u
         decoupled = self.wd_after_momentum
-        option = (group["momentum"], group["dampening"], group["nesterov"], decoupled)
-        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+        return (group["momentum"], group["dampening"], group["nesterov"], decoupled)
 
 
 class FusedAdagrad(ApexOptimizer):
@@ -254,8 +224,11 @@ class FusedAdagrad(ApexOptimizer):
         tensor([0.7250, 1.2250], requires_grad=True)
     """
 
+    adagrad_w_mode: int
     _rule = "adagrad"
-    _attributes = ("adagrad_w_mode",)
+    _states = ("sum",)
+    _keys = ("lr", "eps", "weight_decay")
+    _attributes = ("set_grad_none", "adagrad_w_mode")
 
     def __init__(
         self,
@@ -267,15 +240,7 @@ class FusedAdagrad(ApexOptimizer):
         adagrad_w_mode: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        self.set_grad_none = set_grad_none
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        option = (group.get("lr_decay", 0), group["eps"], self.adagrad_w_mode)
-        return Numbers(group["lr"], group["weight_decay"], option, group.get("maximize", False))
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("sum",)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (group.get("lr_decay", 0), group["eps"], self.adagrad_w_mode)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,9 @@ from ._codes import (
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, WEIGHTS, joined
-from ._plan import Needs, Numbers, Store
+from ._plan import Needs
+from ._release import Releases
+from ._reports import Reports
 
 _FLATTENED = (
     "state_dict: flatten_optimizer_state_dict=True looks for the names of the optimizer's own "
@@ -33,44 +34,8 @@ _FLATTENED = (
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
 
-class Checkpoints(torch.optim.Optimizer):
+class Checkpoints(Releases, Reports):
     """The part of `FusedOptimizer` that saves and loads."""
-
-    _scalar_names: ClassVar[tuple[str | None, ...]]
-    # Group keys that other or old checkpoints may lack, with the value that replaces them.
-    _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-
-    _stores: dict[torch.device, Store]
-    _controls: dict[torch.device, Tensor]
-    _fused_options: dict[str, Any]
-    _rounding_seed: int
-    _low_precision: Mapping[int, Tensor]
-    _swapped: Mapping[int, Tensor]
-
-    def _state_needs(self) -> Needs:
-        raise NotImplementedError
-
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        raise NotImplementedError
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        raise NotImplementedError
-
-    def _forget(self) -> None:
-        raise NotImplementedError
-
-    def _follow_parameters(self) -> None:
-        raise NotImplementedError
-
-    def _check_closed(self, what: str) -> None:
-        raise NotImplementedError
-
-    def _discard_step(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def applied_steps(self) -> Tensor:
-        raise NotImplementedError
 
     def _group_step(self, group: dict[str, Any], count: float) -> Any:
         """The step count of a saved group, or None if the counterpart has none."""
@@ -154,7 +119,7 @@ class Checkpoints(torch.optim.Optimizer):
         """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
         self._follow_parameters()
         masters: dict[int, Tensor] = {}
-        for p in (p for group in self.param_groups for p in group["params"]):
+        for p in self._all_params():
             p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
             if low is not None:
                 masters[id(low)] = p.detach().clone()
@@ -256,8 +221,7 @@ class Checkpoints(torch.optim.Optimizer):
         if _STREAM in saved:  # the seed counts from this optimizer's own steps
             self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for number, p in zip(numbers, params, strict=True):
+        for number, p in zip(numbers, self._all_params(), strict=True):
             for name, value in saved["state"].get(number, {}).items():
                 if _is_missing(value):
                     del self.state[p][name]

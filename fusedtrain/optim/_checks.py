@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import required
 
 from .._graph.warning import level_outside
 from ._distributed import local
@@ -17,13 +18,13 @@ _TWO = "expected two numbers, such as (0.9, 0.999)"
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
-def check_not_negative(**values: float | Tensor) -> None:
+def check_not_negative(**values: Any) -> None:
     """Raises ValueError for the first value that is negative or NaN."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"Tensor {name} must be 1-element")
-        elif not value >= 0:
+        elif value is not required and not value >= 0:
             raise ValueError(f"Invalid {_WORDS.get(name, f'{name} value')}: {value}")
 
 
@@ -47,23 +48,22 @@ def two(betas: tuple[float, float]) -> tuple[float, float]:
     return beta1, beta2
 
 
-def check_nesterov(nesterov: bool, momentum: float, dampening: float) -> None:
-    """Raises ValueError if Nesterov momentum is undefined."""
-    if nesterov and (momentum <= 0 or dampening != 0):
+def check_arguments(values: Mapping[str, Any], not_negative: Iterable[str]) -> None:
+    """Raises the error of torch or timm for the first wrong argument of a constructor."""
+    if values.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    check_not_negative(**{name: values[name] for name in not_negative if name in values})
+    if "betas" in values:
+        check_betas(values["betas"])
+    if values.get("nesterov") and (values["momentum"] <= 0 or values["dampening"] != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
-def refuse_differentiable(differentiable: bool) -> None:
-    """Raises the error of torch's fused optimizers."""
-    if differentiable:
-        raise RuntimeError("`fused` does not support `differentiable`")
-
-
-def warn_of_rounding(options: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+def warn_of_rounding(options: Mapping[str, Any], params: list[Tensor]) -> None:
     """Warns if stochastic rounding, which is asked for, has nothing to round."""
     if not options["stochastic_rounding"]:
         return
-    dtypes = {p.dtype for group in groups for p in group["params"]}
+    dtypes = {p.dtype for p in params}
     if torch.bfloat16 not in dtypes:
         kinds = ", ".join(sorted(map(str, dtypes)))
         warnings.warn(
@@ -84,8 +84,7 @@ def check_parameter(p: Tensor, kind: str) -> None:
     if p.is_neg():
         raise RuntimeError(f"{kind} does not support negated views as parameters")
     inner = local(p)
-    sizes = zip(inner.shape, inner.stride(), strict=True)
-    if inner.numel() and any(size > 1 and stride == 0 for size, stride in sizes):
+    if inner.numel() and _overlaps(inner):
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has several elements at one place in memory"
         )
@@ -94,8 +93,12 @@ def check_parameter(p: Tensor, kind: str) -> None:
 def check_written(grads: list[list[Tensor]]) -> None:
     """Raises RuntimeError if a gradient that will be written overlaps itself."""
     for grad in (grad for some in grads for grad in some):
-        if any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride())):
+        if _overlaps(grad):
             raise RuntimeError(
                 f"gradient_writeback: a gradient of shape {tuple(grad.shape)} has several elements "
                 "at one place in memory"
             )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))

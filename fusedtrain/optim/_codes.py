@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,17 +61,20 @@ def any_code_dtype(rule_name: str, which: int) -> torch.dtype:
     return SQUARES if which in rule.squares else SIGNED
 
 
+def _pieces(count: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of the elements, and of the scales of their groups."""
+    for start in range(0, count, _PIECE):
+        end = start + _PIECE
+        yield slice(start, end), slice(start // GROUP, end // GROUP)
+
+
 @torch.no_grad()
 def floats(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of codes; a DTensor if the codes are."""
     values = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
     mine = in_memory_order(local(codes))
     flat, of_groups = in_memory_order(local(values)), local(scales).to(mine.device).reshape(-1)
-    for start in range(0, len(mine), _PIECE):
-        piece, groups = (
-            slice(start, start + _PIECE),
-            slice(start // GROUP, (start + _PIECE) // GROUP),
-        )
+    for piece, groups in _pieces(len(mine)):
         flat[piece] = dequantise(mine[piece], of_groups[groups])
     return values
 
@@ -80,11 +84,7 @@ def _quantised(values: Tensor, model: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty_like(model, memory_format=torch.preserve_format)
     scales = values.new_empty(group_count(values.numel()))
     flat, of_codes = in_memory_order(values), in_memory_order(codes)
-    for start in range(0, len(flat), _PIECE):
-        piece, groups = (
-            slice(start, start + _PIECE),
-            slice(start // GROUP, (start + _PIECE) // GROUP),
-        )
+    for piece, groups in _pieces(len(flat)):
         of_codes[piece], scales[groups] = quantise(flat[piece], model.dtype)
     return codes, scales
 

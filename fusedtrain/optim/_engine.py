@@ -1,4 +1,4 @@
-"""The base of all optimizers: options, and the step as one call.
+"""The base of all optimizers: the step as one call.
 
 A step collects the gradients, looks up the plan of exactly these parameters (or builds it, see
 `_plan.py`), and calls ``torch.ops.fusedtrain.optimizer_step`` once per device. The host reads
@@ -7,8 +7,8 @@ nothing back from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import chain, compress
+from collections.abc import Callable
+from itertools import compress
 from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -30,12 +30,10 @@ from ..reference.optimizers import (
 )
 from . import _distributed
 from ._checkpoints import Checkpoints
-from ._checks import check_parameter, check_written, warn_of_rounding
-from ._options import DEFAULTS, WRITE_BACK, check_options
+from ._checks import check_parameter, check_written
+from ._options import WRITE_BACK
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
-from ._release import GradientsOf, Releases
-from ._release_checks import check_options as check_released
-from ._reports import Reports
+from ._release import GradientsOf
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
 # Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
@@ -53,123 +51,23 @@ class _Ahead(NamedTuple):
     sums: list[Tensor]
 
 
-def _option(name: str, doc: str) -> Any:
-    """A property that reads and sets an option of the optimizer."""
-
-    def read(self: FusedOptimizer) -> Any:
-        return self._fused_options[name]
-
-    def change(self: FusedOptimizer, value: Any) -> None:
-        self._change(name, value)
-
-    return property(read, change, doc=doc)
-
-
-class FusedOptimizer(Releases, Reports, Checkpoints):
+class FusedOptimizer(Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
     # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
     _step_supports_amp_scaling = True
 
-    _last: list[Plan]  # of the last step
-
     # The getter of the parameters' gradients, and, by the id of a master weight in `param_groups`,
     # the model's 16-bit parameter, which the step writes too.
     _gradients_of: GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
-    _low_precision: Mapping[int, Tensor] = MappingProxyType({})
+    _low_precision = MappingProxyType({})
     _ahead: _Ahead | None = None
-    _first_lr: tuple[Tensor, float] | None = None
     _unscaled_by_reading = False  # fusedtrain.apex.amp: whether ``.grad`` gives unscaled gradients
 
-    # Each optimizer defines:
-    _rule: ClassVar[str]
-    _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
+    # Each optimizer may define, besides what `Options` lists:
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
-    _wide_states: ClassVar[bool] = False  # whether states of 16-bit parameters are float32
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
-
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        raise NotImplementedError
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        """Names of the states of a group's parameters, in the order of the rule."""
-        raise NotImplementedError
-
-    def _initial(self, name: str) -> float:
-        """The initial value of a state."""
-        return 0.0
-
-    def _max_lr(self, group: dict[str, Any]) -> float:
-        """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
-        lr = self.defaults["lr"] if group["corrected_weight_decay"] else 0.0
-        if not isinstance(lr, Tensor):
-            return float(lr)
-        if self._first_lr is None or self._first_lr[0] is not lr:  # read once
-            self._first_lr = (lr, float(lr))
-        return self._first_lr[1]
-
-    # --- options ---
-
-    def _set_options(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name not in DEFAULTS:
-                raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
-                )
-        merged = {**DEFAULTS, **options}
-        check_options(merged)
-        for group in self.param_groups:
-            self._check_group(group)
-            if group.get("corrected_weight_decay"):
-                self._max_lr(group)  # a scheduler may write to a learning rate that is a tensor
-        warn_of_rounding(merged, self.param_groups)
-        self._check_sharding(merged)
-        self._fused_options: dict[str, Any] = merged
-        self._rounding_seed = _distributed.first_seed()  # for `control` at 0 applied steps
-        self._controls: dict[torch.device, Tensor] = {}  # they outlive the plans
-        self._forget()
-
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        for name in DEFAULTS:
-            if name in group and name not in self.defaults:
-                raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
-
-    def _check_sharding(self, options: Mapping[str, Any]) -> None:
-        params = chain(*(group["params"] for group in self.param_groups))
-        _distributed.check_sharding(params, options, type(self).__name__)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if not hasattr(self, "_fused_options"):  # `_set_options` checks them
-            return super().add_param_group(param_group)
-        self._check_group(param_group)
-        super().add_param_group(param_group)
-        try:
-            self._check_sharding(self._fused_options)
-        except RuntimeError:
-            self.param_groups.pop()
-            raise
-
-    def _change(self, name: str, value: Any) -> None:
-        options = {**self._fused_options, name: value}
-        check_options(options)
-        if self._release is not None:
-            check_released(options)
-        if name == "agc":
-            self._check_sharding(options)
-        if name == "stochastic_rounding":
-            warn_of_rounding(options, self.param_groups)
-        self._fused_options = options
-
-    # Options that may be set between steps.
-    max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")
-    agc = _option("agc", "Fraction of the weights' norm that units are clipped to, or None.")
-    agc_eps = _option("agc_eps", "Least norm that a unit's weights count with.")
-    ema_decay = _option("ema_decay", "Decay of the averaged weights, or None.")
-    gradient_writeback = _option("gradient_writeback", "What a step leaves in the gradients.")
-    state_dtype = _option("state_dtype", 'Dtype of the large states, "q8" or None.')
-    master_weights = _option("master_weights", "The kind of masters of 16-bit parameters.")
-    stochastic_rounding = _option("stochastic_rounding", "Whether bfloat16 is rounded at random.")
 
     # --- the step ---
 
@@ -389,19 +287,6 @@ class FusedOptimizer(Releases, Reports, Checkpoints):
         by_id = dict(zip(map(id, params), grads, strict=True))
         return plans, [[_distributed.local_grad(by_id[id(p)], p) for p in x.params] for x in plans]
 
-    def _state_needs(self) -> Needs:
-        options = self._fused_options
-        return Needs(
-            tuple(map(self._slots, self.param_groups)),
-            self._scalar_names,
-            self._initial,
-            options["state_dtype"],
-            self._wide_states,
-            options["master_weights"],
-            options["ema_decay"] is not None,
-            self._rule,
-        )
-
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
         for p in params:
             check_parameter(p, type(self).__name__)
@@ -419,7 +304,7 @@ class FusedOptimizer(Releases, Reports, Checkpoints):
 
     def _store(self, device: torch.device) -> Store:
         """The scalars of all parameters on the device; made anew if the parameters changed."""
-        params = [p for g in self.param_groups for p in g["params"] if p.device == device]
+        params = [p for p in self._all_params() if p.device == device]
         store = self._stores.get(device)
         if store is not None:
             # DeepSpeed steps group by group; the counts of the other groups must last.

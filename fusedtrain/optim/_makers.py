@@ -8,8 +8,6 @@ from typing import Any
 
 from ._codes import is_scale_name
 
-# Options with which a class keeps all states that it can have.
-_ALL = {"amsgrad": True, "momentum": 0.9, "centered": True}
 _COMMON = {"step", "ema", "master_param", "master_correction"}  # states that any class may have
 _NO_KEYS = {"self", "params", "options"}  # of __init__
 _PACKAGE = __name__.rpartition(".")[0]
@@ -55,8 +53,7 @@ def states_of(cls: Any) -> set[str]:
 
 def _kept(cls: Any) -> list[set[str]]:
     """Its states with the shape of the parameter, and those that are numbers."""
-    names = object.__new__(cls)._slots(_ALL), cls._scalar_names
-    return [set(filter(None, kind)) for kind in names]
+    return [set(filter(None, kind)) for kind in (cls._states, cls._scalar_names)]
 
 
 def _needed(cls: Any) -> list[set[str]]:

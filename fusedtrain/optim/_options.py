@@ -1,14 +1,20 @@
-"""The keyword arguments that all optimizers of fusedtrain share."""
+"""The options of the optimizers: arguments of a constructor, of a group and of all groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
+from torch import Tensor
 
 from ..reference.split_weights import CORRECTIONS
+from ._checks import check_arguments, warn_of_rounding
 from ._codes import Q8
+from ._distributed import check_sharding, first_seed
+from ._plan import Needs, Numbers, Store
+from ._release_checks import check_options as check_released
 
 WRITE_BACK = {"none": 0.0, "unscaled": 1.0, "zero": 2.0}  # as csrc/ops/optimizers.h numbers them
 
@@ -70,16 +76,29 @@ DEFAULTS: FusedOptions = {
     "master_weights": False,
     "stochastic_rounding": False,
 }
+_IN_RANGE: dict[str, Callable[[float], bool]] = {
+    "max_grad_norm": lambda value: value > 0,
+    "agc": lambda value: value > 0,
+    "agc_eps": lambda value: value >= 0,
+    "ema_decay": lambda value: 0 <= value < 1,
+}
+# The option without which a group has no such state.
+_NEEDS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+_MOMENTA = {"exp_avg", "momentum_buffer"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError, which names the first wrong option."""
-    for name in ("max_grad_norm", "agc", "agc_eps", "ema_decay"):
+    for name, in_range in _IN_RANGE.items():
         value = options[name]
         if value is None and name != "agc_eps":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number, got {value!r}")
+        if not in_range(value):
+            raise ValueError(f"Invalid {name} value: {value}")
+    if options["max_grad_norm"] is not None and options["agc"] is not None:
+        raise ValueError("max_grad_norm and agc cannot be used together")
     if not isinstance(options["stochastic_rounding"], bool):
         raise TypeError(
             f"stochastic_rounding must be True or False, got {options['stochastic_rounding']!r}"
@@ -89,15 +108,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"master_weights must be True, False, 'split24' or 'split32', got {masters!r}"
         )
-    for name in ("max_grad_norm", "agc"):
-        if options[name] is not None and not options[name] > 0:
-            raise ValueError(f"Invalid {name} value: {options[name]}")
-    if options["max_grad_norm"] is not None and options["agc"] is not None:
-        raise ValueError("max_grad_norm and agc cannot be used together")
-    if not options["agc_eps"] >= 0:
-        raise ValueError(f"Invalid agc_eps value: {options['agc_eps']}")
-    if options["ema_decay"] is not None and not 0 <= options["ema_decay"] < 1:
-        raise ValueError(f"Invalid ema_decay value: {options['ema_decay']}")
     if options["gradient_writeback"] not in WRITE_BACK:
         raise ValueError(
             f"gradient_writeback must be one of {', '.join(map(repr, WRITE_BACK))}, got "
@@ -110,3 +120,162 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
     if options["stochastic_rounding"] and masters not in (False, "split24"):
         raise ValueError("master_weights and stochastic_rounding cannot be used together")
+
+
+def _option(name: str, doc: str) -> Any:
+    """A property that reads and sets an option of the optimizer."""
+    return property(lambda o: o._fused_options[name], lambda o, new: o._change(name, new), doc=doc)
+
+
+class Options(torch.optim.Optimizer):
+    """The part of `FusedOptimizer` that has the options, of groups and of all groups."""
+
+    # Each optimizer defines:
+    _keys: ClassVar[tuple[str, ...]] = ()  # of its groups, in their order; (): all arguments
+    _not_negative: ClassVar[tuple[str, ...]] = ("lr", "alpha", "eps", "momentum", "weight_decay")
+    _of_torch: ClassVar[bool] = False  # whether torch's class takes the arguments and checks them
+    _maximizes: ClassVar[bool] = True  # whether a group's "maximize" counts
+    _rule: ClassVar[str]
+    _states: ClassVar[tuple[str, ...]]  # as large as a parameter, in the order of the rule
+    _wide_states: ClassVar[bool] = False  # whether states of 16-bit parameters are float32
+    _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", None, None)  # in the state dict
+    # Group keys that other or old checkpoints may lack, with the value that replaces them.
+    _absent: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+
+    _fused_options: dict[str, Any]
+    _rounding_seed: int
+    _controls: dict[torch.device, Tensor]
+    _stores: dict[torch.device, Store]
+    _low_precision: Mapping[int, Tensor]
+    _release: Any
+    _first_lr: tuple[Tensor, float] | None = None
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # --- of a group ---
+
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """The group's options of the rule, in the order of the rule."""
+        raise NotImplementedError
+
+    def _numbers(self, group: dict[str, Any]) -> Numbers:
+        """The options of a group as numbers."""
+        cautious = "caution" in self.defaults and group["caution"]
+        return Numbers(
+            group["lr"],
+            group["weight_decay"],
+            self._rule_options(group),
+            maximize=self._maximizes and group.get("maximize", False),
+            max_lr=self._max_lr(group),
+            # Without a momentum an update has the gradient's sign.
+            cautious=cautious and not _MOMENTA.isdisjoint(self._slots(group)),
+        )
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        """Names of the states of a group's parameters, in the order of the rule."""
+        return tuple([s if s not in _NEEDS or group[_NEEDS[s]] else None for s in self._states])
+
+    def _state_needs(self) -> Needs:
+        options = self._fused_options
+        return Needs(
+            tuple(map(self._slots, self.param_groups)),
+            self._scalar_names,
+            self._initial,
+            options["state_dtype"],
+            self._wide_states,
+            options["master_weights"],
+            options["ema_decay"] is not None,
+            self._rule,
+        )
+
+    def _initial(self, name: str) -> float:
+        """The initial value of a state."""
+        return 0.0
+
+    def _max_lr(self, group: dict[str, Any]) -> float:
+        """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
+        if not ("corrected_weight_decay" in self.defaults and group["corrected_weight_decay"]):
+            return 0.0
+        lr = self.defaults["lr"]
+        if not isinstance(lr, Tensor):
+            return float(lr)
+        if self._first_lr is None or self._first_lr[0] is not lr:  # read once
+            self._first_lr = (lr, float(lr))
+        return self._first_lr[1]
+
+    # --- of all groups ---
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        """Checks the arguments of a constructor, its ``locals()``, and constructs torch's part."""
+        options = arguments["options"]
+        values = {k: v for k, v in arguments.items() if k not in ("self", "options")}
+        check_arguments(values, () if self._of_torch else self._not_negative)
+        if self._of_torch:
+            super().__init__(**values)
+        else:
+            params = values.pop("params")
+            super().__init__(params, {name: values[name] for name in self._keys or values})
+        self._set_options({**options, **{k: v for k, v in values.items() if k in DEFAULTS}})
+
+    def _set_options(self, options: Mapping[str, Any]) -> None:
+        for name in options:
+            if name not in DEFAULTS:
+                raise TypeError(
+                    f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
+                )
+        merged = {**DEFAULTS, **options}
+        check_options(merged)
+        for group in self.param_groups:
+            self._check_group(group)
+            if group.get("corrected_weight_decay"):
+                self._max_lr(group)  # a scheduler may write to a learning rate that is a tensor
+        warn_of_rounding(merged, self._all_params())
+        self._check_sharding(merged)
+        self._fused_options = merged
+        self._rounding_seed = first_seed()  # for `control` at 0 applied steps
+        self._controls = {}  # they outlive the plans
+        self._forget()
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for name in DEFAULTS:
+            if name in group and name not in self.defaults:
+                raise ValueError(f"{name} is an option of the whole optimizer, not of a group")
+
+    def _check_sharding(self, options: Mapping[str, Any]) -> None:
+        check_sharding(self._all_params(), options, type(self).__name__)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not hasattr(self, "_fused_options"):  # `_set_options` checks them
+            return super().add_param_group(param_group)
+        self._check_group(param_group)
+        super().add_param_group(param_group)
+        try:
+            self._check_sharding(self._fused_options)
+        except RuntimeError:
+            self.param_groups.pop()
+            raise
+
+    def _change(self, name: str, value: Any) -> None:
+        options = {**self._fused_options, name: value}
+        check_options(options)
+        if self._release is not None:
+            check_released(options)
+        if name == "agc":
+            self._check_sharding(options)
+        if name == "stochastic_rounding":
+            warn_of_rounding(options, self._all_params())
+        self._fused_options = options
+
+    # Options that may be set between steps.
+    max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")
+    agc = _option("agc", "Fraction of the weights' norm that units are clipped to, or None.")
+    agc_eps = _option("agc_eps", "Least norm that a unit's weights count with.")
+    ema_decay = _option("ema_decay", "Decay of the averaged weights, or None.")
+    gradient_writeback = _option("gradient_writeback", "What a step leaves in the gradients.")
+    state_dtype = _option("state_dtype", 'Dtype of the large states, "q8" or None.')
+    master_weights = _option("master_weights", "The kind of masters of 16-bit parameters.")
+    stochastic_rounding = _option("stochastic_rounding", "Whether bfloat16 is rounded at random.")

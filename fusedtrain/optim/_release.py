@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from .._capture import is_capturing
 from . import _distributed
 from ._checks import check_parameter
+from ._options import Options
 from ._plan import RULE_NUMBERS, Needs, Plan, on_device
 from ._release_checks import (
     RELEASES,
@@ -26,15 +27,11 @@ from ._release_checks import (
 GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
 
 
-class Releases(torch.optim.Optimizer):
+class Releases(Options):
     """The part of `FusedOptimizer` that steps within backward."""
 
     _release: GradientRelease | None = None
     _gradients_of: GradientsOf
-    _low_precision: Mapping[int, Tensor]
-
-    def _forget(self) -> None:
-        raise NotImplementedError
 
     def release_gradients(self, model: nn.Module) -> GradientRelease:
         """Updates each parameter of the model within backward, and frees its gradient at once.
@@ -83,13 +80,13 @@ class Releases(torch.optim.Optimizer):
                 "handle's remove() first (and step(), if a backward pass was the last call), or "
                 "pass one torch.nn.ModuleList of all models"
             )
-        check_options(vars(self)["_fused_options"])
+        check_options(self._fused_options)
         if hasattr(self, "_amp_stash"):
             raise RuntimeError(
                 "release_gradients: the optimizer has been through amp.initialize, which scales "
                 "losses and reads all gradients after backward. Train in bfloat16 without amp"
             )
-        known = {id(p) for group in self.param_groups for p in group["params"]}
+        known = set(map(id, self._all_params()))
         params = [p for p in model.parameters() if id(p) in known and p.requires_grad]
         if not params:
             raise ValueError(
@@ -218,9 +215,8 @@ class GradientRelease:
                 "release_gradients: a CUDA graph is being captured, and gradients that are freed "
                 "have no place in it. Capture ordinary steps: remove() the handle first"
             )
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         if not self._alone:
-            check_reducers(None, params)
+            check_reducers(None, optimizer._all_params())
             self._alone = True
         for device in self._devices:
             optimizer._store(device)  # a new one, if parameters have joined

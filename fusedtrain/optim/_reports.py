@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch import Tensor
 from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
 from ._masters import CORRECTION, WEIGHTS
-from ._plan import Plan, Store
+from ._options import Options
+from ._plan import Plan
 
 
 def _refuse_step() -> None:
@@ -23,18 +23,13 @@ def _refuse_step() -> None:
     )
 
 
-class Reports(torch.optim.Optimizer):
+class Reports(Options):
     """The part of `FusedOptimizer` that a user reads between steps."""
 
     _last: list[Plan]  # of the last step
     _measured: bool  # whether the last step measured the gradients
-    _controls: dict[torch.device, Tensor]
-    _low_precision: Mapping[int, Tensor]
-    _fused_options: dict[str, Any]
-    _stores: dict[torch.device, Store]
     # The parameters themselves, by id, while `swap_averages` has averages in their place.
     _swapped: Mapping[int, Tensor] = MappingProxyType({})
-    ema_decay: Any
 
     def _follow_parameters(self) -> None:
         """Masters take what others have written to their parameters, before they are read."""
@@ -122,11 +117,7 @@ class Reports(torch.optim.Optimizer):
 
         Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
         """
-        averages = [
-            (p, self.state.get(p, {}).get("ema"))
-            for group in self.param_groups
-            for p in group["params"]
-        ]
+        averages = [(p, self.state.get(p, {}).get("ema")) for p in self._all_params()]
         return [(p, p if average is None else average) for p, average in averages]
 
     @contextmanager
@@ -175,9 +166,8 @@ class Reports(torch.optim.Optimizer):
             return
         weight = 1.0 - self.ema_decay
         stepped = {id(p) for plan in self._last for p in plan.params}
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state.get(p, {}).get("ema")
-                if average is not None and id(p) not in stepped:
-                    skipped = self._last_control().skipped.to(p.device, average.dtype)
-                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
+        for p in self._all_params():
+            average = self.state.get(p, {}).get("ema")
+            if average is not None and id(p) not in stepped:
+                skipped = self._last_control().skipped.to(p.device, average.dtype)
+                average.lerp_(p.to(average.dtype), (1 - skipped) * weight)

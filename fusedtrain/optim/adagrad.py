@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import refuse_differentiable
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class Adagrad(FusedOptimizer, torch.optim.Adagrad):
@@ -46,6 +44,8 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
     """
 
     _rule = "adagrad"
+    _of_torch = True
+    _states = ("sum",)
     _absent: ClassVar = {"lr_decay": 0, "initial_accumulator_value": 0}  # Apex has neither key
 
     def __init__(
@@ -63,12 +63,7 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
         fused: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
-        refuse_differentiable(differentiable)
-        torch.optim.Adagrad.__init__(
-            self, params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach,
-            maximize=maximize, differentiable=differentiable, fused=fused,
-        )  # fmt: skip
-        self._set_options(options)
+        self._start(locals())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:
@@ -77,16 +72,8 @@ class Adagrad(FusedOptimizer, torch.optim.Adagrad):
                     state["state"][p].setdefault("step", torch.tensor(0.0))
         super().__setstate__(state)
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (group["lr_decay"], group["eps"]),
-            maximize=group["maximize"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("sum",)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (group["lr_decay"], group["eps"])
 
     def _initial(self, name: str) -> float:
         return float(self.defaults["initial_accumulator_value"])

@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative, refuse_differentiable, two
+from ._checks import two
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class Adam(FusedOptimizer, torch.optim.Adam):
@@ -47,6 +46,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     """
 
     _rule = "adam"
+    _of_torch = True
+    _states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,
@@ -65,25 +66,10 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        refuse_differentiable(differentiable)
-        check_betas(betas)
-        torch.optim.Adam.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach,
-            maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )  # fmt: skip
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (*two(group["betas"]), group["eps"], group["decoupled_weight_decay"]),
-            maximize=group["maximize"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*two(group["betas"]), group["eps"], group["decoupled_weight_decay"])
 
 
 class AdamW(Adam, torch.optim.AdamW):
@@ -124,11 +110,7 @@ class AdamW(Adam, torch.optim.AdamW):
         fused: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
-        Adam.__init__(
-            self, params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach,
-            maximize=maximize, capturable=capturable, differentiable=differentiable, fused=fused,
-            decoupled_weight_decay=True, **options,
-        )  # fmt: skip
+        self._start(locals())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -168,6 +150,11 @@ class NAdamW(FusedOptimizer):
     """
 
     _rule = "nadamw"
+    _states = ("exp_avg", "exp_avg_sq")
+    _keys = (
+        "lr", "betas", "eps", "weight_decay", "caution", "corrected_weight_decay", "foreach",
+        "maximize", "capturable",
+    )  # fmt: skip
     _absent: ClassVar = {
         "caution": False, "corrected_weight_decay": False, "foreach": None, "maximize": False,
         "capturable": False,
@@ -187,31 +174,7 @@ class NAdamW(FusedOptimizer):
         capturable: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "caution": caution,
-            "corrected_weight_decay": corrected_weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (*two(group["betas"]), group["eps"], 1),
-            maximize=group["maximize"],
-            max_lr=self._max_lr(group),
-            cautious=group["caution"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg", "exp_avg_sq")
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*two(group["betas"]), group["eps"], 1)

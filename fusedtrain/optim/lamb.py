@@ -10,10 +10,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
-from ._checks import check_betas, check_not_negative, two
+from ._checks import two
 from ._engine import FusedOptimizer
 from ._options import OtherOptions
-from ._plan import Numbers
 
 
 class LAMB(FusedOptimizer):
@@ -60,6 +59,8 @@ class LAMB(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _states = ("exp_avg", "exp_avg_sq")
+    _maximizes = False
     _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _tries = True
     _norm_eps = 0.0
@@ -85,44 +86,13 @@ class LAMB(FusedOptimizer):
         corrected_weight_decay: bool = False,
         **options: Unpack[OtherOptions],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-            "caution": caution,
-            "decoupled_decay": decoupled_decay,
-            "corrected_weight_decay": corrected_weight_decay,
-        }
-        super().__init__(params, defaults)
-        self._set_options({**options, "max_grad_norm": max_grad_norm})
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (
-                *two(group["betas"]),
-                group["eps"],
-                group["bias_correction"],
-                group["grad_averaging"],
-                group["trust_clip"],
-                group["always_adapt"],
-                group["decoupled_decay"],
-            ),
-            max_lr=self._max_lr(group),
-            cautious=group["caution"],
-        )
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (
+            *two(group["betas"]), group["eps"], group["bias_correction"], group["grad_averaging"],
+            group["trust_clip"], group["always_adapt"], group["decoupled_decay"],
+        )  # fmt: skip
 
     def _group_step(self, group: dict[str, Any], count: float) -> Tensor:
         return torch.tensor(count)  # as timm's
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg", "exp_avg_sq")

@@ -9,10 +9,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ..reference.optimizers import MEASURE_GRADIENTS, MEASURE_PARAMETERS
-from ._checks import check_nesterov, check_not_negative
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class LARS(FusedOptimizer):
@@ -48,6 +46,9 @@ class LARS(FusedOptimizer):
     """
 
     _rule = "lars"
+    _states = ("momentum_buffer",)
+    _not_negative = ("lr", "momentum", "weight_decay")
+    _maximizes = False
     _scalar_names = (None, None, None)
     _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _absent: ClassVar = {"nesterov": False}
@@ -66,36 +67,10 @@ class LARS(FusedOptimizer):
         always_adapt: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        check_nesterov(nesterov, momentum, dampening)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coeff": trust_coeff,
-            "eps": eps,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (
-                group["momentum"],
-                group["dampening"],
-                group["nesterov"],
-                group["trust_coeff"],
-                group["eps"],
-                group["trust_clip"],
-                group["always_adapt"],
-            ),
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (
+            group["momentum"], group["dampening"], group["nesterov"], group["trust_coeff"],
+            group["eps"], group["trust_clip"], group["always_adapt"],
+        )  # fmt: skip

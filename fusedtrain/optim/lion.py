@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_betas, check_not_negative, two
+from ._checks import two
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class Lion(FusedOptimizer):
@@ -47,6 +46,10 @@ class Lion(FusedOptimizer):
     """
 
     _rule = "lion"
+    _states = ("exp_avg",)
+    _keys = (
+        "lr", "betas", "weight_decay", "caution", "corrected_weight_decay", "foreach", "maximize",
+    )  # fmt: skip
     _scalar_names = (None, None, None)
     _absent: ClassVar = {
         "caution": False, "corrected_weight_decay": False, "maximize": False, "foreach": None,
@@ -64,29 +67,7 @@ class Lion(FusedOptimizer):
         foreach: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay)
-        check_betas(betas)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "caution": caution,
-            "corrected_weight_decay": corrected_weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            two(group["betas"]),
-            maximize=group["maximize"],
-            max_lr=self._max_lr(group),
-            cautious=group["caution"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg",)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return two(group["betas"])

@@ -9,10 +9,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ..reference.optimizers import MEASURE_GRADIENTS
-from ._checks import check_betas, check_not_negative, two
+from ._checks import two
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class NovoGrad(FusedOptimizer):
@@ -44,7 +43,9 @@ class NovoGrad(FusedOptimizer):
     """
 
     _rule = "novograd"
-    _scalar_names = ("step", "exp_avg_sq", "max_exp_avg_sq")
+    _states = ("exp_avg",)
+    _maximizes = False
+    _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", "exp_avg_sq", "max_exp_avg_sq")
     _norms = MEASURE_GRADIENTS
     _absent: ClassVar = {"amsgrad": False}
 
@@ -59,18 +60,7 @@ class NovoGrad(FusedOptimizer):
         amsgrad: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        check_betas(betas)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if any("exp_avg_sq" in group for group in state_dict["param_groups"]):
@@ -80,12 +70,5 @@ class NovoGrad(FusedOptimizer):
             )
         super().load_state_dict(state_dict)
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (*two(group["betas"]), group["eps"], group["grad_averaging"], group["amsgrad"]),
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("exp_avg",)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (*two(group["betas"]), group["eps"], group["grad_averaging"], group["amsgrad"])

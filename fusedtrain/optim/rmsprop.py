@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_not_negative, refuse_differentiable
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
+
+_STATES = ("square_avg", "momentum_buffer", "grad_avg")
 
 
 class RMSprop(FusedOptimizer, torch.optim.RMSprop):
@@ -49,6 +49,8 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
     """
 
     _rule = "rmsprop"
+    _of_torch = True
+    _states = _STATES
 
     def __init__(
         self,
@@ -65,27 +67,11 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         differentiable: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        refuse_differentiable(differentiable)
-        torch.optim.RMSprop.__init__(
-            self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach,
-            maximize, differentiable,
-        )  # fmt: skip
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (group["alpha"], group["eps"], group["momentum"], group["centered"]),
-            maximize=group["maximize"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return (
-            "square_avg",
-            "momentum_buffer" if group["momentum"] > 0 else None,
-            "grad_avg" if group["centered"] else None,
-        )
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        momentum = max(group["momentum"], 0)  # as torch, which ignores a negative one
+        return (group["alpha"], group["eps"], momentum, group["centered"])
 
 
 class RMSpropTF(FusedOptimizer):
@@ -124,6 +110,12 @@ class RMSpropTF(FusedOptimizer):
     """
 
     _rule = "rmsprop_tf"
+    _states = _STATES
+    _maximizes = False
+    _keys = (
+        "lr", "momentum", "alpha", "eps", "centered", "weight_decay", "decoupled_decay",
+        "corrected_weight_decay", "lr_in_momentum", "caution",
+    )  # fmt: skip
     _absent: ClassVar = {
         "momentum": 0, "centered": False, "caution": False, "corrected_weight_decay": False,
     }  # fmt: skip
@@ -143,46 +135,13 @@ class RMSpropTF(FusedOptimizer):
         caution: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        check_not_negative(
-            lr=lr, alpha=alpha, eps=eps, momentum=momentum, weight_decay=weight_decay
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
-            "centered": centered,
-            "weight_decay": weight_decay,
-            "decoupled_decay": decoupled_decay,
-            "corrected_weight_decay": corrected_weight_decay,
-            "lr_in_momentum": lr_in_momentum,
-            "caution": caution,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (
-                group["alpha"],
-                group["eps"],
-                group["momentum"],
-                group["centered"],
-                group["decoupled_decay"],
-                group["lr_in_momentum"],
-            ),
-            max_lr=self._max_lr(group),
-            cautious=group["caution"] and group["momentum"] > 0,
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
         return (
-            "square_avg",
-            "momentum_buffer" if group["momentum"] > 0 else None,
-            "grad_avg" if group["centered"] else None,
-        )
+            group["alpha"], group["eps"], max(group["momentum"], 0), group["centered"],
+            group["decoupled_decay"], group["lr_in_momentum"],
+        )  # fmt: skip
 
     def _initial(self, name: str) -> float:
         return 1.0 if name == "square_avg" else 0.0

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ._checks import check_nesterov, check_not_negative, refuse_differentiable
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
-from ._plan import Numbers
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
@@ -46,6 +44,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """
 
     _rule = "sgd"
+    _of_torch = True
+    _states = ("momentum_buffer",)
     _scalar_names = (None, None, None)
 
     def __init__(
@@ -63,23 +63,10 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
-        refuse_differentiable(differentiable)
-        torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov,
-            maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
-        )  # fmt: skip
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (group["momentum"], group["dampening"], group["nesterov"], 0),
-            maximize=group["maximize"],
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (group["momentum"], group["dampening"], group["nesterov"], 0)
 
 
 class SGDW(FusedOptimizer):
@@ -112,6 +99,7 @@ class SGDW(FusedOptimizer):
     """
 
     _rule = "sgd"
+    _states = ("momentum_buffer",)
     _scalar_names = (None, None, None)
     _absent: ClassVar = {
         "caution": False, "corrected_weight_decay": False, "nesterov": False, "maximize": False,
@@ -134,33 +122,7 @@ class SGDW(FusedOptimizer):
         differentiable: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
-        refuse_differentiable(differentiable)
-        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
-        check_nesterov(nesterov, momentum, dampening)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "caution": caution,
-            "corrected_weight_decay": corrected_weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults)
-        self._set_options(options)
+        self._start(locals())
 
-    def _numbers(self, group: dict[str, Any]) -> Numbers:
-        return Numbers(
-            group["lr"],
-            group["weight_decay"],
-            (group["momentum"], group["dampening"], group["nesterov"], 1),
-            maximize=group["maximize"],
-            max_lr=self._max_lr(group),
-            cautious=group["caution"] and group["momentum"] != 0,
-        )
-
-    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+    def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return (group["momentum"], group["dampening"], group["nesterov"], 1)
