@@ -1,8 +1,8 @@
 """Findings of `make gpu` so far, one JSON line an event: whoever is killed loses nothing.
 
 The journal lies in build/gpu, where the next call finds it, and beside the results. Its events:
-``tree`` (the sources and the machine it is about), ``start`` and ``test`` (of a test), ``done`` (of
-a step, all of whose tests have ended).
+``tree`` (the sources and the machine it is about), ``run`` (a process of a step's tests begins),
+``wanted`` (the names of all tests of a step), ``start`` and ``test`` (a test begins, has ended).
 """
 
 from __future__ import annotations
@@ -10,27 +10,48 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 BAD = ("failed", "error", "crashed", "hung")
+TAGS = {"failed": "failure", **dict.fromkeys(BAD[1:], "error")}  # of JUnit
 CONTROL = {n: "?" for n in range(32) if n not in (9, 10, 13)}  # characters that XML cannot hold
+Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a test ended: passed, skipped, xfailed, or one of BAD."""
+@dataclass
+class Progress:
+    """A step so far.
 
-    outcome: str
-    seconds: float = 0.0
-    message: str = ""
+    Attributes:
+        results: events of the tests that have ended, by name.
+        wanted: the names of all tests; None where they were never collected.
+        run: the event of the last process.
+        before: tests that had ended when that process began.
+        flying: tests that it has begun and not ended, with the time of their beginning.
+    """
+
+    results: dict[str, Event] = field(default_factory=dict)
+    wanted: list[str] | None = None
+    run: Event = field(default_factory=dict)
+    before: set[str] = field(default_factory=set)
+    flying: dict[str, float] = field(default_factory=dict)
 
     @property
-    def bad(self) -> bool:
-        return self.outcome in BAD
+    def left(self) -> list[str]:
+        """The tests that have not ended."""
+        return [name for name in self.wanted or () if name not in self.results]
+
+    @property
+    def done(self) -> bool:
+        return self.wanted is not None and not self.left
+
+    @property
+    def bad(self) -> list[str]:
+        return [name for name, e in self.results.items() if e["outcome"] in BAD]
 
 
 class Journal:
@@ -40,45 +61,45 @@ class Journal:
         self.paths = paths
 
     def append(self, event: str, step: str = "", **more: Any) -> None:
-        """Adds an event; on disk when this returns, as far as other processes see."""
-        line = json.dumps({"event": event, "step": step, **more})
+        """Adds an event, in one write: workers may do so at the same time."""
+        line = json.dumps({"event": event, "step": step, **more}) + "\n"
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(line + "\n")
+            with path.open("ab", buffering=0) as file:
+                file.write(line.encode())
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def end(self, step: str, name: str, outcome: str, message: str, seconds: float = 0.0) -> None:
+        """Adds the event of a test that has ended."""
+        kept = {"seconds": round(seconds, 3), "message": message[-4000:]}
+        self.append("test", step, id=name, outcome=outcome, **kept)
+
+    def events(self) -> list[Event]:
         """All events; the last line of a process that was killed may be a half one."""
-        if not self.paths[0].exists():
-            return
-        for line in self.paths[0].read_text(errors="replace").splitlines():
+        path = next((p for p in self.paths if p.exists()), None)
+        events = []
+        for line in path.read_text(errors="replace").splitlines() if path else []:
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                events.append(json.loads(line))
+        return events
 
-    def results(self, step: str) -> dict[str, Outcome]:
-        """The tests of the step that have ended."""
-        outcomes: dict[str, Outcome] = {}
+    def progress(self, step: str) -> Progress:
+        """The step so far."""
+        p = Progress()
         for e in self.events():
-            if e["event"] == "test" and e["step"] == step:
-                before = outcomes.get(e["id"])
+            if e["step"] != step:
+                continue
+            if e["event"] == "run":
+                p.run, p.before, p.flying = e, set(p.results), {}
+            elif e["event"] == "wanted":
+                p.wanted = e["ids"]
+            elif e["event"] == "start":
+                p.flying[e["id"]] = e["time"]
+            elif e["event"] == "test":
+                p.flying.pop(e["id"], None)
                 # The failure that came first says more than the worker's death by it.
-                if not (before and before.bad and e["outcome"] == "crashed"):
-                    outcomes[e["id"]] = Outcome(e["outcome"], e["seconds"], e["message"])
-        return outcomes
-
-    def in_flight(self, step: str, run: str) -> dict[str, float]:
-        """Tests that this process has begun and not ended, with the time of their beginning."""
-        begun: dict[str, float] = {}
-        for event in self.events():
-            if (event["step"], event.get("run")) == (step, run):
-                if event["event"] == "start":
-                    begun[event["id"]] = event["time"]
-                elif event["event"] == "test":
-                    begun.pop(event["id"], None)
-        return begun
-
-    def done(self, step: str) -> bool:
-        return any(e["event"] == "done" and e["step"] == step for e in self.events())
+                if e["outcome"] not in ("crashed", "hung") or e["id"] not in p.bad:
+                    p.results[e["id"]] = e
+        return p
 
     def begin(self, tree: str, keep: bool) -> str:
         """Takes up the journal where it is about this tree, and begins a new one otherwise.
@@ -90,66 +111,45 @@ class Journal:
         Returns:
             what was done, in words.
         """
-        first, *others = self.paths
-        if not first.exists():  # a bare machine may have been given the results of the last one
-            beside = next((p for p in others if p.exists()), None)
-            if beside is not None:
-                first.parent.mkdir(parents=True, exist_ok=True)
-                first.write_text(beside.read_text())
-        of = [e["tree"] for e in self.events() if e["event"] == "tree"]
-        if of and of[-1] == tree:
-            self._rewrite(list(self.events()))
-            return "goes on where the last call stopped"
-        if of and keep:
-            bad = {s for s in self._steps() if any(o.bad for o in self.results(s).values())}
+        events, kept = self.events(), []
+        trees = [e["tree"] for e in events if e["event"] == "tree"]
+        words = "the sources have changed: " * bool(trees) + "from the beginning"
+        if trees and trees[-1] == tree:
+            kept, words = events, "goes on where the last call stopped"
+        elif trees and keep:
+            bad = {(s, n) for s in {e["step"] for e in events} for n in self.progress(s).bad}
+            # The names of all tests go, too: another process collects what there is now.
+            again = bad | {(step, None) for step, _ in bad}
             # A finding of compute-sanitizer belongs to no test: all of its step run again.
-            anew = {s for s in bad for name, o in self.results(s).items()
-                    if o.bad and name.startswith(f"{s}: exit")}  # fmt: skip
+            anew = {step for step, name in bad if name.startswith(f"{step}: exit")}
             kept = [
-                e for e in self.events()
-                if not (e["event"] == "test" and (e["outcome"] in BAD or e["step"] in anew))
-                and not (e["event"] == "done" and e["step"] in bad)
-            ]  # fmt: skip
-            self._rewrite(kept)
-            self.append("tree", tree=tree)
-            return "the sources have changed: what passed is kept, what failed runs again"
-        self._rewrite([])
-        self.append("tree", tree=tree)
-        return "the sources have changed: from the beginning" if of else "from the beginning"
-
-    def _steps(self) -> set[str]:
-        return {e["step"] for e in self.events()}
-
-    def _rewrite(self, events: Sequence[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(e) + "\n" for e in events)
+                e for e in events if (e["step"], e.get("id")) not in again and e["step"] not in anew
+            ]
+            words = "the sources have changed: what passed is kept, what failed runs again"
         for path in self.paths:
-            write(path, text)
+            write(path, "".join(json.dumps(e) + "\n" for e in kept))
+        self.append("tree", tree=tree)
+        return words
 
-    def junit(self, path: Path, wanted: dict[str, list[str]]) -> None:
-        """JUnit XML of all steps; tests that are wanted and have not ended are skipped ones."""
+    def junit(self, path: Path, steps: Iterable[str]) -> None:
+        """JUnit XML of these steps; tests that are wanted and have not ended are skipped ones."""
         root = ElementTree.Element("testsuites")
-        for step, names in wanted.items():
-            results = self.results(step)
+        for step in steps:
+            p = self.progress(step)
             suite = ElementTree.SubElement(root, "testsuite", name=step)
-            for name in dict.fromkeys([*results, *names]):
-                result = results.get(name, Outcome("not run", message="the part was cut"))
+            cut = {"outcome": "not run", "seconds": 0.0, "message": "the part was cut"}
+            for name, e in {**p.results, **dict.fromkeys(p.left, cut)}.items():
                 file, _, test = name.translate(CONTROL).partition("::")
                 case = ElementTree.SubElement(
-                    suite, "testcase", classname=file, name=test or file,
-                    time=f"{result.seconds:.3f}",
-                )  # fmt: skip
-                if result.outcome != "passed":
-                    kind = {"failed": "failure"}.get(
-                        result.outcome, "error" if result.bad else "skipped"
-                    )
-                    message = f"{result.outcome}: {result.message}".translate(CONTROL)
-                    ElementTree.SubElement(
-                        case, kind, message=message.split("\n")[0]
-                    ).text = message
-            cases = list(suite)
-            suite.set("tests", str(len(cases)))
-            for kind, total in (("failure", "failures"), ("error", "errors"), ("skipped",) * 2):
-                suite.set(total, str(sum(c.find(kind) is not None for c in cases)))
+                    suite, "testcase", classname=file, name=test or file, time=f"{e['seconds']:.3f}"
+                )
+                if e["outcome"] != "passed":
+                    text = f"{e['outcome']}: {e['message']}".translate(CONTROL)
+                    tag = TAGS.get(e["outcome"], "skipped")
+                    ElementTree.SubElement(case, tag, message=text.split("\n")[0]).text = text
+            suite.set("tests", str(len(suite)))
+            for tag, total in (("failure", "failures"), ("error", "errors"), ("skipped",) * 2):
+                suite.set(total, str(len(suite.findall(f"testcase/{tag}"))))
         write(path, ElementTree.tostring(root, encoding="unicode") + "\n")
 
 

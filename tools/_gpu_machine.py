@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -14,18 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _gpu_steps import ROOT, Context
+from _gpu_steps import ROOT, Context, say
 from _sanitized import setup_module
 
-NEEDED = ("torch", "pytest", "hypothesis", "ninja", "setuptools")
 # Runs in another process, since a process that has started CUDA keeps memory of the GPU.
 ASK = """
-import json, sys, torch
-facts = {"torch": torch.__version__, "gpu": "", "arch": "", "memory": 0}
+import json, torch
+facts = ["", "", torch.__version__, 0]
 if torch.cuda.is_available():
-    major, minor = torch.cuda.get_device_capability()
-    facts |= {"gpu": torch.cuda.get_device_name(), "arch": f"{major}{minor}",
-              "memory": torch.cuda.mem_get_info()[1]}
+    arch = "%d%d" % torch.cuda.get_device_capability()
+    facts = [torch.cuda.get_device_name(), arch, torch.__version__, torch.cuda.mem_get_info()[1]]
 print(json.dumps(facts))
 """
 ASK_BACKEND = """
@@ -75,7 +72,7 @@ def machine() -> Machine:
     facts = _ask(ASK)
     if isinstance(facts, str):
         raise SystemExit(f"make gpu cannot run: torch does not work:\n{facts}")
-    return Machine(facts["gpu"], facts["arch"], facts["torch"], facts["memory"])
+    return Machine(*facts)
 
 
 def kernels(gpu: str) -> str:
@@ -84,15 +81,8 @@ def kernels(gpu: str) -> str:
     if isinstance(answer, str):
         return f"fusedtrain cannot be imported: {answer.splitlines()[-1] if answer else '?'}"
     loaded, words = answer
-    if loaded:
-        return f"_C_cuda.so {words}"
-    return f"GPU run without _C_cuda.so: {words}" if gpu else f"_C_cuda.so {words}"
-
-
-def missing() -> list[str]:
-    """Packages that this python lacks, a line each."""
-    return [f"{name} is not installed for {sys.executable}" for name in NEEDED
-            if importlib.util.find_spec(name) is None]  # fmt: skip
+    without = "GPU run without " if gpu and not loaded else ""
+    return f"{without}_C_cuda.so{':' if without else ''} {words}"
 
 
 def find_nvcc() -> str:
@@ -106,31 +96,26 @@ def find_nvcc() -> str:
 
 def find_sanitizer() -> str:
     """compute-sanitizer, on PATH or beside nvcc."""
-    beside = Path(find_nvcc()).resolve().parent
-    return (
-        shutil.which("compute-sanitizer")
-        or shutil.which("compute-sanitizer", path=str(beside))
-        or ""
-    )
+    beside = str(Path(find_nvcc()).resolve().parent)
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    return shutil.which("compute-sanitizer", path=path) or ""
 
 
-def _hash(paths: list[Path], *more: str) -> str:
+def _hash(folders: tuple[str, ...], files: tuple[str, ...], *more: str) -> str:
+    """A key of the sources in some folders, some files, and other facts."""
     state = hashlib.sha256("\0".join(more).encode())
-    for path in sorted(paths):
+    kinds = {".py", ".h", ".cpp", ".cu", ".cuh"}
+    sources = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in kinds]
+    for path in sorted([*sources, *(ROOT / file for file in files)]):
         state.update(f"{path.relative_to(ROOT)}\0".encode())
         state.update(path.read_bytes())
     return state.hexdigest()[:16]
 
 
-def _files(*folders: str) -> list[Path]:
-    kinds = {".py", ".h", ".cpp", ".cu", ".cuh"}
-    return [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in kinds]
-
-
 def tree_key(m: Machine) -> str:
     """A key of test results: they do not hold for other sources, another GPU or torch."""
-    files = [*_files("csrc", "fusedtrain", "tests", "benchmarks"), ROOT / "setup.py"]
-    return _hash(files, m.gpu, m.torch)
+    folders = ("csrc", "fusedtrain", "tests", "benchmarks")
+    return _hash(folders, ("setup.py",), m.gpu, m.torch)
 
 
 def build(c: Context, m: Machine, deadline: float) -> str:
@@ -143,25 +128,21 @@ def build(c: Context, m: Machine, deadline: float) -> str:
         "done", "cut" (the objects that are there stay) or "broken".
     """
     compiler = find_nvcc()
-    how = [ROOT / "setup.py", ROOT / "tools/ninja_build.py"]
-    key = _hash([*_files("csrc"), *how], m.arch, m.torch, compiler, sys.version)
+    files = ("setup.py", "tools/ninja_build.py")
+    key = _hash(("csrc",), files, m.arch, m.torch, compiler, sys.version)
     stamp = c.state / "built"
-    package = ROOT / "fusedtrain"
     names = ("_C.so", "_build_info.json", *(["_C_cuda.so"] if compiler else []))
-    if (
-        stamp.exists()
-        and stamp.read_text() == key
-        and all((package / name).exists() for name in names)
-    ):
-        c.say("built already")
+    there = stamp.exists() and all((ROOT / "fusedtrain" / name).exists() for name in names)
+    if there and stamp.read_text() == key:
+        say("built already")
         return "done"
-    ended = c.command(
+    code, cut = c.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], deadline,
         {"FUSEDTRAIN_REQUIRE": "cpu,cuda" if compiler else "cpu",
          **({"FUSEDTRAIN_CUDA_ARCHS": m.arch} if m.arch else {})},
     )  # fmt: skip
-    if ended.code == 0:
+    if code == 0:
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.write_text(key)
         return "done"
-    return "cut" if ended.by == "time" else "broken"
+    return "cut" if cut else "broken"

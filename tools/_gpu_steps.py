@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
-import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from _gpu_journal import Journal, Outcome, write
-from _gpu_process import GRACE, Clock, Ended, Say, run
+from _gpu_journal import Journal
+from _gpu_plugin import PATHS, STEP, died
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST = (
-    GRACE + 25.0
-)  # seconds: with less left no process is started, for pytest takes 20 to collect
-RESTARTS = 30
-LOOK = 5.0  # seconds between two looks for a test that hangs
+GRACE = 20.0  # seconds from SIGINT to SIGKILL
+TICK = 0.25  # seconds of real time between two looks at the clock
+# With fewer seconds left no process is started, for pytest takes 20 to collect.
+LEAST = GRACE + 25.0
+say = partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -49,43 +52,68 @@ class Step:
 
 @dataclass
 class Context:
-    """Shared parts of all steps: the place of the state, functions to print by, the time."""
+    """A call: its journal, the places of its state and results, the time, and the end of that."""
 
     journal: Journal
     state: Path
-    say: Say
-    note: Say  # into the log alone
-    clock: Clock
+    results: Path
+    clock: Callable[[], float] = time.monotonic
+    end: float = float("inf")
     root: Path = ROOT
-    count: int = 0
 
-    def environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        path = os.pathsep.join((str(self.root), str(ROOT / "tools")))
+    def run(
+        self, command: Sequence[str], deadline: float, environment: Mapping[str, str]
+    ) -> tuple[int, bool]:
+        """Runs a command, which is over by the deadline: SIGINT asks it to end, so that it can say
+        what it knows; 20 s later it is killed, and with it what it has left behind.
+
+        Returns:
+            its exit code, and whether the time was up.
+        """
+        say("$", *(f"{key}={value}" for key, value in environment.items()), *command)
         # Where this is itself a worker's test, pytest would take itself for that worker.
         ours = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        return {**ours, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
+        ours["PYTHONPATH"] = os.pathsep.join((str(self.root), str(ROOT / "tools")))
+        ours[PATHS] = os.pathsep.join(str(path.resolve()) for path in self.journal.paths)
+        begun, cut = self.clock(), False
+        process = subprocess.Popen(
+            command, cwd=self.root, env={**ours, "PYTHONUNBUFFERED": "1", **environment},
+            stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, preexec_fn=_with_parent,
+        )  # fmt: skip
+        try:
+            for number, end in ((signal.SIGINT, deadline - GRACE), (signal.SIGKILL, deadline)):
+                while process.poll() is None and self.clock() < end:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(TICK)
+                if process.returncode is None:
+                    cut = True
+                    os.killpg(process.pid, number)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+        why = "stopped by the time limit, " if cut else ""
+        say(f"[{why}exit {code}, {self.clock() - begun:.0f} s]")
+        return code, cut
 
-    def command(
-        self, command: Sequence[str], deadline: float, environment: Mapping[str, str]
-    ) -> Ended:
-        """Runs a command that is no test."""
-        self.say(f"$ {' '.join([*(f'{k}={v}' for k, v in environment.items()), *command])}")
-        begun = self.clock()
-        ended = run(
-            command, self.say, self.clock, deadline, self.root, self.environment(environment)
-        )
-        self.say(f"[{ended.words}, {self.clock() - begun:.0f} s]")
-        return ended
+
+def _with_parent() -> None:
+    """In the child: a group of its own, and death with the parent, whatever kills that. SIGINT is
+    heard again where a shell has switched it off, as one does for `make gpu &`."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def pytest_command(workers: int = 0) -> list[str]:
     """pytest with a line per test and nothing that stops at a failure."""
     python = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-    python += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=120"]
-    if importlib.util.find_spec("xdist") is None:
-        return python
+    python += ["--continue-on-collection-errors"]
+    if not workers or importlib.util.find_spec("xdist") is None:
+        return [*python, "-p", "no:xdist"]
     # A worker that dies is replaced.
-    return [*python, "-n", str(workers), "--max-worker-restart=1000"] if workers else python
+    return [*python, "-n", str(workers), "--max-worker-restart=1000"]
 
 
 def run_step(c: Context, step: Step, deadline: float) -> str:
@@ -97,106 +125,35 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
     """
     deaths: Counter[str] = Counter()
     everything = f"{step.name}: all"
-    fruitless = 0
-    for _ in range(RESTARTS):
+    code = fruitless = 0
+
+    def judge(name: str, outcome: str, message: str) -> None:
+        say(f"{outcome.upper()} {name}: {message}")
+        c.journal.end(step.name, name, outcome, message)
+
+    while fruitless < 2:
         if deadline - c.clock() < LEAST:
             return "cut"
-        before = c.journal.results(step.name)
-        ended, identity = _process(c, step, list(before), deadline)
-        if step.alarm is not None and ended.code == step.alarm:
-            _judge(
-                c, step, f"{step.name}: exit {ended.code}", "failed", "the log says what it found"
-            )
-        flying = c.journal.in_flight(step.name, identity)
-        if ended.by == "hang":
-            for name, begun in flying.items():
-                if time.time() - begun > step.patience:
-                    _judge(c, step, name, "hung", f"no end after {step.patience:.0f} s")
-        elif not ended.by:
-            deaths.update(flying)
-            for name in flying:
-                # Any of several tests in flight may be the culprit; one in flight twice is.
-                if len(flying) == 1 or deaths[name] == 2:
-                    _judge(c, step, name, "crashed", f"its process ended: {ended.words}")
-        missing = not_run(c, step)
-        if missing is not None and not missing:
-            if everything in c.journal.results(step.name):
-                _judge(c, step, everything, "passed", "an earlier call could not run it")
-            c.journal.append("done", step.name)
+        settings = {"kind": step.kind, "sample": step.sample, "patience": step.patience}
+        c.journal.append("run", step.name, **settings)
+        command = [*step.command, "-p", "_gpu_plugin"]
+        code, cut = c.run(command, deadline, {**step.environment, STEP: step.name})
+        if code == step.alarm:
+            judge(f"{step.name}: exit {code}", "failed", "the log says what it found")
+        flying = {} if cut else c.journal.progress(step.name).flying
+        deaths.update(flying.keys())
+        for name, begun in flying.items():
+            # Any of several tests in flight may be the culprit; one in flight twice is.
+            if len(flying) == 1 or deaths[name] == 2:
+                judge(name, died(begun, step.patience), f"its process ended: exit {code}")
+        progress = c.journal.progress(step.name)
+        if progress.done:
+            if everything in progress.results:
+                judge(everything, "passed", "an earlier call could not run it")
             return "done"
-        if ended.by == "time":
+        if cut:
             return "cut"
-        fruitless = (
-            0 if flying or len(c.journal.results(step.name)) > len(before) else fruitless + 1
-        )
-        if fruitless == 2:
-            break
-    _judge(c, step, everything, "error", f"ends without results: {ended.words}")
+        nothing = not flying and progress.results.keys() == progress.before
+        fruitless = fruitless + 1 if nothing else 0
+    judge(everything, "error", f"ends without results: exit {code}")
     return "broken"
-
-
-def wanted(c: Context, step: Step) -> list[str] | None:
-    """The names of all tests of the step; None where they were never collected."""
-    with contextlib.suppress(OSError, ValueError):
-        names: list[str] = json.loads(_file(c, step, "wanted").read_text())
-        return names
-    return None
-
-
-def not_run(c: Context, step: Step) -> list[str] | None:
-    """Tests of the step that have not ended; None where nobody knows which there are."""
-    names = wanted(c, step)
-    if names is None:
-        return None
-    results = c.journal.results(step.name)
-    return [name for name in names if name not in results]
-
-
-def summary(results: Mapping[str, Outcome]) -> str:
-    """ "12 passed, 1 failed"."""
-    counts = Counter(r.outcome for r in results.values())
-    return ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()) or "no tests"
-
-
-def _process(c: Context, step: Step, done: list[str], deadline: float) -> tuple[Ended, str]:
-    c.count += 1
-    identity = f"{os.getpid()}-{c.count}"
-    names = _file(c, step, "wanted")
-    names.unlink(missing_ok=True)
-    write(_file(c, step, "done"), json.dumps(done))
-    plan = {
-        "step": step.name, "run": identity, "kind": step.kind, "sample": step.sample,
-        "journal": [str(p.resolve()) for p in c.journal.paths], "wanted": str(names.resolve()),
-        "done": str(_file(c, step, "done").resolve()),
-    }  # fmt: skip
-    path = _file(c, step, "plan").resolve()
-    write(path, json.dumps(plan))
-    command = [*step.command, "-p", "_gpu_plugin"]
-    settings = " ".join(f"{k}={v}" for k, v in step.environment.items())
-    c.say(f"$ {settings} {' '.join(command)}".replace("$  ", "$ "))
-    if done:
-        c.say(f"  without {len(done)} tests that have ended")
-    begun, looked = c.clock(), time.time()
-
-    def hangs() -> bool:
-        nonlocal looked
-        now = time.time()
-        if now - looked < min(LOOK, step.patience / 2):
-            return False
-        looked = now
-        flying = c.journal.in_flight(step.name, identity).values()
-        return any(now - start > step.patience for start in flying)
-
-    environment = c.environment({**step.environment, "FUSEDTRAIN_GPU_STEP": str(path)})
-    ended = run(command, c.say, c.clock, deadline, c.root, environment, hangs)
-    c.say(f"[{ended.words}, {c.clock() - begun:.0f} s]")
-    return ended, identity
-
-
-def _judge(c: Context, step: Step, name: str, outcome: str, message: str) -> None:
-    c.say(f"{outcome.upper()} {name}: {message}")
-    c.journal.append("test", step.name, id=name, outcome=outcome, seconds=0.0, message=message)
-
-
-def _file(c: Context, step: Step, kind: str) -> Path:
-    return c.state / f"{step.name.replace(' ', '-')}.{kind}.json"

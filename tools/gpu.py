@@ -13,63 +13,112 @@ each part starts all the same: a rehearsal.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import _gpu_machine
-import _gpu_numbers
 from _gpu_journal import Journal
+from _gpu_numbers import table
 from _gpu_parts import STATE_RESULTS, Part, parts, sanitizer_refuses
-from _gpu_steps import LEAST, ROOT, Context, not_run, run_step, summary, wanted
+from _gpu_steps import LEAST, ROOT, Context, run_step, say
 from benchmarks.experiments import FOLDER
 from benchmarks.harness.store import drop
+from occupancy import predictions
 
+NEEDED = ("torch", "pytest", "hypothesis", "ninja", "setuptools")
 PART = 9 * 60.0  # seconds
 NAMES = ("cuda", "triton", "bench", "experiments", "sanitize", "compile", "rest")
 SHOWN = 5  # names of tests that did not run; the log and the XML have all
 
 
-def run_part(c: Context, part: Part, deadline: float) -> str:
-    """Runs the steps of a part that are not done.
+def call(c: Context, m: _gpu_machine.Machine, names: Sequence[str], keep: bool, whole: bool) -> int:
+    """Runs these parts; returns the exit code: 0 all is well, 1 a failure, 2 only cut."""
+    say(f"make gpu, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: {m}")
+    say(f"  {c.journal.begin(_gpu_machine.tree_key(m), keep)}")
+    known = parts(m, whole)
+    built = _gpu_machine.build(c, m, c.end)
+    if built != "done":
+        say("FAILED: build" if built == "broken" else "CUT: build; the same command goes on")
+        return 1 if built == "broken" else 2
+    header = f"{m}; {_gpu_machine.kernels(m.gpu)}"
+    ends = {"cut": [], "failed": []}
+    for part in (known[name] for name in names):
+        say(f"== gpu-{part.name}: {header}\n  {part.title}")
+        try:
+            cut = run_part(c, part)
+            if part.name in ("bench", "compile") and not part.skip:
+                path, expected = c.results / f"{m.slug}.json", predictions(m.gpu, m.arch)
+                say(*table(path, expected), sep="\n")
+        finally:
+            steps = [step.name for p in known.values() for step in p.steps]
+            c.journal.junit(c.results / f"{m.slug}-gpu.xml", steps)
+        failed = any(c.journal.progress(step.name).bad for step in part.steps)
+        say(f"gpu-{part.name}: {'cut' if cut else 'done'}{', with failures' * failed}")
+        ends["cut"] += [part.name] * cut
+        ends["failed"] += [part.name] * failed
+    if ends["failed"]:
+        say(f"make gpu: failed: {', '.join(ends['failed'])}")
+    if ends["cut"]:
+        say(f"make gpu: to be continued, the same command goes on: {', '.join(ends['cut'])}")
+    code, word = (1, "failed") if ends["failed"] else (2, "cut") if ends["cut"] else (0, "done")
+    say(f"make gpu: {word}; see {c.results}")
+    return code
 
-    Returns:
-        "done", "cut" or "broken".
-    """
-    state = "done"
+
+def run_part(c: Context, part: Part) -> bool:
+    """Runs the steps of a part that are not done; returns whether the time was up before."""
+    deadline, cut = min(c.clock() + PART, c.end), False
+    before = [c.journal.progress(step.name) for step in part.steps]
+    if not part.skip and not all(p.done for p in before):
+        if deadline - c.clock() < LEAST:
+            say("  not begun: the time of this call is up")
+            return True
+        new = not any(p.results for p in before)
+        if part.name == "sanitize" and new and sanitizer_refuses(c, deadline):
+            part.skip = "compute-sanitizer does not run here"
+    if part.skip:
+        say(f"  skipped: {part.skip}")
+        return False
     for step in part.steps:
-        if not c.journal.done(step.name):
+        if not c.journal.progress(step.name).done:
             ended = run_step(c, step, deadline)
+            cut = cut or ended == "cut"
             if ended == "done" and step.name.startswith("bench "):
                 drop_old_rows(c, step.name)
-            state = ended if state == "done" or ended == "cut" else state
-        c.say(f"  {step.name}: {summary(c.journal.results(step.name))}")
+        counts = Counter(e["outcome"] for e in c.journal.progress(step.name).results.values())
+        words = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common())
+        say(f"  {step.name}: {words or 'no tests'}")
     for step in part.steps:
-        for name, result in c.journal.results(step.name).items():
-            if result.bad:
-                c.say(f"FAILED: {step.name}: {name}: {result.outcome}")
-        if not c.journal.done(step.name):
-            missing = not_run(c, step)
-            if missing is None:
-                c.say(f"NOT RUN: {step.name}: not begun")
-                continue
-            for number, name in enumerate(missing):
-                (c.say if number < SHOWN else c.note)(f"NOT RUN: {step.name}: {name}")
-            if len(missing) > SHOWN:
-                c.say(f"NOT RUN: {step.name}: {len(missing) - SHOWN} more; the log has their names")
-    return state
+        progress = c.journal.progress(step.name)
+        for name in progress.bad:
+            say(f"FAILED: {step.name}: {name}: {progress.results[name]['outcome']}")
+        left = progress.left if progress.wanted is not None else ["not begun"]
+        for name in left[:SHOWN]:
+            say(f"NOT RUN: {step.name}: {name}")
+        if left[SHOWN:]:
+            with (c.results / f"{c.state.name}-gpu.log").open("a") as log:
+                log.writelines(f"NOT RUN: {step.name}: {name}\n" for name in left[SHOWN:])
+            say(f"NOT RUN: {step.name}: {len(left) - SHOWN} more; the log has their names")
+    return cut
 
 
 def drop_old_rows(c: Context, step: str) -> None:
     """Rows of an older run, which this one has not measured: they may be of ops that are wrong."""
-    measured = {name for name, r in c.journal.results(step).items() if r.outcome == "passed"}
-    for folder in (Path(os.environ["RESULTS_DIR"]), c.root / STATE_RESULTS):
+    results = c.journal.progress(step).results
+    measured = {name for name, e in results.items() if e["outcome"] == "passed"}
+    for folder in (c.results, c.root / STATE_RESULTS):
         for path in folder.glob(f"{c.state.name}.json"):
             drop(path, step.removeprefix("bench "), measured)
 
@@ -84,79 +133,21 @@ def share(pattern: str, *folders: Path) -> None:
                     shutil.copy2(path, folder)
 
 
-def bad(c: Context, part: Part) -> bool:
-    """Whether a test of the part failed."""
-    return any(r.bad for step in part.steps for r in c.journal.results(step.name).values())
-
-
-class Call:
-    """One call of this file: some parts, within the time."""
-
-    def __init__(self, c: Context, m: _gpu_machine.Machine, results: Path, minutes: float) -> None:
-        self.c, self.m, self.results = c, m, results
-        self.end = c.clock() + 60 * minutes if minutes else float("inf")
-        self.known: dict[str, Part] = {}
-
-    def deadline(self) -> float:
-        return min(self.c.clock() + PART, self.end)
-
-    def run(self, names: list[str], keep: bool, whole: bool) -> int:
-        """Runs these parts; returns the exit code: 0 all is well, 1 a failure, 2 only cut."""
-        c, m = self.c, self.m
-        c.say(f"make gpu, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: {m}")
-        c.say(f"  {c.journal.begin(_gpu_machine.tree_key(m), keep)}")
-        self.known = parts(m, whole)
-        built = _gpu_machine.build(c, m, self.end)
-        if built != "done":
-            c.say("FAILED: build" if built == "broken" else "CUT: build; the same command goes on")
-            return 1 if built == "broken" else 2
-        header = f"{m}; {_gpu_machine.kernels(m.gpu)}"
-        states = {}
-        try:
-            for name in names:
-                states[name] = self._part(self.known[name], header)
-        finally:
-            self._write_xml()
-        failed = [n for n, s in states.items() if s == "broken" or bad(c, self.known[n])]
-        cut = [n for n, s in states.items() if s == "cut"]
-        if failed:
-            c.say(f"make gpu: failed: {', '.join(failed)}")
-        if cut:
-            c.say(f"make gpu: to be continued, the same command goes on: {', '.join(cut)}")
-        c.say(f"make gpu: {'failed' if failed else 'cut' if cut else 'done'}; see {self.results}")
-        return 1 if failed else 2 if cut else 0
-
-    def _part(self, part: Part, header: str) -> str:
-        c = self.c
-        c.say(f"== gpu-{part.name}: {header}")
-        c.say(f"  {part.title}")
-        if part.skip:
-            c.say(f"  skipped: {part.skip}")
-            return "done"
-        if self.deadline() - c.clock() < LEAST and not all(
-            c.journal.done(s.name) for s in part.steps
-        ):
-            c.say("  not begun: the time of this call is up")
-            return "cut"
-        deadline = self.deadline()
-        anew = part.name == "sanitize" and not any(c.journal.results(s.name) for s in part.steps)
-        if anew and sanitizer_refuses(c, deadline):
-            c.say("  skipped: compute-sanitizer does not run here")
-            return "done"
-        state = run_part(c, part, deadline)
-        if part.name in ("bench", "compile"):
-            path = self.results / f"{self.m.slug}.json"
-            expected = _gpu_numbers.predictions(self.m.gpu, self.m.arch)
-            for line in _gpu_numbers.table(path, expected):
-                c.say(line)
-        c.say(f"gpu-{part.name}: {state}{', with failures' if bad(c, part) else ''}")
-        self._write_xml()
-        return state
-
-    def _write_xml(self) -> None:
-        steps = [step for part in self.known.values() for step in part.steps]
-        names = {step.name: wanted(self.c, step) or [] for step in steps}
-        self.c.journal.junit(self.results / f"{self.m.slug}-gpu.xml", names)
+@contextlib.contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """The log gets what this process and its children print."""
+    # In a session of its own: a signal to all of this group leaves it alone.
+    tee = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, start_new_session=True)
+    assert tee.stdin is not None
+    stdout = os.dup(1)
+    os.dup2(tee.stdin.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        tee.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tee.wait(5)  # a process that has left its group may hold the pipe
 
 
 def main() -> int:
@@ -169,33 +160,23 @@ def main() -> int:
     )  # fmt: skip
     parser.add_argument("--whole", action="store_true", help="Triton: every case, no sample")
     options = parser.parse_args()
-    if lacking := _gpu_machine.missing():
-        print("make gpu cannot run:", *lacking, sep="\n  ")
+    if lacking := [name for name in NEEDED if find_spec(name) is None]:
+        print(f"make gpu cannot run: not installed for {sys.executable}:", *lacking)
         return 1
     m = _gpu_machine.machine()
     results = Path(os.environ.get("RESULTS_DIR") or ROOT / "benchmarks/results").resolve()
-    state = ROOT / "build" / "gpu" / m.slug
     results.mkdir(parents=True, exist_ok=True)
     os.environ["RESULTS_DIR"] = str(results)
     for folder in (".", FOLDER):
         share(f"{m.slug}*.json", results / folder, ROOT / STATE_RESULTS / folder)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end with this
-    with (results / f"{m.slug}-gpu.log").open("a") as log:
-
-        def note(line: str) -> None:
-            print(line, file=log, flush=True)
-
-        def say(line: str) -> None:
-            print(line, flush=True)
-            note(line)
-
-        name = f"{m.slug}-gpu.jsonl"
-        c = Context(Journal(state / name, results / name), state, say, note, time.monotonic)
-        names = [] if options.part == "build" else [options.part]
-        call = Call(c, m, results, options.minutes)
-        return call.run(
-            list(NAMES) if options.part == "all" else names, options.keep, options.whole
-        )
+    state, name = ROOT / "build" / "gpu" / m.slug, f"{m.slug}-gpu"
+    end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    journal = Journal(state / f"{name}.jsonl", results / f"{name}.jsonl")
+    names = {"all": NAMES, "build": ()}.get(options.part, (options.part,))
+    with logged(results / f"{name}.log"):
+        c = Context(journal, state, results, end=end)
+        return call(c, m, names, options.keep, options.whole)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -50,7 +52,6 @@ class Project:
         self.names = names
         (self.folder / "test_small.py").write_text(TESTS.format(names=list(names)))
         (self.folder / "pytest.ini").write_text("[pytest]\n")
-        self.lines: list[str] = []
         self.slow: set[str] = set()
         self._begun: float | None = None
 
@@ -72,22 +73,22 @@ class Project:
 
     def context(self) -> Context:
         """As a new call makes it."""
-        state = self.folder / "build"
+        state = self.folder / "build/a"
         journal = Journal(state / "a-gpu.jsonl", self.results / "a-gpu.jsonl")
         journal.begin("tree", keep=False)
-        return Context(
-            journal, state, self.lines.append, self.lines.append, self.clock, root=self.folder
-        )
+        return Context(journal, state, self.results, self.clock, root=self.folder)
 
     def step(self, name: str = "cuda", workers: int = 0, patience: float = 180.0) -> Step:
+        if workers:
+            pytest.importorskip("xdist")
         # Plugins that take 2.5 of the 3.2 s of a start.
-        unused = ["hypothesispytest", "benchmark", "anyio", *([] if workers else ["xdist"])]
-        command = [*pytest_command(workers), *(f"-pno:{plugin}" for plugin in unused)]
+        unused = [f"-pno:{plugin}" for plugin in ("hypothesispytest", "benchmark", "anyio")]
+        command = [*pytest_command(workers), *unused]
         return Step(name, command, patience=patience)
 
     def outcomes(self, step: str = "cuda") -> dict[str, str]:
         """From the copy of the journal that lies with the results."""
-        results = Journal(self.results / "a-gpu.jsonl").results(step)
+        results = Journal(self.results / "a-gpu.jsonl").progress(step).results
         return {
-            name.partition("[")[2].rstrip("]") or name: r.outcome for name, r in results.items()
+            name.partition("[")[2].rstrip("]") or name: e["outcome"] for name, e in results.items()
         }

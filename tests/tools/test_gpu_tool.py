@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,9 +17,8 @@ from helpers.gpu_project import DEADLINE, ROOT, Project
 sys.path.insert(0, str(ROOT / "tools"))
 
 import _gpu_journal
-import _gpu_process
 import _gpu_steps
-from _gpu_journal import Journal, Outcome
+from _gpu_journal import Journal
 from _gpu_plugin import kind_of
 
 pytestmark = [
@@ -33,7 +31,9 @@ FOREVER = float("inf")
 
 
 @pytest.mark.parametrize("kind", ["slow", "deaf"])
-def test_a_step_that_is_cut_goes_on_where_it_stopped(tmp_path: Path, kind: str) -> None:
+def test_a_step_that_is_cut_goes_on_where_it_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
     """By SIGINT, after which pytest tells its summary, or where that is ignored by SIGKILL."""
     project = Project(tmp_path, "a", "b", "c", "d")
     project.does("c", kind)
@@ -43,26 +43,24 @@ def test_a_step_that_is_cut_goes_on_where_it_stopped(tmp_path: Path, kind: str) 
     # A busy machine may take longer than pytest is given for its summary.
     assert c.clock() >= DEADLINE or kind == "slow"
     assert project.outcomes() == {"a": "passed", "b": "failed"}
-    assert [n[-3:] for n in _gpu_steps.not_run(c, step) or []] == ["[c]", "[d]"]
-    log = "\n".join(project.lines)
+    assert [n[-3:] for n in c.journal.progress("cuda").left] == ["[c]", "[d]"]
+    log = capfd.readouterr().out
     assert "stopped by the time limit" in log
     assert ("1 failed, 1 passed" in log) is (kind == "slow")
-    assert not c.journal.done("cuda")
+    assert not c.journal.progress("cuda").done
 
     project.does("c", "")
     again = project.context()
     assert _gpu_steps.run_step(again, step, FOREVER) == "done"
     assert project.outcomes() == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"}
     assert project.ran() == ["a", "b", "c", "c", "d"]
-    assert again.journal.done("cuda")
+    assert again.journal.progress("cuda").done
 
 
 @pytest.mark.parametrize(("name", "workers"), [("SIGKILL", 2), ("SIGSEGV", 0)])
 def test_a_test_that_kills_its_process_is_one_failure(
     tmp_path: Path, name: str, workers: int
 ) -> None:
-    if workers:
-        pytest.importorskip("xdist")
     project = Project(tmp_path, *"abcde")
     project.does("b", name)
     assert _gpu_steps.run_step(project.context(), project.step(workers=workers), FOREVER) == "done"
@@ -70,11 +68,14 @@ def test_a_test_that_kills_its_process_is_one_failure(
     assert project.ran().count("b") == 1
 
 
-def test_a_test_that_hangs_is_one_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "workers"), [("slow", 0), ("deaf", 0), ("deaf", 2)])
+def test_a_test_that_hangs_is_one_failure(tmp_path: Path, kind: str, workers: int) -> None:
     project = Project(tmp_path, *"abc")
-    project.does("b", "slow")
-    assert _gpu_steps.run_step(project.context(), project.step(patience=1.0), FOREVER) == "done"
+    project.does("b", kind)
+    step = project.step(workers=workers, patience=1.0)
+    assert _gpu_steps.run_step(project.context(), step, FOREVER) == "done"
     assert project.outcomes() == {"a": "passed", "b": "hung", "c": "passed"}
+    assert project.ran().count("b") == 1
 
 
 TORCH = """
@@ -89,8 +90,6 @@ class cuda:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_gpu_that_is_lost_takes_one_test_with_it(tmp_path: Path, workers: int) -> None:
     """An illegal access makes every later call of the process fail; it is seen at the next wait."""
-    if workers:
-        pytest.importorskip("xdist")
     project = Project(tmp_path, "a")
     (project.folder / "torch.py").write_text(TORCH)
     (project.folder / "test_small.py").write_text(
@@ -102,8 +101,9 @@ def test_a_gpu_that_is_lost_takes_one_test_with_it(tmp_path: Path, workers: int)
     )
     assert _gpu_steps.run_step(project.context(), project.step(workers=workers), FOREVER) == "done"
     assert project.outcomes() == {str(n): "failed" if n == 2 else "passed" for n in range(6)}
-    (message,) = (r.message for r in project.context().journal.results("cuda").values() if r.bad)
-    assert "an illegal memory access" in message
+    progress = project.context().journal.progress("cuda")
+    (bad,) = progress.bad
+    assert "an illegal memory access" in progress.results[bad]["message"]
 
 
 def test_every_way_to_end_is_told(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_every_way_to_end_is_told(tmp_path: Path) -> None:
         "test_broken.py": "error", "test_setup": "error", "test_teardown": "error",
         "test_skip": "skipped", "test_xfail": "xfailed", "test_passes": "passed",
     }  # fmt: skip
-    results = project.context().journal.results("cuda")
-    assert results["test_small.py::test_skip"].message.endswith("no GPU")
+    results = project.context().journal.progress("cuda").results
+    assert results["test_small.py::test_skip"]["message"].endswith("no GPU")
 
 
 def test_a_command_that_cannot_run_is_no_endless_loop(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_alarm_of_the_command_is_a_failure(tmp_path: Path) -> None:
     assert project.outcomes("racecheck") == {"a": "passed", "racecheck: exit 9": "failed"}
     c = project.context()
     c.journal.begin("mended", keep=True)
-    assert c.journal.results("racecheck") == {}  # which test it was, nobody knows
+    assert c.journal.progress("racecheck").results == {}  # which test it was, nobody knows
 
 
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
@@ -163,10 +163,7 @@ def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
 def test_children_of_a_command_end_with_it(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"sleep 100 & echo $! > {pid}"
-    ended = _gpu_process.run(
-        ["sh", "-c", code], print, time.monotonic, FOREVER, tmp_path, os.environ
-    )
-    assert ended == _gpu_process.Ended(0)
+    assert Project(tmp_path).context().run(["sh", "-c", code], FOREVER, {}) == (0, False)
     assert gone(int(pid.read_text()))
 
 
@@ -188,12 +185,12 @@ def gone(pid: int) -> bool:
 def test_a_command_ends_with_the_tool_whatever_kills_that(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"""
-import os, sys, time
+import sys
+from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tools")!r})
-import _gpu_process
-command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(100)"]
-say = lambda line: open({str(pid)!r}, "w").write(line)
-_gpu_process.run(command, say, time.monotonic, float("inf"), ".", os.environ)
+from _gpu_steps import Context, Journal
+here = Path({str(tmp_path)!r})
+Context(Journal(), here, here).run(["sh", "-c", "echo $$ > {pid}; sleep 100"], 1e9, {{}})
 """
     with subprocess.Popen([sys.executable, "-c", code]) as tool:
         while not pid.exists() or not pid.read_text():
@@ -208,26 +205,35 @@ _gpu_process.run(command, say, time.monotonic, float("inf"), ".", os.environ)
 def journal(tmp_path: Path, *outcomes: tuple[str, str]) -> Journal:
     log = Journal(tmp_path / "state/j", tmp_path / "results/j")
     log.begin("one", keep=False)
+    log.append("wanted", "s", ids=[name for name, _ in outcomes])
     for name, outcome in outcomes:
-        log.append("test", "s", run="1", id=name, outcome=outcome, seconds=0.5, message="why")
+        log.end("s", name, outcome, "why", 0.5)
     return log
 
 
 def test_a_journal_is_for_one_tree(tmp_path: Path) -> None:
     j = journal(tmp_path, ("a", "passed"), ("b", "failed"))
-    j.append("done", "s")
     with j.paths[0].open("a") as file:
         file.write('{"event": "te')  # of a process that was killed
     assert j.begin("one", keep=False) == "goes on where the last call stopped"
-    assert j.results("s").keys() == {"a", "b"}
-    assert j.done("s")
+    assert j.progress("s").results.keys() == {"a", "b"}
+    assert j.progress("s").done
     assert "kept" in j.begin("two", keep=True)
-    assert j.results("s") == {"a": Outcome("passed", 0.5, "why")}
-    assert not j.done("s")
+    (kept,) = j.progress("s").results.values()
+    assert [kept[key] for key in ("id", "outcome", "seconds", "message")] == [
+        "a", "passed", 0.5, "why",
+    ]  # fmt: skip
+    assert not j.progress("s").done
     assert j.begin("two", keep=False) == "goes on where the last call stopped"
     assert j.begin("three", keep=False).endswith("from the beginning")
-    assert j.results("s") == {}
+    assert j.progress("s").results == {}
     assert j.paths[0].read_text() == j.paths[1].read_text()
+
+
+def test_a_test_that_passed_before_its_process_died_runs_again(tmp_path: Path) -> None:
+    j = journal(tmp_path, ("a", "passed"), ("b", "passed"), ("b", "crashed"))
+    j.begin("mended", keep=True)
+    assert j.progress("s").results.keys() == {"a"}
 
 
 def test_a_journal_fills_an_empty_folder_of_results_and_the_other_way(tmp_path: Path) -> None:
@@ -236,19 +242,21 @@ def test_a_journal_fills_an_empty_folder_of_results_and_the_other_way(tmp_path: 
         j.paths[lost].unlink()
         j.begin("one", keep=False)
         assert j.paths[lost].read_text() == j.paths[1 - lost].read_text()
-        assert j.results("s").keys() == {"a"}
+        assert j.progress("s").results.keys() == {"a"}
 
 
 def test_the_first_failure_is_the_reason(tmp_path: Path) -> None:
     j = journal(tmp_path, ("a", "failed"), ("a", "crashed"), ("b", "passed"), ("b", "crashed"))
-    assert {n: r.outcome for n, r in j.results("s").items()} == {"a": "failed", "b": "crashed"}
+    outcomes = {name: e["outcome"] for name, e in j.progress("s").results.items()}
+    assert outcomes == {"a": "failed", "b": "crashed"}
 
 
 def test_junit(tmp_path: Path) -> None:
     j = journal(tmp_path, ("f.py::a[\x00]", "passed"), ("f.py::b", "failed"), ("f.py::c", "hung"),
                 ("f.py::d", "skipped"))  # fmt: skip
+    j.append("wanted", "s", ids=["f.py::a[\x00]", "f.py::e"])
     path = tmp_path / "x.xml"
-    j.junit(path, {"s": ["f.py::a[\x00]", "f.py::e"], "t": []})
+    j.junit(path, ["s", "t"])
     suite, empty = ElementTree.parse(path).getroot()
     assert {k: suite.get(k) for k in ("name", "tests", "failures", "errors", "skipped")} == {
         "name": "s", "tests": "5", "failures": "1", "errors": "1", "skipped": "2",
@@ -300,4 +308,4 @@ def test_a_step_has_only_tests_of_its_kind(tmp_path: Path) -> None:
         step = _gpu_steps.Step(kind, project.step().command, kind)
         assert _gpu_steps.run_step(c, step, FOREVER) == "done"
         assert list(project.outcomes(kind)) == names
-        assert json.loads((c.state / f"{kind}.wanted.json").read_text())
+        assert c.journal.progress(kind).wanted

@@ -24,7 +24,7 @@ import _gpu_numbers
 import _gpu_parts
 import gpu
 from _gpu_plugin import kind_of
-from _gpu_steps import Context, Step
+from _gpu_steps import Step
 from helpers.processes import run_python
 
 # Names of backends are names of parts here.
@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
+FOREVER = float("inf")
 H200 = _gpu_machine.Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
 NAMES = ("cuda-1", "cuda-2", "triton-1", "triton-2", "cpu-1", "cpu-2")
 # The last one of a step's tests, by their kind.
@@ -42,55 +43,43 @@ LAST = {"cuda": "cuda-2", "triton": "triton-2", "rest": "cpu-2", "": "cpu-2"}
 class Rehearsal:
     """A machine with a GPU, and the parts with tests of a small project in the place of ours."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.project = Project(folder, *NAMES)
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        self.project, self.capfd = Project(folder, *NAMES), capfd
         (self.project.folder / "benchmarks").mkdir()
-        self.built = ["done"]
-        real = _gpu_parts.parts(H200, False)
-
-        def parts(m: object, whole: bool) -> dict[str, _gpu_parts.Part]:
-            command = self.project.step().command
-            for part in real.values():
-                part.steps = [dataclasses.replace(s, command=command) for s in part.steps]
-            return real
-
-        for name in ("bench", "experiments", "compile"):  # two families are enough
-            if not real[name].skip:
-                real[name].steps = real[name].steps[:2]
-        if not real["sanitize"].steps:  # no compute-sanitizer here
+        self.built, self.log = "done", ""
+        self.parts = _gpu_parts.parts(H200, False)
+        if not self.parts["sanitize"].steps:  # no compute-sanitizer here
             step = self.project.step("memcheck")
-            real["sanitize"] = _gpu_parts.Part("sanitize", "", [step])
-        monkeypatch.setattr(gpu, "parts", parts)
+            self.parts["sanitize"] = _gpu_parts.Part("sanitize", "", [step])
+        command = self.project.step().command
+        for name, part in self.parts.items():
+            steps = part.steps if name == "sanitize" else part.steps[:2]  # two families are enough
+            part.steps = [dataclasses.replace(s, command=command) for s in steps]
+        monkeypatch.setattr(gpu, "parts", lambda m, whole: self.parts)
         monkeypatch.setattr(gpu, "sanitizer_refuses", lambda c, deadline: False)
-        monkeypatch.setattr(_gpu_machine, "build", lambda c, m, end: self.built[0])
+        monkeypatch.setattr(_gpu_machine, "build", lambda c, m, end: self.built)
         monkeypatch.setattr(_gpu_machine, "kernels", lambda gpu: "GPU run without _C_cuda.so: why")
         monkeypatch.setattr(_gpu_machine, "tree_key", lambda m: "tree")
-        monkeypatch.setenv("RESULTS_DIR", str(self.project.results))
-        self.parts = real
 
-    def call(self, *names: str, seconds: float = 0.0) -> int:
+    def call(self, *names: str, seconds: float = FOREVER) -> int:
         """A call of the tool that may take so many seconds of the clock."""
-        self.project.lines.clear()
-        c, minutes = self.project.context(), seconds / 60
-        return gpu.Call(c, H200, self.project.results, minutes).run([*names], False, False)
-
-    def log(self) -> str:
-        return "\n".join(self.project.lines)
+        c = self.project.context()
+        c.end = c.clock() + seconds
+        code = gpu.call(c, H200, names, False, False)
+        self.log = self.capfd.readouterr().out
+        return code
 
 
 @pytest.fixture
-def rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearsal:
-    return Rehearsal(tmp_path, monkeypatch)
+def rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Rehearsal:
+    return Rehearsal(tmp_path, monkeypatch, capfd)
 
 
-# Parts with the benchmarks' processes, which take 200 s each; test_gpu_tool.py cuts and kills small
-# ones.
-LONG = {
-    name: pytest.param(name, marks=pytest.mark.long) for name in ("bench", "experiments", "compile")
-}
-
-
-@pytest.mark.parametrize("name", [LONG.get(name, name) for name in gpu.NAMES])
+@pytest.mark.parametrize("name", gpu.NAMES)
 def test_every_part_is_cut_in_its_middle_and_killed_and_goes_on(
     rehearsal: Rehearsal, name: str
 ) -> None:
@@ -100,7 +89,7 @@ def test_every_part_is_cut_in_its_middle_and_killed_and_goes_on(
     first, last = steps[0].name, LAST[steps[0].kind]
     project.does(last, "slow")
     assert rehearsal.call(name, seconds=DEADLINE) == 2
-    log = rehearsal.log()
+    log = rehearsal.log
     assert f"== gpu-{name}: NVIDIA H200, sm_90, torch 2.11.0+cu130" in log
     assert "GPU run without _C_cuda.so: why" in log
     assert f"NOT RUN: {first}: test_small.py::test_it[{last}]" in log
@@ -124,24 +113,24 @@ def test_every_part_is_cut_in_its_middle_and_killed_and_goes_on(
     done = len(project.ran())
     assert rehearsal.call(name) == 1  # of what failed, too, nothing runs again
     assert len(project.ran()) == done
-    assert f"FAILED: {first}: test_small.py::test_it[{last}]: crashed" in rehearsal.log()
+    assert f"FAILED: {first}: test_small.py::test_it[{last}]: crashed" in rehearsal.log
 
 
 def test_a_call_that_is_over_begins_no_part(rehearsal: Rehearsal) -> None:
     assert rehearsal.call("cuda", "rest", seconds=40) == 2
-    assert rehearsal.log().count("not begun: the time of this call is up") == 2
+    assert rehearsal.log.count("not begun: the time of this call is up") == 2
     assert rehearsal.project.ran() == []
 
 
 def test_all_parts_in_one_call(rehearsal: Rehearsal) -> None:
     assert rehearsal.call("cuda", "rest") == 0
     assert sorted(rehearsal.project.ran()) == ["cpu-1", "cpu-2", "cuda-1", "cuda-2"]
-    assert rehearsal.project.lines[-1].startswith("make gpu: done")
+    assert rehearsal.log.splitlines()[-1].startswith("make gpu: done")
 
 
 @pytest.mark.parametrize(("built", "code"), [("cut", 2), ("broken", 1)])
 def test_nothing_is_tested_that_is_not_built(rehearsal: Rehearsal, built: str, code: int) -> None:
-    rehearsal.built[0] = built
+    rehearsal.built = built
     assert rehearsal.call("cuda") == code
     assert rehearsal.project.ran() == []
 
@@ -187,13 +176,13 @@ def test_a_build_is_cut_killed_and_gone_on_with(
     c.clock = lambda: JUMP if builds.exists() else 0.0
     assert _gpu_machine.build(c, H200, DEADLINE) == "cut"
     (folder / "slow").rename(folder / "killed")
-    assert _gpu_machine.build(c, H200, float("inf")) == "broken"
+    assert _gpu_machine.build(c, H200, FOREVER) == "broken"
     (folder / "killed").unlink()
     for _ in range(2):
-        assert _gpu_machine.build(c, H200, float("inf")) == "done"
+        assert _gpu_machine.build(c, H200, FOREVER) == "done"
     assert builds.read_text().splitlines() == ["90 cpu,cuda"] * 3
     os.utime(folder / "csrc/a.cu", (0, time.time() + 60))  # a copy of the checkout has new times
-    assert _gpu_machine.build(c, H200, float("inf")) == "done"
+    assert _gpu_machine.build(c, H200, FOREVER) == "done"
     assert len(builds.read_text().splitlines()) == 3
     for change in ("source", "file", "gpu"):
         if change == "source":
@@ -202,7 +191,7 @@ def test_a_build_is_cut_killed_and_gone_on_with(
             (folder / "fusedtrain/_C_cuda.so").unlink()
         m = dataclasses.replace(H200, arch="100") if change == "gpu" else H200
         before = len(builds.read_text().splitlines())
-        assert _gpu_machine.build(c, m, float("inf")) == "done"
+        assert _gpu_machine.build(c, m, FOREVER) == "done"
         assert len(builds.read_text().splitlines()) == before + 1, change
 
 
@@ -212,7 +201,7 @@ def test_a_machine_without_nvcc_builds_for_the_cpu(
     project = buildable(tmp_path)
     monkeypatch.setattr(_gpu_machine, "ROOT", project.folder)
     monkeypatch.setattr(_gpu_machine, "find_nvcc", lambda: "")
-    assert _gpu_machine.build(project.context(), H200, float("inf")) == "done"
+    assert _gpu_machine.build(project.context(), H200, FOREVER) == "done"
     assert (project.folder / "builds").read_text() == "90 cpu\n"
 
 
@@ -369,28 +358,44 @@ def rows(path: Path) -> Path:
 
 
 def test_the_measured_column_stands_beside_the_prediction(tmp_path: Path) -> None:
-    table = {("pool", "", "", ""): 600.0, ("pool", "b", "forward", ""): 100.0}
+    table = {("pool", "", "forward", "float16"): 600.0, ("pool", "", "forward", "float32"): 1.0}
     lines = _gpu_numbers.table(rows(tmp_path / "r.json"), table)
     assert "computed, not measured" in lines[0]
     assert [line.split() for line in lines[2:]] == [
         ["pool", "a", "forward", "float16", "1000", "300.0", "80", "600", "50%"],
-        ["pool", "b", "forward", "float16", "7", "50.0", "80", "100", "50%"],
+        ["pool", "b", "forward", "float16", "7", "50.0", "80", "600", "8%"],
     ]
     (line,) = [ln for ln in _gpu_numbers.table(tmp_path / "r.json", {}) if " b " in ln]
     assert line.split()[-2:] == ["-", "-"]
     assert "no row" in _gpu_numbers.table(tmp_path / "none.json", table)[0]
 
 
-def test_predictions_are_those_of_the_file_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_log_has_what_the_tool_and_its_children_print(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    code = f"""
+import subprocess, sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import gpu
+with gpu.logged({str(log)!r}):
+    gpu.say("tool")
+    subprocess.run(["echo", "child"])
+gpu.say("behind")
+"""
+    run = run_python("-c", code, cwd=tmp_path)
+    assert run.stdout == "tool\nchild\nbehind\n", run.stderr
+    assert log.read_text() == "before\ntool\nchild\n"
+
+
+def test_all_that_did_not_run_is_in_the_log(
+    rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "occupancy", raising=False)
-    (tmp_path / "occupancy.py").write_text(
-        "def predictions(gpu, arch): return {('pool', gpu, arch, ''): 1.0}"
-    )
-    assert _gpu_numbers.predictions("H200", "90") == {("pool", "H200", "90", ""): 1.0}
-    monkeypatch.delitem(sys.modules, "occupancy", raising=False)
+    c, part = rehearsal.project.context(), rehearsal.parts["cuda"]
+    c.journal.append("wanted", "cuda", ids=[f"t{n}" for n in range(7)])
+    monkeypatch.setattr(gpu, "run_step", lambda *arguments: "cut")
+    assert gpu.run_part(c, part)
+    log = (rehearsal.project.results / "a-gpu.log").read_text()
+    assert log == "NOT RUN: cuda: t5\nNOT RUN: cuda: t6\n"
 
 
 def test_rows_are_in_both_folders(tmp_path: Path) -> None:
@@ -406,19 +411,14 @@ def test_rows_are_in_both_folders(tmp_path: Path) -> None:
         assert sorted(p.name for p in folder.iterdir()) == ["h200-triton-some.json", "h200.json"]
 
 
-def test_rows_of_an_older_run_go_when_a_family_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_an_older_run_go_when_a_family_is_done(tmp_path: Path) -> None:
     """Else a row of an op that is wrong now would stay."""
     project = Project(tmp_path, "a")
-    c: Context = project.context()
-    c.state = tmp_path / "nvidia-h200"
-    project.results.mkdir(exist_ok=True)
-    monkeypatch.setenv("RESULTS_DIR", str(project.results))
-    path = rows(project.results / "nvidia-h200.json")
+    c = project.context()
+    path = rows(project.results / "a.json")
     names = [e["fullname"] for e in json.loads(path.read_text())["benchmarks"]]
     for name, outcome in zip(names, ("passed", "failed"), strict=False):
-        c.journal.append("test", "bench pool", id=name, outcome=outcome, seconds=1, message="")
+        c.journal.end("bench pool", name, outcome, "")
     gpu.drop_old_rows(c, "bench pool")
     kept = [e["fullname"] for e in json.loads(path.read_text())["benchmarks"]]
     assert kept == [names[0], "benchmarks/bench_memory.py::t"]
