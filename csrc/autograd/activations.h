@@ -25,36 +25,37 @@ struct ActivationOps {
     return c10::Dispatcher::singleton().findSchemaOrThrow(("fusedtrain::" + name).c_str(), "");
   }
 
+  template <class Result, class... Tensors>
+  Result call(const c10::OperatorHandle& op, double a, double b, Tensors... tensors) const {
+    if (count == 0) return op.typed<Result(Tensors...)>().call(tensors...);
+    if (count == 1) return op.typed<Result(Tensors..., double)>().call(tensors..., a);
+    return op.typed<Result(Tensors..., double, double)>().call(tensors..., a, b);
+  }
   Tensor forward(const Tensor& x, double a, double b) const {
-    if (count == 0) return forward_op.typed<Tensor(const Tensor&)>().call(x);
-    if (count == 1) return forward_op.typed<Tensor(const Tensor&, double)>().call(x, a);
-    return forward_op.typed<Tensor(const Tensor&, double, double)>().call(x, a, b);
+    return call<Tensor, const Tensor&>(forward_op, a, b, x);
   }
-  void in_place(Tensor x, double a, double b) const {
-    if (count == 0) return in_place_op.typed<void(Tensor&)>().call(x);
-    if (count == 1) return in_place_op.typed<void(Tensor&, double)>().call(x, a);
-    in_place_op.typed<void(Tensor&, double, double)>().call(x, a, b);
+  void in_place(Tensor x, double a, double b) const { call<void, Tensor&>(in_place_op, a, b, x); }
+  Tensor backward(const Tensor& g, const Tensor& saved, double a, double b) const {
+    return call<Tensor, const Tensor&, const Tensor&>(backward_op, a, b, g, saved);
   }
-  Tensor backward(const Tensor& g, const Tensor& s, double a, double b) const {
-    using T = Tensor;
-    if (count == 0) return backward_op.typed<T(const T&, const T&)>().call(g, s);
-    if (count == 1) return backward_op.typed<T(const T&, const T&, double)>().call(g, s, a);
-    return backward_op.typed<T(const T&, const T&, double, double)>().call(g, s, a, b);
-  }
+};
+
+// A class of C++ for each activation: each has its class in Python.
+struct NodeClass {
+  NodePtr (*make)();
+  void (*register_as)(const char* name);
 };
 
 // Description of an activation, given by Python. Lasts as long as the process, since nodes point to
 // it.
 struct ActivationRow {
   ActivationOps ops;
-  // Names in profiles, and of grad_fn.
-  std::string name, in_place_name, node_name, in_place_node_name;
+  std::string labels[2];  // of grad_fn; the second one is in place
+  NodeClass nodes[2];
   bool saves_output;
   bool in_place_by_output;  // in place, backward is another formula
   PyObject* formula;        // backward in torch operators
   PyObject* valid;          // whether the kernel is exact for these parameters, or None
-  NodePtr (*make_node)();   // of a class of C++ for each activation: each has its class in Python
-  NodePtr (*make_in_place_node)();
 };
 
 // Rows of all activations, by their numbers.
@@ -70,11 +71,7 @@ struct Pointwise {
 
   const ActivationRow& row() const { return *activation_rows()[static_cast<size_t>(op)]; }
   bool saves_output() const { return op >= 0 && row().saves_output; }
-  void collect(torch::autograd::CompiledNodeArgs& args) const {
-    args.collect(op);
-    args.collect(a);
-    args.collect(b);
-  }
+  auto fields() const { return std::tie(op, a, b); }
 };
 
 inline bool read(PyObject* object, Pointwise& f) {
@@ -88,22 +85,24 @@ struct ActivationRule {
   static constexpr size_t kSaved = 1, kEdges = 1;
   const ActivationRow* row;
   double a, b;
+  bool in_place;
+
+  const char* label() const { return row->labels[in_place].c_str(); }
+  NodePtr new_node() const { return row->nodes[in_place].make(); }
 
   variable_list gradients(const Tensor& grad, const SavedTensors<ActivationRule>& saved,
                           const Needs<ActivationRule>&) const {
-    if (takes_op(grad, saved)) {
-      at::AutoDispatchBelowADInplaceOrView below;
-      return {row->ops.backward(grad, saved[0], a, b)};
-    }
-    if (row->ops.count == 0) return call_formula(row->formula, grad, saved[0]);
-    if (row->ops.count == 1) return call_formula(row->formula, grad, saved[0], a);
-    return call_formula(row->formula, grad, saved[0], a, b);
+    return {row->ops.backward(grad, saved[0], a, b)};
   }
 
-  void collect(torch::autograd::CompiledNodeArgs& args) const {
-    args.collect(a);
-    args.collect(b);
+  variable_list by_formula(const Tensor& grad, const SavedTensors<ActivationRule>& saved,
+                           const Needs<ActivationRule>&) const {
+    if (row->ops.count == 0) return call_formula(row->formula, grad, saved);
+    if (row->ops.count == 1) return call_formula(row->formula, grad, saved, a);
+    return call_formula(row->formula, grad, saved, a, b);
   }
+
+  auto fields() const { return std::tie(a, b); }
 };
 using ActivationNode = RuleNode<ActivationRule>;
 
@@ -151,64 +150,37 @@ inline bool read_parameters(Activation* self, const Tensor& input, PyObject* con
   return true;
 }
 
-inline NodePtr new_node(const ActivationRow& row, bool in_place, const Tensor& input,
-                        const double (&p)[2]) {
-  NodePtr node = in_place ? row.make_in_place_node() : row.make_node();
-  auto* n = static_cast<ActivationNode*>(node.get());
-  n->label = in_place ? row.in_place_node_name.c_str() : row.node_name.c_str();
-  n->rule = {&row, p[0], p[1]};
-  n->set_next_edges(torch::autograd::collect_next_edges(input));
-  return node;
-}
-
-inline Tensor run_forward(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  const BelowAutograd below(input);
-  return row.ops.forward(input, p[0], p[1]);
-}
-
-inline Tensor recorded(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  RECORD_FUNCTION(row.name, std::vector<c10::IValue>({input}), at::sequence_number::peek());
-  const NodePtr node = new_node(row, false, input, p);
-  Tensor output = run_forward(row, input, p);
-  torch::autograd::set_history(output, node);
-  static_cast<ActivationNode*>(node.get())
-      ->save(0, row.saves_output ? output : input, row.saves_output);
-  return output;
-}
-
-inline void run_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  {
+inline Tensor out_of_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  const auto forward = [&] {
     const BelowAutograd below(input);
-    row.ops.in_place(input, p[0], p[1]);
-  }
-  input.unsafeGetTensorImpl()->bump_version();
+    return row.ops.forward(input, p[0], p[1]);
+  };
+  const auto save = [&](auto& node, const Tensor& output) {
+    node.save(0, row.saves_output ? output : input, row.saves_output);
+  };
+  return run(ActivationRule{&row, p[0], p[1], false}, forward, save, input);
 }
 
-inline void record_in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  // The clone is recorded, so that second derivatives reach the input through it.
-  const Tensor saved = row.saves_output ? Tensor() : input.clone();
-  RECORD_FUNCTION(row.in_place_name, std::vector<c10::IValue>({input}),
-                  at::sequence_number::peek());
-  const NodePtr node = new_node(row, true, input, p);
-  run_in_place(row, input, p);
-  node->add_input_metadata(input);
-  torch::autograd::impl::rebase_history(input, {node, 0});
-  static_cast<ActivationNode*>(node.get())
-      ->save(0, row.saves_output ? input : saved, row.saves_output);
-}
-
-// Works in place where that is simple; false: nothing was done.
-inline bool in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
-  if (input.is_inference()) return false;
-  const bool grad_mode = at::GradMode::is_enabled();
-  if (grad_mode && input.is_view()) return false;
-  if (!grad_mode || !input.requires_grad()) {
-    run_in_place(row, input, p);
-    return true;
-  }
-  if (input.is_leaf() || row.in_place_by_output || !can_record({&input})) return false;
-  record_in_place(row, input, p);
-  return true;
+// Works in place where that is simple. The output is undefined where nothing was done.
+inline Tensor in_place(const ActivationRow& row, const Tensor& input, const double (&p)[2]) {
+  if (input.is_inference() || (at::GradMode::is_enabled() && input.is_view())) return {};
+  const bool records = torch::autograd::compute_requires_grad(input);
+  if (records && (input.is_leaf() || row.in_place_by_output)) return {};
+  Tensor saved;
+  const auto forward = [&] {
+    // The clone is recorded, so that second derivatives reach the input through it.
+    if (records && !row.saves_output) saved = input.clone();
+    {
+      const BelowAutograd below(input);
+      row.ops.in_place(input, p[0], p[1]);
+    }
+    input.unsafeGetTensorImpl()->bump_version();
+    return input;
+  };
+  const auto save = [&](auto& node, const Tensor& output) {
+    node.save(0, row.saves_output ? output : saved, row.saves_output);
+  };
+  return run(ActivationRule{&row, p[0], p[1], true}, forward, save, input);
 }
 
 // Returns null, without an error, where Python must decide.
@@ -221,10 +193,8 @@ inline PyObject* run_usual(Activation* self, PyObject* const* args, Py_ssize_t c
   double p[2] = {0, 0};
   if (!is_usual(input) || !is_usual_thread() || !read_parameters(self, input, args + 2, p))
     return nullptr;
-  if (inplace) return in_place(row, input, p) ? Py_NewRef(args[0]) : nullptr;
-  if (!at::GradMode::is_enabled() || !input.requires_grad())
-    return THPVariable_Wrap(run_forward(row, input, p));
-  return can_record({&input}) ? THPVariable_Wrap(recorded(row, input, p)) : nullptr;
+  const Tensor output = inplace ? in_place(row, input, p) : out_of_place(row, input, p);
+  return output.defined() ? THPVariable_Wrap(output) : nullptr;
 }
 
 inline PyObject* call_activation(PyObject* object, PyObject* const* args, size_t nargsf,
@@ -239,18 +209,14 @@ inline PyObject* call_activation(PyObject* object, PyObject* const* args, size_t
   END_HANDLE_TH_ERRORS
 }
 
-template <size_t number, bool in_place>
+template <size_t number>
 struct NumberedNode final : ActivationNode {};
 
-struct NodeClass {
-  NodePtr (*make)();
-  void (*register_as)(const char* name);
-};
-template <bool in_place, size_t... numbers>
+template <size_t... numbers>
 const NodeClass& node_class(size_t number, std::index_sequence<numbers...>) {
   static constexpr NodeClass kClasses[] = {
-      {[]() -> NodePtr { return make_node<NumberedNode<numbers, in_place>>(); },
-       register_class<NumberedNode<numbers, in_place>>}...};
+      {[]() -> NodePtr { return make_node<NumberedNode<numbers>>(); },
+       register_class<NumberedNode<numbers>>}...};
   TORCH_CHECK(number < sizeof...(numbers), "fusedtrain: more activations than classes of nodes");
   return kClasses[number];
 }
@@ -269,19 +235,17 @@ inline PyObject* new_activation(PyTypeObject* type, PyObject* args, PyObject* na
                                    &class_name, &parameters, &saves_output, &in_place_by_output,
                                    &formula, &valid, &fallback))
     return nullptr;
-  const size_t made = activation_rows().size();
-  constexpr auto kNumbers = std::make_index_sequence<40>();
-  const NodeClass& nodes = node_class<false>(made, kNumbers);
-  const NodeClass& in_place_nodes = node_class<true>(made, kNumbers);
+  const size_t first = 2 * activation_rows().size();
+  constexpr auto kNumbers = std::make_index_sequence<80>();
   const std::string title = class_name;
-  auto* row = new ActivationRow{{name, parameters},        title,
-                                title + "Inplace",         title + "Backward",
-                                title + "InplaceBackward", saves_output != 0,
-                                in_place_by_output != 0,   Py_NewRef(formula),
-                                Py_NewRef(valid),          nodes.make,
-                                in_place_nodes.make};
-  nodes.register_as(row->node_name.c_str());
-  in_place_nodes.register_as(row->in_place_node_name.c_str());
+  auto* row = new ActivationRow{{name, parameters},
+                                {title + "Backward", title + "InplaceBackward"},
+                                {node_class(first, kNumbers), node_class(first + 1, kNumbers)},
+                                saves_output != 0,
+                                in_place_by_output != 0,
+                                Py_NewRef(formula),
+                                Py_NewRef(valid)};
+  for (int i = 0; i < 2; ++i) row->nodes[i].register_as(row->labels[i].c_str());
   activation_rows().push_back(row);
   auto* self = reinterpret_cast<Activation*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;

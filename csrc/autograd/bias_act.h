@@ -24,6 +24,8 @@ struct BiasActSettings {
   Pointwise f;
   double gain, clamp, p;
 
+  auto fields() const { return std::tie(dim, f, gain, clamp, p); }
+
   Tensor output(const Tensor& input, const Tensor& bias, const Tensor& seed) const {
     static const Op<Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, int64_t, int64_t,
                            double, double, double, double, double)>
@@ -53,11 +55,6 @@ struct BiasActRule {
 
   variable_list gradients(const Tensor& given, const SavedTensors<BiasActRule>& s,
                           const Needs<BiasActRule>& needs) const {
-    const auto& [dim, f, gain, clamp, p] = settings;
-    if (!takes_op(given, s))
-      return call_formula(formula_of<BiasActRule>(), given, s[0], s[1], s[2], dim, f.op, f.a, f.b,
-                          gain, clamp, p, needs[kToBias], at::IntArrayRef(strides));
-    at::AutoDispatchBelowADInplaceOrView below;
     const bool drops = s[kSeed].defined();
     const Tensor grad = drops ? laid_out(given) : given;
     const Tensor saved = !s[kActivated].defined() ? grad
@@ -71,14 +68,12 @@ struct BiasActRule {
     return {std::move(grad_input), std::move(sums)};
   }
 
-  void collect(torch::autograd::CompiledNodeArgs& args) const {
-    args.collect(settings.dim);
-    settings.f.collect(args);
-    args.collect(settings.gain);
-    args.collect(settings.clamp);
-    args.collect(settings.p);
-    for (const int64_t stride : strides) args.collect(stride);
+  variable_list by_formula(const Tensor& grad, const SavedTensors<BiasActRule>& s,
+                           const Needs<BiasActRule>& needs) const {
+    return call_formula(formula_of<BiasActRule>(), grad, s, settings, needs[kToBias], strides);
   }
+
+  auto fields() const { return std::tie(settings, strides); }
 
  private:
   Tensor laid_out(const Tensor& t) const {
@@ -101,39 +96,31 @@ inline bool fits(const Tensor& input, const Tensor& bias, BiasActSettings& s) {
   return !bounded || (s.gain == 1 && s.p == 0 && s.clamp < 0);
 }
 
-// Saves the output where the derivative is a function of it, else the input.
-inline Tensor recorded(const Tensor& input, const Tensor& bias, const Tensor& seed,
-                       const BiasActSettings& s) {
-  RECORD_FUNCTION("BiasAct", std::vector<c10::IValue>({input}), at::sequence_number::peek());
-  const auto node = rule_node(BiasActRule{s, {}}, input, bias);
-  Tensor output = s.output(input, bias, seed);
-  if (seed.defined()) node->rule.strides = output.strides().vec();
-  torch::autograd::set_history(output, node);
-  using Rule = BiasActRule;
-  if (s.f.saves_output())
-    node->save(Rule::kActivated, output, /*is_output=*/true);
-  else if (s.f.op >= 0 || s.clamp >= 0)  // else the derivative is constant
-    node->save(Rule::kActivated, input);
-  node->save(Rule::kBias, bias);
-  node->save(Rule::kSeed, seed);
-  return output;
-}
-
 // bias_act(input, bias, dim, activation, gain, clamp, p) -> output, or NotImplemented for an
-// unusual call. `clamp` is a number of the dtype.
+// unusual call. `clamp` is a number of the dtype. Saves the output where the derivative is a
+// function of it, else the input.
 inline PyObject* bias_act(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK(count == 7, "bias_act: 7 arguments");
-  Tensor input, bias;
+  Tensor input, bias, seed;
   BiasActSettings s;
-  if (!(read(args[0], input) && read(args[1], bias) && read(args[2], s.dim) && read(args[3], s.f) &&
-        read(args[4], s.gain) && read(args[5], s.clamp) && read(args[6], s.p)) ||
-      !fits(input, bias, s) || !is_usual_thread())
+  if (!read_call("bias_act", args, count, input, bias, s.dim, s.f, s.gain, s.clamp, s.p) ||
+      !fits(input, bias, s))
     Py_RETURN_NOTIMPLEMENTED;
-  const bool records = torch::autograd::compute_requires_grad(input, bias);
-  if (records && !can_record({&input, &bias})) Py_RETURN_NOTIMPLEMENTED;
-  const Tensor seed = s.p > 0 ? new_seed(input) : Tensor();
-  return THPVariable_Wrap(records ? recorded(input, bias, seed, s) : s.output(input, bias, seed));
+  const auto forward = [&] {
+    if (s.p > 0) seed = new_seed(input);
+    return s.output(input, bias, seed);
+  };
+  const auto save = [&](auto& node, const Tensor& output) {
+    using Rule = BiasActRule;
+    if (seed.defined()) node.rule.strides = output.strides().vec();
+    if (s.f.saves_output())
+      node.save(Rule::kActivated, output, /*is_output=*/true);
+    else if (s.f.op >= 0 || s.clamp >= 0)  // else the derivative is constant
+      node.save(Rule::kActivated, input);
+    node.save(Rule::kBias, bias);
+    node.save(Rule::kSeed, seed);
+  };
+  return wrapped(run(BiasActRule{s, {}}, forward, save, input, bias));
   END_HANDLE_TH_ERRORS
 }
 

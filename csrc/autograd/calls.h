@@ -16,6 +16,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -165,6 +166,14 @@ inline bool read(PyObject* object, int64_t& number) {
   return overflow == 0;
 }
 
+// Reads all arguments of a function, which are by position; false where Python must look at the
+// call.
+template <class... Values>
+bool read_call(const char* name, PyObject* const* args, Py_ssize_t count, Values&... values) {
+  TORCH_CHECK(count == sizeof...(values), name, ": ", sizeof...(values), " arguments");
+  return (read(*args++, values) && ...) && is_usual_thread();
+}
+
 [[noreturn]] inline void throw_python_error() {
   python_error error;
   error.persist();
@@ -208,13 +217,32 @@ inline THPObjectPtr to_python(at::IntArrayRef numbers) {
   return tuple;
 }
 
-// The same, of arguments of C++ and without the GIL.
-template <class... Arguments>
-variable_list call_formula(PyObject* function, const Arguments&... given) {
+// Calls f with a value, or with each field of a struct that has fields() and each tensor of an
+// array.
+template <class T, class F>
+void for_each_field(const T& value, const F& f) {
+  const auto each = [&](const auto&... fields) { (for_each_field(fields, f), ...); };
+  if constexpr (requires { value.fields(); })
+    std::apply(each, value.fields());
+  else if constexpr (requires { std::tuple_size<T>::value; })
+    std::apply(each, value);
+  else
+    f(value);
+}
+
+// The same, of values of C++ and without the GIL.
+template <class... Values>
+variable_list call_formula(PyObject* function, const Values&... values) {
   pybind11::gil_scoped_acquire gil;
   std::vector<THPObjectPtr> arguments;
-  (arguments.push_back(to_python(given)), ...);
+  const auto add = [&](const auto& field) { arguments.push_back(to_python(field)); };
+  (for_each_field(values, add), ...);
   return call_python(function, arguments);
+}
+
+// The output in Python; NotImplemented for a call that Python must record.
+inline PyObject* wrapped(const Tensor& output) {
+  return output.defined() ? THPVariable_Wrap(output) : Py_NewRef(Py_NotImplemented);
 }
 
 }  // namespace fusedtrain

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <typeindex>
 #include <type_traits>
 #include <utility>
@@ -30,22 +31,38 @@ auto make_node() {
 
 // A node of one output. `apply` runs without the GIL.
 struct FusedNode : torch::autograd::Node {
-  const char* label = "";
-
-  std::string name() const override { return label; }
   virtual variable_list saved_tensors() = 0;
 };
 
+// Backward of a rule in torch operators, given once by Python.
+template <class Rule>
+PyObject*& formula_of() {
+  static PyObject* formula = nullptr;
+  return formula;
+}
+
 // A node whose gradients are those of a Rule. A Rule can be copied, and has
-//   kSaved, kEdges                     how many tensors it saves (some may be undefined) and edges
+//   kSaved, kEdges    how many tensors it saves (some may be undefined) and edges
+//   kLabel            name of the node: of the forward in profiles, and "Backward"; or label()
+//   fields() const    what besides tensors decides about the gradients, as a tuple
 //   variable_list gradients(const Tensor& grad, const SavedTensors<Rule>&, const Needs<Rule>&)
-//   const
-//                                      of each edge; what an edge that needs none gets is ignored
-//   void collect(CompiledNodeArgs&) const      what besides tensors decides about the gradients
+//   const             of each edge, by the op; what an edge that needs none gets is ignored
+// and may have
+//   by_formula(...) const    the same in torch operators, where these take more than the gradient,
+//                            the saved tensors and the fields
+//   NodePtr new_node() const    a node of a class derived from RuleNode
 template <class Rule>
 using SavedTensors = std::array<Tensor, Rule::kSaved>;
 template <class Rule>
 using Needs = std::array<bool, Rule::kEdges>;
+
+template <class Rule>
+const char* label_of(const Rule& rule) {
+  if constexpr (requires { rule.label(); })
+    return rule.label();
+  else
+    return Rule::kLabel;
+}
 
 // Whether backward is the op. Else, under create_graph for one, it is the formula in torch
 // operators.
@@ -60,6 +77,8 @@ bool takes_op(const Tensor& grad, const std::array<Tensor, count>& saved) {
 template <class Rule>
 struct RuleNode : FusedNode {
   Rule rule = {};
+
+  std::string name() const override { return label_of(rule); }
 
   // Keeps a tensor for backward; `is_output`: the output of this node itself.
   void save(size_t i, const Tensor& t, bool is_output = false) {
@@ -79,19 +98,17 @@ struct RuleNode : FusedNode {
   }
 
   variable_list apply(variable_list&& grads) override {
-    const auto saved = unpacked();
-    const Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
-    return needed(rule.gradients(grad, saved, needs()), needs());
+    return gradients(rule, grads, input_metadata(0), unpacked(), needs());
   }
 
   // Compiled autograd calls the gradients as one function of its graph. `torch._dynamo` runs the
   // function with fake tensors, which the formula in torch operators takes.
 
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    args.collect(std::string(label));
+    args.collect(name());
     for (size_t i = 0; i < Rule::kSaved; ++i) args.collect(saved_[i], is_output(i));
     for (const bool need : needs()) args.collect(need);
-    rule.collect(args);
+    for_each_field(rule, [&](const auto& field) { args.collect(field); });
   }
 
   variable_list apply_with_saved(const variable_list& grads,
@@ -112,18 +129,17 @@ struct RuleNode : FusedNode {
       SavedTensors<Rule> all;
       for (size_t i = 0, next = 0; i < Rule::kSaved; ++i)
         if (defined[i]) all[i] = saved.at(next++).toTensor();
-      const Tensor grad = inputs[0].defined() ? inputs[0] : metadata.zeros_like();
-      return needed(rule.gradients(grad, all, needs), needs);
+      return gradients(rule, inputs, metadata, all, needs);
     };
     using namespace torch::dynamo::autograd;
     const auto metadata =
         IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
             get_input_metadata(next_edges()));
     const auto& python = getPyCompilerInterface();
-    const std::string name =
-        python->bind_function(swap.get_py_compiler(), label, function, types,
+    const std::string bound =
+        python->bind_function(swap.get_py_compiler(), name(), function, types,
                               /*is_custom_function=*/true, /*is_traceable=*/true);
-    variable_list result = python->call_function(swap.get_py_compiler(), "apply_functional", name,
+    variable_list result = python->call_function(swap.get_py_compiler(), "apply_functional", bound,
                                                  grads, arguments, metadata);
     for (SavedVariable& saved : saved_) swap.after(saved);
     return result;
@@ -151,11 +167,23 @@ struct RuleNode : FusedNode {
     return result;
   }
 
-  static variable_list needed(variable_list&& gradients, const Needs<Rule>& needs) {
-    gradients.resize(Rule::kEdges);
+  static variable_list gradients(const Rule& rule, const variable_list& grads,
+                                 const torch::autograd::InputMetadata& metadata,
+                                 const SavedTensors<Rule>& saved, const Needs<Rule>& needs) {
+    const Tensor grad = grads[0].defined() ? grads[0] : metadata.zeros_like();
+    variable_list all;
+    if (takes_op(grad, saved)) {
+      at::AutoDispatchBelowADInplaceOrView below;
+      all = rule.gradients(grad, saved, needs);
+    } else if constexpr (requires { rule.by_formula(grad, saved, needs); }) {
+      all = rule.by_formula(grad, saved, needs);
+    } else {
+      all = call_formula(formula_of<Rule>(), grad, saved, rule);
+    }
+    all.resize(Rule::kEdges);
     for (size_t i = 0; i < Rule::kEdges; ++i)
-      if (!needs[i]) gradients[i] = Tensor();
-    return std::move(gradients);
+      if (!needs[i]) all[i] = Tensor();
+    return all;
   }
 };
 
@@ -195,13 +223,6 @@ void register_class(const char* name) {
   registerCppFunction(typeid(Node), type);
 }
 
-// Backward of a rule in torch operators, given once by Python.
-template <class Rule>
-PyObject*& formula_of() {
-  static PyObject* formula = nullptr;
-  return formula;
-}
-
 // prepare(formula), for a Rule with the name of its nodes: kLabel.
 template <class Rule>
 PyObject* prepare(PyObject*, PyObject* formula) {
@@ -212,14 +233,34 @@ PyObject* prepare(PyObject*, PyObject* formula) {
   END_HANDLE_TH_ERRORS
 }
 
-// A node with edges to these tensors.
-template <class Rule, class... Tensors>
-auto rule_node(const Rule& rule, const Tensors&... inputs) {
-  auto node = make_node<RuleNode<Rule>>();
-  node->label = Rule::kLabel;
-  node->rule = rule;
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
-  return node;
+// The output of `forward()`, which autograd records where an input needs a gradient: then
+// `save(node, output)` keeps what backward needs. An output that is an input has been overwritten.
+// The output is undefined, and nothing was done, where Python must record the call.
+template <class Rule, class Forward, class Save, class... Tensors>
+Tensor run(const Rule& rule, const Forward& forward, const Save& save, const Tensors&... inputs) {
+  using namespace torch::autograd;
+  if (!compute_requires_grad(inputs...)) return forward();
+  if (!can_record({&inputs...})) return {};
+  const std::string_view label = label_of(rule);
+  RECORD_FUNCTION(std::string(label.substr(0, label.size() - std::strlen("Backward"))),
+                  std::vector<c10::IValue>({c10::IValue(maybe(inputs))...}),
+                  at::sequence_number::peek());
+  NodePtr made;
+  if constexpr (requires { rule.new_node(); })
+    made = rule.new_node();
+  else
+    made = make_node<RuleNode<Rule>>();
+  auto& node = static_cast<RuleNode<Rule>&>(*made);
+  node.rule = rule;
+  node.set_next_edges(collect_next_edges(inputs...));
+  Tensor output = forward();
+  const Edge edge(std::move(made), node.add_input_metadata(output));
+  if ((output.is_same(inputs) || ...))
+    impl::rebase_history(output, edge);
+  else
+    impl::set_gradient_edge(output, edge);
+  save(node, output);
+  return output;
 }
 
 }  // namespace fusedtrain

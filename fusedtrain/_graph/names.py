@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,8 +43,8 @@ def _add(
     pending: list[tuple[types.FunctionType, nn.Module | None]], value: Any, owner: nn.Module | None
 ) -> None:
     """Adds the functions behind a value that are the user's. The owner is the first argument of
-    the outermost one; those in it may be called with anything."""
-    if isinstance(value, (staticmethod, classmethod)):
+    the outermost one, or its class is; those in it may be called with anything."""
+    if isinstance(value, staticmethod):
         owner = None
     for function in functions_of(value):
         torchs = (function.__module__ or "").partition(".")[0] == "torch"
@@ -57,6 +58,7 @@ def _method(module: nn.Module, name: str) -> Any:
     return next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
 
 
+@functools.lru_cache(maxsize=4096)
 def _read(code: types.CodeType) -> _Names:
     names = _Names()
     first = code.co_varnames[0] if code.co_argcount else ""
@@ -73,8 +75,22 @@ def _read(code: types.CodeType) -> _Names:
     return names
 
 
-def _reached(module: nn.Module) -> Iterator[types.FunctionType]:
-    """The forward of a module, and the methods of it and functions of the user's that it names."""
+def _values(function: types.FunctionType, owner: nn.Module | None, names: _Names) -> list[Any]:
+    """Values of the names in a function, inside of partials: from outside of it, and of the
+    instance that is its first argument. Modules and classes are left out."""
+    values = [v for v in _outside(function, names) if not isinstance(v, (nn.Module, type))]
+    if owner is not None:
+        values += [vars(owner).get(name) for name in names.of_self]
+    return [getattr(value, "func", value) for value in values]
+
+
+def _reached(
+    module: nn.Module, *, held: bool = False
+) -> Iterator[tuple[types.FunctionType, nn.Module | None, _Names]]:
+    """The forward of a module, and the methods of it and functions of the user's that it names.
+    `held`: functions, too, that attributes of the instance hold.
+
+    Yields the function, the module where that is its first argument, and the names in it."""
     pending: list[tuple[types.FunctionType, nn.Module | None]] = []
     _add(pending, type(module).forward, module)
     seen: set[types.CodeType] = set()
@@ -83,22 +99,38 @@ def _reached(module: nn.Module) -> Iterator[types.FunctionType]:
         if function.__code__ in seen:
             continue
         seen.add(function.__code__)
-        yield function
         names = _read(function.__code__)
+        yield function, owner, names
+        for value in _values(function, owner if held else None, names):
+            _add(pending, value, None)
         for name in names.of_self if owner is not None else ():
-            _add(pending, _method(module, name), module)
-        for value in _outside(function, names):
-            if not isinstance(value, (nn.Module, type)):
-                _add(pending, value, None)
+            _add(pending, _method(module, name), owner)
+
+
+def mentioned(module: nn.Module) -> set[str]:
+    """Names of functions and methods that the forward of a module mentions, or a method or function
+    of the user's that it may call: they tell whether a forward is worth tracing, and what is in one
+    that cannot be traced. Attributes of the module itself count by what they hold."""
+    mentions: set[str] = set()
+    parts = {path.rpartition(".")[2] for path, _ in module.named_modules()}
+    for function, owner, names in _reached(module, held=True):
+        mentions |= (names.globals | names.others) - parts
+        if owner is None:
+            mentions |= names.of_self
+        for value in _values(function, owner, names):
+            name = getattr(value, "__name__", "")
+            if callable(value) and not isinstance(value, type) and isinstance(name, str):
+                mentions.add(name)
+    return mentions
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
     """Numbers, flags and strings among the attributes that a module's forward may read."""
-    names = {n for function in _reached(module) for n in _read(function.__code__).of_self}
+    of_self = {name for _, _, names in _reached(module) for name in names.of_self}
     return {
         name: value
         for name, value in vars(module).items()
-        if name in names and type(value) in _PLAIN and name != "training"
+        if name in of_self and type(value) in _PLAIN and name != "training"
     }
 
 
@@ -107,8 +139,7 @@ def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
     modules and classes among them: the name of the Python module, that of the global, and its
     value. Modules are values by their attributes alone."""
     values: dict[tuple[str, str], Any] = {}
-    for function in _reached(module):
-        names = _read(function.__code__)
+    for function, _, names in _reached(module):
         home = str(function.__globals__.get("__name__"))
         for name in names.globals & function.__globals__.keys():
             value = function.__globals__[name]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from .._graph.forward import resolve
+from .._graph.functions import codes_of
 from .._graph.modules import attribute_of
 from .._graph.tracer import DECISION
 
@@ -35,7 +36,7 @@ def source_of(module: nn.Module, graph: fx.Graph) -> tuple[str, dict[str, str], 
         if node.op == "get_attr" and attribute_of(module, str(node.target)) is None:
             return "", {}, "its forward makes tensors"
     code = graph.python_code("self")
-    used = _names(compile(code.src, "forward", "exec"))
+    used = {n for c in codes_of(compile(code.src, "forward", "exec")) for n in c.co_names}
     imports = {}
     for name, value in code.globals.items():
         if name in used:
@@ -150,11 +151,6 @@ def _branches(
             yield f"{indent}    else:"
         chosen = {a: body for a, body in ways.items() if a[depth] is answer}
         yield from _branches(chosen, depth + 1, unused)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def _path(name: str, value: Any) -> str:

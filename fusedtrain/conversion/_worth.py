@@ -8,8 +8,8 @@ import inspect
 import torch
 from torch import nn
 
-from .._graph.mentions import mentioned
 from .._graph.modules import is_container, is_scripted
+from .._graph.names import mentioned
 from .._torch_private import BatchNormBase
 from ..reference.pointwise import POINTWISE
 from ._algebra import TELLING

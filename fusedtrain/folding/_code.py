@@ -54,29 +54,27 @@ class Mention:
     sink: Chain | None = None
 
 
-def _chain(node: ast.AST | None) -> Chain | None:
-    path: list[str | int] = []
+def _unwound(node: ast.AST | None) -> tuple[ast.AST | None, tuple[str | int, ...]]:
+    """The expression that a chain begins with, and the attributes and items that follow."""
+    path: tuple[str | int, ...] = ()
     while True:
-        if isinstance(node, ast.Attribute):
-            path.insert(0, node.attr)
-            node = node.value
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            key = node.slice.value
-            path.insert(0, key if isinstance(key, (str, int)) else repr(key))
-            node = node.value
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "getattr"
-            and len(node.args) > 1
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            path.insert(0, str(node.args[1].value))
-            node = node.args[0]
-        elif isinstance(node, ast.Name):
-            return Chain(node.id, tuple(path))
-        else:
-            return Chain(None, tuple(path)) if path else None
+        match node:
+            case ast.Attribute(value=inner, attr=key):
+                pass
+            case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
+                key = key if isinstance(key, (str, int)) else repr(key)
+            case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=key), *_]):
+                key = str(key)
+            case _:
+                return node, path
+        node, path = inner, (key, *path)
+
+
+def _chain(node: ast.AST | None) -> Chain | None:
+    first, path = _unwound(node)
+    if isinstance(first, ast.Name):
+        return Chain(first.id, path)
+    return Chain(None, path) if path else None
 
 
 def _called(node: ast.AST | None) -> ast.Call | None:
@@ -112,24 +110,17 @@ class _Reader:
         chain = _chain(node)
         if chain is not None and isinstance(node, ast.expr):
             self.mentions.append(self.mention(node, chain))
-            while not isinstance(node, ast.Name) and _chain(node) is not None:
-                if isinstance(node, ast.Call):  # getattr
-                    node = node.args[0]
-                else:
-                    assert isinstance(node, (ast.Attribute, ast.Subscript))
-                    node = node.value
-            if isinstance(node, ast.Name):
-                return
-        for child in ast.iter_child_nodes(node):
+            first, _ = _unwound(node)
+            assert first is not None
+            node = first
+        for child in ast.iter_child_nodes(node) if chain is None or chain.base is None else ():
             self.visit(child)
 
     def mention(self, node: ast.expr, chain: Chain) -> Mention:
         parent = self.parents.get(node)
-        called = isinstance(parent, ast.Call) and parent.func is node
         harmless = self.is_harmless(node, chain, parent)
-        if not called:
+        if not (isinstance(parent, ast.Call) and parent.func is node):
             return Mention(chain, False, harmless)
-        assert isinstance(parent, ast.Call)
         return Mention(chain, True, harmless, self.source(parent), self.sink(parent))
 
     def is_harmless(self, node: ast.expr, chain: Chain, parent: ast.AST | None) -> bool:

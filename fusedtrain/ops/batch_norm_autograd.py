@@ -12,7 +12,7 @@ from .. import _backends, _calls, _recompute
 from .._torch_private import BatchNormBase
 from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.dtypes import wide_of
-from ..reference.pointwise import INDEX, POINTWISE, Pointwise
+from ..reference.pointwise import INDEX, Pointwise
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
 from ._library import library, op
 
@@ -122,15 +122,15 @@ apply = _calls.apply_of(BatchNormAct)
 def _formula(grad: Tensor, input: Tensor | None, saved: Tensor | None, *others: Any) -> Any:
     """The differentiable backward, for the node in C++."""
     *statistics, training, eps, op, a, b = others
-    return differentiable_backward(
+    grad_input, grad_residual, *affine = differentiable_backward(
         grad, input, saved, Statistics(*statistics), training, eps, Pointwise(op, a, b)
     )
+    return grad_input, grad if op < 0 else grad_residual, *affine
 
 
 _cpp = _backends.autograd()
 if _cpp is not None:
-    _by_output = bytes(row.saves == "output" for row in POINTWISE)
-    _cpp.prepare_batch_norm(_formula, _by_output, INDEX["softplus"])
+    _cpp.prepare_batch_norm(_formula, INDEX["softplus"])
 
 
 def recomputed_as_torch(norm: BatchNormBase, input: Tensor, output: Tensor) -> None:

@@ -43,19 +43,10 @@ def _fake_functional(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _functional(
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    eps: float,
-    activation: int,
-    a: float,
-    b: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
+    eps: float, activation: int, a: float, b: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Made of the other ops, on whatever device."""
     ops = torch.ops.fusedtrain
     if training:

@@ -50,16 +50,9 @@ class _FoldWeight(torch.autograd.Function):
 
 
 def fold_weight(
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    transposed: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weight and bias of a convolution with its batch norm (reference/fold.py)."""
     arguments = (weight, bias, gamma, beta, running_mean, running_var, eps, transposed, groups)
     tensors = [t for t in arguments[:6] if t is not None]

@@ -28,14 +28,9 @@ __all__ = ["max_pool2d"]
 
 
 def _fake(
-    input: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    bits: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    ceil_mode: bool, bits: int, channels_last: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     sizes = out_sizes(input, kernel_size, stride, padding, ceil_mode)
     output = new_image(input, *sizes, channels_last)
     codes = input.new_empty(packed_bytes(output.numel(), bits), dtype=torch.uint8)

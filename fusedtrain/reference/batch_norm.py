@@ -83,20 +83,10 @@ def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
 
 
 def batch_norm_act(
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: int,
-    a: float,
-    b: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
+    momentum: float, eps: float, activation: int, a: float, b: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide = widened(input).dtype
     if training:
         mean, variance = batch_norm_stats(input)
@@ -119,18 +109,10 @@ def batch_norm_act(
 
 
 def batch_norm_act_(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: int,
-    a: float,
-    b: float,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, activation: int,
+    a: float, b: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     output, mean, invstd = batch_norm_act(
         input, None, None, weight, bias, running_mean, running_var, training, momentum, eps,
         activation, a, b,
@@ -140,13 +122,9 @@ def batch_norm_act_(
 
 
 def batch_norm_act_restore(
-    output: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
+    output: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor,
     slope: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Recomputes the input from the output, for an activation that is `s` for s >= 0 and
     `slope * s` below 0. arXiv:1712.02616, section 3."""
     y = widened(output)
@@ -169,17 +147,9 @@ def _branch(input: Tensor, statistics: Statistics) -> Tensor:
 
 
 def batch_norm_act_apply(
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    activation: int,
-    a: float,
-    b: float,
-) -> Tensor:
+    input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, mean: Tensor, invstd: Tensor, activation: int, a: float, b: float,
+) -> Tensor:  # fmt: skip
     z = _branch(input, Statistics(branch_scale, weight, bias, mean, invstd))
     if residual is not None:
         z = z + widened(residual)
@@ -208,19 +178,10 @@ def _gradient_of_sum(
 
 
 def batch_norm_act_backward_reduce(
-    grad: Tensor,
-    input: Tensor,
-    saved: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    activation: int,
-    a: float,
-    b: float,
-    needs_residual: bool,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, input: Tensor, saved: Tensor | None, branch_scale: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, activation: int,
+    a: float, b: float, needs_residual: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     statistics = Statistics(branch_scale, weight, bias, mean, invstd)
     dz = _gradient_of_sum(grad, input, saved, statistics, Pointwise(activation, a, b))
     grad_residual = torch.empty_like(input).copy_(dz) if needs_residual else input.new_empty(0)
@@ -231,20 +192,10 @@ def batch_norm_act_backward_reduce(
 
 
 def batch_norm_act_backward_apply(
-    grad: Tensor,
-    input: Tensor | None,
-    saved: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    averages: Tensor | None,
-    activation: int,
-    a: float,
-    b: float,
-    needs_residual: bool,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, input: Tensor | None, saved: Tensor | None, branch_scale: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor,
+    averages: Tensor | None, activation: int, a: float, b: float, needs_residual: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     statistics = Statistics(branch_scale, weight, bias, mean, invstd)
     dz = _gradient_of_sum(grad, input, saved, statistics, Pointwise(activation, a, b))
     model = grad if input is None else input
@@ -260,22 +211,11 @@ def batch_norm_act_backward_apply(
 
 
 def batch_norm_act_backward(
-    grad: Tensor,
-    input: Tensor | None,
-    saved: Tensor | None,
-    branch_scale: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    training: bool,
-    activation: int,
-    a: float,
-    b: float,
-    needs_input: bool,
-    needs_residual: bool,
+    grad: Tensor, input: Tensor | None, saved: Tensor | None, branch_scale: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, training: bool,
+    activation: int, a: float, b: float, needs_input: bool, needs_residual: bool,
     needs_affine: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     grad_input, grad_residual = grad.new_empty(0), grad.new_empty(0)
     grad_weight, grad_bias = mean.new_empty(0), mean.new_empty(0)
     shared = (branch_scale, weight, bias, mean, invstd)
@@ -299,14 +239,9 @@ def batch_norm_act_backward(
 
 
 def differentiable_backward(
-    grad: Tensor,
-    input: Tensor | None,
-    saved: Tensor | None,
-    statistics: Statistics,
-    training: bool,
-    eps: float,
-    activation: Pointwise,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    grad: Tensor, input: Tensor | None, saved: Tensor | None, statistics: Statistics,
+    training: bool, eps: float, activation: Pointwise,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The backward pass as a differentiable function, for double backward to any order.
 
     Returns the gradients of input, residual, weight and bias (the last two are None without an

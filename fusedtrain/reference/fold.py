@@ -47,16 +47,9 @@ def _terms(
 
 
 def fold_weight(
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    transposed: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The folded weight and bias, in the dtype of `weight`."""
     wide, _, scale, centre = _terms(weight, bias, gamma, running_mean, running_var, eps)
     folded = weight.to(wide) * _per_channel(scale, weight, transposed, groups)
@@ -67,17 +60,10 @@ def fold_weight(
 
 
 def fold_weight_backward(
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    transposed: bool,
+    grad_weight: Tensor, grad_bias: Tensor, weight: Tensor, bias: Tensor | None,
+    gamma: Tensor | None, running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool,
     groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of weight, bias, gamma and beta; the last two in the dtype of `running_mean`.
 
     dW = s dW', db = s db', dbeta = db', and dgamma = (sum of dW' W + (b - mean) db') /
@@ -96,15 +82,9 @@ def fold_weight_backward(
 
 
 def fold_weight_before(
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, eps: float, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Folds a norm before the convolution, by input channel: W' = W s, b' = b + W (beta - s mean).
 
     Wrong for a transposed convolution and for zero padding: at the borders fewer weights multiply

@@ -59,14 +59,9 @@ def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
 
 
 def max_pool2d(
-    input: Tensor,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    bits: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, kernel_size: list[int], stride: list[int], padding: list[int], ceil_mode: bool,
+    bits: int, channels_last: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The maxima, and their places in `bits` bits each (0: no places)."""
     output, index = torch.nn.functional.max_pool2d_with_indices(
         _laid_out(input, channels_last), kernel_size, stride, padding, [1, 1], ceil_mode
@@ -82,15 +77,9 @@ def max_pool2d(
 
 
 def max_pool2d_indices(
-    codes: Tensor,
-    shape: list[int],
-    width: int,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    bits: int,
-    channels_last: bool,
-) -> Tensor:
+    codes: Tensor, shape: list[int], width: int, kernel_size: list[int], stride: list[int],
+    padding: list[int], bits: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     """torch's indices of outputs of this shape, for an input of this width."""
     count = 1
     for size in shape:
@@ -107,16 +96,9 @@ def max_pool2d_indices(
 
 
 def max_pool2d_backward(
-    grad: Tensor,
-    codes: Tensor,
-    height: int,
-    width: int,
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    bits: int,
-    channels_last: bool,
-) -> Tensor:
+    grad: Tensor, codes: Tensor, height: int, width: int, kernel_size: list[int], stride: list[int],
+    padding: list[int], bits: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     """The gradient of the input: sums in the order of the outputs, rounded once. Differentiable."""
     shape = list(grad.shape)
     index = max_pool2d_indices(

@@ -7,17 +7,10 @@ from torch import Tensor
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
-) -> None:
+    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor,
+    growth_factor: float, backoff_factor: float, growth_interval: int, hysteresis: int,
+    min_scale: float, max_scale: float,
+) -> None:  # fmt: skip
     """Updates the loss scale and the counts of good and of tolerated bad steps, on the device."""
     bad = found_inf.reshape(()) != 0
     left = torch.where(bad, hysteresis_tracker - 1, hysteresis)

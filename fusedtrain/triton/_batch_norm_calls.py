@@ -112,15 +112,9 @@ class Call:
     """A call on tensors with the layout of the dense tensor `x`."""
 
     def __init__(
-        self,
-        model: Tensor,
-        branch_scale: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        activation: int,
-        a: float,
-        b: float,
-    ) -> None:
+        self, model: Tensor, branch_scale: Tensor | None, weight: Tensor | None,
+        bias: Tensor | None, activation: int, a: float, b: float,
+    ) -> None:  # fmt: skip
         check_dtype(NAME, model, "input")
         if not IDENTITY <= activation < len(POINTWISE):
             raise RuntimeError(f"fusedtrain::{NAME}: no such activation")
@@ -185,13 +179,9 @@ class Call:
     # --- forward
 
     def look(
-        self,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
+        self, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
+        momentum: float, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Computes mean and invstd, and updates the running statistics."""
         running = None
         if running_mean is not None and running_var is not None:
@@ -214,15 +204,9 @@ class Call:
         return mean, invstd
 
     def statistics(
-        self,
-        mean: Tensor,
-        variance: Tensor,
-        running: tuple[Tensor, Tensor] | None,
-        momentum: float,
-        eps: float,
-        *,
-        invert: bool,
-    ) -> None:
+        self, mean: Tensor, variance: Tensor, running: tuple[Tensor, Tensor] | None,
+        momentum: float, eps: float, *, invert: bool,
+    ) -> None:  # fmt: skip
         """Writes `mean` and `variance`; with `invert` invstd in place of the variance."""
         x = self.x
         cut = _cut(self.view, BACKWARD_BLOCK[x.itemsize], True)
@@ -281,19 +265,9 @@ class BackwardCall(Call):
     """A backward call; without an input the layout is the saved tensor's."""
 
     def __init__(
-        self,
-        grad: Tensor,
-        input: Tensor | None,
-        saved: Tensor | None,
-        branch_scale: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        activation: int,
-        a: float,
-        b: float,
+        self, grad: Tensor, input: Tensor | None, saved: Tensor | None, *arguments: Any
     ) -> None:
+        branch_scale, weight, bias, mean, invstd, activation, a, b = arguments
         model = next(t for t in (input, saved, grad) if t is not None)
         super().__init__(model, branch_scale, weight, bias, activation, a, b)
         self.use(mean, invstd)

@@ -174,16 +174,9 @@ def _shape_of(name: str, weight: Tensor, transposed: bool, groups: int) -> _Shap
 
 
 def fold_weight(
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    transposed: bool,
-    groups: int,
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool, groups: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     name = "fold_weight"
     shape = _shape_of(name, weight, transposed, groups)
     vectors = (
@@ -208,17 +201,10 @@ def fold_weight(
 
 
 def fold_weight_backward(
-    grad_weight: Tensor,
-    grad_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    transposed: bool,
+    grad_weight: Tensor, grad_bias: Tensor, weight: Tensor, bias: Tensor | None,
+    gamma: Tensor | None, running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool,
     groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     name = "fold_weight_backward"
     check_same(name, grad_weight, weight, "grad_weight", "weight")
     shape = _shape_of(name, weight, transposed, groups)

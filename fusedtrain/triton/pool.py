@@ -188,14 +188,9 @@ def _in_layout(t: Tensor, channels_last: bool) -> Tensor:
 
 
 def max_pool2d(
-    input: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    bits: int,
-    channels_last: bool,
-) -> tuple[Tensor, Tensor]:
+    input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    ceil_mode: bool, bits: int, channels_last: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     name = "max_pool2d"
     height, width = input.shape[-2:] if input.dim() > 1 else (0, 0)
     _check(name, input, height, width, kernel_size, stride, padding, bits, channels_last)
@@ -225,16 +220,9 @@ def max_pool2d(
 
 
 def max_pool2d_backward(
-    grad: Tensor,
-    codes: Tensor,
-    height: int,
-    width: int,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    bits: int,
-    channels_last: bool,
-) -> Tensor:
+    grad: Tensor, codes: Tensor, height: int, width: int, kernel_size: Sequence[int],
+    stride: Sequence[int], padding: Sequence[int], bits: int, channels_last: bool,
+) -> Tensor:  # fmt: skip
     name = "max_pool2d_backward"
     _check(name, grad, height, width, kernel_size, stride, padding, bits, channels_last)
     if codes.device != grad.device:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import torch
 import triton
@@ -98,25 +99,14 @@ _launch_zero = Launcher(zero_kernel)
 
 
 @torch.no_grad()
-def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
-) -> None:
-    tensors = (scale, growth_tracker, hysteresis_tracker, found_inf)
+def update_scale(*arguments: Any) -> None:
+    tensors, numbers = arguments[:4], arguments[4:]
+    scale = tensors[0]
     names = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")
     dtypes = (torch.float32, torch.int32, torch.int32, torch.float32)
     for t, name, dtype in zip(tensors, names, dtypes):
         if t.numel() != 1 or t.dtype != dtype or t.device != scale.device:
             raise RuntimeError(f"fusedtrain::update_scale: {name}")
-    numbers = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
     _launch_update_scale((), 1, tensors, numbers, ())
 
 
