@@ -19,7 +19,7 @@ FOUND: list[str] = []
 LONGEST = 450  # lines of a file
 VAGUE = {"found", "told", "own", "here", "apart", "given"}
 PICKLED = {"fusedtrain/folding/_bias.py": "own"}  # a file's attribute that keeps its name
-FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/more_activations.py")
+FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/activations_beyond_torch.py")
 
 
 def forbid(pattern: str, files: list[Path], law: str) -> None:
