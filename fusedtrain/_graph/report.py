@@ -9,7 +9,7 @@ from typing import NamedTuple
 _NAMES_SHOWN = 4  # in one line
 
 
-class Left(NamedTuple):
+class Unchanged(NamedTuple):
     """One module that was not changed, and why."""
 
     name: str
@@ -17,7 +17,7 @@ class Left(NamedTuple):
     reason: str
 
 
-def left_lines(left: Iterable[Left]) -> Iterator[str]:
+def unchanged_lines(left: Iterable[Unchanged]) -> Iterator[str]:
     """A line for each type and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in left:
