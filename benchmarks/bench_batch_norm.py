@@ -16,6 +16,7 @@ from benchmarks.harness import ops, shapes
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race
+from fusedtrain._text import shape_text
 from fusedtrain.advisor.bench.clock import Call
 from fusedtrain.advisor.bench.norms import (
     CONTESTANTS,
@@ -61,7 +62,7 @@ class Case:
     compiled: bool = False
 
     def __str__(self) -> str:
-        size = "x".join(map(str, self.shape))
+        size = shape_text(self.shape)
         parts = (self.model, self.op, self.pass_name, dtype_name(self.dtype), self.layout, size)
         return "-".join(filter(None, parts))
 

@@ -28,11 +28,6 @@ def unchanged_lines(left: Iterable[Unchanged]) -> Iterator[str]:
         yield f"  {len(names)} x {kind}: {reason} ({places})"
 
 
-def counted(count: int, noun: str) -> str:
-    """The noun in singular or plural, with the count."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def shown(name: str) -> str:
     """A module's name as a reader may see it: the root of a model has none."""
     return name or "(the model itself)"

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._graph.report import Unchanged, counted, shown, unchanged_lines
+from .._graph.report import Unchanged, shown, unchanged_lines
+from .._text import counted
 
 _CLASS = "fusedtrain.nn."  # of targets that are classes, which a module was given
 _NO_OUTPUTS = "unknown (nothing compared: the model returns no tensors)"

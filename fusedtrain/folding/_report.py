@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from .._graph.modules import scripted_parts
-from .._graph.report import Unchanged, counted, shown, unchanged_lines
+from .._graph.report import Unchanged, shown, unchanged_lines
+from .._text import counted
 
 _SCRIPTED = "it is scripted"
 

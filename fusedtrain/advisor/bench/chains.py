@@ -11,7 +11,8 @@ import torch.nn.functional as T
 from torch import Tensor
 
 from ... import functional as F
-from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
+from ..._text import shape_text
+from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options
 from .clock import Call, Function, compiled
 from .gate import CHAIN, NotTheJob, agrees, first_call
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..._backends import local_ranks
 from ..._graph.compiled import original_of
+from ..._text import shape_text
 from ..._torch_private import BatchNormBase
 from . import _trials
 from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
@@ -296,7 +297,7 @@ class _Model:
             lambda: _trials.half_ratio(layer, layers[layer], getattr(torch, dtype)), 0.0
         )
         if ratio > facts.half_ratio:
-            shape = "x".join(map(str, layers[layer]))
+            shape = shape_text(layers[layer])
             facts.half_ratio = ratio
             facts.half_convolution = f"{self.names[id(layer)] or type(layer).__name__} ({shape})"
 

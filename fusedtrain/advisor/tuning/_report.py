@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..._text import memory_text
 from ._switches import BATCH, Config, difference
 
 
@@ -95,10 +96,6 @@ def _row(trial: TunedTrial) -> list[str]:
         f"{trial.first_step:.2f} s" if trial.first_step is not None else "",
         f"{'accepted' if trial.accepted else 'refused'}: {trial.reason}" if trial.reason else "",
     ]
-
-
-def memory_text(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def sentences(

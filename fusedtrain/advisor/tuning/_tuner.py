@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ._budget import Budget, BudgetSpent, in_words
+from ..._text import memory_text, time_text
+from ._budget import Budget, BudgetSpent
 from ._check import SEEDS, STEPS, Reference
 from ._job import Job
 from ._memory import SHARE, available_memory
 from ._process import Process, TrialFailed
 from ._race import LEAST, TURN, Race, race, rounds_in, verdict
-from ._report import TunedTrial, memory_text
+from ._report import TunedTrial
 from ._search import largest_batch, size_of_product
 from ._switches import BATCH, EPS, SWITCHES, Config, Facts, difference, plain
 
@@ -267,7 +268,7 @@ class Tuner:
         except TrialFailed as failure:
             if not failure.timed_out or self._budget.left > 0:
                 raise
-            budget = in_words(self._budget.seconds)
+            budget = time_text(self._budget.seconds)
             raise BudgetSpent(f"the budget of {budget} ended during {self._stage}") from None
 
     def _start(self, config: Config) -> RunningTrial:
