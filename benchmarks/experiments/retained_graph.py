@@ -17,7 +17,7 @@ from benchmarks.experiments.command import main
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.small_resnet import small_resnet
 from benchmarks.harness.memory import most_allocated
-from benchmarks.harness.race import kept_bytes
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench.clock import median_interval
 
 TORCH, OURS = "torch", "fusedtrain"
