@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..._text import time_text
+from .._watch import Site
 from ._facts import Facts
-from ._sites import Site
 
 MEASURED, AT_MOST, NOT_MEASURED = "measured", "at most", "not measured here"
 

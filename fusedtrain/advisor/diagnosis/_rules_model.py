@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ..._text import memory_text
+from .._watch import Site
 from ._facts import Facts, Layer
 from ._rule import (
     AT_MOST,
@@ -18,7 +19,6 @@ from ._rule import (
     of_a_step,
     times,
 )
-from ._sites import Site
 
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
 _SAVED = 0.01  # of the bytes kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._text import memory_text
+from .._watch import Site
 from ._facts import Facts
 from ._rule import (
     MEASURED,
@@ -16,7 +17,6 @@ from ._rule import (
     share,
     times,
 )
-from ._sites import Site
 
 _TENSOR_CORES, _TF32 = (7, 0), (8, 0)
 _FEW = 4  # calls a step
