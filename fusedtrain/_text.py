@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _TIMES = (("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6))
 
@@ -38,3 +38,15 @@ def shape_text(shape: Sequence[int]) -> str:
 def counted(count: int, noun: str) -> str:
     """The noun in singular or plural, with the count."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def column_lines(rows: Sequence[Sequence[str]], words: Collection[int]) -> list[str]:
+    """A line a row. `words` are the columns that begin at the left; the others are numbers."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in words else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

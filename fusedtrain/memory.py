@@ -19,6 +19,7 @@ from ._graph.hooks import observing
 from ._graph.kept import address_of, counted_bytes
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
+from ._text import column_lines
 from ._torch_private import pytree
 from .conversion import MEMORY, convert, revert
 from .optim._distributed import local
@@ -78,13 +79,7 @@ class MemoryReport:
             savers = ", ".join(map(shown, layer.savers[:3]))
             rows.append(self._row(f"  {shown(layer.name)} (for {savers})", layer.bytes))
         rows += self._optimizer_rows(len(modes))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(modes) + 1)]
-        return "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(column_lines(rows, words=(0,)))
 
     def _row(self, label: str, sizes: Any) -> tuple[str, ...]:
         scale, unit = self._unit()

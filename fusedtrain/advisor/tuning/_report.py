@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..._text import memory_text
+from ..._text import column_lines, memory_text
 from ._switches import BATCH, Config, difference
 
 
@@ -75,8 +75,7 @@ class TuneReport:
 
     def __str__(self) -> str:
         rows = [list(HEADINGS), *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
+        lines = column_lines(rows, range(len(HEADINGS)))
         if self.partial:
             lines.insert(0, f"PARTIAL: {self.partial}")
         return "\n".join([*lines, "", *self.summary, "", self.recipe])
