@@ -14,7 +14,13 @@ from benchmarks.harness import ops, shapes
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench.norms import OPS, PASSES, STANDARD, contest
+from fusedtrain._text import shape_text
+from fusedtrain.advisor.bench.norms import (
+    OPS,
+    PASSES,
+    STANDARD,
+    contest,
+)
 
 FAMILY = "batch_norm"
 REPORT = ops.report(FAMILY)
@@ -44,7 +50,7 @@ class Case:
     compiled: bool = False
 
     def __str__(self) -> str:
-        size = "x".join(map(str, self.shape))
+        size = shape_text(self.shape)
         parts = (self.model, self.op, self.pass_name, dtype_name(self.dtype), self.layout, size)
         return "-".join(filter(None, parts))
 

@@ -15,7 +15,8 @@ import fusedtrain.functional as F
 from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
-from benchmarks.harness.race import PASSES, Race, call_of, kept_bytes
+from benchmarks.harness.race import PASSES, Race, call_of
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
 from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import (

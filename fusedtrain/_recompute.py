@@ -46,11 +46,17 @@ def _modified(tensor: Tensor, now: int, then: int, what: str) -> RuntimeError:
     )
 
 
-class _Kept(NamedTuple):
+class Saved(NamedTuple):
     """A tensor that autograd or a recipe keeps, and its version at that time."""
 
     tensor: Tensor
     version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Saved:
+        # Detached: a node that keeps its own output would keep itself alive. Autograd attaches the
+        # graph again when it unpacks.
+        return cls(tensor.detach(), tensor._version)
 
     def take(self, what: str = "kept for backward") -> Tensor:
         tensor, version = self
@@ -70,7 +76,7 @@ class Recipe:
     def __init__(
         self,
         function: Callable[..., Tensor],
-        ingredients: list[_Kept | Recipe | _View | None],
+        ingredients: list[Saved | Recipe | _View | None],
         constants: tuple[Any, ...],
     ) -> None:
         self._function, self._ingredients, self._constants = function, ingredients, constants
@@ -109,7 +115,7 @@ class Recipe:
 
     def _compute(self) -> Tensor:
         tensors = [
-            i.take("an input of a recomputed output") if isinstance(i, _Kept)
+            i.take("an input of a recomputed output") if isinstance(i, Saved)
             else i if i is None else i.value()
             for i in self._ingredients
         ]  # fmt: skip
@@ -233,7 +239,7 @@ class _Use:
 _take_outside_of_graphs = disable_dynamo(lambda packed: packed.take())
 
 
-def _unpack(packed: _Kept | _Use) -> Tensor:
+def _unpack(packed: Saved | _Use) -> Tensor:
     if torch.compiler.is_compiling():
         value: Tensor = _take_outside_of_graphs(packed)
         return value
@@ -251,7 +257,7 @@ class _Scope:
         self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
 
-    def pack(self, tensor: Tensor) -> _Kept | _Use:
+    def pack(self, tensor: Tensor) -> Saved | _Use:
         source = tagged(tensor)
         if source is not None:
             tag, output = source
@@ -263,8 +269,7 @@ class _Scope:
             self._plain.add(tensor.data_ptr())
         if self._observer is not None:
             self._observer(tensor, None)
-        # Detached: a node that keeps its own output would keep itself alive.
-        return _Kept(tensor.detach(), tensor._version)
+        return Saved.of(tensor)
 
     def tag(
         self,
@@ -280,7 +285,7 @@ class _Scope:
         saved already; otherwise a recipe would save no memory.
         """
         lost = {id(tensor) for tensor in dropped}
-        ingredients: list[_Kept | Recipe | _View | None] = []
+        ingredients: list[Saved | Recipe | _View | None] = []
         for tensor in tensors:
             if tensor is None:
                 ingredients.append(None)
@@ -291,7 +296,7 @@ class _Scope:
                 assert recipe is not None
                 ingredients.append(recipe if of is tensor else _View(recipe, tensor))
             elif id(tensor) not in lost or tensor.data_ptr() in self._plain:
-                ingredients.append(_Kept(tensor.detach(), tensor._version))
+                ingredients.append(Saved.of(tensor))
             else:
                 return
         made = Recipe(function, ingredients, constants)
@@ -402,9 +407,9 @@ class _Account:
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> Saved:
         self.observer(tensor, None)
-        return _Kept(tensor.detach(), tensor._version)
+        return Saved.of(tensor)
 
 
 @contextmanager

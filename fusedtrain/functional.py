@@ -26,12 +26,12 @@ from . import _calls
 from ._graph.fx import handle as _handle
 from .ops import activations as _activations, few_bit as _few_bit
 from .ops._library import public_in as _public_in
+from .ops.activations_beyond_torch import *  # noqa: F403
 from .ops.batch_norm import *  # noqa: F403
 from .ops.bias_act import *  # noqa: F403
 from .ops.channelwise import *  # noqa: F403
 from .ops.gated import *  # noqa: F403
 from .ops.images import *  # noqa: F403
-from .ops.more_activations import *  # noqa: F403
 from .ops.pool import *  # noqa: F403
 from .ops.scale_add import *  # noqa: F403
 from .reference import activations as _reference

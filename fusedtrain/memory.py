@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ._graph.compiled import original_of, without_compiled_code
-from ._graph.example import address_of, arguments_of, example_for
+from ._graph.example import arguments_of, example_for
 from ._graph.hooks import observing
+from ._graph.kept import address_of, counted_bytes
 from ._graph.report import shown, title
 from ._graph.tracer import same_generators
-from ._recompute import Recipe, observed
+from ._text import column_lines
 from ._torch_private import pytree
 from .conversion import MEMORY, convert, revert
 from .optim._distributed import local
@@ -78,13 +79,7 @@ class MemoryReport:
             savers = ", ".join(map(shown, layer.savers[:3]))
             rows.append(self._row(f"  {shown(layer.name)} (for {savers})", layer.bytes))
         rows += self._optimizer_rows(len(modes))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(modes) + 1)]
-        return "\n".join(
-            "  ".join(
-                [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:])]
-            ).rstrip()
-            for row in rows
-        )
+        return "\n".join(column_lines(rows, words=(0,)))
 
     def _row(self, label: str, sizes: Any) -> tuple[str, ...]:
         scale, unit = self._unit()
@@ -245,26 +240,19 @@ def _report(runs: dict[str, _Kept]) -> MemoryReport:
 def _run(model: nn.Module, example: Any) -> _Kept:
     arguments, named = arguments_of(example)
     kept = _Kept()
-    ours = {address_of(t) for t in (*model.parameters(), *model.buffers())}
-    ours |= {address_of(t) for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)}
-    sizes: dict[int, tuple[str, int]] = {}  # address: the maker's name, bytes
+    inputs = [t for t in pytree.tree_leaves((arguments, named)) if isinstance(t, Tensor)]
+    ours = (*model.parameters(), *model.buffers(), *inputs)
     with _following(model) as (makers, current), torch.enable_grad():
 
-        def observe(tensor: Tensor, recipe: Recipe | None) -> None:
-            for one in (tensor,) if recipe is None else recipe.kept():
-                address = address_of(one)
-                if address in ours or address == 0:
-                    continue
-                # A tensor saved inside its module's forward has no maker yet: the running module.
-                maker, kind = makers.get(address, current())
-                kept.types.setdefault(maker, kind)
-                kept.savers.setdefault(maker, {})[current()[0]] = None
-                sizes[address] = (maker, one.untyped_storage().nbytes())
+        def maker(address: int, *_: Any) -> str:
+            # A tensor saved inside its module's forward has no maker yet: the running module.
+            name, kind = makers.get(address, current())
+            kept.types.setdefault(name, kind)
+            kept.savers.setdefault(name, {})[current()[0]] = None
+            return str(name)
 
-        with observed(observe):
+        with counted_bytes(ours, maker) as kept.bytes:
             model(*arguments, **named)
-    for maker, size in sizes.values():
-        kept.bytes[maker] += size
     return kept
 
 

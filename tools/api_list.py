@@ -35,7 +35,7 @@ READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate
 # Names that commands and tests import and users need not: they may change in any version.
 INTERNAL = {
     "fusedtrain.advisor.diagnosis": {"RULES", "Facts", "Rule", "decide"},
-    "fusedtrain.advisor.tuning": {"HEADINGS", "NAMES", "memory_text", "parse_budget"},
+    "fusedtrain.advisor.tuning": {"HEADINGS", "NAMES", "parse_budget"},
 }
 
 _HEAD = """\

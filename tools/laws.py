@@ -19,7 +19,7 @@ FOUND: list[str] = []
 LONGEST = 450  # lines of a file
 VAGUE = {"found", "told", "own", "here", "apart", "given"}
 PICKLED = {"fusedtrain/folding/_bias.py": "own"}  # a file's attribute that keeps its name
-FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/more_activations.py")
+FUNCTIONS = ("functional.py", "ops/channelwise.py", "ops/activations_beyond_torch.py")
 
 
 def forbid(pattern: str, files: list[Path], law: str) -> None:
@@ -31,9 +31,9 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 
 # Packages and modules of fusedtrain/, from the ground up: each imports only those before it.
 FLOORS = (
-    "_version", "_broken_pipe", "_torch_private", "_capture", "_calls", "_recompute", "reference",
-    "triton", "_backends", "_graph", "ops", "functional", "nn", "optim", "amp", "apex", "folding",
-    "conversion", "integrations", "memory", "advisor", "__init__", "cli", "__main__",
+    "_version", "_text", "_broken_pipe", "_torch_private", "_capture", "_calls", "_recompute",
+    "reference", "triton", "_backends", "_graph", "ops", "functional", "nn", "optim", "amp", "apex",
+    "folding", "conversion", "integrations", "memory", "advisor", "__init__", "cli", "__main__",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import fusedtrain
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.experiments.models import random_batch, small_resnet
 from benchmarks.harness.memory import most_allocated
-from benchmarks.harness.race import kept_bytes
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench.clock import median_interval
 
 TORCH, OURS = "torch", "fusedtrain"

@@ -40,7 +40,9 @@ class Screen:
             words: columns that begin at the left; the others are numbers.
         """
         if self._console is None:
-            for text in plain(headings, rows, words):
+            from fusedtrain._text import column_lines  # and torch, whose import takes seconds
+
+            for text in column_lines([headings, *rows], words):
                 print(text, flush=True)
             return
         import rich.box
@@ -53,16 +55,3 @@ class Screen:
         for row in rows:
             table.add_row(*map(Text, row))
         self._console.print(table)
-
-
-def plain(headings: Sequence[str], rows: Sequence[Sequence[str]], words: set[int]) -> list[str]:
-    """The lines of a table in columns."""
-    lines = [headings, *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if number in words else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

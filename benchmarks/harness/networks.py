@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
-from benchmarks.harness.race import kept_bytes
 from benchmarks.harness.steps import import_module
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench.gate import NotTheJob
 
 JOBS = {

@@ -17,9 +17,8 @@ from benchmarks.harness.tables import (
     interval_text,
     ratio_text,
     sections,
-    time_text,
 )
-from fusedtrain.advisor.bench import size_text
+from fusedtrain._text import shape_text, size_text, time_text
 
 # "exact": fusedtrain's own, where what is compared is its few-bit one.
 RIVALS = ("eager", "compile", "exact")
@@ -39,7 +38,7 @@ def _is_layer(row: Row) -> bool:
 
 def name(row: Row) -> str:
     """The op, with all that tells it from the others of its table."""
-    size = "x".join(map(str, _shape(row)[1:])) if _is_layer(row) else ""
+    size = shape_text(_shape(row)[1:]) if _is_layer(row) else ""
     return " ".join(filter(None, (row.op, size, row.layout)))
 
 
@@ -68,7 +67,7 @@ def _kept_text(row: Row) -> str:
 COLUMNS = (
     Column("op", name, left=True),
     Column("pass", lambda row: str(row["pass"]), left=True),
-    Column("time", lambda row: time_text(row.ns["fusedtrain"])),
+    Column("time", lambda row: time_text(row.ns["fusedtrain"] / 1e9)),
     Column("GB/s", lambda row: f"{row['gb_per_s']['fusedtrain']:.1f}"),
     Column("% copy", lambda row: f"{row['percent_of_copy']:.0f}"),
     Column("% prealloc", lambda row: f"{row['percent_of_preallocated_copy']:.0f}"),
@@ -183,7 +182,7 @@ def _networks(rows: Sequence[Row]) -> list[str]:
         for kind, members in sorted(kinds.items()):
             least = min(members, key=lambda row: row.ratio["eager"])
             mean = geometric_mean([row.ratio["eager"] for row in members])
-            size = "x".join(map(str, _shape(least)[1:]))
+            size = shape_text(_shape(least)[1:])
             lines.append(
                 f"| {' | '.join(kind)} | {len(members)} | {mean:.2f}x | "
                 f"{least.ratio['eager']:.2f}x ({least.op} {size}) |"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Limits, Report, summary, time_text
+from benchmarks.harness.tables import Limits, Report, summary
+from fusedtrain._text import time_text
 
 COMMAND = "python -m benchmarks.report --docs"
 BEGIN, END = f"<!-- generated: {COMMAND} -->", "<!-- end -->"
@@ -140,7 +141,7 @@ def headlines(parts: Mapping[str, Part]) -> str:
         else:
             low, high = row.ratio_interval[headline.rival]
             gain = f"{row.ratio[headline.rival]:.2f}x ({low:.2f}-{high:.2f})"
-            cells = [time_text(row.ns[who]) for who in ("fusedtrain", headline.rival)]
+            cells = [time_text(row.ns[who] / 1e9) for who in ("fusedtrain", headline.rival)]
         rival = f"{cells[1]}, {_RIVALS[headline.rival]}"
         where = f"{row.device}, {row.date[:10]}"
         lines.append(f"| {headline.what} | {cells[0]} | {rival} | {gain} | {where} |")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import mean, median
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.cases import dtype_name
 from benchmarks.harness.guards import admit
 from benchmarks.harness.rows import make_row
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench import COPY, FRESH_COPY, Contest
 from fusedtrain.advisor.bench.clock import (
     Call,
@@ -123,23 +124,6 @@ def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> 
         y = function(leaf)
         return lambda: torch.autograd.grad(y, leaf, gradient, retain_graph=True)
     return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
-
-
-def kept_bytes(run: Callable[[], object], without: Iterable[Tensor] = ()) -> int:
-    """Bytes that a call keeps for backward: storages, each once, but for those of ``without``."""
-    known = {t.untyped_storage().data_ptr() for t in without}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()  # lives until all is counted: no address has two storages
-    del result
-    return sum(kept.values())
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness.chart import Panel
 from benchmarks.harness.rows import Row
+from fusedtrain._text import time_text
 
 WIDTH = 240  # of what goes to a file
 UNCERTAIN = ["", "\\* measured while the machine was busy: the ratios are uncertain"]
@@ -143,7 +144,7 @@ def summary(report: Report, rows: Sequence[Row], limits: Limits) -> str:
     lines.append(f"Slower than a rival beyond noise (> {limits.tolerance:.0%}): {len(slower)} rows")
     lines += [
         f"  {report.label(row)}: {row.ratio[rival]:.2f}x {rival}, "
-        f"{time_text(row.ns['fusedtrain'])} against {time_text(row.ns[rival])}"
+        f"{time_text(row.ns['fusedtrain'] / 1e9)} against {time_text(row.ns[rival] / 1e9)}"
         f"{' (noisy)' if row.noisy else ''}"
         for row, rival in slower
     ]
@@ -151,14 +152,6 @@ def summary(report: Report, rows: Sequence[Row], limits: Limits) -> str:
 
 
 # --- cells ---
-
-
-def time_text(ns: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("s", 1e9), ("ms", 1e6)):
-        if ns >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns / 1e3:.3g} us"
 
 
 def ratio_text(rival: str) -> Callable[[Row], str]:

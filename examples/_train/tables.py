@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from rich.table import Table
 
 import fusedtrain
 from _train.checks import Check
+from fusedtrain.advisor.bench import clock
 
 
 def wide_console() -> Console:
@@ -84,18 +84,8 @@ def surroundings(device: str, arguments: dict[str, Any], checks: Sequence[Check]
 
 
 def device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{_cpu_name()}, {torch.get_num_threads()} thread(s)"
-
-
-def _cpu_name() -> str:
-    try:
-        lines: Iterable[str] = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = ()
-    model_line = next((line for line in lines if line.startswith("model name")), "")
-    return model_line.partition(":")[2].strip() or platform.processor() or platform.machine()
+    threads = "" if device == "cuda" else f", {torch.get_num_threads()} thread(s)"
+    return clock.device_name(device) + threads
 
 
 def plain(value: Any) -> Any:

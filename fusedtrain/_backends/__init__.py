@@ -334,7 +334,7 @@ def machine_info() -> dict[str, str]:
         "system": platform.platform(),
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": f"{torch.__version__}, built for {built_for}",
-        "processor": f"{_processor()}, {capability}, {torch.get_num_threads()} threads",
+        "processor": f"{processor()}, {capability}, {torch.get_num_threads()} threads",
         "GPUs": _gpus_in_words(),
         "installed": str(_PACKAGE),
     }
@@ -353,13 +353,14 @@ def environment(**defaults: str) -> dict[str, str]:
     return {**defaults, **os.environ}
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's model name where the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def _gpus_in_words() -> str:

@@ -97,11 +97,3 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(copied, dict):
         return (), copied
     return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where its memory begins; 0 where it has none of a known kind."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass, or of another layout
-        return 0

@@ -14,7 +14,7 @@ _LATER = ("save",)  # attributes of fused classes that `convert` sets after all 
 
 
 @dataclass
-class Found:
+class Decision:
     """One activation or max pooling module, with every name it goes by and what to do with it."""
 
     module: nn.Module

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _NAMES_SHOWN = 4  # in one line
 
 
-class Left(NamedTuple):
+class Unchanged(NamedTuple):
     """One module that was not changed, and why."""
 
     name: str
@@ -17,7 +17,7 @@ class Left(NamedTuple):
     reason: str
 
 
-def left_lines(left: Iterable[Left]) -> Iterator[str]:
+def unchanged_lines(left: Iterable[Unchanged]) -> Iterator[str]:
     """A line for each type and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for entry in left:
@@ -26,11 +26,6 @@ def left_lines(left: Iterable[Left]) -> Iterator[str]:
         more = len(names) - _NAMES_SHOWN
         places = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
         yield f"  {len(names)} x {kind}: {reason} ({places})"
-
-
-def counted(count: int, noun: str) -> str:
-    """The noun in singular or plural, with the count."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def shown(name: str) -> str:

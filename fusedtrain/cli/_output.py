@@ -29,6 +29,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from .._text import column_lines
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -298,18 +300,11 @@ def _stacked(table: Table) -> Iterator[str]:
             yield f"  {', '.join(numbers)}"
 
 
-def _columns(table: Table) -> Iterator[str]:
+def _columns(table: Table) -> list[str]:
     """One line a row, without boxes or colours: for grep, awk and logs."""
-    if table.title:
-        yield table.title
     lines = [[column.name for column in table.columns], *table.rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (
-            cell.ljust(width) if column.left else cell.rjust(width)
-            for cell, width, column in zip(line, widths, table.columns, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
+    words = [number for number, column in enumerate(table.columns) if column.left]
+    return [table.title] * bool(table.title) + column_lines(lines, words)
 
 
 # --- HTML ---

@@ -10,6 +10,7 @@ import click
 import torch
 
 from .. import __version__, backend_info
+from .._text import time_text
 from ..advisor.bench import (
     COPY,
     EAGER,
@@ -178,7 +179,7 @@ def _table(family: str, results: Sequence[Result], peak: float) -> Table:
         if result.wrong:
             rows.append([*row, "WRONG", *[""] * (len(columns) - len(row) - 1)])
             continue
-        row.append(time_text(result.ns[OURS]))
+        row.append(time_text(result.ns[OURS] / 1e9))
         if computes:
             operations = result.operations / result.ns[OURS]  # 1e9 of them a second
             share = "" if math.isnan(peak) else f"{100e9 * operations / peak:.0f}"
@@ -192,14 +193,6 @@ def _table(family: str, results: Sequence[Result], peak: float) -> Table:
                 row.append(f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "")
         rows.append(row)
     return Table(family, columns, rows)
-
-
-def time_text(ns: float) -> str:
-    """With a unit that suits."""
-    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
-        if ns >= factor:
-            return f"{ns / factor:.3g} {unit}"
-    return f"{ns:.3g} ns"
 
 
 def _number(value: float) -> float | None:

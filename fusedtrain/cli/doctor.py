@@ -9,10 +9,10 @@ import click
 import torch
 
 from .. import __version__
+from .._text import time_text
 from ..advisor._scripts import DIED, EXITED, RAISED, STOPPED
 from ..advisor.bench.clock import device_name
-from ..advisor.diagnosis import Diagnosis, doctor
-from ..advisor.diagnosis.wording import finding_lines, milliseconds
+from ..advisor.diagnosis import Diagnosis, doctor, finding_lines
 from ._exit import Exit
 from ._output import Column, Outputs, Report, Script, Table, output_options, progress, say, today
 
@@ -79,7 +79,7 @@ def _report(diagnosis: Diagnosis, script: str) -> Report:
     rows = []
     for finding in diagnosis.findings:
         seconds = finding.cost.seconds
-        cost = milliseconds(seconds) if seconds else "-"
+        cost = time_text(seconds) if seconds else "-"
         rows.append((str(finding.site or "-"), finding.rule, cost, finding.cost.kind))
     tables = [Table("", _COLUMNS, rows)] if rows else []
     data = {**diagnosis.to_json(), "diff": diagnosis.diff()}
@@ -114,7 +114,7 @@ def _figure(diagnosis: Diagnosis) -> Figure:
     figure = Figure(figsize=(9, 1.4 + 0.55 * len(times)), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh(range(len(times)), [1e3 * t for t in times], color=colours)
-    axes.bar_label(bars, [f" {milliseconds(t)}" for t in times], fontsize=9)
+    axes.bar_label(bars, [f" {time_text(t)}" for t in times], fontsize=9)
     axes.set_yticks(range(len(times)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.15)

@@ -10,6 +10,7 @@ import click
 import torch
 
 from .. import __version__
+from .._text import counted
 from ..advisor._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
 from ..advisor.bench.clock import device_name
 from ._exit import Exit
@@ -222,7 +223,7 @@ def _json(seen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _partial(run: Run) -> str:
-    taken = f"{run.steps} optimizer step{'s' * (run.steps != 1)}"
+    taken = counted(run.steps, "optimizer step")
     if run.end == RAISED:
         return f"the script raised after {taken}; its traceback is on stderr"
     if run.end == EXITED:

@@ -10,13 +10,13 @@ import click
 import torch
 
 from .. import __version__
+from .._text import memory_text, shape_text
 from ..advisor.tuning import (
     HEADINGS,
     NAMES,
     TrialFailed,
     TunedTrial,
     TuneReport,
-    memory_text,
     parse_budget,
     tune,
 )
@@ -142,7 +142,7 @@ def _report(seen: TuneReport, optimizer: str, shape: Sequence[int]) -> Report:
         "torch": torch.__version__,
         "fusedtrain": __version__,
         "threads": str(torch.get_num_threads()),
-        "input": f"{'x'.join(map(str, shape))}, {optimizer}",
+        "input": f"{shape_text(shape)}, {optimizer}",
         "date": today(),
         "time": f"{seen.seconds:.0f} s",
     }

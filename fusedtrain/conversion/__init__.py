@@ -5,8 +5,8 @@ hooks, parameters, flags and names, and whoever else refers to it, need no copyi
 
 Here is which modules change class. `_conversion` finds and installs, `_trials` and `_proof` prove.
 `_norms`, `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas` (over
-`_algebra`) knows which are an activation, `_reordering` whether they may move, `_worth` what gains.
-`_rewrite`, `_edit` and `_source` write the new forwards, which call `_fused_calls`.
+`_algebra`) knows which are an activation, `_reordering` whether they may move, `_candidates` what
+gains. `_rewrite`, `_edit` and `_source` write the new forwards, which call `_fused_calls`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .._graph.guards import (
 )
 from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
-from .._graph.records import Found, Record as Record, record_of
+from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown, title
 from ._report import ConversionReport
 
@@ -231,10 +231,10 @@ def revert(model: torch.nn.Module) -> int:
 
 def _find(
     model: torch.nn.Module, names: set[str], types: tuple[type, ...]
-) -> tuple[list[Found], set[int]]:
+) -> tuple[list[Decision], set[int]]:
     """Every activation and max pooling of the model once, in the order of named_modules, and the
     ids of excluded modules; changes nothing."""
-    entries: dict[int, Found] = {}
+    entries: dict[int, Decision] = {}
     kept: set[int] = set()
     unmatched = set(names)
 
@@ -265,31 +265,31 @@ def _find(
     return list(entries.values()), kept
 
 
-def _decide(module: torch.nn.Module) -> Found | None:
+def _decide(module: torch.nn.Module) -> Decision | None:
     """The decision on one module; None if it is neither activation nor max pooling."""
     cls = type(module)
     if is_scripted(module):
         known = {base.__name__ for base in _TORCH}
         if any(getattr(part, "original_name", None) in known for part in module.modules()):
-            return Found(module, reason="scripted; convert before scripting")
+            return Decision(module, reason="scripted; convert before scripting")
         return None
     if isinstance(module, _FUSED):
-        return Found(module)
+        return Decision(module)
     base = next((base for base in cls.__mro__ if base in _TORCH or _key(base) in _TIMM), None)
     if base is None:
-        return Found(module, reason="no fused version") if _looks_pointwise(cls) else None
+        return Decision(module, reason="no fused version") if _looks_pointwise(cls) else None
     if base is not cls:
         if is_quantized(module):
-            return Found(module, reason="quantised")
+            return Decision(module, reason="quantised")
         changed = parametrize.is_parametrized(module)
-        return Found(module, reason="parametrized" if changed else f"subclass of {title(base)}")
+        return Decision(module, reason="parametrized" if changed else f"subclass of {title(base)}")
     if "forward" in vars(module):
-        return Found(module, reason="its forward is patched")
+        return Decision(module, reason="its forward is patched")
     if cls in _TORCH:
-        return Found(module, _TORCH[cls])
+        return Decision(module, _TORCH[cls])
     target, attributes = _TIMM[_key(cls)]
     fused = getattr(fused_nn, target)
-    return Found(module, fused, attributes, _timm_obstacle(module, fused, attributes))
+    return Decision(module, fused, attributes, _timm_obstacle(module, fused, attributes))
 
 
 def _timm_obstacle(module: torch.nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:

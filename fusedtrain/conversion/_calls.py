@@ -18,9 +18,10 @@ from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
 from .._graph.forward import rewritten_of
 from .._graph.names import numbers_of
-from .._graph.records import Found, record_of
-from .._graph.report import Left, title
+from .._graph.records import Decision, record_of
+from .._graph.report import Unchanged, title
 from ..reference.pointwise import INDEX, POINTWISE
+from ._candidates import Candidates, is_bare
 from ._formulas import (
     FUNCTIONS,
     Match,
@@ -32,7 +33,6 @@ from ._formulas import (
     other_call_of,
 )
 from ._norms import MODULE_OF
-from ._worth import Worth, is_bare
 
 # These keep their output in torch, too: who writes over it meets the same error.
 _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
@@ -98,7 +98,7 @@ def find_calls(flow: Flow, excluded: set[int]) -> list[Call]:
     return calls
 
 
-def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Found]:
+def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Decision]:
     """Modules that are one activation and can be given its class; `known` are others."""
     names: dict[int, list[str]] = {}
     for name, module in flow.model.named_modules(remove_duplicate=False):
@@ -126,7 +126,7 @@ def only_activation(flow: Flow, module: nn.Module) -> Match | None:
     return None if match.in_place or match.name not in MODULE_OF else match
 
 
-def _activation(flow: Flow, module: nn.Module) -> Found | None:
+def _activation(flow: Flow, module: nn.Module) -> Decision | None:
     match = only_activation(flow, module)
     if match is None or match.widens:
         return None
@@ -137,7 +137,7 @@ def _activation(flow: Flow, module: nn.Module) -> Found | None:
     except TypeError:
         return None
     base = vars(nn.Module())
-    return Found(
+    return Decision(
         module, type(twin), {name: v for name, v in vars(twin).items() if name not in base}
     )
 
@@ -156,21 +156,21 @@ def _is_simple(module: nn.Module) -> bool:
     return len(parameters) == 2
 
 
-def _encoder(layer: nn.Module) -> Found | None:
+def _encoder(layer: nn.Module) -> Decision | None:
     """torch.nn's transformer layers call what an attribute holds. The fast path, which torch takes
     without gradients, asks for another attribute and stays."""
     activation: Any = layer.__dict__.get("activation")
     if activation is None or "forward" in vars(layer):
         return None
     if record_of(layer) is not None:
-        return Found(layer)
+        return Decision(layer)
     name, in_place = FUNCTIONS.get(activation, ("", False))
     if not name or in_place or activation is getattr(fused_functional, name):
         return None
-    return Found(layer, type(layer), {"activation": getattr(fused_functional, name)})
+    return Decision(layer, type(layer), {"activation": getattr(fused_functional, name)})
 
 
-def target_of(entry: Found) -> str:
+def target_of(entry: Decision) -> str:
     """New class or function of a converted module, for the report."""
     assert entry.fused is not None
     if entry.fused not in _ENCODERS:
@@ -179,18 +179,18 @@ def target_of(entry: Found) -> str:
 
 
 def left_calls(
-    flow: Flow, worth: Worth, known: set[int], reasons: dict[fx.Node, str]
-) -> Iterator[Left]:
+    flow: Flow, candidates: Candidates, known: set[int], reasons: dict[fx.Node, str]
+) -> Iterator[Unchanged]:
     """Each activation function that a forward still calls, with the reason. `known`: ids of modules
     that have a line of their own; `reasons` of single calls, '' of those that are gone."""
     for name, module in flow.model.named_modules():
-        if id(module) in known or not worth.mentions(module) or rewritten_before(flow, module):
+        if id(module) in known or not candidates.mentions(module) or rewritten_before(flow, module):
             continue
         trace = flow.trace_of(module)
         if trace is None:
             why = f"torch.fx cannot trace its forward ({flow.failed.get(id(module), 'unknown')})"
-            for function in worth.names(module):
-                yield Left(name, function, why)
+            for function in candidates.names(module):
+                yield Unchanged(name, function, why)
             continue
         left: dict[str, str] = {}
         inner = {n for graph in trace.graphs for m in matches_of(graph).values() for n in m.nodes}
@@ -206,23 +206,23 @@ def left_calls(
             if function and reason != "":
                 left.setdefault(function, reason or trace.inexact or "it stays as it is")
         for function, reason in left.items():
-            yield Left(name, function, reason)
+            yield Unchanged(name, function, reason)
 
 
-def left_modules(flow: Flow, worth: Worth, known: set[int]) -> Iterator[Left]:
+def left_modules(flow: Flow, candidates: Candidates, known: set[int]) -> Iterator[Unchanged]:
     """Modules that look like an activation, and are none that is known."""
     for name, module in flow.model.named_modules():
         if id(module) in known or not is_bare(module):
             continue
-        if function := worth.applied(module):
+        if function := candidates.applied(module):
             reason = f"its forward applies {function}, a torch.autograd.Function"
-            yield Left(name, title(type(module)), reason)
+            yield Unchanged(name, title(type(module)), reason)
             continue
         trace = flow.trace_of(module)
-        if trace is None or not worth.mentions(module):
+        if trace is None or not candidates.mentions(module):
             continue
         if not any(map(matches_of, trace.graphs)):
-            yield Left(name, title(type(module)), "no fused version of its formula")
+            yield Unchanged(name, title(type(module)), "no fused version of its formula")
 
 
 def rewritten_before(flow: Flow, module: nn.Module) -> bool:

@@ -12,14 +12,15 @@ from .._graph.effects import Effects
 from .._graph.flow import Flow
 from .._graph.forward import install, remove, restore, rewritten_of, set_recomputing
 from .._graph.modules import is_quantized
-from .._graph.records import Found, assign, assigned, record_of
-from .._graph.report import Left, title
+from .._graph.records import Decision, assign, assigned, record_of
+from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
 from ._branches import Branch, find_branches
 from ._calls import Call, find_calls, find_modules, left_calls, left_modules, target_of
+from ._candidates import GAINS_NOTHING, Candidates, gains
 from ._gates import Product, find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, Site, Step, fused_class, has_own_steps, obstacle
@@ -33,14 +34,13 @@ from ._report import (
     LookedAt,
 )
 from ._rewrite import Plan, apply, becomes_ours
-from ._worth import GAINS_NOTHING, Worth, gains
 
 
 class Conversion:
     """The swaps of a model, which can be installed and taken back any number of times."""
 
     def __init__(
-        self, model: nn.Module, entries: list[Found], excluded: set[int], memory: str
+        self, model: nn.Module, entries: list[Decision], excluded: set[int], memory: str
     ) -> None:
         self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
@@ -52,13 +52,13 @@ class Conversion:
         self._take_earlier_back()
         self.undone: dict[int, str] = {}  # id of a module: why
         self.unfit: dict[int, str] = {}  # id of a norm: why
-        self.swapped: list[Found] = []
+        self.swapped: list[Decision] = []
         self.left: dict[int, str] = {}
         self.idle: set[int] = set()  # ids of activations
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
-        self.worth = Worth()
-        self.flow = Flow(model, self.worth.tracing)
+        self.candidates = Candidates()
+        self.flow = Flow(model, self.candidates.tracing)
         self.effects = Effects(self.flow)
         self.plan = Plan(self.effects, [])
         known = {id(part) for entry in entries for part in entry.module.modules()}
@@ -134,7 +134,7 @@ class Conversion:
         products = [p for p in products if id(p.module) not in self.undone]
         self.plan = Plan(self.effects, sites, products, branches, calls)
         self.plan.left_products |= {
-            p.node: Left(p.name, p.title, why)
+            p.node: Unchanged(p.name, p.title, why)
             for p in self.products
             if (why := self.undone.get(id(p.trace.module)) or self.undone.get(id(p.module)))
         }
@@ -249,7 +249,7 @@ class Conversion:
             reason = entry.reason or self.undone.get(id(module), "")
             reason = reason or (GAINS_NOTHING if id(module) in self.idle else "")
             if reason:
-                report.left.append(Left(name, source, reason))
+                report.left.append(Unchanged(name, source, reason))
             elif entry.fused is None:
                 report.already += 1
             elif id(module) in swapped:
@@ -279,10 +279,12 @@ class Conversion:
         for norm in self.norms:
             why = self.undone.get(id(norm)) or self.left.get(id(norm))
             if why:
-                report.left.append(Left(self.flow.names[id(norm)], self.sources[id(norm)], why))
+                report.left.append(
+                    Unchanged(self.flow.names[id(norm)], self.sources[id(norm)], why)
+                )
         known = self.known | {id(norm) for norm in self.norms}
-        report.left += left_modules(self.flow, self.worth, known)
-        report.left_calls += left_calls(self.flow, self.worth, known, self._reasons())
+        report.left += left_modules(self.flow, self.candidates, known)
+        report.left_calls += left_calls(self.flow, self.candidates, known, self._reasons())
         left_products = self.left_products | self.plan.left_products
         # One line for all ways through a forward.
         report.left_products += dict.fromkeys(left_products.values())
@@ -337,7 +339,7 @@ def _is_done(norm: nn.Module) -> bool:
     return type(norm).__module__.startswith("fusedtrain.") and has_own_steps(norm)
 
 
-def _gains(entry: Found, memory: str) -> bool:
+def _gains(entry: Decision, memory: str) -> bool:
     """Whether an activation module that has its fused class is worth it; all but torch's are."""
     function = entry.attributes.get("activation")  # of torch's transformer layers
     if function is not None:

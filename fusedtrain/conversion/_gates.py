@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from .._calls import autocasts, is_plain
 from .._graph.flow import Flow, Trace, is_product
 from .._graph.hooks import is_hooked
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
@@ -91,10 +91,10 @@ _NO_KERNEL = "no fused version of its gate"
 gated_by.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[fx.Node, Left]]:
+def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[fx.Node, Unchanged]]:
     """All products of a model, in the order of its forwards, and those that have to stay."""
     products: list[Product] = []
-    left: dict[fx.Node, Left] = {}
+    left: dict[fx.Node, Unchanged] = {}
     for trace in flow.traces:
         for graph in trace.graphs:
             inner = {n for match in matches_of(graph).values() for n in match.nodes}
@@ -109,7 +109,9 @@ def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[f
     return products, left
 
 
-def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Product | Left | None:
+def _product(
+    flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]
+) -> Product | Unchanged | None:
     """A product, or why it has to stay; None of one without a gate."""
     first, second = node.args
     if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
@@ -133,7 +135,7 @@ def _product(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Pro
         product = Product(trace, name, node, gate, other, module, match, inner)
         if not reason:
             return product
-        left = left or Left(name, product.title, reason)
+        left = left or Unchanged(name, product.title, reason)
     return left
 
 

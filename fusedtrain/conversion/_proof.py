@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from .._graph.example import address_of, arguments_of
+from .._graph.difference import norm_of, relative_difference
+from .._graph.example import arguments_of
 from .._graph.hooks import observing
+from .._graph.kept import counted_bytes
 from .._graph.tracer import same_generators
-from .._recompute import Recipe, observed
+from .._recompute import Recipe
 from .._torch_private import pytree
 
 # Allowed: so many units in the last place, or so many times what rounding did to the stock model.
@@ -181,17 +183,17 @@ def _compare(done: Run, reference: Run, errors: Errors) -> None:
         errors.failed = "what has a gradient"
         return
     for a, b in zip(done.outputs, reference.outputs):
-        errors.outputs = max(errors.outputs, _difference(a, b))
+        errors.outputs = max(errors.outputs, relative_difference(a, b))
         _note_dtype(errors, "outputs", a)
     for name, buffer in reference.buffers.items():
         # A mean of zero is rounding, of values that are mostly around one.
         floor = _NEGLIGIBLE * buffer.numel() ** 0.5
-        errors.buffers[name] = _difference(done.buffers[name], buffer, floor)
+        errors.buffers[name] = relative_difference(done.buffers[name], buffer, floor=floor)
         _note_dtype(errors, name, buffer)
-    scale = max((float(_norm(g)) for g in reference.gradients.values()), default=0.0)
+    scale = max((norm_of(g) for g in reference.gradients.values()), default=0.0)
     for name, gradient in reference.gradients.items():
         floor = _NEGLIGIBLE * scale
-        errors.gradients[name] = _difference(done.gradients[name], gradient, floor)
+        errors.gradients[name] = relative_difference(done.gradients[name], gradient, floor=floor)
         _note_dtype(errors, name, gradient)
 
 
@@ -199,24 +201,6 @@ def _note_dtype(errors: Errors, key: Any, tensor: Tensor) -> None:
     if tensor.is_floating_point():
         before = errors.dtypes.get(key, tensor.dtype)
         errors.dtypes[key] = max(before, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return torch.linalg.vector_norm(tensor.detach().to_dense().to(wide))
-
-
-def _difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    if actual.is_meta or torch.equal(actual, expected):
-        return 0.0
-    scale = max(float(_norm(expected)), floor)
-    wide = torch.complex128 if actual.is_complex() else torch.float64
-    error = float(_norm(actual.to(wide) - expected.to(wide)))
-    if error != error and torch.equal(actual.isnan(), expected.isnan()):
-        return _difference(actual.nan_to_num(), expected.nan_to_num(), floor)
-    return error / scale if scale else float("inf")
 
 
 def _weights(leaf: Tensor) -> Tensor:
@@ -286,8 +270,6 @@ def _recording(
     reference: Run | None,
 ) -> Iterator[None]:
     frames = [_Frame(None, (0, 0, 0))]
-    storages: dict[int, tuple[Key, int]] = {}
-    constants = {address_of(t) for t in (*model.parameters(), *model.buffers())}
     seen: Counter[int] = Counter()
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -316,20 +298,16 @@ def _recording(
             errors.layers[call[0]] = float("inf")
             return
         for a, b in zip(leaves, expected):
-            before = max(before, _difference(a, b))
+            before = max(before, relative_difference(a, b))
             _note_dtype(errors, call[0], b)
         errors.layers[call[0]] = before
 
-    def observe(tensor: Tensor, recipe: Recipe | None) -> None:
-        frame = frames[-1]
-        for one in (tensor,) if recipe is None else recipe.kept():
-            address = address_of(one)
-            if address in constants or address == 0 or (recipe is not None and address in storages):
-                continue
-            # To the last who saves it: the next layer needs its input, whoever made it.
-            storages[address] = (frame.last or frame.key, one.untyped_storage().nbytes())
+    def owner(_: int, before: Key | None, recipe: Recipe | None) -> Key:
+        """The last who saves it: the next layer needs its input, whoever made it."""
+        if recipe is not None and before is not None:
+            return before
+        return frames[-1].last or frames[-1].key
 
-    with observing(enter, leave), observed(observe):
+    constants = (*model.parameters(), *model.buffers())
+    with observing(enter, leave), counted_bytes(constants, owner) as done.saved:
         yield
-    for key, size in storages.values():
-        done.saved[key] += size

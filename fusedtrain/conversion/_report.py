@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._graph.report import Left, counted, left_lines, shown
+from .._graph.report import Unchanged, shown, unchanged_lines
+from .._text import counted
 
 _CLASS = "fusedtrain.nn."  # of targets that are classes, which a module was given
 _NO_OUTPUTS = "unknown (nothing compared: the model returns no tensors)"
@@ -169,15 +170,15 @@ class ConversionReport:
     """
 
     converted: list[Converted] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    left: list[Unchanged] = field(default_factory=list)
     shared: dict[str, list[str]] = field(default_factory=dict)
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
     products: list[Gated] = field(default_factory=list)
     branches: list[Branched] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
-    left_calls: list[Left] = field(default_factory=list)
-    left_products: list[Left] = field(default_factory=list)
+    left_calls: list[Unchanged] = field(default_factory=list)
+    left_products: list[Unchanged] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
@@ -245,13 +246,13 @@ class ConversionReport:
             lines.append(f"already fused: {_modules(self.already)}")
         if self.left:
             lines.append(f"left {_modules(len(self.left))}")
-        lines += left_lines(self.left)
+        lines += unchanged_lines(self.left)
         if self.left_calls:
             lines.append(f"left {counted(len(self.left_calls), 'call')} in forwards")
-            lines += left_lines(self.left_calls)
+            lines += unchanged_lines(self.left_calls)
         if self.left_products:
             lines.append(f"left {counted(len(self.left_products), 'product')} with a gate")
-            lines += left_lines(self.left_products)
+            lines += unchanged_lines(self.left_products)
         helps = self._helps()
         if not (self or self.products or self.branches):
             lines += self._nothing(bool(helps))

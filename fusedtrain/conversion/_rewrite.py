@@ -14,7 +14,7 @@ from .._graph.flow import Trace
 from .._graph.forward import Rewritten, install
 from .._graph.intercept import intercepting
 from .._graph.records import assign
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from ..nn.norm import OURS
 from ._branches import Branch
 from ._calls import Call
@@ -40,7 +40,7 @@ class Plan:
     calls: list[Call] = field(default_factory=list)
     left: dict[int, str] = field(default_factory=dict)  # id of a norm
     left_calls: dict[fx.Node, str] = field(default_factory=dict)
-    left_products: dict[fx.Node, Left] = field(default_factory=dict)
+    left_products: dict[fx.Node, Unchanged] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._unfit: dict[int, str] = {}
@@ -174,7 +174,7 @@ class Plan:
 
     def _leave(self, product: Product, reason: str) -> None:
         self.products = [p for p in self.products if p is not product]
-        self.left_products[product.node] = Left(product.name, product.title, reason)
+        self.left_products[product.node] = Unchanged(product.name, product.title, reason)
 
     def _disagrees(self) -> bool:
         """Takes back all of one forward whose ways would no longer begin with the same calls.

@@ -17,7 +17,7 @@ from .._graph.effects import Effects
 from .._graph.example import example_for
 from .._graph.flow import Flow
 from .._graph.modules import is_scripted
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from .._torch_private import DropoutBase
 from . import _activations
 from ._bias import AfterLoading as AfterLoading, WithoutBias as WithoutBias, drop_redundant_bias
@@ -163,7 +163,7 @@ def _fold(model: nn.Module, dims: dict[str, set[int]], report: FoldReport) -> nn
         if isinstance(choice, Link):
             choice = sharing.called(choice) or _shared(sharing, choice) or choice
         if isinstance(choice, str):
-            report.left.append(Left(flow.name(norm), type(norm).__name__, choice))
+            report.left.append(Unchanged(flow.name(norm), type(norm).__name__, choice))
         else:
             chosen.append(choice)
     swapped: dict[int, nn.Module] = {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._graph.example import example_for
 from .._graph.forward import install, replacement_of
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from ._forward import Convolving
 from ._frozen import pairs
 from ._kinds import check_module, is_frozen, spatial
@@ -168,7 +168,7 @@ def drop_redundant_bias(model: nn.Module, example_inputs: Any = None) -> FoldRep
             if seen - {2} or not (seen or link.flat):
                 reason = "its input may have three dimensions"
         if reason:
-            report.left.append(Left(name, norm_kind, reason))
+            report.left.append(Unchanged(name, norm_kind, reason))
             continue
         forward = WithoutBias(link.conv, norm)
         install(forward)

@@ -59,14 +59,14 @@ class _Mkldnn:
     def __init__(self) -> None:
         ops = torch.ops.mkldnn
         pointwise = getattr(ops, "_convolution_pointwise", None)
-        self.there = hasattr(pointwise, "binary") and torch.backends.mkldnn.is_available()
-        if self.there:
+        self.available = hasattr(pointwise, "binary") and torch.backends.mkldnn.is_available()
+        if self.available:
             assert pointwise is not None
             self._unary, self._binary = pointwise.default, pointwise.binary
         self._reorder = getattr(ops, "_reorder_convolution_weight", None)
 
     def has(self, act: Act, residual: bool, dtype: torch.dtype) -> bool:
-        if not self.there or (residual and act.name not in ("none", "relu")):
+        if not self.available or (residual and act.name not in ("none", "relu")):
             return False
         if dtype is torch.bfloat16:
             asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
@@ -124,9 +124,9 @@ class _Cudnn:
     """NVIDIA GPUs: relu, with or without an addition. Not yet run on one."""
 
     def has(self, act: Act, residual: bool, dtype: torch.dtype) -> bool:
-        there = hasattr(torch, "cudnn_convolution_relu") and torch.backends.cudnn.is_available()
+        available = hasattr(torch, "cudnn_convolution_relu") and torch.backends.cudnn.is_available()
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
-        return there and act.name == "relu" and dtype in dtypes
+        return available and act.name == "relu" and dtype in dtypes
 
     def ready(self) -> bool:
         return bool(torch.backends.cudnn.enabled)

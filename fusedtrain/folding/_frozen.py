@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._graph.example import example_for
 from .._graph.forward import Replacement, install, is_changed, replacement_of
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from ..ops.fold import fold_weight
 from ._forward import Convolving
 from ._kinds import (
@@ -185,14 +185,14 @@ def pairs(
             link = sharing.called(link) or shared(sharing, link) or link
         name, kind = first.name(norm), type(norm).__name__
         if isinstance(link, str):
-            report.left.append(Left(name, kind, link))
+            report.left.append(Unchanged(name, kind, link))
             continue
         links.append(link)
         conv = link.conv
         report.folded.append(Folded(first.name(conv), type(conv).__name__, name, kind))
     for trace, _ in views[0].calls():
         reason = "a call, which keeps no mode"
-        report.left.append(Left(first.name(trace.module), "F.batch_norm", reason))
+        report.left.append(Unchanged(first.name(trace.module), "F.batch_norm", reason))
     list_scripted(model, report)
     return links
 

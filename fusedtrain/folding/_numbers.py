@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from .._graph.flow import Trace, input_of
 from .._graph.modules import attribute_of
-from .._graph.report import Left
+from .._graph.report import Unchanged
 from ..reference import fold as formula
 from ._kinds import Statistics, conv_obstacle, is_transposed, spatial
 from ._links import Link, Links
@@ -49,7 +49,7 @@ def fold_calls(links: Links, sharing: Sharing, model: nn.Module, report: FoldRep
             reason = sharing.called(link)
             choice = reason or sharing.read(link.conv, "weight", "bias", running=True) or choice
         if isinstance(choice, str):
-            report.left.append(Left(name, "F.batch_norm", choice))
+            report.left.append(Unchanged(name, "F.batch_norm", choice))
             continue
         link, stats = choice
         apply(link, stats)

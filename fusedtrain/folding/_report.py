@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import nn
 
 from .._graph.modules import scripted_parts
-from .._graph.report import Left, counted, left_lines, shown
+from .._graph.report import Unchanged, shown, unchanged_lines
+from .._text import counted
 
 _SCRIPTED = "it is scripted"
 
@@ -43,7 +44,7 @@ class FoldReport:
     verb: str = "folded"
     folded: list[Folded] = field(default_factory=list)
     fused: list[Folded] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    left: list[Unchanged] = field(default_factory=list)
     error: float | None = None
 
     def __len__(self) -> int:
@@ -60,7 +61,7 @@ class FoldReport:
         if self.left:
             scripted = any(entry.reason == _SCRIPTED for entry in self.left)
             lines.append(f"left {counted(len(self.left), 'part' if scripted else 'norm')}")
-        lines += left_lines(self.left)
+        lines += unchanged_lines(self.left)
         if self.error is not None:
             lines.append(f"largest relative difference on the example: {self.error:.1e}")
         return "\n".join(lines)
@@ -73,4 +74,4 @@ def _pairs(entries: list[Folded]) -> list[str]:
 
 def list_scripted(model: nn.Module, report: FoldReport) -> None:
     """Their norms, if any, are seen by TorchScript alone."""
-    report.left += [Left(shown(name), kind, _SCRIPTED) for name, kind in scripted_parts(model)]
+    report.left += [Unchanged(shown(name), kind, _SCRIPTED) for name, kind in scripted_parts(model)]

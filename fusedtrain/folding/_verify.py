@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._graph.difference import relative_difference
 from .._graph.example import arguments_of
 from .._graph.modules import is_scripted
 from .._graph.tracer import same_generators
@@ -83,7 +85,7 @@ def difference(actual: Any, expected: Any, tolerance: float | None) -> tuple[flo
     for a, b in zip(values, wanted, strict=True):
         if not isinstance(a, Tensor) or not isinstance(b, Tensor):
             continue
-        error = _difference(a, b)
+        error = relative_difference(a.detach().cpu(), b.detach().cpu(), math.inf)
         exact = not (a.is_floating_point() or a.is_complex())
         limit = TOLERANCES.get(a.dtype, 0.0) if tolerance is None or exact else tolerance
         worst = max(worst, error)
@@ -91,19 +93,3 @@ def difference(actual: Any, expected: Any, tolerance: float | None) -> tuple[flo
             worst_ratio, 0.0 if error == 0 else error / limit if limit else float("inf")
         )
     return worst, worst_ratio
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf")
-    if a.numel() == 0 or torch.equal(a, b):
-        return 0.0
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.detach().cpu().to(wide), b.detach().cpu().to(wide)
-    # Where both are the same infinity or both NaN, they agree.
-    same = (x == y) | (x.isnan() & y.isnan())
-    if not bool(y[~same].isfinite().all()):
-        return float("inf")
-    scale = y[y.isfinite()].abs().max().item() or torch.finfo(torch.float64).tiny
-    error = ((x - y).abs().masked_fill(same, 0) / scale).max().item()
-    return error if error == error else float("inf")

@@ -1,5 +1,5 @@
 """Activations in plain torch: forward, backward, and the table that declares each op. Formulas of
-what torch lacks are in more_activations.py.
+what torch lacks are in activations_beyond_torch.py.
 
 TorchScript, torch.compile and torch.func see ``forward`` instead of a kernel. ``backward`` takes
 the gradient and the saved tensor: the output if the derivative is an exact function of the output,
@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dtypes import widened
-from .more_activations import (
+from .activations_beyond_torch import (
     hard_mish,
     hard_mish_backward,
     quick_gelu,
@@ -28,6 +27,7 @@ from .more_activations import (
     squareplus,
     squareplus_backward,
 )
+from .dtypes import widened
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ from benchmarks.experiments import (
     data_loading,
     fused_gelu,
     page,
-    screen,
     store,
     zero_grad,
 )
 from benchmarks.experiments.experiment import Claim, Column, Experiment, Run, Settings, Verdict
 from benchmarks.run import results_path
+from fusedtrain._text import column_lines
 from helpers import ROOT, environment
 from helpers.commands import heed_ctrl_c
 from helpers.experiments import CPU, CUDA, Inline, measured
@@ -351,7 +351,7 @@ def test_ours_stand_beside_the_published_numbers() -> None:
         ["c", "-", "4.00", "-", "-", "not measured"],
     ]
     assert words == {0, 5}
-    lines = screen.plain(headings, rows, words)
+    lines = column_lines([headings, *rows], words)
     assert len(lines) == 4
     assert lines[1].startswith("a       1.26  ")
     assert lines[2].endswith("no memory")

@@ -34,7 +34,7 @@ ACTS: dict[str, tuple[nn.Module, Act]] = {
 
 def test_the_private_ops_are_there() -> None:
     """Where this fails, torch has renamed them: convolutions then run unfused."""
-    assert _conv_act.PLATFORMS["cpu"].there
+    assert _conv_act.PLATFORMS["cpu"].available
     assert _conv_act.PLATFORMS["cpu"]._reorder is not None
 
 

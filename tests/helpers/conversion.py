@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain._graph.report import Left
-from fusedtrain.conversion._worth import GAINS_NOTHING
+from fusedtrain._graph.report import Unchanged
+from fusedtrain.conversion._candidates import GAINS_NOTHING
 from helpers.models import timm
 
 
@@ -49,7 +49,7 @@ class Calls(nn.Module):
         return self.after(self, self.bn(self.conv(x)))
 
 
-def left_of(report: fusedtrain.ConversionReport) -> list[Left]:
+def left_of(report: fusedtrain.ConversionReport) -> list[Unchanged]:
     """The modules that stay for another reason than that they would gain nothing."""
     return [left for left in report.left if left.reason != GAINS_NOTHING]
 

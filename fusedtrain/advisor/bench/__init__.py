@@ -21,7 +21,6 @@ from ._match import (
     Result,
     measure,
     peak_operations,
-    size_text,
 )
 
 # In the order in which they are shown.
@@ -47,5 +46,4 @@ __all__ = [
     "Result",
     "measure",
     "peak_operations",
-    "size_text",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -258,14 +258,3 @@ def peak_operations(options: Options, effort: Effort) -> float:
     a, b = options.random(side, side), options.random(side, side, seed=1)
     samples = interleave({"matmul": lambda: a @ b}, CLOCKS[options.device], effort)
     return 2 * side**3 / (statistics.median(samples["matmul"]) * 1e-9)
-
-
-def size_text(numel: int) -> str:
-    """``2^20`` for a power of two."""
-    exponent = numel.bit_length() - 1
-    return f"2^{exponent}" if numel == 2**exponent else str(numel)
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """``16x96x56x56``."""
-    return "x".join(map(str, shape))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ... import functional
+from ..._text import size_text
 from ...reference import ACTIVATIONS
-from ._match import COMPILE, EAGER, OURS, Contest, Entry, Match, Options, size_text
+from ._match import COMPILE, EAGER, OURS, Contest, Entry, Match, Options
 from .clock import Call, Function, compiled
 from .gate import CHAIN, FORWARD, GRADIENT, agrees, first_call
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ... import amp, optim
-from ._match import EAGER, OURS, Entry, Match, Options, size_text
+from ..._text import size_text
+from ._match import EAGER, OURS, Entry, Match, Options
 from .gate import NotTheJob, Tolerance, agrees
 
 FUSED = "torch fused"

@@ -11,6 +11,7 @@ import torch.nn.functional as T
 from torch import Tensor
 
 from ... import functional as F
+from ..._text import shape_text
 from ._match import (
     COMPILE,
     EAGER,
@@ -20,7 +21,6 @@ from ._match import (
     Entry,
     Match,
     Options,
-    shape_text,
 )
 from .clock import Call, Function, compiled
 from .gate import CHAIN, NotTheJob, agrees, first_call

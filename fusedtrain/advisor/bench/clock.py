@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import gc
 import math
-import platform
 import random
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..._backends import processor
 
 Call = Callable[[], object]
 Clock = Callable[[Call, int], float]
@@ -143,14 +143,7 @@ def compare(samples: Mapping[str, Sequence[float]], rivals: Iterable[str]) -> di
 
 def device_name(device: str) -> str:
     """The GPU's name, or the CPU's model name where the system tells it."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
 
 
 def device_slug(device: str) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._text import shape_text
 from ...conversion import convert
 from ...folding import fold_conv_bn, fold_frozen_norms
-from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options, shape_text
+from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options
 from .clock import Call
 from .gate import ANY, CHAIN, Tolerance, agrees
 

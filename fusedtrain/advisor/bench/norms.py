@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._text import shape_text
 from ...nn import BatchNormAct2d, BatchNormAddAct
-from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options, shape_text
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options
 from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .._scripts import DONE, ENDED, in_fresh_process
+from ._all_rules import RULES
 from ._collect import collect
 from ._facts import Facts
-from ._report import NO_THREAD, Diagnosis, decide
+from ._report import NO_THREAD, Diagnosis, decide, finding_lines as finding_lines
 from ._rule import Change, Cost, Finding, Rule
 from ._watch import Watch
-from .rules import RULES
 
 __all__ = ["RULES", "Change", "Cost", "Diagnosis", "Facts", "Finding", "Rule", "decide", "doctor"]
 

@@ -17,12 +17,13 @@ from torch import nn
 
 from ..._backends import local_ranks
 from ..._graph.compiled import original_of
+from ..._text import shape_text
 from ..._torch_private import BatchNormBase
+from .._watch import Site, parameters_of, without_parts
 from . import _trials
 from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
 from ._modules import Root
 from ._operators import Account
-from ._sites import Site
 from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
 
 _ASSUMED = (9, 0)  # the capability of a GPU that is assumed
@@ -179,7 +180,7 @@ def _lower_quartile(values: list[float]) -> float:
 
 def _optimizer(record: OptimizerRecord, trials: bool) -> Optimizer:
     optimizer = record.optimizer
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = parameters_of(optimizer)
     first = optimizer.param_groups[0]
     exact = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
     made = Optimizer(
@@ -198,9 +199,8 @@ def _outermost(watch: Watch) -> list[Root]:
         site = watch.sites.get(root.module)
         # A line that runs again, for each fold of the data, makes the same model again.
         by_site[id(root) if site is None else (site, type(root.module))] = root
-    roots = list(by_site.values())
-    parts = {id(m) for root in roots for m in root.module.modules() if m is not root.module}
-    return [root for root in roots if id(root.module) not in parts]
+    outermost = set(map(id, without_parts(root.module for root in by_site.values())))
+    return [root for root in by_site.values() if id(root.module) in outermost]
 
 
 def _example(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,7 +296,7 @@ class _Model:
             lambda: _trials.half_ratio(layer, layers[layer], getattr(torch, dtype)), 0.0
         )
         if ratio > facts.half_ratio:
-            shape = "x".join(map(str, layers[layer]))
+            shape = shape_text(layers[layer])
             facts.half_ratio = ratio
             facts.half_convolution = f"{self.names[id(layer)] or type(layer).__name__} ({shape})"
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._watch import Site, is_library, running_frames
 from ._facts import Kept
 from ._modules import KEY, Mark
-from ._sites import Site, is_library
 
 _NODES = 20_000  # that are looked at
 _OBJECTS = 20_000
@@ -73,12 +72,7 @@ def _reaches(tensor: Tensor, marks: set[int]) -> bool:
 def _holders(marks: set[int]) -> Iterator[_Holder]:
     """Whatever the user's running functions reach: variables, then those of their modules; items of
     collections, attributes of the user's classes, variables that a function has enclosed."""
-    frames = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
+    frames = [f for f in running_frames() if not is_library(f.f_code.co_filename)]
     waiting: deque[tuple[Any, _Holder]] = deque()
     for frame in frames:
         _add_variables(waiting, frame.f_locals, frame.f_code)

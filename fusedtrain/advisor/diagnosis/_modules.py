@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._graph.hooks import Observation
+from ..._recompute import Saved
 from ..._torch_private import (
     BatchNormBase,
     backward_number,
@@ -21,7 +22,7 @@ from ..._torch_private import (
     pytree,
     saved_tensors_hooks_allowed,
 )
-from ._sites import Site, user_site
+from .._watch import OutermostCalls, Site, user_site
 
 KEY = "fusedtrain.advisor.diagnosis"  # of marks in the metadata of autograd's nodes
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -41,8 +42,6 @@ class Root:
     module: nn.Module
     site: Site | None
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    calls: int = 0
-    saved: int = 0
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Calls:
         self.outputs: dict[int, tuple[tuple[int, ...], int]] = {}  # and the bytes of an element
         self.devices: Counter[str] = Counter()
         self._step, self._keep_examples = step, keep_examples
-        self._stack: list[nn.Module] = []
+        self._outermost = OutermostCalls()
         self._observation: Observation | None = None
         self._thread = threading.get_ident()
         self._sizes: dict[int, int] = {}
@@ -91,14 +90,14 @@ class Calls:
 
     def rest(self) -> None:
         """Within a call of this thread the hooks stay until the call ends."""
-        done = not self._stack or threading.get_ident() != self._thread
+        done = not self._outermost.running or threading.get_ident() != self._thread
         if done and self._observation is not None:
             self._observation.remove()
             self._observation = None
 
     def follow(self) -> None:
         """From now on the calls of this thread."""
-        self._thread, self._stack = threading.get_ident(), []
+        self._thread, self._outermost = threading.get_ident(), OutermostCalls()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -118,46 +117,35 @@ class Calls:
                 self.autocast[dtype] += 1
                 self.autocast_site = self.autocast_site or user_site()
                 break
-        if self._stack:
-            self._stack.append(module)
-        elif _has_parameters(module):
+        if self._outermost.enter(module):
             self._sizes = {}
             self._packs = saved_tensors_hooks_allowed()
             if self._packs:
-                push_saved_tensors_hooks(self._pack, _unpack)
-            self._stack.append(module)
+                push_saved_tensors_hooks(self._pack, Saved.take)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != self._thread or backward_number() != -1:
             return
         if isinstance(output, Tensor) and getattr(module, "bias", None) is not None:
             self.outputs[id(module)] = (tuple(output.shape), output.element_size())
-        while self._stack:
-            last = self._stack.pop()
-            if not self._stack and self._packs:
-                pop_saved_tensors_hooks()
-            if last is module:
-                break
-        else:
-            return
-        if not self._stack:
+        within = bool(self._outermost.running)
+        ends = self._outermost.leave(module)
+        if within and not self._outermost.running and self._packs:
+            pop_saved_tensors_hooks()
+        if ends:
             self._root(module, args, kwargs, output)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+    def _pack(self, tensor: Tensor) -> Saved:
         if not isinstance(tensor, nn.Parameter) and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             self._sizes[storage.data_ptr()] = storage.nbytes()
-        # An output that its own node kept would be a circle, which nothing frees without backward.
-        # Autograd attaches the graph again when it unpacks.
-        return tensor.detach(), tensor._version
+        return Saved.of(tensor)
 
     def _root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = next(module.parameters()).device.type
         self.devices[first] += 1
         root = self.roots.setdefault(id(module), Root(module, None))
-        root.calls += 1
         size = sum(self._sizes.values())
-        root.saved = max(root.saved, size)
         graphs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn]
         if module.training and self._keep_examples and root.example is None and graphs:
             root.example = pytree.tree_map(_copied, (args, kwargs))
@@ -187,8 +175,8 @@ class Calls:
         elif (
             type(norm) in _PLAIN_NORMS
             and "forward" not in vars(norm)
-            and self._stack
-            and self._stack[0].training
+            and self._outermost.running
+            and self._outermost.running[0].training
             and torch.is_grad_enabled()
             and args
             and (args[0].requires_grad or (norm.affine and norm.weight.requires_grad))
@@ -200,22 +188,6 @@ def _moves(norm: Any) -> bool:
     """Norms of fusedtrain know that a checkpoint repeats a forward."""
     ours = type(norm).__module__.startswith("fusedtrain.") or "forward" in vars(norm)
     return bool(norm.training and norm.track_running_stats and not ours)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    """Hooks switch off torch's check of tensors that were modified in place."""
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(tensor.shape)} is at version {tensor._version}; expected version "
-            f"{version} instead"
-        )
-    return tensor
 
 
 def _copied(value: Any) -> Any:

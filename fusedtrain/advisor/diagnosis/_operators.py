@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import TorchDispatchMode, current_dispatch_mode
+from .._watch import Site, user_site
 from ._facts import Copy, Event
-from ._sites import Site, user_site
 
 # The host needs a number of the device for these, and waits for the device.
 _SYNCS = {

@@ -6,12 +6,13 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..._text import time_text
+from ._all_rules import RULES
 from ._edits import diff_of
 from ._facts import Facts
-from ._rule import Finding, milliseconds
-from .rules import RULES
-from .wording import WIDTH, device_in_words, finding_lines
+from ._rule import Finding
 
+_WIDTH = 100  # characters of a line
 NO_THREAD = (
     "each optimizer step was taken by a thread of its own, and doctor follows a thread from its "
     "first step on: nothing was seen. Take several steps in one thread"
@@ -94,7 +95,7 @@ class Diagnosis:
         if self.not_checked:
             lines.append("")
             for note in self.not_checked_lines():
-                lines += textwrap.wrap(note, WIDTH, subsequent_indent="  ")
+                lines += textwrap.wrap(note, _WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
 
     def headline(self) -> str:
@@ -102,10 +103,12 @@ class Diagnosis:
         facts = self.facts
         count = len(self.findings)
         apply = len(RULES) - len(self.not_checked)
-        step = f", {milliseconds(facts.step)} each" if facts.step else ""
+        step = f", {time_text(facts.step)} each" if facts.step else ""
+        machine = "a GPU" if facts.on_gpu else "the CPU"
+        machine = "the CPU; a GPU is assumed" if facts.assumed else machine
         return (
             f"{count or 'no'} finding{'s' * (count != 1)} in {facts.steps} steps{step} "
-            f"({device_in_words(facts)}; {apply} of {len(RULES)} rules apply)"
+            f"({machine}; {apply} of {len(RULES)} rules apply)"
         )
 
     def not_checked_lines(self) -> list[str]:
@@ -115,6 +118,19 @@ class Diagnosis:
             reasons.setdefault(reason, []).append(rule)
         text = (f"not checked, {reason}: {', '.join(ids)}" for reason, ids in reasons.items())
         return list(text)
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """A finding as text: where, what, how much, what to do."""
+    where = f"{finding.site}: " if finding.site else ""
+    lines = [f"{where}{finding.title} [{finding.rule}]"]
+    if finding.site and finding.site.code and finding.site.line > 1:
+        lines.append(f"    > {finding.site.code}")
+    rows = {"seen": finding.evidence, "cost": str(finding.cost), "do": finding.remedy}
+    for name, text in rows.items():
+        lines += textwrap.wrap(f"{name}: {text}", _WIDTH, initial_indent="    ",
+                               subsequent_indent=" " * (6 + len(name)))  # fmt: skip
+    return lines
 
 
 def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from ..._text import time_text
+from .._watch import Site
 from ._facts import Facts
-from ._sites import Site
 
 MEASURED, AT_MOST, NOT_MEASURED = "measured", "at most", "not measured here"
 
@@ -99,18 +100,6 @@ def change(action: str, site: Site | None, *names: str, **options: str) -> tuple
     return () if site is None else (Change(action, site.file, site.line, options, names),)
 
 
-def milliseconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2g} us"
-
-
-def megabytes(size: float) -> str:
-    if size < 1e4:
-        return f"{size:.0f} bytes"
-    return f"{size / 1e6:.3g} MB" if size >= 1e6 else f"{size / 1e3:.3g} kB"
-
-
 def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
@@ -120,4 +109,4 @@ def times(count: float) -> str:
 
 
 def of_a_step(seconds: float, facts: Facts) -> str:
-    return f"{milliseconds(seconds)} of {milliseconds(facts.step)} a step"
+    return f"{time_text(seconds)} of {time_text(facts.step)} a step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from ..._text import memory_text
 from ._facts import Facts, Loader
 from ._rule import (
     AT_MOST,
@@ -14,7 +15,6 @@ from ._rule import (
     Finding,
     Rule,
     change,
-    megabytes,
     of_a_step,
     share,
 )
@@ -103,7 +103,7 @@ def not_pinned(rule: Rule, facts: Facts) -> Iterator[Finding]:
         return
     yield rule.finding(
         loader.site,
-        f"{megabytes(size)} a step are copied to the GPU from memory that is not pinned",
+        f"{memory_text(size)} a step are copied to the GPU from memory that is not pinned",
         size,
         Cost(NOT_MEASURED, "the copy passes through a pinned buffer, and the host waits for it"),
         changes=change("keywords", loader.site, "DataLoader", pin_memory="True"),
@@ -115,7 +115,7 @@ def blocking_copies(rule: Rule, facts: Facts) -> Iterator[Finding]:
         if copy.pinned and not copy.non_blocking and copy.bytes >= _SMALL:
             yield rule.finding(
                 copy.site,
-                f"{copy.count:.3g} copies a step, {megabytes(copy.bytes)} of pinned memory, each "
+                f"{copy.count:.3g} copies a step, {memory_text(copy.bytes)} of pinned memory, each "
                 "of which the host waits for",
                 copy.count,
                 Cost(NOT_MEASURED, "the host enqueues nothing while the copy runs"),

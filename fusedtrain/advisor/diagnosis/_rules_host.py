@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._text import memory_text, time_text
 from ._facts import Facts
 from ._rule import (
     AT_MOST,
@@ -13,8 +14,6 @@ from ._rule import (
     Finding,
     Rule,
     change,
-    megabytes,
-    milliseconds,
     of_a_step,
     share,
     times,
@@ -48,7 +47,7 @@ def small_tensors(rule: Rule, facts: Facts) -> Iterator[Finding]:
         yield rule.finding(
             facts.model_site,
             f"when the host had enqueued {facts.operators:.0f} operators, a step, the GPU had "
-            f"{milliseconds(facts.drain)} of work left: the GPU waits for the host",
+            f"{time_text(facts.drain)} of work left: the GPU waits for the host",
             facts.operators,
             Cost(NOT_MEASURED, "the share of the step in which the GPU idles"),
         )
@@ -59,7 +58,7 @@ def small_tensors(rule: Rule, facts: Facts) -> Iterator[Finding]:
     yield rule.finding(
         facts.model_site,
         f"{facts.operators:.0f} operators a step, half of them with at most {facts.elements:.0f} "
-        f"elements; as many calls of the smallest operator take {milliseconds(calls)}, "
+        f"elements; as many calls of the smallest operator take {time_text(calls)}, "
         f"{share(min(calls, facts.busy), facts.busy)} of the processor's time in a step",
         facts.operators,
         Cost(AT_MOST, of_a_step(min(calls, facts.step), facts), min(calls, facts.step)),
@@ -72,7 +71,7 @@ def data_parallel(rule: Rule, facts: Facts) -> Iterator[Finding]:
         if copies:
             cost = Cost(
                 AT_MOST,
-                f"{megabytes(layer.bytes * copies)} of parameters are sent to the other GPUs in "
+                f"{memory_text(layer.bytes * copies)} of parameters are sent to the other GPUs in "
                 "each forward",
                 bytes=layer.bytes * copies,
             )
@@ -80,7 +79,7 @@ def data_parallel(rule: Rule, facts: Facts) -> Iterator[Finding]:
             cost = Cost(NOT_MEASURED, "on several GPUs the parameters are sent in each forward")
         yield rule.finding(
             layer.site,
-            f"nn.DataParallel around {layer.type}, {megabytes(layer.bytes)} of parameters, "
+            f"nn.DataParallel around {layer.type}, {memory_text(layer.bytes)} of parameters, "
             f"{facts.gpus} GPUs",
             facts.gpus,
             cost,
@@ -97,7 +96,7 @@ def page_faults(rule: Rule, facts: Facts) -> Iterator[Finding]:
     yield rule.finding(
         facts.model_site,
         f"{facts.faults:.0f} page faults a step, {facts.fault * 1e6:.2g} us each here; "
-        f"{megabytes(facts.large)} a step are in new tensors of 1 MB or more",
+        f"{memory_text(facts.large)} a step are in new tensors of 1 MB or more",
         facts.faults,
         Cost(AT_MOST, of_a_step(min(seconds, facts.step), facts), min(seconds, facts.step)),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ..._text import memory_text
+from .._watch import Site
 from ._facts import Facts, Layer
 from ._rule import (
     AT_MOST,
@@ -14,11 +16,9 @@ from ._rule import (
     Finding,
     Rule,
     change,
-    megabytes,
     of_a_step,
     times,
 )
-from ._sites import Site
 
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
 _SAVED = 0.01  # of the bytes kept
@@ -44,7 +44,7 @@ def biases(rule: Rule, facts: Facts) -> Iterator[Finding]:
         names = (*_CONVOLUTIONS, "Linear")
         yield rule.finding(
             site,
-            f"{_named(layers)}; backward sums {megabytes(sum(x.bytes for x in layers))} of "
+            f"{_named(layers)}; backward sums {memory_text(sum(x.bytes for x in layers))} of "
             "gradients for these biases",
             len(layers),
             Cost(AT_MOST, f"{of_a_step(seconds, facts)} (the sums alone, measured)", seconds)
@@ -64,11 +64,13 @@ def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
         size, count = sum(e.bytes for e in events), sum(e.count for e in events)
         yield rule.finding(
             sites[0] if sites else None,
-            f"{what} in place, {times(count)} a step: the input is copied first, {megabytes(size)}",
+            f"{what} in place, {times(count)} a step: the input is copied first, "
+            f"{memory_text(size)}",
             size,
             Cost(
                 MEASURED,
-                f"{megabytes(size)} copied a step for nothing: as much is kept as without inplace",
+                f"{memory_text(size)} copied a step for nothing: as much is kept as without "
+                "inplace",
                 bytes=size,
             ),
             changes=tuple(c for s in sites for c in change("keywords", s, *names, inplace="")),
@@ -97,7 +99,7 @@ def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
             site,
             f"{_named(layers)} in eval mode within a model that trains",
             len(layers),
-            Cost(AT_MOST, f"{megabytes(size)} kept for backward", bytes=size),
+            Cost(AT_MOST, f"{memory_text(size)} kept for backward", bytes=size),
             remedy,
         )
 
@@ -112,10 +114,10 @@ def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
         yield rule.finding(
             model.site,
             f"`convert` would change {model.changed} parts of {model.type}; kept for backward: "
-            f"{megabytes(model.before)}, converted {megabytes(model.store)}, with "
-            f'memory="recompute" {megabytes(model.recompute)}',
+            f"{memory_text(model.before)}, converted {memory_text(model.store)}, with "
+            f'memory="recompute" {memory_text(model.recompute)}',
             saved,
-            Cost(MEASURED, f"{megabytes(saved)} kept for backward", bytes=saved),
+            Cost(MEASURED, f"{memory_text(saved)} kept for backward", bytes=saved),
             f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made.",
             change("convert", model.site, arguments=mode),
         )
@@ -127,7 +129,7 @@ def kept(rule: Rule, facts: Facts) -> Iterator[Finding]:
         if graph.backward:
             cost = Cost(AT_MOST, f"{graph.nodes} nodes of autograd a step more, and their outputs")
         else:
-            text = f"{megabytes(graph.bytes)} a step more, until memory is full"
+            text = f"{memory_text(graph.bytes)} a step more, until memory is full"
             cost = Cost(MEASURED, text, bytes=graph.bytes)
         yield rule.finding(
             graph.site,
@@ -145,7 +147,7 @@ def evaluations(rule: Rule, facts: Facts) -> Iterator[Finding]:
             site,
             f"{call.calls} calls of {call.type} in eval mode made graphs that no backward used",
             call.calls,
-            Cost(MEASURED, f"{megabytes(call.bytes)} kept during each call", bytes=call.bytes),
+            Cost(MEASURED, f"{memory_text(call.bytes)} kept during each call", bytes=call.bytes),
             changes=change("no_grad", site),
         )
 

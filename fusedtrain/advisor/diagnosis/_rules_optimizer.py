@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._text import memory_text, time_text
 from ._facts import Facts, Optimizer
 from ._rule import (
     AT_MOST,
@@ -14,8 +15,6 @@ from ._rule import (
     Finding,
     Rule,
     change,
-    megabytes,
-    milliseconds,
     of_a_step,
 )
 
@@ -38,7 +37,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
         if optimizer.seconds >= _SHARE * facts.step and optimizer.type in HAVE_FUSED:
             yield rule.finding(
                 optimizer.site,
-                f"{what}, {megabytes(optimizer.bytes)} of parameters: "
+                f"{what}, {memory_text(optimizer.bytes)} of parameters: "
                 f"{of_a_step(optimizer.seconds, facts)}",
                 optimizer.seconds,
                 Cost(AT_MOST, of_a_step(optimizer.seconds, facts), optimizer.seconds),
@@ -53,7 +52,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
     gain = min(optimizer.seconds, timing.now) * (1 - times[best] / timing.now)
     if timing.now < _FASTER * times[best] or gain < _SHARE * facts.step:
         return
-    listed = ", ".join(f"{name} {milliseconds(seconds)}" for name, seconds in times.items())
+    listed = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in times.items())
     usable = timing.torch_fused is not None and timing.torch_fused * _FASTER <= timing.now
     remedy = f"Take fusedtrain.optim.{optimizer.type}, with the same arguments."
     changes = change(
@@ -64,7 +63,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
     yield rule.finding(
         optimizer.site,
         f"{what}: {of_a_step(optimizer.seconds, facts)}; on copies of the parameters "
-        f"{milliseconds(timing.now)}, {listed}",
+        f"{time_text(timing.now)}, {listed}",
         timing.now / times[best],
         Cost(MEASURED, of_a_step(gain, facts), gain),
         remedy,
@@ -81,10 +80,10 @@ def _fused(optimizer: Optimizer) -> tuple[Change, ...]:
 
 def memset(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for event in facts.memsets:
-        traffic = f"memory traffic of {megabytes(3 * event.bytes)}"
+        traffic = f"memory traffic of {memory_text(3 * event.bytes)}"
         yield rule.finding(
             event.site,
-            f"{event.count:.0f} memsets a step, {megabytes(event.bytes)} of gradients",
+            f"{event.count:.0f} memsets a step, {memory_text(event.bytes)} of gradients",
             event.bytes,
             # The memset writes them; backward then reads and adds where it would only write.
             Cost(AT_MOST, f"{of_a_step(facts.clearing, facts)} ({traffic})", facts.clearing)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..._text import memory_text
+from .._watch import Site
 from ._facts import Facts
 from ._rule import (
     MEASURED,
@@ -12,11 +14,9 @@ from ._rule import (
     Finding,
     Rule,
     change,
-    megabytes,
     share,
     times,
 )
-from ._sites import Site
 
 _TENSOR_CORES, _TF32 = (7, 0), (8, 0)
 _FEW = 4  # calls a step
@@ -82,8 +82,8 @@ def clipped_before_unscaling(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for event in facts.clips:
         yield rule.finding(
             event.site,
-            f"{megabytes(event.bytes)} of gradients are clipped ({event.what}) {times(event.count)}"
-            " a step while they are multiplied by the loss scale",
+            f"{memory_text(event.bytes)} of gradients are clipped ({event.what}) "
+            f"{times(event.count)} a step while they are multiplied by the loss scale",
             event.bytes,
             Cost(NOT_MEASURED, "no time: the limit is divided by the scale, and training suffers"),
         )

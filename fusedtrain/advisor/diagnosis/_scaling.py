@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import CLIP_GRADS
+from .._watch import Site, gradients_of, user_site
 from ._facts import Event
 from ._patches import Patches
-from ._sites import Site, user_site
 
 
 class Scaling:
@@ -72,11 +72,8 @@ class Scaling:
     def _look(self, gradients: list[Tensor], what: str) -> None:
         if self._inside or self._stepped == self._scales:
             return
-        scaled = {
-            p.grad.data_ptr()
-            for optimizer in self._optimizers() if id(optimizer) not in self._unscaled
-            for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        }  # fmt: skip
+        waiting = (o for o in self._optimizers() if id(o) not in self._unscaled)
+        scaled = {gradient.data_ptr() for o in waiting for gradient in gradients_of(o)}
         clipped = [t for t in gradients if t.data_ptr() in scaled]
         if clipped:
             self._clipped(user_site(), what, clipped)

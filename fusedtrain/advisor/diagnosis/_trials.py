@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ... import optim
 from ...conversion import ConversionReport, convert
 from ...folding import drop_redundant_bias, fold_frozen_norms
+from .._watch import parameters_of
 from ._facts import Timing
 from ._rules_optimizer import HAVE_FUSED
 
@@ -131,8 +132,8 @@ def _done(tensor: Tensor) -> None:
 def optimizer_timing(optimizer: torch.optim.Optimizer, budget: float = _BUDGET) -> Timing | None:
     """A step as it is, with fused=True, and of fusedtrain's class; None where none can be made."""
     cls = type(optimizer)
-    size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    if size > _MOST or any(p.is_sparse for g in optimizer.param_groups for p in g["params"]):
+    parameters = parameters_of(optimizer)
+    if sum(p.nbytes for p in parameters) > _MOST or any(p.is_sparse for p in parameters):
         return None
     makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "now": lambda: _twin(cls, optimizer, {})

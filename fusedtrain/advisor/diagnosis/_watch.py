@@ -21,13 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..._torch_private import DataLoaderIter
+from .._watch import Site, gradients_of, user_site
 from ._facts import Kept
 from ._graphs import kept_graphs
 from ._modules import Calls, Mark
 from ._operators import Operators
 from ._patches import Patches
 from ._scaling import Scaling
-from ._sites import Site, user_site
 
 OBSERVED = 3  # steps
 
@@ -251,14 +251,12 @@ class Watch:
     def _gradients(self) -> set[int]:
         """Addresses of the gradients, found once a step."""
         if self._addresses[0] != self.taken:
-            tensors = (
-                p.grad for o in self._known() for group in o.param_groups for p in group["params"]
-            )
-            self._addresses = (self.taken, {t.data_ptr() for t in tensors if t is not None})
+            gradients = (gradient for o in self._known() for gradient in gradients_of(o))
+            self._addresses = (self.taken, {gradient.data_ptr() for gradient in gradients})
         return self._addresses[1]
 
     def _count_zeros(self, optimizer: torch.optim.Optimizer) -> None:
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        grads = gradients_of(optimizer)
         total = sum(g.numel() for g in grads)
         if total:
             left = sum(int(torch.count_nonzero(g)) for g in grads)

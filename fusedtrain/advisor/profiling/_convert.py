@@ -9,6 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..._graph.hooks import Observation
 from ...conversion import convert
+from .._watch import OutermostCalls, parameters_of, without_parts
 
 
 class Conversion:
@@ -21,7 +22,7 @@ class Conversion:
 
     def __init__(self) -> None:
         self.report: list[str] = []
-        self._depth = 0
+        self._outermost = OutermostCalls()
         self._calls: dict[nn.Module, tuple[Any, Any]] = {}
         self._observation: Observation | None = None
         self._optimizers: list[Optimizer] = []
@@ -44,11 +45,10 @@ class Conversion:
             self._observation.remove()
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
-        self._depth += 1
+        self._outermost.enter(module)
 
     def _leave(self, module: nn.Module, arguments: Any, named: Any, output: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and any(True for _ in module.parameters()):
+        if self._outermost.leave(module):
             self._calls[module] = (arguments, named)
 
     def apply(self, optimizer: Optimizer) -> None:
@@ -57,14 +57,12 @@ class Conversion:
             return
         self._optimizers.append(optimizer)
         self._unhook()  # `convert` calls the modules
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for module, (arguments, named) in self._calls.items():
+        trained = set(map(id, parameters_of(optimizer)))
+        for module in without_parts(self._calls):
             if module in self._converted or trained.isdisjoint(map(id, module.parameters())):
                 continue
-            if any(module is not root and module in set(root.modules()) for root in self._calls):
-                continue  # spectral_norm calls its part of a model when it is made
             self._converted.add(module)
-            self._convert(module, arguments, named)
+            self._convert(module, *self._calls[module])
         self.begin()
 
     def _convert(self, module: nn.Module, arguments: Any, named: Any) -> None:

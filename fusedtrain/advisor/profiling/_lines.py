@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
+from .._watch import TORCH_AND_OURS, running_frames
 from ._records import LINE_RANGE
 
-_OURS = str(Path(__file__).resolve().parents[2])
-_PACKAGES = tuple(
-    folder + os.sep for folder in (os.path.dirname(os.path.abspath(torch.__file__)), _OURS)
-)
+_NOT_THE_USERS = ("<", *TORCH_AND_OURS)
 
 
 class Lines(TorchFunctionMode):
@@ -38,12 +33,10 @@ class Lines(TorchFunctionMode):
 
 
 def _line() -> str:
-    frame: Any = sys._getframe(1)
-    while frame is not None:
+    for frame in running_frames():
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGES) and not file.startswith("<"):
+        if not file.startswith(_NOT_THE_USERS):
             return f"{_short(file)}:{frame.f_lineno}"
-        frame = frame.f_back
     return ""
 
 

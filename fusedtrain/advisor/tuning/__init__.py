@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from ..._text import counted
 from ._budget import Budget, BudgetSpent, parse_budget
 from ._job import LEARNING_RATES, TOKENS, Job, place_of, split
 from ._process import TrialFailed
 from ._recipe import recipe
-from ._report import HEADINGS, TunedTrial, TuneReport, memory_text, sentences
+from ._report import HEADINGS, TunedTrial, TuneReport, sentences
 from ._search import greedy, product, size_of_product, switches_named
 from ._switches import BATCH, NAMES, Config
 from ._tuner import Tuner
@@ -29,7 +30,6 @@ __all__ = [
     "TrialFailed",
     "TuneReport",
     "TunedTrial",
-    "memory_text",
     "parse_budget",
     "tune",
 ]
@@ -116,8 +116,7 @@ def tune(
     report.trials = tuner.trials
     report.device = tuner.known.get("device", job.device)
     if report.partial:
-        made = len(report.trials)
-        report.partial += f"; {made} trial{'s' * (made != 1)} until then"
+        report.partial += f"; {counted(len(report.trials), 'trial')} until then"
         if missing := tuner.untried(names, full):
             report.partial += f"; {missing}"
     if tuner.best_trial is not None:

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable
 
+from ..._text import time_text
+
 
 class BudgetSpent(Exception):
     """The next trial would not fit, or the running one was cut."""
@@ -32,7 +34,7 @@ class Budget:
         cost = self.last_trial + extra
         if cost >= self.left:
             raise BudgetSpent(
-                f"the budget of {in_words(self.seconds)} has {max(self.left, 0):.0f} s left, and "
+                f"the budget of {time_text(self.seconds)} has {max(self.left, 0):.0f} s left, and "
                 f"the next trial would take about {cost:.0f} s"
             )
 
@@ -48,7 +50,3 @@ def parse_budget(text: str) -> float:
     if seconds <= 0:
         raise ValueError(f"budget: expected a time like 90s, 5m or 1h, got {text!r}")
     return seconds
-
-
-def in_words(seconds: float) -> str:
-    return f"{seconds / 60:.3g} min" if seconds >= 60 else f"{seconds:.3g} s"

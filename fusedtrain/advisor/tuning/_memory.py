@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._recompute import Recipe, observed
+from ..._graph.kept import address_of
 from ..._torch_private import pytree
 
 SHARE = 0.5  # of the memory that is available at the start: the limit for a step on the CPU
@@ -25,36 +23,10 @@ def available_memory() -> int | None:
     return next(sizes, None)
 
 
-def bytes_kept(call: Callable[[], Any], besides: Iterable[Tensor]) -> int:
-    """Bytes of the storages that autograd keeps for backward during the call.
-
-    ``besides`` are not counted: parameters, buffers, inputs.
-    """
-    excluded = {_address(tensor) for tensor in besides} | {0}
-    sizes: dict[int, int] = {}
-
-    def observe(tensor: Tensor, recipe: Recipe | None) -> None:
-        for one in (tensor,) if recipe is None else recipe.kept():
-            address = _address(one)
-            if address not in excluded:
-                sizes[address] = one.untyped_storage().nbytes()
-
-    with observed(observe):
-        call()
-    return sum(sizes.values())
-
-
 def fixed_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Bytes of parameters, buffers and the optimizer's state."""
     tensors = [*model.parameters(), *model.buffers()]
     if optimizer is not None:
         leaves = pytree.tree_leaves(list(optimizer.state.values()))
         tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return sum({_address(t): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass, or of another layout
-        return 0
+    return sum({address_of(t): t.untyped_storage().nbytes() for t in tensors}.values())

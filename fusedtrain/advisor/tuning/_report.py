@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..._text import column_lines, memory_text
 from ._switches import BATCH, Config, difference
 
 
@@ -74,8 +75,7 @@ class TuneReport:
 
     def __str__(self) -> str:
         rows = [list(HEADINGS), *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
+        lines = column_lines(rows, range(len(HEADINGS)))
         if self.partial:
             lines.insert(0, f"PARTIAL: {self.partial}")
         return "\n".join([*lines, "", *self.summary, "", self.recipe])
@@ -95,10 +95,6 @@ def _row(trial: TunedTrial) -> list[str]:
         f"{trial.first_step:.2f} s" if trial.first_step is not None else "",
         f"{'accepted' if trial.accepted else 'refused'}: {trial.reason}" if trial.reason else "",
     ]
-
-
-def memory_text(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def sentences(

@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ._budget import Budget, BudgetSpent, in_words
+from ..._text import memory_text, time_text
+from ._budget import Budget, BudgetSpent
 from ._check import SEEDS, STEPS, Reference
 from ._job import Job
 from ._memory import SHARE, available_memory
 from ._process import Process, TrialFailed
 from ._race import LEAST, TURN, Race, race, rounds_in, verdict
-from ._report import TunedTrial, memory_text
+from ._report import TunedTrial
 from ._search import largest_batch, size_of_product
 from ._switches import BATCH, EPS, SWITCHES, Config, Facts, difference, plain
 
@@ -28,7 +29,7 @@ Begin = Callable[[str], None]
 
 
 @dataclass
-class Running:
+class RunningTrial:
     """A configuration whose process is alive."""
 
     config: Config
@@ -142,7 +143,7 @@ class Tuner:
         name = difference(trial, best)
         self._begin(name)
         begun = time.monotonic()
-        running: Running | None = None
+        running: RunningTrial | None = None
         try:
             running = self._start(trial)
             result = self._race(self._best, running)
@@ -267,10 +268,10 @@ class Tuner:
         except TrialFailed as failure:
             if not failure.timed_out or self._budget.left > 0:
                 raise
-            budget = in_words(self._budget.seconds)
+            budget = time_text(self._budget.seconds)
             raise BudgetSpent(f"the budget of {budget} ended during {self._stage}") from None
 
-    def _start(self, config: Config) -> Running:
+    def _start(self, config: Config) -> RunningTrial:
         """A process that has built the configuration, and whose losses are right."""
         process = self._processes.enter_context(self._process(config))
         try:
@@ -285,15 +286,15 @@ class Tuner:
         except TrialFailed:
             process.kill()
             raise
-        return Running(
+        return RunningTrial(
             config, process, seen["first_step"], seen["step"], memory["memory"], memory["kept"]
         )
 
-    def _turn(self, running: Running) -> float:
+    def _turn(self, running: RunningTrial) -> float:
         answer = self._ask(running.process, "turn", steps=running.steps_a_turn)
         return float(answer["seconds"]) / running.config[BATCH]
 
-    def _race(self, best: Running, trial: Running) -> Race:
+    def _race(self, best: RunningTrial, trial: RunningTrial) -> Race:
         for one in (best, trial):  # a first turn, which is not counted: it says how many rounds fit
             one.step = self._turn(one) * one.config[BATCH]
         seconds = self._budget.seconds / _RACE_SHARE
@@ -302,7 +303,7 @@ class Tuner:
         return race(lambda: self._turn(best), lambda: self._turn(trial), rounds)
 
     def _record(
-        self, name: str, running: Running, result: Race, accepted: bool, reason: str
+        self, name: str, running: RunningTrial, result: Race, accepted: bool, reason: str
     ) -> TunedTrial:
         trial = _tuned(name, running, result, accepted, reason)
         self.trials.append(trial)
@@ -310,7 +311,7 @@ class Tuner:
 
 
 def _tuned(
-    name: str, running: Running, result: Race, accepted: bool, reason: str
+    name: str, running: RunningTrial, result: Race, accepted: bool, reason: str
 ) -> TunedTrial:  # fmt: skip
     return TunedTrial(
         name, running.config, accepted, reason, 1 / result.trial, result.gain, result.interval,

@@ -21,9 +21,10 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
+from ..._graph.kept import kept_bytes
 from ..bench.clock import device_name
 from ._job import LIBRARIES, Job, load_function, split
-from ._memory import bytes_kept, fixed_bytes
+from ._memory import fixed_bytes
 from ._recipe import loader_call, model_source, trial
 from ._switches import BATCH, Config, plain
 
@@ -75,7 +76,7 @@ class Trial:
         model = self.names["model"]
         inputs = self._inputs(PROBED)
         outputs: list[Any] = []
-        kept = bytes_kept(
+        kept = kept_bytes(
             lambda: outputs.append(model(inputs)), (*model.parameters(), *model.buffers(), inputs)
         )
         output = getattr(outputs[0], "logits", outputs[0])
@@ -124,7 +125,7 @@ class Trial:
             torch.cuda.synchronize()
             return {"memory": torch.cuda.max_memory_allocated(), "kept": 0}
         ours = (*model.parameters(), *model.buffers(), *data)
-        kept = bytes_kept(lambda: step(*data), ours)
+        kept = kept_bytes(lambda: step(*data), ours)
         return {"memory": kept + fixed_bytes(model, self.names["optimizer"]), "kept": kept}
 
     def turn(self, steps: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from fusedtrain.advisor._watch import Site
 from fusedtrain.advisor.diagnosis import Facts, _operators, decide
 from fusedtrain.advisor.diagnosis._facts import Copy, Event, Layer, Loader, Optimizer, Timing
-from fusedtrain.advisor.diagnosis._sites import Site
 from helpers.diagnosis import examined, rules
 
 LINE = Site(__file__, 1, "main")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fusedtrain.advisor._watch import Site
 from fusedtrain.advisor.diagnosis import Change, Cost, Diagnosis, Finding
 from fusedtrain.advisor.diagnosis._edits import diff_of
-from fusedtrain.advisor.diagnosis._sites import Site
 from fusedtrain.cli import Exit, doctor as doctor_command, main
 from helpers.diagnosis import SCRIPTS, examine, lines, rules
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.tuning._job import Job, load_function, place_of
-from fusedtrain.advisor.tuning._memory import bytes_kept, fixed_bytes
+from fusedtrain.advisor.tuning._memory import fixed_bytes
 from fusedtrain.advisor.tuning._recipe import recipe, scaled_rate, trial
 from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Facts, code_of, plain
 from helpers import tuned_models as models
@@ -141,8 +142,8 @@ def test_memory_is_counted_by_storage():
     x = torch.randn(100, requires_grad=True)
     kept = []
     # exp keeps its output, and the product its two factors: one of them is that output.
-    assert bytes_kept(lambda: kept.append((x.exp() * x).sum()), [x]) == 400
-    assert bytes_kept(lambda: kept.append((x.exp() * x).sum()), []) == 800
+    assert kept_bytes(lambda: kept.append((x.exp() * x).sum()), [x]) == 400
+    assert kept_bytes(lambda: kept.append((x.exp() * x).sum()), []) == 800
     layer = torch.nn.Linear(10, 10, bias=False)
     layer.tied = layer.weight
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)

@@ -8,7 +8,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
 from .._graph.fx import handle as _handle
-from ..reference import more_activations as _reference
+from ..reference import activations_beyond_torch as _reference
 from . import few_bit as _few_bit
 from .activations import FUNCTIONS as _F, KERNELS as _K
 

@@ -39,8 +39,8 @@ def gains(name: str, in_place: bool, memory: str) -> bool:
     return memory == "recompute" or name not in (_IN_PLACE if in_place else _ALWAYS)
 
 
-class Worth:
-    """Worth of the modules of one model, each of which is looked at once."""
+class Candidates:
+    """Tests of one model's modules for worthwhile work; each module is looked at once."""
 
     def __init__(self) -> None:
         self._words: dict[nn.Module, set[str]] = {}

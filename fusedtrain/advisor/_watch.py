@@ -1,0 +1,120 @@
+"""Views of a run that several programs share: lines of the user's code, the calls of models, the
+tensors of optimizers."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+def _folders(*paths: str | Path) -> tuple[str, ...]:
+    """How the names of files within begin, with symbolic links and without."""
+    return tuple(f"{p}{os.sep}" for path in paths for p in {str(path), str(Path(path).resolve())})
+
+
+TORCH_AND_OURS = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
+_INSTALLED = _folders(*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+_LIBRARIES = TORCH_AND_OURS + _INSTALLED
+
+
+class Site(NamedTuple):
+    """A line of a file. `function`: the function that contains the line."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    @property
+    def code(self) -> str:
+        """The text of the line, without indentation."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{shortest(self.file)}:{self.line}"
+
+
+def shortest(file: str) -> str:
+    """The path as seen from the working directory, where the file is below this directory."""
+    try:
+        return str(Path(file).resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether the file belongs to Python, to an installed package, or to fusedtrain."""
+    return file.startswith(("<", *_LIBRARIES)) or str(Path(file).resolve()).startswith(_LIBRARIES)
+
+
+def running_frames() -> Iterator[FrameType]:
+    """The frames of whoever asks for them, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_site(skip: Any = None) -> Site | None:
+    """The innermost line of the user's code; the `__init__` of `skip` does not count."""
+    for frame in running_frames():
+        code = frame.f_code
+        if not is_library(code.co_filename) and not _constructs(frame, skip):
+            return Site(code.co_filename, frame.f_lineno, code.co_name)
+    return None
+
+
+def _constructs(frame: FrameType, module: Any) -> bool:
+    code = frame.f_code
+    if module is None or code.co_name != "__init__" or not code.co_argcount:
+        return False
+    return frame.f_locals.get(code.co_varnames[0]) is module
+
+
+class OutermostCalls:
+    """Calls of modules with parameters that are not within another one's, as hooks see them."""
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []  # such a module, and those whose calls are within
+
+    def enter(self, module: nn.Module) -> bool:
+        """Whether an outermost call begins."""
+        outermost = not self.running
+        if self.running or next(module.parameters(), None) is not None:
+            self.running.append(module)
+        return outermost and bool(self.running)
+
+    def leave(self, module: nn.Module) -> bool:
+        """Whether that was the end of the module's outermost call."""
+        if not any(one is module for one in self.running):  # of a thread of nn.DataParallel, say
+            return False
+        while self.running.pop() is not module:
+            pass
+        return not self.running
+
+
+def without_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that are no parts of others. spectral_norm calls its part of a model itself."""
+    modules = list(modules)
+    parts = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in parts]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The gradients that its parameters have."""
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
