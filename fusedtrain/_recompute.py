@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ _TAG = "_fusedtrain_recipe"
 LONGEST = 6
 
 
-def _modified(tensor: Tensor, now: int, then: int, what: str) -> RuntimeError:
+def _refuse_modified(tensor: Tensor, now: int, then: int, what: str) -> NoReturn:
     kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-    return RuntimeError(
+    raise RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: [{kind}], {what}, is at version {now}; expected version {then} instead. "
         "If the tensor is used again, write `y = y + z` for `y += z`, or leave out inplace=True."
@@ -61,7 +61,7 @@ class Saved(NamedTuple):
     def take(self, what: str = "kept for backward") -> Tensor:
         tensor, version = self
         if tensor._version != version:
-            raise _modified(tensor, tensor._version, version, what)
+            _refuse_modified(tensor, tensor._version, version, what)
         return tensor
 
 
@@ -227,7 +227,7 @@ class _Use:
         now = self._witness._version
         if now != self._version:
             output = self._witness.new_empty(self._shape, device="meta")
-            raise _modified(output, now, self._version, "the output of a fused op")
+            _refuse_modified(output, now, self._version, "the output of a fused op")
         task = backward_number()
         first = task != -1 and task != self._task
         self._task = task

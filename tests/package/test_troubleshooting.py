@@ -6,7 +6,7 @@ RuntimeError, ...), or warns with it. No row is needed for
 - classes of the package that it catches itself, and those that carry another's message (INSIDE);
 - AttributeError and NotImplementedError, which say that a name is missing (`module ... has no
   attribute`): the names in docs/api.md are the remedy;
-- the timing of benchmarks (`contestants`, `timing`), whose messages are verdicts in a table.
+- the timing of benchmarks (`advisor/bench`), whose messages are verdicts in a table.
 
 Checks of the ops (csrc/ and fusedtrain/triton/) begin with `fusedtrain::OP: ` or `fusedtrain: `,
 which is tested for both, and have one row each by pattern.
@@ -88,7 +88,7 @@ MESSAGES = sorted(
     {
         (str(path.relative_to(ROOT)), message)
         for path in (ROOT / "fusedtrain").rglob("*.py")
-        if path.parent.name not in ("contestants", "timing")
+        if path.parent.name != "bench"
         for message in messages_in(path.read_text())
         if not (path.parent.name == "triton" and is_of_an_op(message))
     }

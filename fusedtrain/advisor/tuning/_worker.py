@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -31,6 +32,7 @@ from ._switches import BATCH, Config, plain
 _FIRST_SCALE = 2.0**10  # of a GradScaler: its own 2**16 skips steps, whose losses then differ
 _FILE = "<recipe>"
 PROBED = 2  # samples, of which memory is extrapolated: batch norm cannot train with one
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 class Trial:
@@ -250,7 +252,7 @@ def _of_user(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
         machinery = path.startswith("<") or os.path.basename(os.path.dirname(path)) == "importlib"
-        if not machinery and os.path.dirname(path) != os.path.dirname(__file__):
+        if not machinery and not path.startswith(_PACKAGE):
             break
         trace = trace.tb_next
     return trace

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import tuned_models as models
 
 from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.tuning._job import Job, load_function, place_of
 from fusedtrain.advisor.tuning._memory import fixed_bytes
 from fusedtrain.advisor.tuning._recipe import recipe, scaled_rate, trial
 from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Facts, code_of, plain
-from helpers import tuned_models as models
 
 HERE = Path(models.__file__)
 JOB = Job(f"{HERE}:build_model", (3, 8, 8), batch=4, lr=0.01)
@@ -123,7 +123,7 @@ def test_models_of_libraries_have_their_line(model, lines):
 
 
 def test_a_function_must_be_importable_elsewhere():
-    assert place_of(models.build_model, "build_model") == "helpers.tuned_models:build_model"
+    assert place_of(models.build_model, "build_model") == "tuned_models:build_model"
     assert place_of("model.py:build", "build_model") == "model.py:build"
     assert place_of(torch.nn.Identity, "build_model") == "torch.nn.modules.linear:Identity"
     for wrong in (lambda: None, 3, models.build_model()):

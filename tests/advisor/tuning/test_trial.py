@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tuned_models as models
 
 import fusedtrain
 from fusedtrain.advisor.tuning._budget import Budget
@@ -18,7 +19,6 @@ from fusedtrain.advisor.tuning._report import TunedTrial, sentences
 from fusedtrain.advisor.tuning._switches import NAMES, Facts, plain
 from fusedtrain.advisor.tuning._tuner import Tuner
 from fusedtrain.advisor.tuning._worker import Trial
-from helpers import tuned_models as models
 
 HERE = Path(models.__file__)
 FACTS = {"target_shape": [], "classes": 5}
@@ -33,9 +33,7 @@ def _generators_stay():
 
 
 def trial(batch=4, facts=FACTS, **options):
-    job = Job(
-        options.pop("model", "helpers.tuned_models:build_model"), (3, 8, 8), 4, lr=0.1, **options
-    )
+    job = Job(options.pop("model", f"{HERE}:build_model"), (3, 8, 8), 4, lr=0.1, **options)
     made = Trial(job, plain(batch))
     made.know(facts)
     return made
@@ -72,9 +70,9 @@ def test_the_probe_sees_convolutions_classes_and_memory():
 
 def test_a_model_that_classifies_nothing_is_refused():
     with pytest.raises(TypeError, match=r"for 2 samples the model returns \(2,\); tune trains"):
-        trial(facts={}, model="helpers.tuned_models:Summing").probe()
+        trial(facts={}, model=f"{HERE}:Summing").probe()
     with pytest.raises(TypeError, match="time_of_day returned float, not a module"):
-        trial(facts={}, model="helpers.tuned_models:time_of_day").probe()
+        trial(facts={}, model=f"{HERE}:time_of_day").probe()
 
 
 def test_memory_grows_with_the_batch():
@@ -87,7 +85,7 @@ def test_memory_grows_with_the_batch():
 
 
 def test_a_turn_takes_batches_of_the_loader_which_begins_again():
-    made = trial(loader="helpers.tuned_models:build_loader")
+    made = trial(loader=f"{HERE}:build_loader")
     made.losses(1)
     seen = []
     step = made.names["step"]
@@ -102,7 +100,7 @@ def test_a_turn_takes_batches_of_the_loader_which_begins_again():
 
 
 def test_a_loader_without_such_a_batch_is_an_error():
-    made = trial(32, loader="helpers.tuned_models:build_loader")
+    made = trial(32, loader=f"{HERE}:build_loader")
     made.build()
     with pytest.raises(ValueError, match="build_loader: it has no batch of 32 samples"):
         made.turn(1)

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import tuned_models as models
 
 import fusedtrain as package
-from helpers import tuned_models as models
 from helpers.commands import Page, assert_png, environment, fusedtrain, heed_ctrl_c, parsed
 
 HERE = Path(models.__file__)
