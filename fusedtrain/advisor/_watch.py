@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -85,22 +86,30 @@ class OutermostCalls:
     """Calls of modules with parameters that are not within another one's, as hooks see them."""
 
     def __init__(self) -> None:
-        self.running: list[nn.Module] = []  # such a module, and those whose calls are within
+        self._of_thread = threading.local()
+
+    @property
+    def running(self) -> list[nn.Module]:
+        """Such a module, and those whose calls are within, of this thread."""
+        modules: list[nn.Module] = vars(self._of_thread).setdefault("modules", [])
+        return modules
 
     def enter(self, module: nn.Module) -> bool:
         """Whether an outermost call begins."""
-        outermost = not self.running
-        if self.running or next(module.parameters(), None) is not None:
-            self.running.append(module)
-        return outermost and bool(self.running)
+        running = self.running
+        outermost = not running
+        if running or next(module.parameters(), None) is not None:
+            running.append(module)
+        return outermost and bool(running)
 
     def leave(self, module: nn.Module) -> bool:
         """Whether that was the end of the module's outermost call."""
-        if not any(one is module for one in self.running):  # of a thread of nn.DataParallel, say
+        running = self.running
+        if not any(one is module for one in running):  # its call began before the hooks
             return False
-        while self.running.pop() is not module:
+        while running.pop() is not module:
             pass
-        return not self.running
+        return not running
 
 
 def without_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -6,6 +6,7 @@ the stock model runs once more with its layers' outputs off by up to one unit in
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -145,7 +146,7 @@ def excess(errors: Errors, noise: Errors) -> tuple[float, str]:
         return float("inf"), errors.failed
     worst = (0.0, "")
     for what, error, allowed in _limits(errors, noise):
-        worst = max(worst, (error / allowed if error == error else float("inf"), what))
+        worst = max(worst, (error / allowed if math.isfinite(error) else math.inf, what))
     return worst
 
 
@@ -165,14 +166,18 @@ def _limits(errors: Errors, noise: Errors) -> Iterator[tuple[str, float, float]]
         units = _UNITS * torch.finfo(errors.dtypes.get(key, torch.float32)).eps
         return max(units, _GROWTH * of_noise, _LEAST)
 
-    yield "outputs", errors.outputs, allowed("outputs", noise.outputs)
+    # A NaN or an infinity of the noisy run alone allows nothing.
+    def largest(noises: Iterable[float]) -> float:
+        return max(filter(math.isfinite, noises), default=0.0)
+
+    yield "outputs", errors.outputs, allowed("outputs", largest([noise.outputs]))
     for layer, error in errors.layers.items():
-        yield "a layer", error, allowed(layer, noise.layers.get(layer, 0.0))
+        yield "a layer", error, allowed(layer, largest([noise.layers.get(layer, 0.0)]))
     for name, error in errors.buffers.items():
-        yield f"the buffer {name}", error, allowed(name, max(noise.buffers.values()))
+        yield f"the buffer {name}", error, allowed(name, largest(noise.buffers.values()))
     # One bound for all: how rounding spreads over them is chance.
     for name, error in errors.gradients.items():
-        yield f"the gradient of {name}", error, allowed(name, noise.gradient)
+        yield f"the gradient of {name}", error, allowed(name, largest(noise.gradients.values()))
 
 
 def _compare(done: Run, reference: Run, errors: Errors) -> None:

@@ -264,6 +264,8 @@ class Checkpoints(Releases, Reports):
             if step is not None and name is not None:
                 _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
         super().__setstate__(state)
+        for key, value in self._absent.items():
+            self.defaults.setdefault(key, value)  # of an older pickle
         self._forget()
 
 

@@ -12,10 +12,17 @@ from typing_extensions import Unpack
 from ._engine import FusedOptimizer
 from ._options import FusedOptions
 
-_STATES = ("square_avg", "momentum_buffer", "grad_avg")
+
+class _PositiveMomentum(FusedOptimizer):
+    """A rule whose momentum counts if it is positive, as in torch and timm."""
+
+    _states = ("square_avg", "momentum_buffer", "grad_avg")
+
+    def _slots(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return super()._slots({**group, "momentum": max(group["momentum"], 0)})
 
 
-class RMSprop(FusedOptimizer, torch.optim.RMSprop):
+class RMSprop(_PositiveMomentum, torch.optim.RMSprop):
     """`torch.optim.RMSprop` in one call.
 
     Args:
@@ -50,7 +57,6 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
 
     _rule = "rmsprop"
     _of_torch = True
-    _states = _STATES
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         return (group["alpha"], group["eps"], momentum, group["centered"])
 
 
-class RMSpropTF(FusedOptimizer):
+class RMSpropTF(_PositiveMomentum):
     """RMSprop as in TensorFlow, for EfficientNet recipes: timm's ``RMSpropTF``.
 
     eps is inside the root, squares start at 1, and the learning rate enters the momentum buffer.
@@ -110,7 +116,6 @@ class RMSpropTF(FusedOptimizer):
     """
 
     _rule = "rmsprop_tf"
-    _states = _STATES
     _maximizes = False
     _keys = (
         "lr", "momentum", "alpha", "eps", "centered", "weight_decay", "decoupled_decay",

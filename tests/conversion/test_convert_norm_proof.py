@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.conversion import _trials
+from fusedtrain.conversion import _proof, _trials
 from fusedtrain.ops import batch_norm as _batch_norm, batch_norm_autograd as _autograd
 from helpers.conversion import Block, image, left_of, small, snapshot
 from helpers.norm_models import make
@@ -202,3 +203,46 @@ def test_report_text() -> None:
     assert line.startswith("  1 x torch.nn.BatchNorm2d + ReLU        saved 0.00")
     assert "MB, error " in line
     assert str(report).splitlines()[5].startswith("on the example: saved for backward 0.0")
+
+
+class _SevenTimes(torch.autograd.Function):
+    """GELU with seven times its gradient, whatever its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 7 * gradient
+
+
+class _Focal(nn.Module):
+    """A focal loss of exponent 1.5. Its slope is NaN for p > 1, which rounding alone makes of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3), nn.Sigmoid())
+        with torch.no_grad():
+            self.layers[2].bias[0] = 45.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.layers(x)
+        return (1 - p) ** 1.5 * -torch.log(p)
+
+
+def test_a_nan_of_the_noise_alone_allows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _Focal(), torch.randn(5, 4)
+    watched = [model.layers[1], model.layers[3]]
+    stock, _ = _proof.run(model, x, watched)
+    _, noise = _proof.run(model, x, watched, stock, noise=True)
+    assert not all(map(math.isfinite, (noise.outputs, *noise.gradients.values())))
+    wrong = _proof.Errors(outputs=3.0, gradients=dict.fromkeys(noise.gradients, 5.0))
+    assert _proof.excess(wrong, noise)[0] > 1e3
+    lost = _proof.Errors(outputs=math.inf, gradients=dict.fromkeys(noise.gradients, math.inf))
+    assert _proof.excess(lost, noise)[0] == math.inf
+
+    monkeypatch.setattr(fusedtrain.nn.GELU, "forward", lambda self, x: _SevenTimes.apply(x))
+    report = fusedtrain.convert(model, x)
+    assert type(model.layers[1]) is nn.GELU
+    assert [entry.name for entry in report.left if "gradient" in entry.reason] == ["layers.1"]

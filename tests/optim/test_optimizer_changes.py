@@ -137,6 +137,7 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("Adam", {"amsgrad": True}, {"amsgrad": False}),
     ("AdamW", {}, {"weight_decay": 0.5, "maximize": True, "lr": 0.3}),
     ("RMSprop", {"momentum": 0.9}, {"momentum": 0, "alpha": 0.5}),
+    ("RMSprop", {"momentum": 0.9}, {"momentum": -0.3}),
     ("RMSprop", {"centered": True}, {"centered": False, "weight_decay": 0.1}),
     ("Adagrad", {}, {"lr_decay": 0.5, "eps": 0.1, "weight_decay": 0.1}),
 ]
