@@ -248,7 +248,8 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
             return output
     if _has_any((input,)):
         return _handle(glu, (input,), input, dim=dim)
-    if not isinstance(input, Tensor) or input.dim() == 0 or not input.is_floating_point():
+    is_tensor = isinstance(input, Tensor) and input.dim() > 0 and input.is_floating_point()
+    if not is_tensor or isinstance(dim, str):  # before torch 2.13 a string names a dimension
         return torch_functional.glu(input, dim)
     return _glu(_SIGMOID, input, None, dim, True)
 
