@@ -76,12 +76,25 @@ def _read(code: types.CodeType) -> _Names:
 
 
 def _values(function: types.FunctionType, owner: nn.Module | None, names: _Names) -> list[Any]:
-    """Values of the names in a function, inside of partials: from outside of it, and of the
-    instance that is its first argument. Modules and classes are left out."""
+    """Values of the names in a function: from outside of it, and of the instance that is its first
+    argument. Modules and classes are left out."""
     values = [v for v in _outside(function, names) if not isinstance(v, (nn.Module, type))]
     if owner is not None:
         values += [vars(owner).get(name) for name in names.of_self]
-    return [getattr(value, "func", value) for value in values]
+    return values
+
+
+def _name_of(value: Any) -> str:
+    """The name of a function, also inside of a partial; "" of anything else."""
+    if isinstance(value, functools.partial):
+        value = value.func
+    if not callable(value) or isinstance(value, type):
+        return ""
+    try:
+        name = value.__name__
+    except Exception:  # the user's __getattr__
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 def _reached(
@@ -117,11 +130,8 @@ def mentioned(module: nn.Module) -> set[str]:
         mentions |= (names.globals | names.others) - parts
         if owner is None:
             mentions |= names.of_self
-        for value in _values(function, owner, names):
-            name = getattr(value, "__name__", "")
-            if callable(value) and not isinstance(value, type) and isinstance(name, str):
-                mentions.add(name)
-    return mentions
+        mentions.update(map(_name_of, _values(function, owner, names)))
+    return mentions - {""}
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:

@@ -231,3 +231,49 @@ def test_an_edit_of_a_part_leaves_the_forwards_around_it() -> None:
     assert stands_in(model)
     with pytest.warns(UserWarning, match="`act` of a Unit is not what"):
         assert not stands_in(model[3])
+
+
+_PASSES_ON = False
+
+
+def _switched(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        return x if _PASSES_ON else function(x)
+
+    wrapper.func = function  # type: ignore[attr-defined]
+    return wrapper
+
+
+class _Settings(dict[str, Any]):
+    """Raises KeyError for attributes that it lacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pytest looks for some
+            raise AttributeError(name)
+        return self[name]
+
+
+_activation = _switched(torch.nn.functional.silu)
+_settings = _Settings(scale=2.0)
+
+
+class _Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = _activation(self.norm(self.conv(x))) * _settings.scale
+        return y
+
+
+def test_a_global_of_a_wrapper_with_an_attribute_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a wrapper is read itself, and so is what its attribute holds."""
+    model, x = _Switching(), torch.randn(2, 3, 8, 8)
+    stock = copy.deepcopy(model)
+    assert len(fusedtrain.convert(model).norms) == 1
+    torch.testing.assert_close(model(x), stock(x))
+    monkeypatch.setitem(globals(), "_PASSES_ON", True)
+    with pytest.warns(UserWarning, match="_PASSES_ON"):
+        changed = model(x)
+    torch.testing.assert_close(changed, stock(x))
