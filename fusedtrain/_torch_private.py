@@ -30,7 +30,9 @@ pytree = torch.utils._pytree
 disable_dynamo = torch._compile._disable_dynamo
 
 # TorchScript's type of an argument that is one number or two.
+BroadcastingList1 = torch._jit_internal.BroadcastingList1
 BroadcastingList2 = torch._jit_internal.BroadcastingList2  # type: ignore[attr-defined]
+BroadcastingList3 = torch._jit_internal.BroadcastingList3  # type: ignore[attr-defined]
 
 # Base classes, for `isinstance`; and the check that training has more than one value a channel.
 BatchNormBase = nn.modules.batchnorm._BatchNorm

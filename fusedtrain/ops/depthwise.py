@@ -1,0 +1,247 @@
+"""Depthwise convolutions: the ops, autograd around them, and the public functions.
+
+`channels_last` says how output and gradients lie in memory; inputs in the other layout are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.nn import functional as torch_functional
+from torch.overrides import has_torch_function as _has_any
+
+from .._calls import apply_of, autocasts, fits, needs_grad, plain_backward
+from .._graph.fx import handle as _handle
+from .._torch_private import BroadcastingList1, BroadcastingList2, BroadcastingList3
+from ..reference import depthwise as reference
+from ..reference.depthwise import new_tensor, out_sizes
+from ._library import define, op
+
+__all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
+
+_Numbers = tuple[int, ...]
+
+
+def _fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], padding_end: Sequence[int], dilation: Sequence[int],
+    channels_last: bool,
+) -> Tensor:  # fmt: skip
+    sizes = [list(numbers) for numbers in (stride, padding, padding_end, dilation)]
+    out = out_sizes(list(input.shape[2:]), list(weight.shape[2:]), *sizes)
+    return new_tensor(input, [input.size(0), weight.size(0), *out], channels_last)
+
+
+def _fake_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], channels_last: bool, input_asked: bool, weight_asked: bool,
+    bias_asked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        new_tensor(input, list(input.shape if input_asked else [0]), channels_last and input_asked),
+        weight.new_empty(weight.shape if weight_asked else [0]),
+        weight.new_empty(weight.shape[:1] if bias_asked else [0]),
+    )
+
+
+define("depthwise_conv", reference.depthwise_conv, _fake)
+define("depthwise_conv_backward", reference.depthwise_conv_backward, _fake_backward)
+_depthwise_conv = op("depthwise_conv")
+_depthwise_conv_backward = op("depthwise_conv_backward")
+
+
+class DepthwiseConv(torch.autograd.Function):
+    """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers,
+        padding: _Numbers, padding_end: _Numbers, dilation: _Numbers, channels_last: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(input, weight)
+        ctx.rest = (stride, padding, dilation, channels_last)
+        output: Tensor = _depthwise_conv(
+            input, weight, bias, stride, padding, padding_end, dilation, channels_last
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        asked = ctx.needs_input_grad[:3]
+        plain = plain_backward(grad)
+        op = reference.depthwise_conv_backward if plain else _depthwise_conv_backward
+        gradients = op(grad, input, weight, *ctx.rest, *asked)
+        known = (t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
+        return (*known, None, None, None, None, None)
+
+
+_apply = apply_of(DepthwiseConv)
+
+
+def _numbers(value: Any, count: int) -> _Numbers | None:
+    """So many integers, of one or as many; None of anything else, about which torch is asked."""
+    if type(value) is int:
+        return (value,) * count
+    if type(value) in (tuple, list) and all(type(number) is int for number in value):
+        if len(value) == count:
+            return tuple(value)
+        if len(value) == 1:
+            return tuple(value) * count
+    return None
+
+
+def _geometry(
+    input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers] | None:
+    """Stride, padding at both ends and dilation, where the kernels take them."""
+    count = weight.dim() - 2
+    step, spread = _numbers(stride, count), _numbers(dilation, count)
+    if step is None or spread is None or min(step) < 1 or min(spread) < 1:
+        return None
+    kernel = weight.shape[2:]
+    if min(kernel) < 1 or not all(input.shape[1:]):
+        return None
+    if padding == "same" and max(step) == 1:
+        total = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+        before: _Numbers | None = tuple(number // 2 for number in total)
+        end: _Numbers | None = tuple(number - number // 2 for number in total)
+    else:
+        before = end = (0,) * count if padding == "valid" else _numbers(padding, count)
+    if before is None or end is None or min(before) < 0:
+        return None
+    room = out_sizes(
+        list(input.shape[2:]), list(kernel), list(step), list(before), list(end), list(spread)
+    )
+    return (step, before, end, spread) if min(room) >= 1 else None
+
+
+def _suggests_channels_last(t: Tensor) -> bool:
+    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return t.is_contiguous(memory_format=format) and not t.is_contiguous()
+
+
+def _convolve(
+    plain: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any,
+    padding: Any, dilation: Any,
+) -> Tensor:  # fmt: skip
+    """`plain` is torch's function, for calls that no kernel takes."""
+    dims = weight.dim()
+    groups = input.size(1 - dims) if input.dim() >= dims - 1 else 1
+    batched, cast_weight, cast_bias = input, weight, bias
+    if autocasts(input):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        batched, cast_weight = input.to(dtype), weight.to(dtype)
+        cast_bias = None if bias is None else bias.to(dtype)
+    if input.dim() == dims - 1:
+        batched = batched.unsqueeze(0)
+    geometry = None
+    if batched.dim() == dims and weight.size(1) == 1 and weight.size(0) % max(groups, 1) == 0:
+        if (bias is None or bias.shape == weight.shape[:1]) and fits(
+            batched, cast_weight, cast_bias
+        ):
+            geometry = _geometry(batched, weight, stride, padding, dilation)
+    if geometry is None:
+        return plain(input, weight, bias, stride, padding, dilation, groups)
+    last = dims > 3 and (_suggests_channels_last(batched) or _suggests_channels_last(cast_weight))
+    run = _apply if needs_grad(batched, cast_weight, cast_bias) else _depthwise_conv
+    output: Tensor = run(batched, cast_weight, cast_bias, *geometry, last)
+    return output if batched.dim() == input.dim() else output.squeeze(0)
+
+
+def depthwise_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList1[int] = 1,
+    padding: BroadcastingList1[int] = 0,
+    dilation: BroadcastingList1[int] = 1,
+) -> Tensor:
+    """A depthwise convolution of [N, C, L]; see :func:`depthwise_conv2d`.
+
+    Example:
+        >>> depthwise_conv1d(torch.tensor([[[1.0, 2.0, 4.0]]]), torch.tensor([[[-1.0, 1.0]]]))
+        tensor([[[1., 2.]]])
+    """
+    if _scripting():
+        return torch.conv1d(input, weight, bias, stride, padding, dilation, input.size(-2))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv1d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv1d, input, weight, bias, stride, padding, dilation)
+
+
+def depthwise_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList2[int] = 1,
+    padding: BroadcastingList2[int] = 0,
+    dilation: BroadcastingList2[int] = 1,
+) -> Tensor:
+    """``torch.nn.functional.conv2d(input, weight, ..., groups=C)``: each of the C channels is
+    convolved with kernels of its own (Chollet, arXiv:1610.02357).
+
+    Contiguous and channels_last inputs are read where they are. Products are added up in float32
+    (float64 for float64) and rounded once. Under autocast all arguments are cast, as for torch's
+    convolutions. Eager torch runs under torch.compile and functorch, and for arguments that torch
+    refuses, with torch's messages.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W], of dtype float32, float64, float16 or bfloat16.
+        weight: [C m, 1, kernel height, kernel width]; output channel c is of input channel
+            ``c // m``.
+        bias: [C m], or None.
+        stride: an int, or a pair for height and width, as are padding and dilation.
+        padding: zeros at each side, or "same" (a stride of 1), or "valid"; strings not in
+            TorchScript.
+        dilation: the distance of the elements of a kernel.
+
+    Returns:
+        [N, C m, H', W'], channels_last where input or weight is.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: what torch raises for the same mistake.
+
+    Example:
+        >>> image = torch.ones(1, 2, 3, 3)
+        >>> depthwise_conv2d(image, torch.ones(2, 1, 3, 3), padding=1)[0, 0]
+        tensor([[4., 6., 4.],
+                [6., 9., 6.],
+                [4., 6., 4.]])
+    """
+    if _scripting():
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, input.size(-3))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv2d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv2d, input, weight, bias, stride, padding, dilation)
+
+
+def depthwise_conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList3[int] = 1,
+    padding: BroadcastingList3[int] = 0,
+    dilation: BroadcastingList3[int] = 1,
+) -> Tensor:
+    """A depthwise convolution of [N, C, D, H, W]; see :func:`depthwise_conv2d`.
+
+    Example:
+        >>> depthwise_conv3d(torch.ones(1, 1, 2, 2, 2), torch.ones(1, 1, 2, 2, 2))
+        tensor([[[[[8.]]]]])
+    """
+    if _scripting():
+        return torch.conv3d(input, weight, bias, stride, padding, dilation, input.size(-4))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv3d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv3d, input, weight, bias, stride, padding, dilation)
