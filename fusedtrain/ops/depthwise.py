@@ -125,32 +125,41 @@ def _suggests_channels_last(t: Tensor) -> bool:
     return t.is_contiguous(memory_format=format) and not t.is_contiguous()
 
 
+def _same_kind(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are the tensors of a depthwise convolution that kernels can take now."""
+    channels = input.size(1) if input.dim() == weight.dim() else 0
+    return (
+        channels > 0
+        and weight.size(1) == 1
+        and weight.size(0) >= channels
+        and weight.size(0) % channels == 0
+        and (bias is None or bias.shape == weight.shape[:1])
+        and fits(input, weight, bias)
+    )
+
+
 def _convolve(
-    plain: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any,
-    padding: Any, dilation: Any,
+    plain: Callable[..., Tensor], count: int, input: Tensor, weight: Tensor, bias: Tensor | None,
+    stride: Any, padding: Any, dilation: Any,
 ) -> Tensor:  # fmt: skip
-    """`plain` is torch's function, for calls that no kernel takes."""
-    dims = weight.dim()
-    groups = input.size(1 - dims) if input.dim() >= dims - 1 else 1
-    batched, cast_weight, cast_bias = input, weight, bias
+    """`plain` is torch's function of so many dimensions, for calls that no kernel takes."""
+    batch, kernels, biases = input, weight, bias
     if autocasts(input):
         dtype = torch.get_autocast_dtype(input.device.type)
-        batched, cast_weight = input.to(dtype), weight.to(dtype)
-        cast_bias = None if bias is None else bias.to(dtype)
-    if input.dim() == dims - 1:
-        batched = batched.unsqueeze(0)
+        batch, kernels = input.to(dtype), weight.to(dtype)
+        biases = None if bias is None else bias.to(dtype)
+    if input.dim() == count + 1:
+        batch = batch.unsqueeze(0)
     geometry = None
-    if batched.dim() == dims and weight.size(1) == 1 and weight.size(0) % max(groups, 1) == 0:
-        if (bias is None or bias.shape == weight.shape[:1]) and fits(
-            batched, cast_weight, cast_bias
-        ):
-            geometry = _geometry(batched, weight, stride, padding, dilation)
+    if weight.dim() == count + 2 and _same_kind(batch, kernels, biases):
+        geometry = _geometry(batch, weight, stride, padding, dilation)
     if geometry is None:
+        groups = input.size(-count - 1) if input.dim() > count else 1
         return plain(input, weight, bias, stride, padding, dilation, groups)
-    last = dims > 3 and (_suggests_channels_last(batched) or _suggests_channels_last(cast_weight))
-    run = _apply if needs_grad(batched, cast_weight, cast_bias) else _depthwise_conv
-    output: Tensor = run(batched, cast_weight, cast_bias, *geometry, last)
-    return output if batched.dim() == input.dim() else output.squeeze(0)
+    last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
+    run = _apply if needs_grad(batch, kernels, biases) else _depthwise_conv
+    output: Tensor = run(batch, kernels, biases, *geometry, last)
+    return output if input.dim() > count + 1 else output.squeeze(0)
 
 
 def depthwise_conv1d(
@@ -173,7 +182,7 @@ def depthwise_conv1d(
         return _handle(
             depthwise_conv1d, (input, weight, bias), input, weight, bias, stride, padding, dilation
         )
-    return _convolve(torch_functional.conv1d, input, weight, bias, stride, padding, dilation)
+    return _convolve(torch_functional.conv1d, 1, input, weight, bias, stride, padding, dilation)
 
 
 def depthwise_conv2d(
@@ -221,7 +230,7 @@ def depthwise_conv2d(
         return _handle(
             depthwise_conv2d, (input, weight, bias), input, weight, bias, stride, padding, dilation
         )
-    return _convolve(torch_functional.conv2d, input, weight, bias, stride, padding, dilation)
+    return _convolve(torch_functional.conv2d, 2, input, weight, bias, stride, padding, dilation)
 
 
 def depthwise_conv3d(
@@ -244,4 +253,4 @@ def depthwise_conv3d(
         return _handle(
             depthwise_conv3d, (input, weight, bias), input, weight, bias, stride, padding, dilation
         )
-    return _convolve(torch_functional.conv3d, input, weight, bias, stride, padding, dilation)
+    return _convolve(torch_functional.conv3d, 3, input, weight, bias, stride, padding, dilation)

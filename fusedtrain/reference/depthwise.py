@@ -1,6 +1,6 @@
 """Depthwise convolutions in one, two and three dimensions: a kernel of its own for every channel.
 
-Output channel c is of input channel ``c // multiplier``; position o of the output sees the positions
+Output channel c is of input channel ``c // multiplier``. Position o of the output sees positions
 ``o stride - padding + k dilation`` of the input, zeros outside (Chollet, arXiv:1610.02357).
 """
 
