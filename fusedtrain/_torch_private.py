@@ -7,6 +7,7 @@ names (tools/laws.py). Private attributes of objects are not listed: hooks of mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,19 @@ disable_dynamo = torch._compile._disable_dynamo
 BroadcastingList1 = torch._jit_internal.BroadcastingList1
 BroadcastingList2 = torch._jit_internal.BroadcastingList2  # type: ignore[attr-defined]
 BroadcastingList3 = torch._jit_internal.BroadcastingList3  # type: ignore[attr-defined]
+
+
+def mkldnn_is_on() -> bool:
+    """Whether oneDNN computes torch's convolutions on the CPU."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
+@functools.cache
+def mkldnn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels of a 16-bit dtype for this CPU."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return bool(getattr(torch.ops.mkldnn, name[dtype])())
+
 
 # Base classes, for `isinstance`; and the check that training has more than one value a channel.
 BatchNormBase = nn.modules.batchnorm._BatchNorm

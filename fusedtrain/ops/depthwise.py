@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -16,7 +17,13 @@ from torch.overrides import has_torch_function as _has_any
 
 from .._calls import apply_of, autocasts, fits, needs_grad, plain_backward
 from .._graph.fx import handle as _handle
-from .._torch_private import BroadcastingList1, BroadcastingList2, BroadcastingList3
+from .._torch_private import (
+    BroadcastingList1,
+    BroadcastingList2,
+    BroadcastingList3,
+    mkldnn_is_on,
+    mkldnn_takes,
+)
 from ..reference import depthwise as reference
 from ..reference.depthwise import new_tensor, out_sizes
 from ._library import define, op
@@ -24,6 +31,7 @@ from ._library import define, op
 __all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
 
 _Numbers = tuple[int, ...]
+_EVERYWHERE = False  # our kernels where torch's are faster, too: for tests and benchmarks
 
 
 def _fake(
@@ -54,6 +62,56 @@ _depthwise_conv = op("depthwise_conv")
 _depthwise_conv_backward = op("depthwise_conv_backward")
 
 
+class Faster(NamedTuple):
+    """Where our kernel is faster than torch's: the forward and each gradient choose for themselves.
+
+    The bias goes with the weight.
+    """
+
+    forward: bool
+    grad_input: bool
+    grad_weight: bool
+
+
+_NONE, _ALL = Faster(False, False, False), Faster(True, True, True)
+_WIDE = 9  # the widest kernels whose taps are compiled
+
+
+def _torch_has_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes depthwise convolutions of this dtype on this CPU: others take 2 to
+    100 times as long as ours."""
+    if not mkldnn_is_on() or dtype is torch.float64:
+        return False
+    return dtype is torch.float32 or mkldnn_takes(dtype)
+
+
+def faster(
+    dtype: torch.dtype, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+    outputs: int, channels_last: bool,
+) -> Faster:  # fmt: skip
+    """The rule, for a CPU: `outputs` positions a channel.
+
+    Of the processor time of torch's kernel and ours, one thread of an AMD EPYC with AVX-512, torch
+    2.13 with AVX-512 and bounded to AVX2, 2026-11-27 (docs/depthwise.md): the side that wins in
+    both. A gain that one of the two has alone is left.
+    """
+    if not _torch_has_kernels(dtype) or math.prod(kernel) == 1:
+        return _ALL
+    general = len(kernel) == 3 or max(dilation) > 1  # oneDNN's gradients have plain loops alone
+    # Its gradient of weights has fast loops of kernels up to 3 wide.
+    slow_weight = general or kernel[-1] > 3
+    if dtype is not torch.float32:
+        return Faster(False, general, slow_weight)
+    known = max(kernel) <= _WIDE
+    if channels_last:
+        large = known and math.prod(kernel) >= 20
+        return Faster(False, general or large, slow_weight)
+    row = len(kernel) == 1
+    forward = general or not known or outputs >= (190 if max(stride) == 1 else 700)
+    grad_input = general or (known and outputs >= 150)
+    return Faster(forward, grad_input, slow_weight or row or outputs >= 3000)
+
+
 class DepthwiseConv(torch.autograd.Function):
     """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
 
@@ -61,23 +119,59 @@ class DepthwiseConv(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers,
         padding: _Numbers, padding_end: _Numbers, dilation: _Numbers, channels_last: bool,
+        use: Faster,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(input, weight)
         ctx.rest = (stride, padding, dilation, channels_last)
-        output: Tensor = _depthwise_conv(
-            input, weight, bias, stride, padding, padding_end, dilation, channels_last
+        ctx.use = use
+        return _forward(
+            input, weight, bias, stride, padding, padding_end, dilation, channels_last, use
         )
-        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         asked = ctx.needs_input_grad[:3]
-        plain = plain_backward(grad)
-        op = reference.depthwise_conv_backward if plain else _depthwise_conv_backward
-        gradients = op(grad, input, weight, *ctx.rest, *asked)
-        known = (t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
-        return (*known, None, None, None, None, None)
+        rest = (None, None, None, None, None, None)
+        if plain_backward(grad):
+            gradients = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
+            return (*_known(gradients, asked), *rest)
+        of_weight = ctx.use.grad_weight
+        ours = [asked[0] and ctx.use.grad_input, asked[1] and of_weight, asked[2] and of_weight]
+        torchs = [wanted and not mine for wanted, mine in zip(asked, ours, strict=True)]
+        gradients = (None, None, None)
+        if any(ours):
+            made = _depthwise_conv_backward(grad, input, weight, *ctx.rest, *ours)
+            gradients = _known(made, ours)
+        if any(torchs):
+            stride, padding, dilation, _ = ctx.rest
+            other = torch.ops.aten.convolution_backward(
+                grad, input, weight, [weight.size(0)], stride, padding, dilation, False,
+                [0] * len(stride), input.size(1), torchs,
+            )  # fmt: skip
+            gradients = tuple(
+                b if theirs else a for a, b, theirs in zip(gradients, other, torchs, strict=True)
+            )
+        return (*gradients, *rest)
+
+
+def _known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
+
+
+def _forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers, padding: _Numbers,
+    padding_end: _Numbers, dilation: _Numbers, channels_last: bool, use: Faster,
+) -> Tensor:  # fmt: skip
+    if use.forward:
+        output: Tensor = _depthwise_conv(
+            input, weight, bias, stride, padding, padding_end, dilation, channels_last
+        )
+        return output
+    zeros = [0] * len(stride)
+    return torch.convolution(
+        input, weight, bias, stride, padding, dilation, False, zeros, input.size(1)
+    )
 
 
 _apply = apply_of(DepthwiseConv)
@@ -120,6 +214,24 @@ def _geometry(
     return (step, before, end, spread) if min(room) >= 1 else None
 
 
+def _use(
+    input: Tensor, weight: Tensor, geometry: tuple[_Numbers, ...], channels_last: bool
+) -> Faster:
+    """On a GPU nothing was measured: torch's kernels run."""
+    if _EVERYWHERE:
+        return _ALL
+    if input.device.type != "cpu":
+        return _NONE
+    stride, before, end, dilation = geometry
+    kernel = weight.shape[2:]
+    out = out_sizes(
+        list(input.shape[2:]), list(kernel), list(stride), list(before), list(end), list(dilation)
+    )
+    use = faster(input.dtype, kernel, stride, dilation, math.prod(out), channels_last)
+    # torch pads unequal sides by a copy.
+    return use if before == end else _ALL
+
+
 def _suggests_channels_last(t: Tensor) -> bool:
     format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
     return t.is_contiguous(memory_format=format) and not t.is_contiguous()
@@ -127,14 +239,14 @@ def _suggests_channels_last(t: Tensor) -> bool:
 
 def _same_kind(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are the tensors of a depthwise convolution that kernels can take now."""
-    channels = input.size(1) if input.dim() == weight.dim() else 0
+    if not fits(input, weight, bias) or input.dim() != weight.dim():
+        return False
+    channels, outputs = input.size(1), weight.size(0)
     return (
-        channels > 0
+        0 < channels <= outputs
+        and outputs % channels == 0
         and weight.size(1) == 1
-        and weight.size(0) >= channels
-        and weight.size(0) % channels == 0
         and (bias is None or bias.shape == weight.shape[:1])
-        and fits(input, weight, bias)
     )
 
 
@@ -157,8 +269,12 @@ def _convolve(
         groups = input.size(-count - 1) if input.dim() > count else 1
         return plain(input, weight, bias, stride, padding, dilation, groups)
     last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
-    run = _apply if needs_grad(batch, kernels, biases) else _depthwise_conv
-    output: Tensor = run(batch, kernels, biases, *geometry, last)
+    use = _use(batch, kernels, geometry, last)
+    trains = needs_grad(batch, kernels, biases)
+    if not (any(use) if trains else use.forward):
+        groups = batch.size(1)
+        return plain(input, weight, bias, stride, padding, dilation, groups)
+    output = (_apply if trains else _forward)(batch, kernels, biases, *geometry, last, use)
     return output if input.dim() > count + 1 else output.squeeze(0)
 
 

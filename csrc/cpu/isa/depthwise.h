@@ -102,14 +102,17 @@ struct DepthwisePlanes {
            int64_t pitch, T* to) {
     for (int64_t r = 0; r < rows.size; ++r, to += phases * pitch) {
       const int64_t row = rows.first + r;
-      for (int64_t i = 0; i < phases * pitch; ++i) to[i] = T(0);
-      if (row < 0 || row >= height) continue;
+      const bool outside = row < 0 || row >= height;
       const S* const from = plane + row * width;
-      if (phases == 1) {
-        const int64_t skip = larger<int64_t>(-left, 0);
-        widen(from + skip, to + left + skip, smaller(width - skip, pitch - left - skip));
+      if (phases == 1 && !outside) {
+        const int64_t first = larger<int64_t>(left, 0), end = smaller(pitch, left + width);
+        for (int64_t i = 0; i < smaller(first, pitch); ++i) to[i] = T(0);
+        if (first < end) widen(from + first - left, to + first, end - first);
+        for (int64_t i = larger(first, end); i < pitch; ++i) to[i] = T(0);
         continue;
       }
+      for (int64_t i = 0; i < phases * pitch; ++i) to[i] = T(0);
+      if (outside) continue;
       const T* x = numbers<Format>(from, width, line);
       for (int64_t phase = 0; phase < phases; ++phase) {
         // Column q = left + i of the laid row is number q / phases of phase q % phases.

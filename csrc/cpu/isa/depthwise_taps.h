@@ -36,7 +36,6 @@ struct VectorOf {
   static FT_METHOD Register load(const T* p) { return *(const Anywhere*)p; }
   static FT_METHOD void store(Register v, T* p) { *(Anywhere*)p = v; }
   static FT_METHOD Register all(T value) { return value - Register{}; }
-  // The first n lanes.
   static FT_METHOD void store_first(Register v, T* p, int64_t n) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 4)
@@ -44,21 +43,41 @@ struct VectorOf {
     else
       _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), (__m512d)v);
 #else
-    for (int lane = 0; lane < kLanes; ++lane)
-      if (lane < n) p[lane] = v[lane];
+    // A masked store is some 20 operations on AMD.
+    const T* from = (const T*)&v;
+    if (kLanes > 4 && n & 4) __builtin_memcpy(p, from, 4 * sizeof(T)), p += 4, from += 4;
+    if (n & 2) __builtin_memcpy(p, from, 2 * sizeof(T)), p += 2, from += 2;
+    if (n & 1) *p = *from;
 #endif
   }
-  static FT_METHOD Register load_first(const T* p, int64_t n) {
-    alignas(64) T lanes[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane < n ? p[lane] : T(0);
-    return *(const Register*)lanes;
-  }
-  // Zeros instead of the others: no infinity behind the end meets a zero.
+  // The first n lanes, and zeros.
   typedef typename IntegerOf<T>::I Mask __attribute__((vector_size(kVectorBytes)));
   static FT_METHOD Mask first(int64_t n) {
-    Mask mask;
-    for (int lane = 0; lane < kLanes; ++lane) mask[lane] = lane < n ? -1 : 0;
-    return mask;
+    typedef typename IntegerOf<T>::I I;
+    alignas(64) static constexpr I kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
+                                                 15};
+    return *(const Mask*)kCount < (I(n) - Mask{});
+  }
+  static FT_METHOD Register load_first(const T* p, int64_t n, Mask mask) {
+#if defined(__AVX512F__)
+    (void)mask;
+    if constexpr (sizeof(T) == 4)
+      return (Register)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
+    else
+      return (Register)_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p);
+#elif defined(__AVX2__)
+    (void)n;
+    if constexpr (sizeof(T) == 4)
+      return (Register)_mm256_maskload_ps(p, (__m256i)mask);
+    else
+      return (Register)_mm256_maskload_pd(p, (__m256i)mask);
+#else
+    (void)mask;
+    Register v = {};
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (lane < n) v[lane] = p[lane];
+    return v;
+#endif
   }
   static FT_METHOD Register load_where(const T* p, Mask mask) {
     return (Register)((Mask)load(p) & mask);
@@ -221,7 +240,7 @@ FT_METHOD void add_products_of(const Products<T>& p, int64_t row, int64_t column
           total[k][q] += value * V::load(from + k * p.tap_step + offsets[q]);
     }
     if (p.rest == 0) continue;
-    const auto value = V::load_first(g, p.rest);
+    const auto value = V::load_first(g, p.rest, mask);
 #pragma GCC unroll 16
     for (int k = 0; k < kRows; ++k)
 #pragma GCC unroll 16
@@ -237,8 +256,9 @@ FT_METHOD void add_products_of(const Products<T>& p, int64_t row, int64_t column
 // As many rows of the kernel at a time as registers hold sums of.
 template <class T, int kColumns>
 void add_products_of(const Products<T>& p, int64_t column, T* sums) {
-  constexpr int kRegisters = kVectorBytes == 64 ? 27 : 12;
-  constexpr int kRows = kRegisters / kColumns > 4 ? 4 : kRegisters / kColumns;
+  constexpr int kFit = (kVectorBytes == 64 ? 27 : 12) / kColumns;
+  constexpr int kMost = kColumns == 1 ? 4 : kColumns;  // kernels are mostly square
+  constexpr int kRows = kFit < kMost ? kFit : kMost;
   int64_t row = 0;
   for (; row + kRows <= p.kernel_rows; row += kRows)
     add_products_of<T, kColumns, kRows>(p, row, column, sums);
