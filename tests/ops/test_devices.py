@@ -22,6 +22,7 @@ from helpers.optimizers import busy
 ACT = tuple(FORMULAS["silu"])
 X, PER_CHANNEL = torch.randn(3, 4, 5), torch.randn(4)
 POOL = ([2, 2], [2, 2], [0, 0])
+CONV = ([1, 1], [1, 1], [1, 1])
 SEED = torch.tensor([1, 2])
 
 
@@ -55,6 +56,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "max_pool2d_backward": lambda: (
         torch.randn(1, 2, 3, 3), torch.zeros(64, dtype=torch.uint8), 6, 6, *POOL, 2, False,
+    ),
+    "depthwise_conv": lambda: (
+        torch.randn(2, 3, 6, 6), torch.randn(3, 1, 3, 3), torch.randn(3), *CONV, [1, 1], False,
+    ),
+    "depthwise_conv_backward": lambda: (
+        torch.randn(2, 3, 6, 6), torch.randn(2, 3, 6, 6), torch.randn(3, 1, 3, 3), *CONV, False,
+        True, True, True,
     ),
     "fold_weight": lambda: (torch.randn(4, 2, 3, 3), X[0, :, 0].clone(), *_norm(), 1e-3, False, 1),
     "fold_weight_backward": lambda: (
