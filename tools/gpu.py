@@ -97,11 +97,10 @@ def run_part(c: Context, part: Part) -> bool:
             cut = cut or ended == "cut"
             if ended == "done" and step.name.startswith("bench "):
                 drop_old_rows(c, step.name)
-        counts = Counter(e["outcome"] for e in c.journal.progress(step.name).results.values())
+        progress = c.journal.progress(step.name)
+        counts = Counter(e["outcome"] for e in progress.results.values())
         words = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common())
         say(f"  {step.name}: {words or 'no tests'}")
-    for step in part.steps:
-        progress = c.journal.progress(step.name)
         for name in progress.bad:
             say(f"FAILED: {step.name}: {name}: {progress.results[name]['outcome']}")
         left = progress.left if progress.wanted is not None else ["not begun"]
