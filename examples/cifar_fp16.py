@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fusedtrain
 from _train.fit import fit
 from _train.modes import World
-from _train.options import positive_float
-from _train.recipe import build, launch, load, memory_format, options, parsed
+from _train.options import parsed, positive_float
+from _train.recipe import build, launch, load, memory_format, options
 from fusedtrain.apex.fp16_utils import convert_network
 
 

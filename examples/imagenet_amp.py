@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import fusedtrain
 from _train.fit import fit
 from _train.modes import World, autocast
-from _train.options import DTYPES
-from _train.recipe import build, launch, load, memory_format, options, parsed
+from _train.options import DTYPES, parsed
+from _train.recipe import build, launch, load, memory_format, options
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from _train.fit import fit
 from _train.modes import World
-from _train.recipe import UsageError, build, launch, load, memory_format, options, parsed
+from _train.options import parsed
+from _train.recipe import UsageError, build, launch, load, memory_format, options
 from fusedtrain.apex import amp
 from fusedtrain.apex.optimizers import FusedSGD
 from fusedtrain.apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
