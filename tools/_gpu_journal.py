@@ -1,8 +1,9 @@
 """Findings of `make gpu` so far, one JSON line an event: whoever is killed loses nothing.
 
-The journal lies in build/gpu, where the next call finds it, and beside the results. Its events:
-``tree`` (the sources and the machine it is about), ``run`` (a process of a step's tests begins),
-``wanted`` (the names of all tests of a step), ``start`` and ``test`` (a test begins, has ended).
+The journal lies in build/gpu/results, where the next call finds it, and beside the results. Its
+events: ``tree`` (the sources and the machine it is about), ``run`` (a process of a step's tests
+begins), ``wanted`` (the names of all tests of a step), ``start`` and ``test`` (a test begins, has
+ended).
 """
 
 from __future__ import annotations
