@@ -225,6 +225,15 @@ def test_a_journal_is_for_one_tree(tmp_path: Path) -> None:
     assert j.paths[0].read_text() == j.paths[1].read_text()
 
 
+def test_new_tests_of_a_mended_tree_run(tmp_path: Path) -> None:
+    """The names of all tests are collected anew, also in a step without a failure."""
+    j = journal(tmp_path, ("a", "passed"))
+    assert j.progress("s").done
+    j.begin("mended", keep=True)
+    assert j.progress("s").results.keys() == {"a"}
+    assert not j.progress("s").done
+
+
 def test_a_test_that_passed_before_its_process_died_runs_again(tmp_path: Path) -> None:
     j = journal(tmp_path, ("a", "passed"), ("b", "passed"), ("b", "crashed"))
     j.begin("mended", keep=True)
