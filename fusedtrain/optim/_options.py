@@ -153,6 +153,9 @@ class Options(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
+    def _name_copies(self) -> None:
+        raise NotImplementedError
+
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -239,6 +242,7 @@ class Options(torch.optim.Optimizer):
         self._rounding_seed = first_seed()  # for `control` at 0 applied steps
         self._controls = {}  # they outlive the plans
         self._forget()
+        self._name_copies()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in DEFAULTS:
@@ -269,6 +273,7 @@ class Options(torch.optim.Optimizer):
         if name == "stochastic_rounding":
             warn_of_rounding(options, self._all_params())
         self._fused_options = options
+        self._name_copies()
 
     # Options that may be set between steps.
     max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")

@@ -267,7 +267,7 @@ def test_other_options(name: str, options: Any) -> None:
             v
             for s in optimizer.state.values()
             for k, v in s.items()
-            if k in ("ema", "master_param", "master_correction")
+            if k in ("ema", "master_param")
         ]
         results.append((p, [x.grad for x in p], kept))
     assert alike(*results)
