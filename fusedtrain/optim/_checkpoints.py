@@ -106,7 +106,8 @@ class Checkpoints(Releases, Reports):
         their names, and no others.
         """
         needs = self._state_needs()
-        for p, p_state in self.state.items():
+        for p in self._all_params():
+            p_state = self.state.get(p)
             for name in needs.copies(p) if p_state else ():
                 p_state.setdefault(name, None)
 

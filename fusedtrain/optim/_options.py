@@ -200,15 +200,26 @@ class Options(torch.optim.Optimizer):
         return 0.0
 
     def _max_lr(self, group: dict[str, Any]) -> float:
-        """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
+        """The optimizer's first learning rate, for "corrected" weight decay, or 0.
+
+        Groups of timm's checkpoints have it from timm 1.0.31 on.
+
+        Raises:
+            ValueError: the rate is not positive.
+        """
         if not ("corrected_weight_decay" in self.defaults and group["corrected_weight_decay"]):
             return 0.0
-        lr = self.defaults["lr"]
-        if not isinstance(lr, Tensor):
-            return float(lr)
-        if self._first_lr is None or self._first_lr[0] is not lr:  # read once
-            self._first_lr = (lr, float(lr))
-        return self._first_lr[1]
+        lr = group.get("max_lr_snapshot", self.defaults["lr"])
+        if isinstance(lr, Tensor):
+            if self._first_lr is None or self._first_lr[0] is not lr:  # read once
+                self._first_lr = (lr, float(lr))
+            lr = self._first_lr[1]
+        if not lr > 0:
+            raise ValueError(
+                "corrected_weight_decay divides by the first learning rate: make the optimizer "
+                f"with the largest one, got {lr}"
+            )
+        return float(lr)
 
     # --- of all groups ---
 

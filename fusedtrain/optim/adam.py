@@ -121,6 +121,8 @@ class AdamW(Adam, torch.optim.AdamW):
 class NAdamW(FusedOptimizer):
     """AdamW with Nesterov momentum (table 1 of arXiv 1910.05446), as timm's ``NAdamW`` has it.
 
+    A group with timm's ``clipping_threshold`` raises ValueError.
+
     Args:
         params: parameters, or groups of them, float32, float64, float16 or bfloat16.
         lr: learning rate, a number or a tensor of one element.
@@ -177,4 +179,6 @@ class NAdamW(FusedOptimizer):
         self._start(locals())
 
     def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        if group.get("clipping_threshold") is not None:  # a checkpoint of timm 1.0.31
+            raise ValueError("clipping_threshold of timm's NAdamW is not supported, take None")
         return (*two(group["betas"]), group["eps"], 1)

@@ -97,6 +97,7 @@ class RMSpropTF(_PositiveMomentum):
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         lr_in_momentum: scales by lr before the momentum buffer, not after it.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
+        foreach: accepted; the step is the fused one in any case.
         options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a root
             that is off by at most sqrt(alpha) times the error of the stored root, and a momentum
             that is off by ``momentum`` times the error of the stored buffer.
@@ -138,6 +139,7 @@ class RMSpropTF(_PositiveMomentum):
         corrected_weight_decay: bool = False,
         lr_in_momentum: bool = True,
         caution: bool = False,
+        foreach: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
         self._start(locals())

@@ -208,6 +208,9 @@ OF_TORCH = [name for name, row in CLASSES.items() if row.theirs.startswith("torc
 SETS = [(name, options) for name, row in CLASSES.items() for options in row.sets]
 
 
+NEWER = {"decoupled_decay", "corrected_weight_decay"}  # NovoGrad's, of timm 1.0.31
+
+
 def set_id(value: Any) -> str:
     """The id of a part of a row of SETS."""
     return value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items())

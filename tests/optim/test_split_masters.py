@@ -1,9 +1,11 @@
-"""Optimizers with split master weights: runs, checkpoints, values that others write."""
+"""Optimizers with split master weights: runs, values that others write, other kinds of masters.
+
+Checkpoints and copies that go on bit for bit: test_small_states.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,6 @@ from helpers.optimizer_steps import (
     memory,
     parameters,
     saved_and_loaded,
-    skipped_step,
     steps,
 )
 from helpers.optimizers import make
@@ -130,51 +131,6 @@ def test_stochastic_rounding_has_no_bias_in_24_bits() -> None:
     # 64 updates of 1/64: one unit; the standard error of the mean is 0.0078.
     assert abs(results[0].mean().item() - 1) < 0.04
     assert (results[1] == 0).all()
-
-
-@KINDS
-@BOTH
-@ALL
-def test_a_skipped_step_changes_nothing(name: str, kind: str, dtype: torch.dtype) -> None:
-    p = parameters(dtype)
-    optimizer = make(name, p, master_weights=kind, ema_decay=0.9)
-    steps(optimizer, p, range(1, 4))
-    before = memory(optimizer)
-    skipped_step(optimizer, p)
-    assert_same_bits(before, memory(optimizer))
-
-
-@KINDS
-@BOTH
-@pytest.mark.parametrize("compressed", [False, True])
-def test_checkpoints(kind: str, dtype: torch.dtype, compressed: bool) -> None:
-    """The run goes on bit for bit, whichever of model and optimizer is loaded first."""
-    runs = []
-    for order in (None, "model first", "optimizer first"):
-        p = parameters(dtype)
-        optimizer = make("AdamW", p, master_weights=kind)
-        steps(optimizer, p, range(1, 4))
-        if order is not None:
-            saved = saved_and_loaded(optimizer.state_dict(compressed=compressed))
-            key = "master_correction" if compressed else "master_param"
-            expected = DTYPES[kind] if compressed else F32
-            assert saved["state"][0][key].dtype == expected
-            assert len({"master_correction", "master_param"} & saved["state"][0].keys()) == 1
-            values = [x.detach().clone() for x in p]
-            p = parameters(dtype)
-            optimizer = make("AdamW", p, master_weights=kind)
-            steps(optimizer, p, range(7, 9))
-            if order == "optimizer first":
-                optimizer.load_state_dict(saved)
-            with torch.no_grad():
-                for x, value in zip(p, values, strict=True):
-                    x.copy_(value)
-            if order == "model first":
-                optimizer.load_state_dict(saved)
-        steps(optimizer, p, range(4, 7))
-        runs.append((p, optimizer.state_dict(), optimizer.state_dict(compressed=True)))
-    assert alike(runs[0], runs[1])
-    assert alike(runs[0], runs[2])
 
 
 @BOTH
@@ -325,21 +281,6 @@ def test_swapped_averages_leave_the_masters(kind: Any) -> None:
     with torch.no_grad():
         p[0].zero_()
     assert (optimizer.state_dict()["state"][0]["master_param"] == 0).all()
-
-
-@KINDS
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alike(kind: str, how: Any) -> None:
-    p = parameters(F16)
-    optimizer = make("LAMB", p, master_weights=kind)
-    steps(optimizer, p, range(1, 4))
-    other = how({"p": p, "optimizer": optimizer})
-    steps(optimizer, p, range(4, 6))
-    steps(other["optimizer"], other["p"], range(4, 6))
-    assert alike(p, other["p"])
-    assert alike(
-        optimizer.state_dict(compressed=True), other["optimizer"].state_dict(compressed=True)
-    )
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, True, False])
