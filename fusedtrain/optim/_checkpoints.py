@@ -107,9 +107,9 @@ class Checkpoints(Releases, Reports):
         """
         needs = self._state_needs()
         for p in self._all_params():
-            p_state = self.state.get(p)
-            for name in needs.copies(p) if p_state else ():
-                p_state.setdefault(name, None)
+            if p_state := self.state.get(p):
+                for name in needs.copies(p):
+                    p_state.setdefault(name, None)
 
     def _copies_ahead(self, p: Tensor, p_state: dict[str, Any]) -> dict[str, Tensor]:
         """Copies of the parameter that the next step will make (see `_name_copies`)."""

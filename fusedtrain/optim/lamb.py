@@ -65,7 +65,7 @@ class LAMB(FusedOptimizer):
     _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _tries = True
     _norm_eps = 0.0
-    _keys = (
+    _keys: ClassVar[tuple[str, ...]] = (
         "lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm",
         "trust_clip", "always_adapt", "caution", "decoupled_decay", "corrected_weight_decay",
     )  # fmt: skip

@@ -38,7 +38,7 @@ from helpers.processes import run_python
 @pytest.mark.parametrize("history", SPECIAL)
 @pytest.mark.parametrize("name", CLASSES)
 def test_histories(name: str, history: str) -> None:
-    """Of Apex's optimizers also with their switches turned, and without bias correction."""
+    """Apex's optimizers also have their switches turned, and no bias correction."""
     values, switches = CLASSES[name].values, CLASSES[name].switches
     for on in (False, True) if switches else (False,):
         options: dict[str, Any] = {"momentum": 0.9} if "momentum" in values else {}
