@@ -208,7 +208,10 @@ OF_TORCH = [name for name, row in CLASSES.items() if row.theirs.startswith("torc
 SETS = [(name, options) for name, row in CLASSES.items() for options in row.sets]
 
 
-NEWER = {"decoupled_decay", "corrected_weight_decay"}  # NovoGrad's, of timm 1.0.31
+# Group keys of timm 1.0.31 that 1.0.28 lacks, of some optimizers.
+NEWER = {
+    "decoupled_decay", "corrected_weight_decay", "foreach", "max_lr_snapshot", "clipping_threshold",
+}  # fmt: skip
 
 
 def set_id(value: Any) -> str:
