@@ -124,18 +124,10 @@ class NAdamW(FusedOptimizer):
     A group with timm's ``clipping_threshold`` raises ValueError.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
-        betas: decays of the averages of the gradient and of its square.
-        eps: added to the denominator.
         weight_decay: fraction of lr that weights shrink by each step.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
-        maximize: ascends.
-        foreach, capturable: accepted; the step is the fused, capturable one in any case.
-        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
-            numerator that is off by at most beta1 times the error of the stored average, and a root
-            of the squares that is off by at most sqrt(beta2) times the error of the stored root.
+        params, lr, betas, eps, maximize, foreach, capturable, options: as in `Adam`.
 
     Raises:
         ValueError: for values out of range.
