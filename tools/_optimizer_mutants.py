@@ -30,6 +30,7 @@ TESTS = all_located([
     "test_optimizer_counterparts", "test_optimizer_state",
     "test_optimizer_scaler", "test_split_master_kernels", "test_eight_bit_states",
     "test_state_code_kernels", "test_newer_timm", "test_optimizer_skips",
+    "test_small_states",
 ])  # fmt: skip
 BUILD = {LOOPS: 1, BLOCKS: 1, IN_LANES: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3, CODES: 3}
 # name: file, what is there, what is put in its place.
