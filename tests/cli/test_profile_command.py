@@ -121,7 +121,7 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert lines["aten::convolution_backward", "backward"] == conv
     low, high = result["before_after"]["step"]
     assert 0 < low < high
-    assert result["facts"]["step, before / after"] == f"{low:.2f}-{high:.2f}"
+    assert result["facts"]["step, before / after"].endswith(f"{low:.2f}-{high:.2f}")
     # The script's output is kept off stdout, and the script has ended in peace, each time.
     assert run.stderr.count("runs as __main__") == 4
     assert run.stderr.count("step 8") == 0
@@ -278,9 +278,9 @@ def _profiled(conv: float, norm: float, step: float) -> Run:
 def test_noise_is_no_gain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Convolutions, the same work in all runs, vary by 1.71x; norms are faster each time."""
+    """Each run before is slower than each after; only norms are so by more than runs vary."""
     runs = iter(
-        [_profiled(12, 8, 20), _profiled(7, 4, 11), _profiled(8, 9, 17), _profiled(9, 3, 12)]
+        [_profiled(12, 8, 20), _profiled(7, 4, 11), _profiled(8, 9, 17), _profiled(7.5, 3, 12)]
     )
     converts = []
 
@@ -293,11 +293,12 @@ def test_noise_is_no_gain(
     assert converts == [False, True, False, True]
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    assert [rows["conv"][i] for i in (1, 3, 5)] == ["10.000", "8.000", "0.89-1.71"]
-    assert [rows["norm"][i] for i in (1, 3, 5)] == ["8.500", "3.500", "2.00-3.00"]
+    assert [rows["conv"][i] for i in (1, 3)] == ["10.000", "7.250"]
+    assert rows["conv"][5:] == ["undecided:", "0.56-3.28"]
+    assert [rows["norm"][i] for i in (1, 3, 5)] == ["8.500", "3.500", "1.25-4.78"]
     assert len(rows["idle"]) == 5
     assert "step, as it is: 20 and 17 ms" in out
-    assert "step, before / after: 1.42-1.82" in out
+    assert "step, before / after: 1.08-2.39" in out
     assert "1.71 " not in out
 
 
