@@ -420,7 +420,7 @@ struct NovoGrad : Rule<T> {
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool corrects = option[5] != 0, outside = option[6] != 0;
+    const bool corrects = option[5] != 0, outside = option[6] == 1, inside = option[6] == 0;
     const double squares = t.grad_norm * t.grad_norm;
     float* v = t.second_moment;
     const bool first = option[7] == 0 ? v[0] == 0 : option[7] == 1 && t.step == 1;
@@ -430,8 +430,8 @@ struct NovoGrad : Rule<T> {
     const double denominator = ::sqrt(double(option[4] != 0 ? v[1] : v[0])) / root + option[2];
     const double size = corrects ? t.lr / (1 - pow(option[0], t.step)) : t.lr;
     k.size = outside ? size / denominator : size;
-    k.keep = outside ? 1 - decay_rate(t) : 1;
-    k.c[0] = outside ? 0 : t.group->weight_decay;
+    k.keep = inside ? 1 : 1 - decay_rate(t);
+    k.c[0] = inside ? t.group->weight_decay : 0;
     k.c[1] = option[0];
     k.c[2] = outside ? 1 : 1 / denominator;
     k.c[3] = option[3] != 0 ? 1 - option[0] : 1;

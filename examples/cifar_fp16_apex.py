@@ -16,26 +16,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from _train.loading import training_loader
-from _train.modes import Batch, World
-from _train.options import positive_float
-from _train.recipe import (
-    Progress,
-    adjust_learning_rate,
-    build,
-    launch,
-    load,
-    load_checkpoint,
-    memory_format,
-    options,
-    parsed,
-    save_checkpoint,
-    validate,
-)
-from _train.record import Record
+from _train.fit import fit
+from _train.modes import World
+from _train.options import parsed, positive_float
+from _train.recipe import build, launch, load, memory_format, options
 from fusedtrain.apex.fp16_utils import (
     master_params_to_model_params,
     model_grads_to_master_grads,
@@ -62,66 +49,16 @@ def run(args: argparse.Namespace, world: World) -> None:
         master_params, args.lr, momentum=args.momentum, weight_decay=args.weight_decay
     )
 
-    first_epoch, best = 0, 0.0
-    if args.resume:
-        checkpoint = load_checkpoint(args, world.device)
-        first_epoch, best = checkpoint["epoch"], checkpoint["best"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        for master, saved in zip(master_params, checkpoint["masters"], strict=True):
-            master.data.copy_(saved)
-    criterion = nn.CrossEntropyLoss().to(world.device)
-    if args.evaluate:
-        model.eval()
-        validate(model, data, args, world)
-        return
+    masters = nn.ParameterList(master_params)
 
-    record = Record(args, world)
-    record.measure(model, lambda images, y: criterion(model(images).float(), y), data.train)
-    net = DDP(model) if world.size > 1 else model
-    loader = training_loader(data.train, args.batch_size, args.seed, world, args.workers)
-    top1 = best
-    for epoch in range(first_epoch, args.epochs):
-        data.train.set_epoch(epoch)
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        params = model_params, master_params
-        train(loader, net, params, criterion, optimizer, epoch, args, world, record)
-        model.eval()
-        top1 = validate(model, data, args, world)
-        is_best, best = top1 > best, max(top1, best)
-        state = {
-            "epoch": epoch + 1,
-            "arch": args.arch,
-            "model": model.state_dict(),
-            "masters": [master.detach() for master in master_params],
-            "best": best,
-            "optimizer": optimizer.state_dict(),
-        }
-        save_checkpoint(state, is_best, args.output, world.rank)
-    record.write(top1, len(data.test))
+    def forward(images: Tensor) -> Tensor:
+        return model(images).float()
 
+    def step(net: nn.Module, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = net(images).float()
+        loss = F.cross_entropy(output, target)
 
-def train(
-    loader: DataLoader[Batch],
-    model: nn.Module,
-    params: tuple[list[nn.Parameter], list[Tensor]],
-    criterion: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    epoch: int,
-    args: argparse.Namespace,
-    world: World,
-    record: Record,
-) -> None:
-    model_params, master_params = params
-    progress = Progress(epoch, len(loader), args, world)
-    model.train()
-    for i, (images, target) in enumerate(record.batches(loader)):
-        adjust_learning_rate(optimizer, epoch, i, len(loader), args)
-
-        output = model(images).float()
-        loss = criterion(output, target)
-
-        model.zero_grad()
+        net.zero_grad()
         (loss * args.loss_scale).backward()
         model_grads_to_master_grads(model_params, master_params)
         for master in master_params:
@@ -129,9 +66,9 @@ def train(
                 master.grad.data.mul_(1.0 / args.loss_scale)
         optimizer.step()
         master_params_to_model_params(model_params, master_params)
+        return output, loss
 
-        record.loss(loss)
-        progress.update(i, loss, output, target)
+    fit(args, world, data, model, optimizer, {"masters": masters}, forward, step, DDP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,8 +42,8 @@ from typing import Any
 import torch
 
 from _train.checks import Check, compare_runs, curve_difference
-from _train.options import positive, positive_float
-from _train.recipe import options, parsed
+from _train.options import parsed, positive, positive_float
+from _train.recipe import options
 from _train.tables import (
     build_table,
     device_name,

@@ -14,29 +14,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
 
 import fusedtrain
-from _train.loading import training_loader
-from _train.modes import Batch, World, autocast
-from _train.options import DTYPES
-from _train.recipe import (
-    Progress,
-    adjust_learning_rate,
-    build,
-    launch,
-    load,
-    load_checkpoint,
-    memory_format,
-    options,
-    parsed,
-    save_checkpoint,
-    validate,
-)
-from _train.record import Record
+from _train.fit import fit
+from _train.modes import World, autocast
+from _train.options import DTYPES, parsed
+from _train.recipe import build, launch, load, memory_format, options
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,74 +53,21 @@ def run(args: argparse.Namespace, world: World) -> None:
     )
     scaler = fusedtrain.amp.GradScaler(world.device.type, enabled=args.amp == "fp16")
 
-    first_epoch, best = 0, 0.0
-    if args.resume:
-        checkpoint = load_checkpoint(args, world.device)
-        first_epoch, best = checkpoint["epoch"], checkpoint["best"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        scaler.load_state_dict(checkpoint["scaler"])
-    criterion = nn.CrossEntropyLoss().to(world.device)
-
     def forward(images: Tensor) -> Tensor:
         with autocast(world.device, DTYPES[args.amp]):
             return model(images)
 
-    if args.evaluate:
-        model.eval()
-        validate(forward, data, args, world)
-        return
-
-    record = Record(args, world)
-    record.measure(model, lambda images, target: criterion(forward(images), target), data.train)
-    net = DDP(model) if world.size > 1 else model
-    loader = training_loader(data.train, args.batch_size, args.seed, world, args.workers)
-    top1 = best
-    for epoch in range(first_epoch, args.epochs):
-        data.train.set_epoch(epoch)
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        train(loader, net, criterion, optimizer, scaler, epoch, args, world, record)
-        model.eval()
-        top1 = validate(forward, data, args, world)
-        is_best, best = top1 > best, max(top1, best)
-        state = {
-            "epoch": epoch + 1,
-            "arch": args.arch,
-            "model": model.state_dict(),
-            "best": best,
-            "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(),
-        }
-        save_checkpoint(state, is_best, args.output, world.rank)
-    record.write(top1, len(data.test))
-
-
-def train(
-    loader: DataLoader[Batch],
-    model: nn.Module,
-    criterion: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: fusedtrain.amp.GradScaler,
-    epoch: int,
-    args: argparse.Namespace,
-    world: World,
-    record: Record,
-) -> None:
-    progress = Progress(epoch, len(loader), args, world)
-    model.train()
-    for i, (images, target) in enumerate(record.batches(loader)):
-        adjust_learning_rate(optimizer, epoch, i, len(loader), args)
-
+    def step(net: nn.Module, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
         with autocast(world.device, DTYPES[args.amp]):
-            output = model(images)
-            loss = criterion(output, target)
+            output = net(images)
+            loss = F.cross_entropy(output, target)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+        return output, loss
 
-        record.loss(loss)
-        progress.update(i, loss, output, target)
+    fit(args, world, data, model, optimizer, {"scaler": scaler}, forward, step, DDP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

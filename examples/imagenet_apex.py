@@ -16,26 +16,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from _train.loading import training_loader
-from _train.modes import Batch, World
-from _train.recipe import (
-    Progress,
-    UsageError,
-    adjust_learning_rate,
-    build,
-    launch,
-    load,
-    load_checkpoint,
-    memory_format,
-    options,
-    parsed,
-    save_checkpoint,
-    validate,
-)
-from _train.record import Record
+from _train.fit import fit
+from _train.modes import World
+from _train.options import parsed
+from _train.recipe import UsageError, build, launch, load, memory_format, options
 from fusedtrain.apex import amp
 from fusedtrain.apex.optimizers import FusedSGD
 from fusedtrain.apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
@@ -78,68 +65,17 @@ def run(args: argparse.Namespace, world: World) -> None:
     except (RuntimeError, ValueError) as error:
         raise UsageError(str(error)) from error
 
-    first_epoch, best = 0, 0.0
-    if args.resume:
-        checkpoint = load_checkpoint(args, world.device)
-        first_epoch, best = checkpoint["epoch"], checkpoint["best"]
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        amp.load_state_dict(checkpoint["amp"])
-    criterion = nn.CrossEntropyLoss().to(world.device)
-    if args.evaluate:
-        model.eval()
-        validate(model, data, args, world)
-        return
-
-    record = Record(args, world)
-    record.measure(model, lambda images, target: criterion(model(images), target), data.train)
-    net = DDP(model) if world.size > 1 else model
-    loader = training_loader(data.train, args.batch_size, args.seed, world, args.workers)
-    top1 = best
-    for epoch in range(first_epoch, args.epochs):
-        data.train.set_epoch(epoch)
-        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        train(loader, net, criterion, optimizer, epoch, args, world, record)
-        model.eval()
-        top1 = validate(model, data, args, world)
-        is_best, best = top1 > best, max(top1, best)
-        state = {
-            "epoch": epoch + 1,
-            "arch": args.arch,
-            "model": model.state_dict(),
-            "best": best,
-            "optimizer": optimizer.state_dict(),
-            "amp": amp.state_dict(),
-        }
-        save_checkpoint(state, is_best, args.output, world.rank)
-    record.write(top1, len(data.test))
-
-
-def train(
-    loader: DataLoader[Batch],
-    model: nn.Module,
-    criterion: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    epoch: int,
-    args: argparse.Namespace,
-    world: World,
-    record: Record,
-) -> None:
-    progress = Progress(epoch, len(loader), args, world)
-    model.train()
-    for i, (images, target) in enumerate(record.batches(loader)):
-        adjust_learning_rate(optimizer, epoch, i, len(loader), args)
-
-        output = model(images)
-        loss = criterion(output, target)
+    def step(net: nn.Module, images: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output = net(images)
+        loss = F.cross_entropy(output, target)
 
         optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
+        return output, loss
 
-        record.loss(loss)
-        progress.update(i, loss, output, target)
+    fit(args, world, data, model, optimizer, {"amp": amp}, model, step, DDP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

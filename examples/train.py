@@ -70,8 +70,6 @@ TUNING_LR = 0.1  # of the peak of training, for fine-tuning
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     torch.backends.cudnn.benchmark = args.cudnn_benchmark
     torch.backends.cudnn.deterministic = not args.cudnn_benchmark
     world = World.start(args.device)

@@ -1,8 +1,9 @@
 """Findings of `make gpu` so far, one JSON line an event: whoever is killed loses nothing.
 
-The journal lies in build/gpu, where the next call finds it, and beside the results. Its events:
-``tree`` (the sources and the machine it is about), ``run`` (a process of a step's tests begins),
-``wanted`` (the names of all tests of a step), ``start`` and ``test`` (a test begins, has ended).
+The journal lies in build/gpu/results, where the next call finds it, and beside the results. Its
+events: ``tree`` (the sources and the machine it is about), ``run`` (a process of a step's tests
+begins), ``wanted`` (the names of all tests of a step), ``start`` and ``test`` (a test begins, has
+ended).
 """
 
 from __future__ import annotations
@@ -102,30 +103,25 @@ class Journal:
         return p
 
     def begin(self, tree: str, keep: bool) -> str:
-        """Takes up the journal where it is about this tree, and begins a new one otherwise.
+        """Goes on with the journal where it is about this tree, and begins a new one otherwise.
 
         Args:
             tree: what the results are about: the sources, the GPU, torch.
-            keep: take it up in any case, without what failed.
+            keep: go on in any case, without what failed.
 
         Returns:
             what was done, in words.
         """
-        events, kept = self.events(), []
-        trees = [e["tree"] for e in events if e["event"] == "tree"]
-        words = "the sources have changed: " * bool(trees) + "from the beginning"
-        if trees and trees[-1] == tree:
-            kept, words = events, "goes on where the last call stopped"
-        elif trees and keep:
-            bad = {(s, n) for s in {e["step"] for e in events} for n in self.progress(s).bad}
-            # The names of all tests go, too: another process collects what there is now.
-            again = bad | {(step, None) for step, _ in bad}
-            # A finding of compute-sanitizer belongs to no test: all of its step run again.
-            anew = {step for step, name in bad if name.startswith(f"{step}: exit")}
-            kept = [
-                e for e in events if (e["step"], e.get("id")) not in again and e["step"] not in anew
-            ]
-            words = "the sources have changed: what passed is kept, what failed runs again"
+        kept, words = self.events(), "goes on where the last call stopped"
+        trees = [e["tree"] for e in kept if e["event"] == "tree"]
+        if trees[-1:] != [tree]:
+            words = "the sources have changed: " * bool(trees)
+            if trees and keep:
+                steps = {e["step"]: self.progress(e["step"]) for e in kept}
+                kept = [e for name, p in steps.items() for e in _passed(name, p)]
+                words += "what passed is kept, what failed runs again"
+            else:
+                kept, words = [], words + "from the beginning"
         for path in self.paths:
             write(path, "".join(json.dumps(e) + "\n" for e in kept))
         self.append("tree", tree=tree)
@@ -134,23 +130,31 @@ class Journal:
     def junit(self, path: Path, steps: Iterable[str]) -> None:
         """JUnit XML of these steps; tests that are wanted and have not ended are skipped ones."""
         root = ElementTree.Element("testsuites")
+        cut = {"outcome": "not run", "seconds": 0.0, "message": "the part was cut"}
         for step in steps:
-            p = self.progress(step)
+            p, totals = self.progress(step), dict.fromkeys(("failure", "error", "skipped"), 0)
             suite = ElementTree.SubElement(root, "testsuite", name=step)
-            cut = {"outcome": "not run", "seconds": 0.0, "message": "the part was cut"}
             for name, e in {**p.results, **dict.fromkeys(p.left, cut)}.items():
                 file, _, test = name.translate(CONTROL).partition("::")
-                case = ElementTree.SubElement(
-                    suite, "testcase", classname=file, name=test or file, time=f"{e['seconds']:.3f}"
-                )
+                names = {"classname": file, "name": test or file, "time": f"{e['seconds']:.3f}"}
+                case = ElementTree.SubElement(suite, "testcase", names)
                 if e["outcome"] != "passed":
                     text = f"{e['outcome']}: {e['message']}".translate(CONTROL)
                     tag = TAGS.get(e["outcome"], "skipped")
+                    totals[tag] += 1
                     ElementTree.SubElement(case, tag, message=text.split("\n")[0]).text = text
-            suite.set("tests", str(len(suite)))
-            for tag, total in (("failure", "failures"), ("error", "errors"), ("skipped",) * 2):
-                suite.set(total, str(len(suite.findall(f"testcase/{tag}"))))
+            failures, errors, skipped = map(str, totals.values())
+            suite.attrib |= {"tests": str(len(suite)), "failures": failures, "errors": errors}
+            suite.set("skipped", skipped)
         write(path, ElementTree.tostring(root, encoding="unicode") + "\n")
+
+
+def _passed(step: str, p: Progress) -> list[Event]:
+    """The results to keep; the names of all tests are collected again."""
+    # A finding of compute-sanitizer belongs to no test: all of its step run again.
+    if any(name.startswith(f"{step}: exit") for name in p.bad):
+        return []
+    return [e for name, e in p.results.items() if name not in p.bad]
 
 
 def write(path: Path, text: str) -> None:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-COLUMNS = "{:<12} {:<18} {:<17} {:<9} {:>10} {:>8} {:>7} {:>9} {:>6}"
+import occupancy
+
+HEAD = ("family", "op", "pass", "dtype", "elements", "GB/s", "% copy", "predicted", "of it")
 
 
 def table(path: Path, predictions: Mapping[tuple[str, str, str, str], float]) -> list[str]:
@@ -28,15 +30,13 @@ def table(path: Path, predictions: Mapping[tuple[str, str, str, str], float]) ->
         largest[key] = max(largest.get(key, row), row)
     if not largest:
         return ["measured and predicted: no row of bandwidth yet"]
-    lines = [
-        "measured GB/s of the largest row of a kind, and the prediction (computed, not measured)",
-        COLUMNS.format("family", "op", "pass", "dtype", "elements", "GB/s", "% copy", "predicted",
-                       "of it"),
-    ]  # fmt: skip
+    lines = []
     for (family, op, way, dtype), (numel, speed, percent) in sorted(largest.items()):
         guess = predictions.get((family, "", way, dtype))
         beside = (f"{guess:.0f}", f"{100 * speed / guess:.0f}%") if guess else ("-", "-")
-        lines.append(
-            COLUMNS.format(family, op, way, dtype, numel, f"{speed:.1f}", f"{percent:.0f}", *beside)
-        )
-    return lines
+        measured = (str(numel), f"{speed:.1f}", f"{percent:.0f}")
+        lines.append((family, op, way, dtype, *measured, *beside))
+    return [
+        "measured GB/s of the largest row of a kind, and the prediction (computed, not measured)",
+        *occupancy.table(HEAD, lines, markdown=False).splitlines(),
+    ]

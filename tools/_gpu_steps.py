@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,7 +122,6 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
         "done" where every test has ended, "cut" where the time was up, "broken" where a process
         ends again and again without a result.
     """
-    deaths: Counter[str] = Counter()
     everything = f"{step.name}: all"
     code = fruitless = 0
 
@@ -141,11 +139,9 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
         if code == step.alarm:
             judge(f"{step.name}: exit {code}", "failed", "the log says what it found")
         flying = {} if cut else c.journal.progress(step.name).flying
-        deaths.update(flying.keys())
-        for name, begun in flying.items():
-            # Any of several tests in flight may be the culprit; one in flight twice is.
-            if len(flying) == 1 or deaths[name] == 2:
-                judge(name, died(begun, step.patience), f"its process ended: exit {code}")
+        if len(flying) == 1:  # with several in flight nobody knows which one it was
+            ((name, begun),) = flying.items()
+            judge(name, died(begun, step.patience), f"its process ended: exit {code}")
         progress = c.journal.progress(step.name)
         if progress.done:
             if everything in progress.results:
@@ -153,7 +149,6 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
             return "done"
         if cut:
             return "cut"
-        nothing = not flying and progress.results.keys() == progress.before
-        fruitless = fruitless + 1 if nothing else 0
+        fruitless = fruitless + 1 if progress.results.keys() == progress.before else 0
     judge(everything, "error", f"ends without results: exit {code}")
     return "broken"

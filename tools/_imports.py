@@ -1,4 +1,4 @@
-"""The imports within a package, and the circles among them."""
+"""The imports within a package."""
 
 from __future__ import annotations
 
@@ -53,26 +53,3 @@ def _imported(tree: ast.AST, home: str) -> Iterator[str]:
             parts = tree.orelse
         for part in parts:
             yield from _imported(part, home)
-
-
-def circles_in(graph: Graph) -> list[frozenset[str]]:
-    """The largest sets of modules that all import each other, directly or not."""
-    reached = {module: _reached(graph, module) for module in graph}
-    circles = {
-        frozenset(other for other in reached[module] if module in reached[other])
-        for module in graph
-        if module in reached[module]
-    }
-    return sorted(circles, key=sorted)
-
-
-def _reached(graph: Graph, module: str) -> set[str]:
-    """The modules that an import of this module reaches; the module itself only in a circle."""
-    reached: set[str] = set()
-    left = list(graph[module])
-    while left:
-        name = left.pop()
-        if name not in reached:
-            reached.add(name)
-            left += graph[name]
-    return reached

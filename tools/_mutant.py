@@ -14,11 +14,11 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which begins at `line` (from 1) and `column` (from 0) of `file`, becomes `new`."""
+    """`old`, which begins at `offset` of `file`, in its `line` (from 1), becomes `new`."""
 
     file: str  # from the root of the repository
+    offset: int
     line: int
-    column: int
     old: str
     new: str
     what: str  # in a few words: "mask dropped"
@@ -37,16 +37,9 @@ class Mutant:
         return f"{self.file}:{self.line} {self.function}: {self.what}: {self.after}"
 
     def applied(self, text: str) -> str:
-        start = _offset(text, self.line, self.column)
+        start = self.offset
         assert text.startswith(self.old, start), f"{self.name}: the source is another one"
         return text[:start] + self.new + text[start + len(self.old) :]
-
-
-def _offset(text: str, line: int, column: int) -> int:
-    start = 0
-    for _ in range(line - 1):
-        start = text.index("\n", start) + 1
-    return start + column
 
 
 def mutant(
@@ -61,8 +54,8 @@ def mutant(
     def lines(middle: str) -> str:
         return " ".join((text[first:start] + middle + text[start + len(old) : last]).split())
 
-    line, column = text.count("\n", 0, start) + 1, start - first
-    return Mutant(file, line, column, old, new, what, function, lines(old), lines(new))
+    line = text.count("\n", 0, start) + 1
+    return Mutant(file, start, line, old, new, what, function, lines(old), lines(new))
 
 
 def of_shard(items: list[T], shard: str) -> list[T]:

@@ -29,7 +29,8 @@ TESTS = all_located([
     "test_optimizer_numbers", "test_apex_optimizers",
     "test_optimizer_counterparts", "test_optimizer_state",
     "test_optimizer_scaler", "test_split_master_kernels", "test_eight_bit_states",
-    "test_state_code_kernels",
+    "test_state_code_kernels", "test_newer_timm", "test_optimizer_skips",
+    "test_small_states",
 ])  # fmt: skip
 BUILD = {LOOPS: 1, BLOCKS: 1, IN_LANES: 1, BINDING: 2, CHECKS: 2, STEP: 3, RULES: 3, CODES: 3}
 # name: file, what is there, what is put in its place.
@@ -175,7 +176,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "const double root = corrects ? ::sqrt(1 - pow(option[1], t.step)) : 1;",
         "const double root = 1;"),
     "FusedNovoGrad: decay always inside": (
-        RULES, "outside = option[6] != 0;", "outside = false;"),
+        RULES, "outside = option[6] == 1, inside = option[6] == 0;",
+        "outside = false, inside = true;"),
+    "NovoGrad: decoupled decay also in the gradient": (
+        RULES, "k.c[0] = inside ? t.group->weight_decay : 0;",
+        "k.c[0] = outside ? 0 : t.group->weight_decay;"),
     "FusedNovoGrad: norms always start at 0": (
         RULES, "option[7] == 1 && t.step == 1;", "false;"),
     "FusedNovoGrad: init_zero ignored": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from _mutant import Key
 
 FOLDER = "fusedtrain/triton"
-_BIAS, _GATED, _SCALE = (f"{FOLDER}/{name}.py" for name in ("bias_act", "gated", "scale_add"))
+_BIAS = f"{FOLDER}/bias_act.py"
 _KERNELS, _TILES = f"{FOLDER}/_batch_norm_kernels.py", f"{FOLDER}/_batch_norm_tiles.py"
 _CHANNELS, _BITS = f"{FOLDER}/channelwise.py", f"{FOLDER}/few_bit.py"
 _MATH, _FORMULAS = f"{FOLDER}/vecmath.py", f"{FOLDER}/formulas.py"
@@ -127,32 +127,28 @@ for _file, _function, _line in (
     EQUIVALENT[f"{FOLDER}/{_file}.py", _function, f"whole = {_line}"] = _ENDS
 # Functions in which nothing is made of the `other` of a load: its lanes are neither stored nor
 # added up, or multiplied by a zero. _triton_mutants adds these to EQUIVALENT.
-NO_OTHER: dict[tuple[str, str], str] = {
-    (_GATED, "gated_kernel"): "what is beyond the data is not stored",
-    (_GATED, "gated_backward_kernel"): "what is beyond the data is not stored",
-    (_SCALE, "scale_kernel"): "what is beyond the data is not stored",
-    (_BIAS, "bias_act_kernel"): "what is beyond the data is not stored",
-    (_BIAS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
-    (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
-    (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
-    (f"{FOLDER}/pool.py", "max_pool2d_backward_kernel"): "outputs that are not valid are not added",
-    (f"{FOLDER}/pointwise.py", "forward_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/pointwise.py", "backward_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/images.py", "to_planes_kernel"): "what is beyond the data is not stored",
-    (f"{FOLDER}/images.py", "to_last_kernel"): "what is beyond the data is not stored",
-    (_KERNELS, "move"): "what is beyond the channels is not stored",
-    (_KERNELS, "invert_kernel"): "what is beyond the channels is not stored",
-    (_KERNELS, "normalise_kernel"): "what is beyond the data is not stored",
-    (_KERNELS, "restore_kernel"): "what is beyond the data is not stored",
-    (_KERNELS, "reduce_kernel"): "sums take a zero where there is no element",
-    (_KERNELS, "apply_kernel"): "what is beyond the data is not stored",
-    (_TILES, "of_channels"): "what is beyond the data is neither stored nor added",
-    (_TILES, "of_samples"): "what is beyond the data is neither stored nor added",
-    (_CHANNELS, "flat_forward_kernel"): "what is beyond the data is not stored",
-    (_CHANNELS, "tile_forward_kernel"): "what is beyond the data is not stored",
-    (_BITS, "load"): "what is beyond the data is not stored, and has code 0",
-    (_BITS, "backward_tile"): "what is beyond the data is not stored",
-    (_TAIL, "learning_rate"): "what was not loaded is not chosen",
-    (_SCALE, "scale_backward_kernel"): "sums are of products: the other factor is 0",
+_NO_OTHER = {
+    "what is beyond the data is not stored":
+        "gated.gated_kernel gated.gated_backward_kernel scale_add.scale_kernel"
+        " bias_act.bias_act_kernel fold.channel_of fold.fold_kernel pointwise.forward_kernel"
+        " pointwise.backward_kernel images.to_planes_kernel images.to_last_kernel"
+        " _batch_norm_kernels.normalise_kernel _batch_norm_kernels.restore_kernel"
+        " _batch_norm_kernels.apply_kernel channelwise.flat_forward_kernel"
+        " channelwise.tile_forward_kernel few_bit.backward_tile",
+    "what is beyond the channels is not stored":
+        "_batch_norm_kernels.move _batch_norm_kernels.invert_kernel",
+    "what is beyond the data is neither stored nor added":
+        "_batch_norm_tiles.of_channels _batch_norm_tiles.of_samples",
+    "what is beyond the data is not stored, and has code 0": "few_bit.load",
+    "sums take a zero where there is no element":
+        "bias_act.bias_act_backward_kernel _batch_norm_kernels.reduce_kernel",
+    "sums are of products: the other factor is 0":
+        "fold.fold_backward_kernel scale_add.scale_backward_kernel",
+    "outputs that are not valid are not added": "pool.max_pool2d_backward_kernel",
+    "what was not loaded is not chosen": "_optimizer_tail.learning_rate",
+}  # fmt: skip
+NO_OTHER = {
+    (f"{FOLDER}/{file}.py", function): why
+    for why, places in _NO_OTHER.items()
+    for file, function in (place.split(".") for place in places.split())
 }

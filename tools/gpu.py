@@ -1,13 +1,14 @@
 """`make gpu`: what only a machine with a GPU can tell. Installs nothing; uses its own python.
 
     python3 tools/gpu.py [all | build | cuda | triton | bench | experiments | sanitize | compile
-                         | rest] [--minutes 9] [--keep] [--whole]
+                         | rest] [--minutes 9] [--keep] [--whole] [--from FOLDER]
 
 Every call goes on where the last one stopped, for the same sources, GPU and torch: the state is in
-build/gpu. $RESULTS_DIR (default benchmarks/results) gets, as things happen, <device>-gpu.log,
-<device>-gpu.jsonl (a line per test), <device>-gpu.xml (JUnit), <device>.json (benchmarks) and
-experiments/<device>.json. A part takes 9 minutes at most. docs/gpu.md tells the rest. Without a GPU
-each part starts all the same: a rehearsal.
+build/gpu, or comes from the results of another machine (--from). $RESULTS_DIR (default
+benchmarks/results) gets, as things happen, <device>-gpu.log, <device>-gpu.jsonl (a line per test),
+<device>-gpu.xml (JUnit), <device>.json (benchmarks) and experiments/<device>.json. A part takes 9
+minutes at most. docs/gpu.md tells the rest. Without a GPU each part starts all the same: a
+rehearsal.
 """
 
 from __future__ import annotations
@@ -97,11 +98,10 @@ def run_part(c: Context, part: Part) -> bool:
             cut = cut or ended == "cut"
             if ended == "done" and step.name.startswith("bench "):
                 drop_old_rows(c, step.name)
-        counts = Counter(e["outcome"] for e in c.journal.progress(step.name).results.values())
+        progress = c.journal.progress(step.name)
+        counts = Counter(e["outcome"] for e in progress.results.values())
         words = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common())
         say(f"  {step.name}: {words or 'no tests'}")
-    for step in part.steps:
-        progress = c.journal.progress(step.name)
         for name in progress.bad:
             say(f"FAILED: {step.name}: {name}: {progress.results[name]['outcome']}")
         left = progress.left if progress.wanted is not None else ["not begun"]
@@ -123,14 +123,13 @@ def drop_old_rows(c: Context, step: str) -> None:
             drop(path, step.removeprefix("bench "), measured)
 
 
-def share(pattern: str, *folders: Path) -> None:
-    """Each folder gets the files that another one has: either may be new at this call."""
-    for source in folders:
-        for path in source.glob(pattern):
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-                if not (folder / path.name).exists():
-                    shutil.copy2(path, folder)
+def share(pattern: str, sources: Sequence[Path], targets: Sequence[Path]) -> None:
+    """Each target gets the files that it lacks, of the first source that has them."""
+    for path in (path for source in sources for path in source.glob(pattern)):
+        for target in targets:
+            target.mkdir(parents=True, exist_ok=True)
+            if not (target / path.name).exists():
+                shutil.copy2(path, target)
 
 
 @contextlib.contextmanager
@@ -159,6 +158,7 @@ def main() -> int:
         help="the sources have changed: keep what passed, run again what failed",
     )  # fmt: skip
     parser.add_argument("--whole", action="store_true", help="Triton: every case, no sample")
+    parser.add_argument("--from", dest="earlier", type=Path, help="results of an earlier call")
     options = parser.parse_args()
     if lacking := [name for name in NEEDED if find_spec(name) is None]:
         print(f"make gpu cannot run: not installed for {sys.executable}:", *lacking)
@@ -167,12 +167,14 @@ def main() -> int:
     results = Path(os.environ.get("RESULTS_DIR") or ROOT / "benchmarks/results").resolve()
     results.mkdir(parents=True, exist_ok=True)
     os.environ["RESULTS_DIR"] = str(results)
-    for folder in (".", FOLDER):
-        share(f"{m.slug}*.json", results / folder, ROOT / STATE_RESULTS / folder)
+    targets = [results, ROOT / STATE_RESULTS]  # either may be new at this call
+    sources = [*targets, *filter(None, [options.earlier])]
+    for part in (".", FOLDER):
+        share(f"{m.slug}*.json*", [s / part for s in sources], [t / part for t in targets])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that children end with this
     state, name = ROOT / "build" / "gpu" / m.slug, f"{m.slug}-gpu"
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    journal = Journal(state / f"{name}.jsonl", results / f"{name}.jsonl")
+    journal = Journal(*(target / f"{name}.jsonl" for target in reversed(targets)))
     names = {"all": NAMES, "build": ()}.get(options.part, (options.part,))
     with logged(results / f"{name}.log"):
         c = Context(journal, state, results, end=end)

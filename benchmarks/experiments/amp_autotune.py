@@ -218,6 +218,3 @@ EXPERIMENT = Experiment(
     runs=runs,
     judge=judge,
 )
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

@@ -399,6 +399,3 @@ EXPERIMENT = Experiment(
     runs=_runs,
     judge=_judge,
 )
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,3 @@ class Experiment:
     claims: Sequence[Claim]
     runs: Callable[[Settings], Iterator[Run]]
     judge: Judge
-
-    def main(self) -> NoReturn:
-        """Runs the experiment as a program, with the options of the command."""
-        from benchmarks.experiments.command import main
-
-        raise SystemExit(main([self.name, *sys.argv[1:]]))

@@ -24,7 +24,6 @@ EFFORT = Effort(min_rounds=8, max_rounds=40, seconds=6.0, sample_ns=5e6)
 FORWARD, BOTH = "forward", "forward+backward"
 EAGER, SCRIPTED, COMPILED = "five operators", "torch.jit.script", "torch.compile"
 NATIVE, OURS = "torch's gelu", "fusedtrain's gelu"
-ONE_KERNEL = (NATIVE, OURS)
 
 
 def composed(x: Tensor) -> Tensor:
@@ -176,6 +175,3 @@ EXPERIMENT = Experiment(
     runs=_runs,
     judge=_judge,
 )
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

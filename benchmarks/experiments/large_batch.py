@@ -263,6 +263,3 @@ EXPERIMENT = Experiment(
     runs=_runs,
     judge=_judge,
 )
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

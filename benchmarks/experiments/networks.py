@@ -297,6 +297,3 @@ EXPERIMENT = Experiment(
     runs=_runs,
     judge=_judge,
 )
-
-if __name__ == "__main__":
-    EXPERIMENT.main()

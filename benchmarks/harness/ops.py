@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.harness.chart import FASTER, Panel, bars
@@ -13,7 +14,6 @@ from benchmarks.harness.tables import (
     Column,
     Limits,
     Report,
-    geometric_mean,
     interval_text,
     ratio_text,
     sections,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from benchmarks.harness.chart import Panel
@@ -196,8 +196,3 @@ STRONGEST = (
     Column("99 %", _of_strongest(interval_text)),
     Column("all rivals", _ranked, left=True),
 )
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """The mean of ratios."""
-    return math.exp(sum(map(math.log, values)) / len(values))

@@ -68,11 +68,13 @@ def model_width(text: str) -> int:
     return value
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def common_options(prog: str, description: str) -> argparse.ArgumentParser:
+    """The options that all training scripts have."""
     parser = argparse.ArgumentParser(
-        prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Train on real images with stock PyTorch and with fusedtrain, and compare.",
-    )  # fmt: skip
+        prog=prog,
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     add = parser.add_argument
     add(
         "--data",
@@ -81,6 +83,32 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="digits (embedded), fashion-mnist, cifar10 or folder:PATH",
     )
     add("--data-root", type=Path, default=Path("data"), help="where data sets lie or are put")
+    add("--workers", "-j", type=not_negative, default=0, help="data loader processes")
+    add("--test-images", type=positive, help="use only so many images of the test split")
+    add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
+    add("--threads", type=positive, help="CPU threads (torch's choice if not given)")
+    add("--channels-last", action="store_true", help="NHWC memory format")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options given, with the device decided; exits with status 2 where they are unusable."""
+    args = parser.parse_args(argv)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = common_options(
+        "train.py", "Train on real images with stock PyTorch and with fusedtrain, and compare."
+    )
+    add = parser.add_argument
     add("--model", choices=MODELS, default="efficientnet_b0", help="network")
     add("--width", type=model_width, default=32, help="channels of the stem; 64 is full size")
     add("--epochs", type=positive, default=2, help="passes over the training split")
@@ -109,22 +137,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="of the fused modes with AMP: weights of 16 bits, and what the optimizer keeps of "
         "their float32 values (split32: 16 more bits, split24: 8)",
     )
-    add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
     add(
         "--amp",
         choices=("auto", *DTYPES),
         default="auto",
         help="auto: fp16 with GradScaler on CUDA, bf16 on a CPU with AVX-512 (else off)",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
-    add("--workers", type=not_negative, default=0, help="data loader processes")
-    add("--threads", type=positive, help="CPU threads (torch's choice if not given)")
     add(
         "--cudnn-benchmark",
         action="store_true",
         help="let cuDNN time its algorithms (gives up run-to-run equality)",
     )
-    add("--channels-last", action="store_true", help="NHWC memory format")
     add("--compile", action="store_true", help="torch.compile every mode")
     add(
         "--frozen-norms",
@@ -139,7 +162,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="then train in float32 with what backward needs kept in these ways, beside eager "
         "torch and torch.utils.checkpoint",
     )
-    add("--test-images", type=positive, help="use only this many images of the test split")
     add(
         "--tolerance",
         type=positive_float,
@@ -147,11 +169,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--output", type=Path, default=Path("runs/train"), help="for results.json and train.png")
     add("--no-progress", action="store_true", help="no progress bar")
-    args = parser.parse_args(argv)  # fmt: skip
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
+    args = parsed(parser, argv)
     if args.lr is None:
         args.lr = RECIPES[args.optimizer].lr
     if args.amp == "auto":

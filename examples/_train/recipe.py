@@ -19,7 +19,7 @@ from _train.data import Data, DataError
 from _train.loading import load_in_turn
 from _train.models import build_model, import_torchvision
 from _train.modes import World
-from _train.options import data_name, model_width, not_negative, positive, positive_float
+from _train.options import common_options, model_width, not_negative, positive, positive_float
 
 SMALL = "cifar_"  # before the name of a torchvision ResNet: the one of _train/models.py
 
@@ -29,27 +29,15 @@ class UsageError(Exception):
 
 
 def options(prog: str, description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """The options that all these scripts have."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    """The options of these scripts."""
+    parser = common_options(prog, description)
     add = parser.add_argument
-    add(
-        "--data",
-        type=data_name,
-        default="digits",
-        help="digits (embedded), fashion-mnist, cifar10 or folder:PATH",
-    )
-    add("--data-root", type=Path, default=Path("data"), help="where data sets lie or are put")
     add("--image-size", type=positive, default=32, help="pixels of digits and picture folders")
     add(
         "--arch", "-a", default="cifar_resnet18",
         help="a torchvision model; cifar_resnet18 and cifar_resnet50 are for small images",
     )  # fmt: skip
     add("--width", type=model_width, default=64, help="channels of a cifar_ model's stem")
-    add("--workers", "-j", type=not_negative, default=0, help="data loader processes")
     add("--epochs", type=positive, default=3, help="number of the last epoch")
     add("--batch-size", "-b", type=positive, default=64, help="images per process and step")
     add("--lr", type=positive_float, default=0.1, help="peak learning rate")
@@ -67,26 +55,9 @@ def options(prog: str, description: str, **defaults: Any) -> argparse.ArgumentPa
     add("--resume", type=Path, help="continue from this checkpoint")
     add("--evaluate", "-e", action="store_true", help="test the model, and train nothing")
     add("--train-images", type=positive, help="use only so many images of the training split")
-    add("--test-images", type=positive, help="use only so many images of the test split")
-    add("--seed", type=not_negative, default=0, help="of weights, order and augmentation")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
-    add("--threads", type=positive, help="CPU threads (torch's choice if not given)")
-    add("--channels-last", action="store_true", help="NHWC memory format")
     add("--json", type=Path, help="write losses, seconds, memory and accuracy to this file")
     parser.set_defaults(**defaults)
     return parser
-
-
-def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options given, with the device decided; exits with status 2 where they are unusable."""
-    args = parser.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this torch sees no CUDA device; use --device cpu")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
 
 
 def launch(run: Callable[[argparse.Namespace, World], None], args: argparse.Namespace) -> int:

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
-from rich.text import Text
 
 from _train.checks import Check, curve_difference
 from _train.modes import Mode
@@ -31,23 +36,13 @@ from _train.tables import (
 from _train.words import what_was_won
 
 
-class Remaining(ProgressColumn):
-    """The time to the end at the speed so far, from the first step on."""
-
-    def render(self, task: Task) -> Text:
-        if not task.completed or not task.total or task.elapsed is None:
-            return Text("      ")
-        seconds = round(task.elapsed / task.completed * (task.total - task.completed))
-        return Text(f"{seconds // 60:2}:{seconds % 60:02} left", style="progress.remaining")
-
-
 @contextmanager
 def progress_bar(visible: bool) -> Iterator[Progress]:
     columns = (
         TextColumn("{task.description:>8}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        Remaining(),
+        TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, disable=not visible) as progress:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -158,9 +160,9 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
             "optimizer, loader and precision stayed."
         )
         notes.append(
-            f"{RATIO}: from the least to the greatest ratio of {len(TWICE) // 2} runs each, which "
-            "came in turns; ms are their means. A range with 1 in it is no difference: work that "
-            "is the same in both, such as convolutions, shows how far the machine varies."
+            f"{RATIO}: 95 % interval of the ratio, of {len(TWICE) // 2} runs each, which came in "
+            "turns; ms are their means. Where the interval has 1 in it the ratio is undecided. One "
+            "interval in twenty misses the ratio by chance."
             if compared
             else f"The runs cannot be compared: {NAMES[0]} and {NAMES[1]} must run twice each."
         )
@@ -185,16 +187,25 @@ _IDLE = {
 
 
 RATIO = "before / after"
+STUDENT = 4.303  # quantile for 95 %, two-sided, with the 2 degrees of freedom of two pairs of runs
 
 
 def _compared(before: Sequence[Any], after: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """The least and the greatest ratio of the runs, of each family and of the step."""
+    """95 % intervals of the ratio of two runs to two others, of each family and of the step.
+
+    Steps of one run share its memory and its place in time, so that only runs are independent. If
+    runs did not differ at all, both before would still be slower than both after in one of six.
+    """
     every = [[_times(seen) for seen in runs] for runs in (before, after)]
     compared = {}
     for what in every[0][0]:
-        old, new = ([times.get(what, 0.0) for times in runs] for runs in every)
-        if min(old) > 0 and min(new) > 0:
-            compared[what] = (min(old) / max(new), max(old) / min(new))
+        times = [[seen.get(what, 0.0) for seen in runs] for runs in every]
+        if min(map(min, times)) > 0:
+            old, new = ([math.log(ms) for ms in runs] for runs in times)
+            ratio = fmean(old) - fmean(new)
+            error = math.sqrt((variance(old) + variance(new)) / 2)
+            low, high = ratio - STUDENT * error, ratio + STUDENT * error
+            compared[what] = (math.exp(low), math.exp(high))
     return compared
 
 
@@ -213,8 +224,9 @@ def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**runs[0], "families": rows}
 
 
-def _range(ratios: tuple[float, float]) -> str:
-    return "-".join(f"{ratio:.2f}" for ratio in ratios)
+def _range(interval: tuple[float, float]) -> str:
+    words = "-".join(f"{ratio:.2f}" for ratio in interval)
+    return f"undecided: {words}" if interval[0] <= 1 <= interval[1] else words
 
 
 def _json(seen: Mapping[str, Any]) -> dict[str, Any]:

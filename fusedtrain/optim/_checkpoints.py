@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference.split_weights import CORRECTIONS
 from ..reference.state_codes import is_codes
 from ..reference.stochastic_rounding import seed_after
 from ._codes import (
@@ -21,16 +22,11 @@ from ._codes import (
 )
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
-from ._masters import CORRECTION, WEIGHTS, joined
+from ._masters import CORRECTION, MASTER, is_correction, joined
 from ._plan import Needs
 from ._release import Releases
 from ._reports import Reports
 
-_FLATTENED = (
-    "state_dict: flatten_optimizer_state_dict=True looks for the names of the optimizer's own "
-    "states, and so drops the float32 masters of a checkpoint for split ones. Save and load "
-    "without it, or with master_weights=True, and set master_weights afterwards"
-)
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
 
@@ -81,10 +77,14 @@ class Checkpoints(Releases, Reports):
                 if compressed:
                     p_state = _codes_ahead(p_state, p, needs, which)
                 kept = {**for_checkpoint(p_state, compressed), **self._copies_ahead(p, p_state)}
+                kept = {name: value for name, value in kept.items() if value is not None}
                 if id(p) in unborn:
                     kept = _without_momentum(kept)
-                if CORRECTION in kept and not compressed:
-                    kept[WEIGHTS] = joined(self._swapped.get(id(p), p), kept.pop(CORRECTION))
+                if is_correction(kept.get(MASTER)):
+                    if compressed:
+                        kept[CORRECTION] = kept.pop(MASTER)
+                    else:
+                        kept[MASTER] = joined(self._swapped.get(id(p), p), kept[MASTER])
                 if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
                     kept["step"] = _saved_step(kept["step"], group)
                     counts.append(kept["step"])
@@ -99,20 +99,25 @@ class Checkpoints(Releases, Reports):
             state_dict[_STREAM] = seed_after(self._rounding_seed, int(self.applied_steps))
         return state_dict
 
-    def _copies_ahead(self, p: Tensor, p_state: dict[str, Any]) -> dict[str, Tensor]:
-        """Copies of the parameter that the next step will make.
+    def _name_copies(self) -> None:
+        """Names the copies of parameters that the next step will make: their states are None.
 
-        Adagrad has states before its first step. torch.distributed.checkpoint then loads the states
-        that the dict has, and no others.
+        Adagrad has states before its first step. torch.distributed.checkpoint then loads states by
+        their names, and no others.
         """
         needs = self._state_needs()
-        masters = needs.has_master(p) and CORRECTION not in p_state
-        names = [name for name, made in ((WEIGHTS, masters), ("ema", needs.ema)) if made]
+        for p in self._all_params():
+            if p_state := self.state.get(p):
+                for name in needs.copies(p):
+                    p_state.setdefault(name, None)
+
+    def _copies_ahead(self, p: Tensor, p_state: dict[str, Any]) -> dict[str, Tensor]:
+        """Copies of the parameter that the next step will make (see `_name_copies`)."""
         with torch.no_grad():
             return {
                 name: torch.empty_like(p, dtype=self._dtype_of(name, p)).copy_(p)
-                for name in names
-                if name not in p_state
+                for name in self._state_needs().copies(p)
+                if p_state.get(name) is None
             }
 
     def _float32_masters(self) -> dict[int, Tensor]:
@@ -120,13 +125,13 @@ class Checkpoints(Releases, Reports):
         self._follow_parameters()
         masters: dict[int, Tensor] = {}
         for p in self._all_params():
-            p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
+            low, master = self._low_precision.get(id(p)), self.state.get(p, {}).get(MASTER)
             if low is not None:
                 masters[id(low)] = p.detach().clone()
-            elif CORRECTION in p_state:
-                masters[id(p)] = joined(self._swapped.get(id(p), p), p_state[CORRECTION])
-            elif WEIGHTS in p_state:
-                masters[id(p)] = p_state[WEIGHTS].clone()
+            elif is_correction(master):
+                masters[id(p)] = joined(self._swapped.get(id(p), p), master)
+            elif master is not None:
+                masters[id(p)] = master.clone()
         return masters
 
     def _without_a_step(self) -> set[int]:
@@ -180,14 +185,12 @@ class Checkpoints(Releases, Reports):
             for number, p in zip(old["params"], new["params"]):
                 if number in saved["state"]:
                     state[p] = dict(saved["state"][number])
-                    if _is_missing(state[p].get(CORRECTION)):
-                        raise ValueError(_FLATTENED)
         trial = object.__new__(type(self))
         vars(trial).update(vars(self))
         try:
             trial.__setstate__({"state": state, "param_groups": groups})
             # States as large as their parameters, with the dtype of their codes.
-            large: dict[str | None, torch.dtype | None] = {"ema": None, WEIGHTS: None}
+            large: dict[str | None, torch.dtype | None] = {"ema": None, MASTER: None}
             rule = self._state_needs().rule
             for group in trial.param_groups:
                 trial._numbers(group)
@@ -210,9 +213,10 @@ class Checkpoints(Releases, Reports):
             )
         for p, p_state in state.items():
             for name, value in p_state.items():
-                if name in large or name == CORRECTION:
-                    check_state(name, value, p)
-                if name in large:
+                if name not in large:
+                    continue
+                check_state(name, value, p)
+                if not _is_split(name, value):
                     check_codes(name, p_state, large[name])
 
     def _load(self, saved: dict[str, Any]) -> None:
@@ -222,17 +226,19 @@ class Checkpoints(Releases, Reports):
             self._rounding_seed = seed_after(saved[_STREAM], -int(self.applied_steps))
         numbers = [n for group in saved["param_groups"] for n in group["params"]]
         for number, p in zip(numbers, self._all_params(), strict=True):
-            for name, value in saved["state"].get(number, {}).items():
+            for key, value in saved["state"].get(number, {}).items():
+                name = MASTER if key == CORRECTION else key
                 if _is_missing(value):
                     del self.state[p][name]
-                elif name == CORRECTION or (isinstance(value, Tensor) and is_codes(value)):
+                elif isinstance(value, Tensor) and (_is_split(name, value) or is_codes(value)):
                     # torch has cast the integers to the parameter's dtype
                     self.state[p][name] = value.to(p.device, copy=True)
                 elif isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
+        self._name_copies()
 
     def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
-        if name in ("ema", WEIGHTS):
+        if name in ("ema", MASTER):
             return torch.float64 if p.dtype is torch.float64 else torch.float32
         if name in self._scalar_names or is_scale_name(name, self.state[p]):
             return torch.float32
@@ -263,10 +269,14 @@ class Checkpoints(Releases, Reports):
             step = group.pop("step", None)  # Apex and timm's Lamb count by group
             if step is not None and name is not None:
                 _take_over(float(step), name, [state["state"].get(p) for p in group["params"]])
+        for p_state in state["state"].values():
+            if isinstance(p_state, dict) and CORRECTION in p_state:  # of a compressed state dict
+                p_state[MASTER] = p_state.pop(CORRECTION)
         super().__setstate__(state)
         for key, value in self._absent.items():
             self.defaults.setdefault(key, value)  # of an older pickle
         self._forget()
+        self._name_copies()
 
 
 def _codes_ahead(p_state: dict[str, Any], p: Tensor, needs: Needs, group: int) -> dict[str, Any]:
@@ -282,6 +292,11 @@ def _codes_ahead(p_state: dict[str, Any], p: Tensor, needs: Needs, group: int) -
             made = coded_state(p_state, name, p, dtype, needs.initial(name))
             ahead[name], ahead[scale_name(name)] = made
     return ahead
+
+
+def _is_split(name: str, value: Any) -> bool:
+    """Whether a loaded state is the correction of a split master."""
+    return name == MASTER and getattr(value, "dtype", None) in CORRECTIONS.values()
 
 
 def _is_missing(value: Any) -> bool:

@@ -36,14 +36,17 @@ def foreign_maker(cls: Any, saved: Mapping[str, Any]) -> Any:
 
     able = [other for other in _relatives(cls) if states <= _COMMON | states_of(other)]
     if cls in able:  # then only a class whose keys are all there, and that fits better
-        able = [o for o in able if o is cls or (keys_of(o) <= keys and rank(o) > rank(cls))]
+        able = [
+            o for o in able
+            if o is cls or (keys_of(o) - o._absent.keys() <= keys and rank(o) > rank(cls))
+        ]  # fmt: skip
     maker = max(able, key=rank, default=cls)
     return None if _needed(maker) == _needed(cls) else maker
 
 
 def keys_of(cls: Any) -> set[str]:
     """The keys of the groups of a class that are its arguments."""
-    return set(inspect.signature(cls.__init__).parameters) - _NO_KEYS
+    return set(cls._keys) or set(inspect.signature(cls.__init__).parameters) - _NO_KEYS
 
 
 def states_of(cls: Any) -> set[str]:

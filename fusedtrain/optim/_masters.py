@@ -1,4 +1,8 @@
-"""Master weights in the states: float32, or split into the 16-bit parameter and a correction."""
+"""Master weights in the states: float32, or split into the 16-bit parameter and a correction.
+
+Both kinds have one key: flattened state dicts of torch.distributed.checkpoint keep only the keys
+that the state of the loading optimizer has.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,18 @@ from torch import Tensor
 from ..reference.split_weights import CORRECTIONS, join_weights, split_weights
 from ._distributed import local
 
-WEIGHTS, CORRECTION = "master_param", "master_correction"  # keys of a parameter's state
+MASTER = "master_param"  # key of a parameter's state: float32 weights, or integers that correct it
+CORRECTION = "master_correction"  # key of corrections in compressed state dicts
 
 
 def correction_dtype(master_weights: bool | str) -> torch.dtype | None:
     """The dtype of the corrections that the option asks for, or None."""
     return CORRECTIONS[master_weights] if isinstance(master_weights, str) else None
+
+
+def is_correction(master: Any) -> bool:
+    """Whether a master is split, so that only its correction is in the state."""
+    return isinstance(master, Tensor) and not master.is_floating_point()
 
 
 def is_rounded(p: Tensor, master: Tensor) -> Tensor:
@@ -45,26 +55,21 @@ def take_other_form(p_state: dict[str, Any], p: Tensor, dtype: torch.dtype | Non
     Returns:
         whether there was a master in another form.
     """
-    correction, weights = p_state.get(CORRECTION), p_state.get(WEIGHTS)
+    weights = p_state.get(MASTER)
+    if weights is None or dtype == (weights.dtype if is_correction(weights) else None):
+        return False
+    if is_correction(weights):
+        weights = joined(p, weights)
     if dtype is None:
-        if weights is None and correction is not None:
-            p_state[WEIGHTS] = joined(p, correction)
-        return p_state.pop(CORRECTION, None) is not None
-    if correction is not None and correction.dtype == dtype:
-        p_state.pop(WEIGHTS, None)
-        return False
-    if correction is not None:
-        weights = joined(p, correction)
-    elif weights is None:
-        return False
+        p_state[MASTER] = weights
+        return True
     inner, master = local(p), local(weights).to(p.device, torch.float32)
     master = torch.where(is_rounded(inner, master), master, inner.float())
     param, values = split_weights(master, p.dtype, dtype)
     new = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
     local(new).copy_(values)
     inner.copy_(param)
-    p_state.pop(WEIGHTS, None)
-    p_state[CORRECTION] = new
+    p_state[MASTER] = new
     return True
 
 

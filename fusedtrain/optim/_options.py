@@ -153,6 +153,9 @@ class Options(torch.optim.Optimizer):
     def _forget(self) -> None:
         raise NotImplementedError
 
+    def _name_copies(self) -> None:
+        raise NotImplementedError
+
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
@@ -197,15 +200,26 @@ class Options(torch.optim.Optimizer):
         return 0.0
 
     def _max_lr(self, group: dict[str, Any]) -> float:
-        """The optimizer's first learning rate, for "corrected" weight decay, or 0."""
+        """The optimizer's first learning rate, for "corrected" weight decay, or 0.
+
+        Groups of timm's checkpoints have it from timm 1.0.31 on.
+
+        Raises:
+            ValueError: the rate is not positive.
+        """
         if not ("corrected_weight_decay" in self.defaults and group["corrected_weight_decay"]):
             return 0.0
-        lr = self.defaults["lr"]
-        if not isinstance(lr, Tensor):
-            return float(lr)
-        if self._first_lr is None or self._first_lr[0] is not lr:  # read once
-            self._first_lr = (lr, float(lr))
-        return self._first_lr[1]
+        lr = group.get("max_lr_snapshot", self.defaults["lr"])
+        if isinstance(lr, Tensor):
+            if self._first_lr is None or self._first_lr[0] is not lr:  # read once
+                self._first_lr = (lr, float(lr))
+            lr = self._first_lr[1]
+        if not lr > 0:
+            raise ValueError(
+                "corrected_weight_decay divides by the first learning rate: make the optimizer "
+                f"with the largest one, got {lr}"
+            )
+        return float(lr)
 
     # --- of all groups ---
 
@@ -239,6 +253,7 @@ class Options(torch.optim.Optimizer):
         self._rounding_seed = first_seed()  # for `control` at 0 applied steps
         self._controls = {}  # they outlive the plans
         self._forget()
+        self._name_copies()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         for name in DEFAULTS:
@@ -269,6 +284,7 @@ class Options(torch.optim.Optimizer):
         if name == "stochastic_rounding":
             warn_of_rounding(options, self._all_params())
         self._fused_options = options
+        self._name_copies()
 
     # Options that may be set between steps.
     max_grad_norm = _option("max_grad_norm", "Norm that all gradients are clipped to, or None.")

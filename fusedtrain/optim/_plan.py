@@ -22,13 +22,7 @@ from ..reference.optimizers import (
 from ..reference.state_codes import is_codes
 from ._codes import Q8, check_codes, code_dtype, coded_state, floats, scale_name
 from ._distributed import is_distributed, local, shard_number
-from ._masters import (
-    CORRECTION,
-    WEIGHTS,
-    Versions,
-    correction_dtype,
-    take_other_form,
-)
+from ._masters import MASTER, Versions, correction_dtype, is_correction, take_other_form
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
 _VERSION = attrgetter("_version")
@@ -108,6 +102,10 @@ class Needs(NamedTuple):
 
     def has_master(self, p: Tensor) -> bool:
         return bool(self.master_weights) and p.dtype in (torch.float16, torch.bfloat16)
+
+    def copies(self, p: Tensor) -> list[str]:
+        """The states that begin as copies of their parameter."""
+        return [MASTER] * self.has_master(p) + ["ema"] * self.ema
 
     def dtype(self, p: Tensor) -> torch.dtype:
         """The dtype of the states that are as large as their parameter, and not in codes."""
@@ -300,21 +298,22 @@ class Plan:
         if not self.needs.has_master(p):
             return -1
         dtype, versions = correction_dtype(kind), self.store.versions
-        if CORRECTION in p_state:
-            versions.drop_stale(p, inner, local(p_state[CORRECTION]))
+        tensor = p_state.get(MASTER)
+        if is_correction(tensor):
+            versions.drop_stale(p, inner, local(tensor))
         if take_other_form(p_state, p, dtype):
             versions.forget(p)
         if dtype is None:
             self.with_master.append((p, inner))
-            place = self._copy(p_state, WEIGHTS, p, self.masters)
+            place = self._copy(p_state, MASTER, p, self.masters)
             versions.compare(p, inner, self.masters[place])
             return place
-        tensor = p_state.get(CORRECTION)
+        tensor = p_state.get(MASTER)
         if tensor is None:
             tensor = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
             versions.forget(p)
         tensor = self._laid_out(tensor, inner, dtype, p)
-        self._keep(p_state, CORRECTION, tensor)
+        self._keep(p_state, MASTER, tensor)
         self.masters.append(local(tensor))
         self.split.append((p, inner, self.masters[-1]))
         return len(self.masters) - 1

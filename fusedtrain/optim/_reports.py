@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
-from ._masters import CORRECTION, WEIGHTS
+from ._masters import MASTER, is_correction
 from ._options import Options
 from ._plan import Plan
 
@@ -35,13 +35,13 @@ class Reports(Options):
         """Masters take what others have written to their parameters, before they are read."""
         for store in self._stores.values():
             for p in store.params:
-                p_state, low = self.state.get(p, {}), self._low_precision.get(id(p))
+                low, master = self._low_precision.get(id(p)), self.state.get(p, {}).get(MASTER)
                 if low is not None:
                     store.versions.follow(low, local(low), local(p))
-                elif CORRECTION in p_state:
-                    store.versions.drop_stale(p, local(p), local(p_state[CORRECTION]))
-                elif p_state.get(WEIGHTS) is not None:
-                    store.versions.follow(p, local(p), local(p_state[WEIGHTS]))
+                elif is_correction(master):
+                    store.versions.drop_stale(p, local(p), local(master))
+                elif master is not None:
+                    store.versions.follow(p, local(p), local(master))
 
     def __repr__(self) -> str:
         options = sorted(getattr(self, "_fused_options", {}).items())
@@ -149,7 +149,7 @@ class Reports(Options):
                 for (p, _), value in zip(pairs, kept, strict=True):
                     self._write(p, value)
             for p, versions in known:  # masters belong to these values
-                if CORRECTION in self.state[p]:
+                if is_correction(self.state[p].get(MASTER)):
                     versions.note(p, local(p))
                 else:
                     versions.note_whole([(p, local(p))])

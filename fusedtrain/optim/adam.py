@@ -121,19 +121,13 @@ class AdamW(Adam, torch.optim.AdamW):
 class NAdamW(FusedOptimizer):
     """AdamW with Nesterov momentum (table 1 of arXiv 1910.05446), as timm's ``NAdamW`` has it.
 
+    A group with timm's ``clipping_threshold`` raises ValueError.
+
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
-        betas: decays of the averages of the gradient and of its square.
-        eps: added to the denominator.
         weight_decay: fraction of lr that weights shrink by each step.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
-        maximize: ascends.
-        foreach, capturable: accepted; the step is the fused, capturable one in any case.
-        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
-            numerator that is off by at most beta1 times the error of the stored average, and a root
-            of the squares that is off by at most sqrt(beta2) times the error of the stored root.
+        params, lr, betas, eps, maximize, foreach, capturable, options: as in `Adam`.
 
     Raises:
         ValueError: for values out of range.
@@ -177,4 +171,6 @@ class NAdamW(FusedOptimizer):
         self._start(locals())
 
     def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
+        if group.get("clipping_threshold") is not None:  # a checkpoint of timm 1.0.31
+            raise ValueError("clipping_threshold of timm's NAdamW is not supported, take None")
         return (*two(group["betas"]), group["eps"], 1)

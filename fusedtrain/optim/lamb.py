@@ -40,6 +40,7 @@ class LAMB(FusedOptimizer):
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
         decoupled_decay: fraction of lr that weights shrink by each step, instead of the penalty.
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
+        foreach: accepted; the step is the fused one in any case.
         options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
             numerator that is off by at most beta1 times the error of the stored average, and a root
             of the squares that is off by at most sqrt(beta2) times the error of the stored root.
@@ -64,6 +65,10 @@ class LAMB(FusedOptimizer):
     _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
     _tries = True
     _norm_eps = 0.0
+    _keys: ClassVar[tuple[str, ...]] = (
+        "lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm",
+        "trust_clip", "always_adapt", "caution", "decoupled_decay", "corrected_weight_decay",
+    )  # fmt: skip
     _absent: ClassVar = {
         "trust_clip": False, "always_adapt": False, "caution": False, "decoupled_decay": False,
         "corrected_weight_decay": False,
@@ -84,6 +89,7 @@ class LAMB(FusedOptimizer):
         caution: bool = False,
         decoupled_decay: bool = False,
         corrected_weight_decay: bool = False,
+        foreach: bool | None = None,
         **options: Unpack[OtherOptions],
     ) -> None:
         self._start(locals())

@@ -28,6 +28,7 @@ class LARS(FusedOptimizer):
         eps: see above.
         trust_clip: limits the scale times lr to lr (LARC).
         always_adapt: scales groups without weight decay too.
+        foreach: accepted; the step is the fused one in any case.
         options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
             direction that is off by at most ``momentum`` times the error of the stored buffer.
 
@@ -51,6 +52,10 @@ class LARS(FusedOptimizer):
     _maximizes = False
     _scalar_names = (None, None, None)
     _norms = MEASURE_GRADIENTS | MEASURE_PARAMETERS
+    _keys = (
+        "lr", "momentum", "dampening", "weight_decay", "nesterov", "trust_coeff", "eps",
+        "trust_clip", "always_adapt",
+    )  # fmt: skip
     _absent: ClassVar = {"nesterov": False}
 
     def __init__(
@@ -65,6 +70,7 @@ class LARS(FusedOptimizer):
         eps: float = 1e-8,
         trust_clip: bool = False,
         always_adapt: bool = False,
+        foreach: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
         self._start(locals())

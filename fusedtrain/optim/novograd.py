@@ -23,6 +23,8 @@ class NovoGrad(FusedOptimizer):
         betas: decays of the averages of the gradient and of its squared norm.
         eps: added to the denominator.
         weight_decay: L2 penalty of the normalised gradient.
+        decoupled_decay: fraction of lr that weights shrink by each step, instead of the penalty.
+        corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         grad_averaging: multiplies the normalised gradient by 1 - beta1 in its average.
         amsgrad: divides by the largest second moment so far (arXiv 1904.09237).
         options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has
@@ -47,7 +49,9 @@ class NovoGrad(FusedOptimizer):
     _maximizes = False
     _scalar_names: ClassVar[tuple[str | None, ...]] = ("step", "exp_avg_sq", "max_exp_avg_sq")
     _norms = MEASURE_GRADIENTS
-    _absent: ClassVar = {"amsgrad": False}
+    _absent: ClassVar = {
+        "amsgrad": False, "decoupled_decay": False, "corrected_weight_decay": False,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -58,6 +62,8 @@ class NovoGrad(FusedOptimizer):
         weight_decay: float = 0,
         grad_averaging: bool = False,
         amsgrad: bool = False,
+        decoupled_decay: bool = False,
+        corrected_weight_decay: bool = False,
         **options: Unpack[FusedOptions],
     ) -> None:
         self._start(locals())
@@ -71,4 +77,6 @@ class NovoGrad(FusedOptimizer):
         super().load_state_dict(state_dict)
 
     def _rule_options(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return (*two(group["betas"]), group["eps"], group["grad_averaging"], group["amsgrad"])
+        averages, amsgrad = group["grad_averaging"], group["amsgrad"]
+        decay = 2 if group["decoupled_decay"] else 0
+        return (*two(group["betas"]), group["eps"], averages, amsgrad, 0, decay)

@@ -86,20 +86,13 @@ class RMSpropTF(_PositiveMomentum):
     eps is inside the root, squares start at 1, and the learning rate enters the momentum buffer.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
-        alpha: decay of the average of squares.
         eps: added under the root.
         weight_decay: L2 penalty, or decoupled with `decoupled_decay`.
-        momentum: momentum factor.
-        centered: divides by an estimate of the standard deviation.
         decoupled_decay: fraction of lr that weights shrink by each step.
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
         lr_in_momentum: scales by lr before the momentum buffer, not after it.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
-        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a root
-            that is off by at most sqrt(alpha) times the error of the stored root, and a momentum
-            that is off by ``momentum`` times the error of the stored buffer.
+        params, lr, alpha, momentum, centered, foreach, options: as in `RMSprop`.
 
     Raises:
         ValueError: for values out of range.
@@ -138,6 +131,7 @@ class RMSpropTF(_PositiveMomentum):
         corrected_weight_decay: bool = False,
         lr_in_momentum: bool = True,
         caution: bool = False,
+        foreach: bool | None = None,
         **options: Unpack[FusedOptions],
     ) -> None:
         self._start(locals())

@@ -73,16 +73,11 @@ class SGDW(FusedOptimizer):
     """SGD with decoupled weight decay (arXiv 1711.05101), as timm's ``SGDW`` has it.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
-        momentum, dampening, nesterov, maximize: as in `SGD`.
         weight_decay: fraction of lr that weights shrink by each step.
         caution: drops updates that disagree with the gradient's sign (arXiv 2411.16085).
         corrected_weight_decay: shrinks by lr^2 / (first lr) instead (arXiv 2506.02285).
-        foreach: accepted; the step is the fused one in any case.
-        differentiable: not supported.
-        options: see `FusedOptions`. Against float64, a step from 8-bit states ("q8") has a
-            direction that is off by at most ``momentum`` times the error of the stored buffer.
+        params, lr, momentum, dampening, nesterov, maximize, foreach, differentiable, options: as in
+            `SGD`.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `differentiable`.

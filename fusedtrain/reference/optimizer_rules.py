@@ -273,8 +273,9 @@ def adagrad(param: Tensor, grad: Tensor, states: list[Tensor], c: list[Tensor]) 
 
 
 # --- novograd: arXiv 1905.11286, as in timm's NvNovoGrad; one second moment per tensor. Apex adds
-# bias_correction; `outside` (its moment_mode 1) divides and decays after the average. The squared
-# norm becomes the second moment if that is 0 (`start` 0), at the first step (1) or never (2).
+# bias_correction; `outside` 1 (its moment_mode) divides and decays after the average, 2 is timm's
+# decoupled_decay. The squared norm becomes the second moment if that is 0 (`start` 0), at the first
+# step (1) or never (2).
 
 
 def prepare_novograd(t: Facts) -> Coefficients:
@@ -288,10 +289,10 @@ def prepare_novograd(t: Facts) -> Coefficients:
     root = _where(corrects, (1 - beta2**t.step).sqrt(), 1.0)
     denominator = torch.where(amsgrad != 0, largest, second).sqrt() / root + eps
     size = t.lr / _where(corrects, 1 - beta1**t.step, 1.0)
-    size = torch.where(outside != 0, size / denominator, size)
+    size = torch.where(outside == 1, size / denominator, size)
     weight_decay = _where(outside == 0, t.weight_decay, 0.0)
     fresh = _where(averages, 1 - beta1, 1.0)
-    c = [weight_decay, beta1, _where(outside == 0, 1 / denominator, 1.0), fresh]
+    c = [weight_decay, beta1, _where(outside != 1, 1 / denominator, 1.0), fresh]
     moments = torch.stack([second, largest], 1).to(t.moments.dtype)
     return _coefficients(t, size, c, _kept(t, outside), moments=moments)
 

@@ -283,7 +283,8 @@ def adagrad(p, g, s0, s1, s2, c):
 def prepare_novograd(t):
     beta1, beta2, eps = t.option[0], t.option[1], t.option[2]
     averages, amsgrad = t.option[3] != 0.0, t.option[4] != 0.0
-    corrects, outside, start = t.option[5] != 0.0, t.option[6] != 0.0, t.option[7]
+    corrects, outside, start = t.option[5] != 0.0, t.option[6] == 1.0, t.option[7]
+    inside = t.option[6] == 0.0
     squares = t.grad_norm * t.grad_norm
     second, largest = t.moments[0].to(tl.float64), t.moments[1]
     is_first = ((start == 0.0) & (second == 0.0)) | ((start == 1.0) & (t.step == 1.0))
@@ -294,10 +295,10 @@ def prepare_novograd(t):
     denominator = sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) / root + eps
     size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
     size = tl.where(outside, size / denominator, size)
-    weight_decay = tl.where(outside, 0.0, t.weight_decay)
+    weight_decay = tl.where(inside, t.weight_decay, 0.0)
     per_norm = tl.where(outside, 1.0, 1.0 / denominator)
     c = (weight_decay, beta1, per_norm, tl.where(averages, 1.0 - beta1, 1.0))
-    keep = tl.where(outside, kept(t), 1.0)
+    keep = tl.where(inside, 1.0, kept(t))
     return Coefficients(size, c, keep, t.cautious, (stored, largest))
 
 

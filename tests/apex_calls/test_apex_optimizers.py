@@ -1,4 +1,5 @@
-"""Apex's optimizers: every step beside Apex's formulas in float64, interfaces, checkpoints."""
+"""Apex's optimizers: interfaces, checkpoints. Every step beside Apex's formulas in float64 is in
+test_optimizer_numbers.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.optim.optimizer import required
 
@@ -18,8 +18,6 @@ import fusedtrain
 from fusedtrain.amp import GradScaler
 from fusedtrain.apex import optimizers
 from fusedtrain.optim import FusedOptimizer
-from helpers.optimizer_checks import Checked
-from helpers.optimizer_runs import EXAMPLES, REPEATABLE, SCALER, SPECIAL, Run, runs, simple
 from helpers.optimizer_steps import assert_close, parameters, same, saved_and_loaded, step
 from helpers.optimizers import APEX, CLASSES
 
@@ -40,30 +38,6 @@ def switches(name: str, on: bool) -> dict[str, bool]:
 
 
 # --- numbers
-
-
-@pytest.mark.parametrize("history", SPECIAL)
-@ALL
-def test_histories(name: str, history: str) -> None:
-    for on in (False, True):
-        options: dict[str, Any] = {"momentum": 0.9} if "momentum" in CLASSES[name].values else {}
-        if "bias_correction" in CLASSES[name].values:
-            options["bias_correction"] = not on
-        for more in ({"ema_decay": 0.9}, {"max_grad_norm": 0.5, "gradient_writeback": "unscaled"}):
-            fused, iterations = {**switches(name, on), **more}, SPECIAL[history]
-            run = simple(name, options, fused, iterations=iterations, scaler=SCALER)
-            Checked(run).all()
-
-
-@EXAMPLES
-@ALL
-def test_every_step_is_right(name: str, examples: int) -> None:
-    @settings(REPEATABLE, max_examples=examples)
-    @given(runs(name))
-    def check(run: Run) -> None:
-        Checked(run).all()
-
-    check()
 
 
 @pytest.mark.parametrize("init_zero", [False, True])

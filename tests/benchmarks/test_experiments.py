@@ -324,7 +324,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.skipif("fp16_resnet" not in command.present(), reason="its file is not there")
 def test_an_experiment_as_a_program(tmp_path: Path) -> None:
     done = run_python(
-        "-m", "benchmarks.experiments.fp16_resnet", "--quick", cwd=ROOT, timeout=240, trains=True,
+        "-m", "benchmarks.experiments", PROGRAM, "--quick", cwd=ROOT, timeout=240, trains=True,
         env=environment(RESULTS_DIR=str(tmp_path), OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert lines["aten::convolution_backward", "backward"] == conv
     low, high = result["before_after"]["step"]
     assert 0 < low < high
-    assert result["facts"]["step, before / after"] == f"{low:.2f}-{high:.2f}"
+    assert result["facts"]["step, before / after"].endswith(f"{low:.2f}-{high:.2f}")
     # The script's output is kept off stdout, and the script has ended in peace, each time.
     assert run.stderr.count("runs as __main__") == 4
     assert run.stderr.count("step 8") == 0
@@ -155,80 +156,68 @@ def test_a_script_that_raises(tmp_path: Path) -> None:
     assert "fusedtrain" not in "".join(trace)
 
 
-def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str:
-    """Writes a script that `main` is called on in this process; the script has its own."""
-    monkeypatch.chdir(folder)
+@pytest.fixture
+def profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """The command on a script, in this process; the script has its own."""
+    monkeypatch.chdir(tmp_path)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
-    (folder / "train.py").write_text(script)
-    return "train.py"
+
+    def run(script: str, *words: str) -> tuple[int, str]:
+        (tmp_path / "train.py").write_text(script)
+        return main(["profile", *words, "train.py"]), capfd.readouterr().out
+
+    return run
 
 
-def test_a_script_without_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = in_folder(tmp_path, monkeypatch, "import sys\nsys.exit(0)\n")
-    assert main(["profile", script]) == Exit.FOUND
-    assert "PARTIAL: the script took no optimizer step" in capsys.readouterr().out
+def test_a_script_without_a_step(profiled: Any) -> None:
+    status, out = profiled("import sys\nsys.exit(0)\n")
+    assert status == Exit.FOUND
+    assert "PARTIAL: the script took no optimizer step" in out
 
 
 @pytest.mark.slow
-def test_a_script_with_one_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = in_folder(
-        tmp_path,
-        monkeypatch,
-        "import torch\n"
-        "p = torch.nn.Parameter(torch.ones(2))\n"
-        "p.grad = torch.ones(2)\n"
-        "torch.optim.SGD([p], lr=0.1).step()\n",
-    )
-    assert main(["profile", "--warmup", "0", "--steps", "2", script]) == Exit.DONE
-    out = capsys.readouterr().out
+def test_a_script_with_one_step(profiled: Any) -> None:
+    status, out = profiled(STUBBORN + "optimizer.step()\n", "--warmup", "0", "--steps", "2")
+    assert status == Exit.DONE
     assert "as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled" in out
     assert "PARTIAL" not in out
 
 
-def test_a_process_that_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = in_folder(tmp_path, monkeypatch, "")
+@pytest.mark.slow
+def test_a_script_that_exits(profiled: Any) -> None:
+    status, out = profiled("import sys\nsys.exit('no data')\n")
+    assert status == Exit.SCRIPT_RAISED
+    assert "PARTIAL: the script ended with exit status 1 after 0 optimizer steps" in out
+
+
+def test_a_process_that_dies(profiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # In place of the child, which would import torch first.
-    (tmp_path / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
-    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "dying.py"])
-    assert main(["profile", script]) == Exit.SCRIPT_RAISED
-    assert "PARTIAL: the script's process died (status -9)" in capsys.readouterr().out
+    child = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(_scripts, "command", lambda *words: child)
+    status, out = profiled("")
+    assert status == Exit.SCRIPT_RAISED
+    assert "PARTIAL: the script's process died (status -9)" in out
 
 
-def test_ctrl_c_before_the_script_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_before_the_script_has_begun(profiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal interrupts both processes."""
-    script = in_folder(tmp_path, monkeypatch, "")
-    (tmp_path / "importing.py").write_text(
-        "import os, signal, time\n"
+    importing = (
+        "import os, signal\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "os.kill(os.getppid(), signal.SIGINT)\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
     )
-    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "importing.py"])
+    monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "-c", importing])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert main(["profile", script]) == Exit.STOPPED
+        status, out = profiled("")
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "PARTIAL: stopped after 0 optimizer steps" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_script_that_exits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = in_folder(tmp_path, monkeypatch, "import sys\nsys.exit('no data')\n")
-    assert main(["profile", script]) == Exit.SCRIPT_RAISED
-    out = capsys.readouterr().out
-    assert "PARTIAL: the script ended with exit status 1 after 0 optimizer steps" in out
+    assert status == Exit.STOPPED
+    assert "PARTIAL: stopped after 0 optimizer steps" in out
 
 
 STUBBORN = """\
@@ -258,15 +247,12 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_scripts_that_do_not_want_to_end(
-    loop: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    loop: str, profiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_scripts, "_CLEAN_UP", 0.2)
-    script = in_folder(tmp_path, monkeypatch, STUBBORN + LOOPS[loop])
-    assert main(["profile", "--json", "--steps", "2", script]) == Exit.DONE
-    result = json.loads(capfd.readouterr().out)
+    ended, out = profiled(STUBBORN + LOOPS[loop], "--json", "--steps", "2")
+    assert ended == Exit.DONE
+    result = json.loads(out)
     assert result["partial"] is None
     assert result["runs"][0]["steps"] == 3 + 2 + 2 + 1
 
@@ -292,9 +278,9 @@ def _profiled(conv: float, norm: float, step: float) -> Run:
 def test_noise_is_no_gain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Convolutions, the same work in all runs, vary by 1.71x; norms are faster each time."""
+    """Each run before is slower than each after; only norms are so by more than runs vary."""
     runs = iter(
-        [_profiled(12, 8, 20), _profiled(7, 4, 11), _profiled(8, 9, 17), _profiled(9, 3, 12)]
+        [_profiled(12, 8, 20), _profiled(7, 4, 11), _profiled(8, 9, 17), _profiled(7.5, 3, 12)]
     )
     converts = []
 
@@ -307,11 +293,12 @@ def test_noise_is_no_gain(
     assert converts == [False, True, False, True]
     out = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
-    assert [rows["conv"][i] for i in (1, 3, 5)] == ["10.000", "8.000", "0.89-1.71"]
-    assert [rows["norm"][i] for i in (1, 3, 5)] == ["8.500", "3.500", "2.00-3.00"]
+    assert [rows["conv"][i] for i in (1, 3)] == ["10.000", "7.250"]
+    assert rows["conv"][5:] == ["undecided:", "0.56-3.28"]
+    assert [rows["norm"][i] for i in (1, 3, 5)] == ["8.500", "3.500", "1.25-4.78"]
     assert len(rows["idle"]) == 5
     assert "step, as it is: 20 and 17 ms" in out
-    assert "step, before / after: 1.42-1.82" in out
+    assert "step, before / after: 1.08-2.39" in out
     assert "1.71 " not in out
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "fused-Adam": lambda p: fusedtrain.optim.Adam(p, lr=2e-3, eps=1e-4),
     "fused-LAMB": lambda p: fusedtrain.optim.LAMB(p, lr=2e-3),
 }
+
+# Both ways of unscaling, at both levels that scale.
+BOTH = pytest.mark.parametrize(
+    ("level", "maker"), list(product(("O1", "O2"), ("torch-SGD", "fused-SGD")))
+)
 
 
 def network(seed: int = 1) -> nn.Sequential:

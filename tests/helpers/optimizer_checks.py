@@ -85,7 +85,8 @@ class Checked:
         for p in self.params:
             if id(p) not in grads:
                 continue
-            start = self.optimizer.state.get(p, {}).get("master_param", p).detach().double()
+            master = self.optimizer.state.get(p, {}).get("master_param")
+            start = (p if master is None else master).detach().double()
             like = torch.nn.Parameter(start.contiguous())
             like.grad = grads[id(p)].clone()
             if options.get("agc"):
@@ -235,8 +236,8 @@ class Checked:
 
 
 def snapshot(optimizer: FusedOptimizer, p: Tensor) -> dict[str, Tensor]:
-    states = optimizer.state.get(p, {})
-    return {k: v.detach().double().clone() for k, v in {"param": p, **states}.items()}
+    states = {"param": p, **optimizer.state.get(p, {})}
+    return {k: v.detach().double().clone() for k, v in states.items() if v is not None}
 
 
 def results(name: str, steps: int = 2) -> list[Tensor]:

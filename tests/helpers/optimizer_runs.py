@@ -217,11 +217,12 @@ def happen(event: str, optimizer: FusedOptimizer, params: list[Tensor]) -> None:
     elif event == "new state":
         for state in optimizer.state.values():
             for name, value in state.items():
-                if value.dim() and name != "step":
+                if value is not None and value.dim() and name != "step":
                     state[name] = value * 0.5 if name != "master_param" else value.clone()
     elif event == "new state dict":
         for p in list(optimizer.state):
-            optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
+            kept = {k: v for k, v in optimizer.state[p].items() if v is not None}
+            optimizer.state[p] = {k: v.clone() for k, v in kept.items()}
     elif event == "new lr":
         for number, group in enumerate(optimizer.param_groups):
             lr = float(group["lr"]) * 0.5

@@ -94,7 +94,8 @@ def memory(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         copied[f"{i}"] = p.detach().clone()
         for key, value in optimizer.state.get(p, {}).items():
-            copied[f"{i} {key}"] = torch.as_tensor(value).detach().clone()
+            if value is not None:
+                copied[f"{i} {key}"] = torch.as_tensor(value).detach().clone()
     return copied
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedtrain.optim import FusedOptimizer
 from helpers.apex_truth import TRUTHS
-from helpers.optimizers import counterpart
+from helpers.optimizers import NEWER, counterpart
 
 # Error of a step computed in float32, in eps of float32 relative to max(|value|, |change|).
 # 16-bit tensors get one rounding of their own on top.
@@ -36,9 +36,12 @@ def true_step(
         steps: number of steps it had.
     """
     kind, state = type(optimizer).__name__, optimizer.state.get(p, {})
-    start = state.get("master_param", p)
+    master = state.get("master_param")
+    start = p if master is None else master
     wide = start.detach().double().clone(memory_format=torch.contiguous_format).requires_grad_()
     options = {k: v for k, v in group.items() if k not in ("params", "initial_lr")}
+    if kind == "NovoGrad":
+        options = {k: v for k, v in options.items() if k not in NEWER}
     options["lr"] = float(options["lr"])
     if "foreach" in options:
         options["foreach"] = False
@@ -55,7 +58,7 @@ def true_step(
     states = {
         name: value.detach().double().clone(memory_format=torch.contiguous_format)
         for name, value in state.items()
-        if name not in ("ema", "master_param")
+        if name not in ("ema", "master_param") and value is not None
     }
     if kind in ("SGD", "SGDW", "LARS", "FusedSGD") and not steps:
         states = {}  # torch makes the buffer at the first step

@@ -208,6 +208,12 @@ OF_TORCH = [name for name, row in CLASSES.items() if row.theirs.startswith("torc
 SETS = [(name, options) for name, row in CLASSES.items() for options in row.sets]
 
 
+# Group keys of timm 1.0.31 that 1.0.28 lacks, of some optimizers.
+NEWER = {
+    "decoupled_decay", "corrected_weight_decay", "foreach", "max_lr_snapshot", "clipping_threshold",
+}  # fmt: skip
+
+
 def set_id(value: Any) -> str:
     """The id of a part of a row of SETS."""
     return value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items())

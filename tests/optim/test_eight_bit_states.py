@@ -1,9 +1,10 @@
-"""Optimizers with `state_dtype="q8"`: single steps, long runs, checkpoints, other options."""
+"""Optimizers with `state_dtype="q8"`: single steps, long runs, other options, wrong checkpoints.
+
+Checkpoints and copies that go on bit for bit: test_small_states.py.
+"""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from helpers.optimizer_steps import (
     memory,
     parameters,
     saved_and_loaded,
-    skipped_step,
     steps,
 )
 from helpers.optimizers import make
@@ -32,9 +32,7 @@ I8, U8 = torch.int8, torch.uint8
 SQUARES = {"exp_avg_sq", "square_avg", "sum"}
 
 
-@pytest.fixture(autouse=True)
-def _small_parameters_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_codes, "LEAST_ELEMENTS", 1)
+pytestmark = pytest.mark.usefixtures("codes_of_small_parameters")
 
 
 def coded(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -126,45 +124,6 @@ def test_small_and_float64_parameters_keep_floats(monkeypatch: pytest.MonkeyPatc
     assert sum(t.numel() * t.element_size() for t in held) == 5.25 * p[2].numel()
 
 
-@ALL
-def test_a_skipped_step_changes_nothing(name: str) -> None:
-    p = parameters(BF16)
-    optimizer = make(name, p, state_dtype="q8", master_weights="split24", ema_decay=0.9)
-    steps(optimizer, p, range(1, 4))
-    before = memory(optimizer)
-    skipped_step(optimizer, p)
-    assert_same_bits(before, memory(optimizer))
-
-
-@ALL
-@pytest.mark.parametrize("compressed", [False, True])
-def test_checkpoints(name: str, compressed: bool) -> None:
-    """The run goes on bit for bit, from codes and from float32 values."""
-    runs = []
-    for loads in (False, True):
-        torch.manual_seed(3)
-        p = parameters(F32)
-        optimizer = make(name, p, state_dtype="q8")
-        steps(optimizer, p, range(1, 4))
-        if loads:
-            saved = saved_and_loaded(optimizer.state_dict(compressed=compressed))
-            dtypes = {v.dtype for s in saved["state"].values() for v in s.values()}
-            assert bool(dtypes & {I8, U8}) == compressed
-            values = [x.detach().clone() for x in p]
-            torch.manual_seed(4)
-            p = parameters(F32)
-            optimizer = make(name, p, state_dtype="q8")
-            steps(optimizer, p, range(7, 9))
-            with torch.no_grad():
-                for x, value in zip(p, values, strict=True):
-                    x.copy_(value)
-            optimizer.load_state_dict(saved)
-        steps(optimizer, p, range(4, 8))
-        saved = optimizer.state_dict(compressed=True)
-        runs.append((p, saved["state"], saved["rounding_stream"]))
-    assert alike(*runs)
-
-
 def test_to_and_from_torch() -> None:
     p = parameters(F32)
     ours = fusedtrain.optim.AdamW(p, state_dtype="q8")
@@ -227,20 +186,6 @@ def test_a_parameter_may_change_its_layout() -> None:
     assert (after - 0.9 * before).abs().mean() < bound / 8
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alike(how: Any) -> None:
-    p = parameters(F16)
-    optimizer = make("SGDW", p, state_dtype="q8", master_weights=True)
-    steps(optimizer, p, range(1, 4))
-    other = how({"p": p, "optimizer": optimizer})
-    steps(optimizer, p, range(4, 6))
-    steps(other["optimizer"], other["p"], range(4, 6))
-    assert alike(p, other["p"])
-    assert alike(
-        optimizer.state_dict(compressed=True), other["optimizer"].state_dict(compressed=True)
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -267,7 +212,7 @@ def test_other_options(name: str, options: Any) -> None:
             v
             for s in optimizer.state.values()
             for k, v in s.items()
-            if k in ("ema", "master_param", "master_correction")
+            if k in ("ema", "master_param")
         ]
         results.append((p, [x.grad for x in p], kept))
     assert alike(*results)

@@ -207,14 +207,6 @@ def test_groups_added_later(name: str, options: dict[str, Any]) -> None:
     assert_close(p, q)
 
 
-def test_adagrad_takes_groups_later_where_torch_does_not() -> None:
-    p = parameters()
-    optimizer = fusedtrain.optim.Adagrad(p[:2], initial_accumulator_value=0.5)
-    optimizer.add_param_group({"params": p[2:]})
-    steps(optimizer, p, range(2))
-    assert all(float(optimizer.state[x]["sum"].min()) >= 0.5 for x in p if x.numel())
-
-
 @ALL
 def test_order_of_groups_does_not_matter(name: str) -> None:
     options = {"ema_decay": 0.9}

@@ -72,6 +72,7 @@ def test_options_of_a_group(kernels: Any, rule: str) -> None:
         turned += [{"decoupled_decay": 2}, {"decoupled_decay": 2, "cautious": 1}]
     if rule == "novograd":
         turned += [{"start": value} for value in (1, 2)]
+        turned += [{"outside": 2}, {"outside": 2, "max_lr": 0.3}]
         apex = {"bias_correction": 1, "amsgrad": 0}
         turned += [{"start": s, "outside": o, **apex} for s in (1, 2) for o in (0, 1)]
     groups = [busy(rule, **options) for options in turned]

@@ -26,16 +26,6 @@ def parameter() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "exception", "words"),
     [
-        (lambda p: optim.SGD([p], max_grad_norm="x"), TypeError, "max_grad_norm"),
-        (lambda p: optim.SGD([p], max_grad_norm=0), ValueError, "max_grad_norm"),
-        (lambda p: optim.SGD([p], ema_decay=1.0), ValueError, "ema_decay"),
-        (lambda p: optim.SGD([p], agc=-1.0), ValueError, "agc"),
-        (lambda p: optim.SGD([p], agc_eps=None), TypeError, "agc_eps"),
-        (lambda p: optim.SGD([p], master_weights="x"), ValueError, "'split24' or 'split32'"),
-        (lambda p: optim.SGD([p], gradient_writeback="x"), ValueError, "gradient_writeback"),
-        (lambda p: optim.SGD([p], state_dtype=torch.float16), ValueError, "state_dtype"),
-        (lambda p: optim.SGD([p], unknown=1), TypeError, "unknown"),
-        (lambda p: optim.SGD([p], max_grad_norm=1.0, agc=0.1), ValueError, "together"),
         (lambda p: optim.SGD([{"params": [p], "agc": 0.1}]), ValueError, "whole optimizer"),
         (lambda p: optim.Adam([p], betas=(0.9, 0.99, 0.5)).step(), ValueError, "two numbers"),
         (lambda p: fusedtrain.amp.GradScaler("cpu", min_scale=-1.0), ValueError, "min_scale=-1"),

@@ -36,16 +36,18 @@ def steps(optimizer: torch.optim.Optimizer, params: Any, seeds: Iterable[int]) -
 def test_states_of_the_users_own(name: str) -> None:
     """As in torch: any key, kept in state dicts, copies and pickles, and no hindrance to steps."""
     p, q = parameters(), parameters()
-    optimizer, other = make(name, p), make(name, q)
+    optimizer, other = make(name, p, ema_decay=0.9), make(name, q)
     steps(optimizer, p, range(2))
     steps(other, q, range(2))
     optimizer.state["x"] = 1
     optimizer.state["table"] = {"y": torch.ones(2)}
     optimizer.state[-1] = None
     optimizer.state[p[0]]["mine"] = 7
+    optimizer.ema_decay = 0.5
     saved = optimizer.state_dict()
     assert saved["state"]["x"] == 1
     assert saved["state"]["table"] is optimizer.state["table"]
+    assert saved["state"]["table"].keys() == {"y"}
     assert saved["state"][-1] is None
     assert saved["state"][0]["mine"] == 7
     optimizer.load_state_dict(copy.deepcopy(saved))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.optim import _codes
 from helpers.optimizer_steps import alike, saved_and_loaded
 from helpers.optimizers import CLASSES, make
 from helpers.released import assert_alike, loss_of, network, pair, train
@@ -29,9 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _codes_of_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_codes, "LEAST_ELEMENTS", 1)
+pytestmark = pytest.mark.usefixtures("codes_of_small_parameters")
 
 
 @pytest.mark.parametrize("which", range(2))

@@ -153,7 +153,7 @@ def test_the_states_of_an_optimizer() -> None:
         "exp_avg_scale": large // 8,
         "exp_avg_sq": large + 4 * small,
         "exp_avg_sq_scale": large // 8,
-        "master_correction": large + small,
+        "master_param": large + small,
     }
     table = str(report)
     each = sum(report.optimizer.values()) / report.parameters

@@ -398,17 +398,23 @@ def test_all_that_did_not_run_is_in_the_log(
     assert log == "NOT RUN: cuda: t5\nNOT RUN: cuda: t6\n"
 
 
-def test_rows_are_in_both_folders(tmp_path: Path) -> None:
-    """The folder of the results is a new one at this call, or the machine is."""
-    results, kept = tmp_path / "results", tmp_path / "build/gpu/results"
-    results.mkdir()
-    rows(results / "h200.json")
-    gpu.share("h200*.json", results, kept)
-    (results / "h200.json").unlink()
-    (kept / "h200-triton-some.json").write_text("{}")
-    gpu.share("h200*.json", results, kept)
-    for folder in (results, kept):
-        assert sorted(p.name for p in folder.iterdir()) == ["h200-triton-some.json", "h200.json"]
+def test_files_are_in_both_folders(tmp_path: Path) -> None:
+    """The folder of the results is a new one at this call, or the machine is (``--from``)."""
+    both, earlier = [tmp_path / "results", tmp_path / "build/gpu/results"], tmp_path / "earlier"
+    for folder in (both[0], earlier):
+        folder.mkdir()
+        rows(folder / "h200.json")
+    (earlier / "h200-gpu.jsonl").write_text("journal")
+    (earlier / "a100.json").touch()
+    (both[0] / "h200.json").write_text("newer")
+    gpu.share("h200*.json*", [*both, earlier], both)
+    (both[0] / "h200.json").unlink()
+    (both[1] / "h200-triton-some.json").write_text("{}")
+    gpu.share("h200*.json*", both, both)
+    names = ["h200-gpu.jsonl", "h200-triton-some.json", "h200.json"]
+    for folder in both:
+        assert sorted(p.name for p in folder.iterdir()) == names
+        assert (folder / "h200.json").read_text() == "newer"
 
 
 def test_rows_of_an_older_run_go_when_a_family_is_done(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,35 +114,39 @@ def test_script_that_raises_shows_its_traceback_and_the_findings_so_far(folder: 
     assert "[in-place-clone]" in run.stdout
 
 
+@pytest.fixture
 def called(
-    *words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> tuple[int, str, str]:
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """The command in this process, which saves an import of torch; the script has its own."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    status = main(["doctor", *words])
-    return status, *capfd.readouterr()
+    return lambda *words: (main(["doctor", *words]), *capfd.readouterr())
 
 
-@pytest.mark.slow
-def test_script_without_a_step_is_told_so(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+NO_STEP = "import torch\nprint(torch.ones(2).sum())\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "words"),
+    [
+        pytest.param(
+            NO_STEP, Exit.FOUND,
+            ["PARTIAL: the script took no step of an optimizer", "tensor(2.)"],
+            marks=pytest.mark.slow,
+        ),
+        ("import sys\nsys.exit(7)\n", Exit.SCRIPT_RAISED,  # which is no exception
+         ["PARTIAL: the script ended with exit status 7 after 0 steps"]),
+    ],
+)  # fmt: skip
+def test_a_script_that_ends_early_is_told_so(
+    folder: Path, called: Any, script: str, status: Exit, words: list[str]
 ) -> None:
-    (folder / "train.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
-    status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
-    assert status == Exit.FOUND
-    assert "PARTIAL: the script took no step of an optimizer" in output
-    assert "tensor(2.)" in output
-
-
-def test_a_script_that_exits_has_not_raised(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "train.py").write_text("import sys\nsys.exit(7)\n")
-    status, output, _ = called("train.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd)
-    assert status == Exit.SCRIPT_RAISED
-    assert "PARTIAL: the script ended with exit status 7 after 0 steps" in output
+    (folder / "train.py").write_text(script)
+    ended, output, _ = called("train.py")
+    assert ended == status
+    assert all(text in output for text in words)
 
 
 THREAD = """
@@ -161,13 +167,11 @@ threading.Thread(target=train).start()
 
 
 @pytest.mark.slow
-def test_a_script_that_trains_in_a_thread(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_trains_in_a_thread(folder: Path, called: Any) -> None:
     """It ends before the thread does."""
     (folder / "train.py").write_text(THREAD)
     words = ("--json", "--no-trials", "--steps", "6", "train.py")
-    status, output, errors = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    status, output, errors = called(*words)
     assert status == Exit.FOUND
     report = json.loads(output)
     assert (report["end"], report["steps"], report["partial"]) == ("done", 6, None)
@@ -176,15 +180,13 @@ def test_a_script_that_trains_in_a_thread(
 
 
 @pytest.mark.slow
-def test_fix_prints_a_diff_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_prints_a_diff_and_nothing_else(folder: Path, called: Any) -> None:
     source = (
         (SCRIPTS / "tiny.py").read_text().replace("losses = []", "losses = print('of it') or []")
     )
     (folder / "train.py").write_text(source)
     words = ("--fix", "--steps", "6", "--no-trials", "train.py")
-    status, output, errors = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    status, output, errors = called(*words)
     assert status == Exit.FOUND
     assert output.startswith("--- train.py\n+++ train.py\n@@ ")
     assert "+        losses.append(loss.detach())\n" in output
@@ -193,13 +195,11 @@ def test_fix_prints_a_diff_and_nothing_else(
     assert (folder / "train.py").read_text() == source
 
 
-def test_files_of_the_report(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_the_report(folder: Path, called: Any) -> None:
     """A chart, where a finding has a time; and a page."""
     (folder / "train.py").write_text((SCRIPTS / "faults.py").read_text())
     words = ("--plot", "a.png", "--html", "a.html", "--steps", "6", "train.py")
-    status, output, _ = called(*words, folder=folder, monkeypatch=monkeypatch, capfd=capfd)
+    status, output, _ = called(*words)
     assert status == Exit.FOUND
     assert "[loader-without-workers]" in output
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -208,11 +208,7 @@ def test_files_of_the_report(
     assert "data:image/png;base64" in page
 
 
-def test_there_is_no_such_script(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    status, output, errors = called(
-        "missing.py", folder=folder, monkeypatch=monkeypatch, capfd=capfd
-    )
+def test_there_is_no_such_script(called: Any) -> None:
+    status, output, errors = called("missing.py")
     assert (status, output) == (Exit.USAGE, "")
     assert "missing.py" in errors

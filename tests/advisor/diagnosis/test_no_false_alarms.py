@@ -2,8 +2,8 @@
 
 TRUE has, for each script, the findings that a reader of the script would agree with. Five
 depend on the clock and are not compared: an optimizer that is not fused, small tensors, 16-bit
-convolutions that the processor computes slowly, a loader that a busy machine keeps waiting, and page
-faults, which depend on the memory that the process had before, too.
+convolutions that the processor computes slowly, a loader that a busy machine keeps waiting, and
+page faults, which depend on the memory that the process had before, too.
 """
 
 from __future__ import annotations

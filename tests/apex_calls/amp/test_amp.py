@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain.apex import amp
 from helpers.amp_runs import (
+    BOTH,
     LEVELS,
     MAKERS,
     ApexScale,
@@ -78,8 +79,7 @@ def test_dtypes_of_each_level() -> None:
         assert output.dtype == (torch.float16 if level == "O1" else torch.float32)
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_history_of_the_scale_is_apex_rule(level: str, maker: str) -> None:
     choose = random.Random(7)
     model, optimizer = start(MAKERS[maker], level, max_loss_scale=2.0**17, min_loss_scale=2.0**12)
@@ -123,8 +123,7 @@ def test_both_kinds_of_optimizer_step_alike(level: str) -> None:
 # --- several models, optimizers, losses
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 @pytest.mark.parametrize("num_losses", [1, 3])
 def test_three_losses_two_optimizers(level: str, maker: str, num_losses: int) -> None:
     make = MAKERS[maker]
@@ -188,8 +187,7 @@ def test_two_optimizers_of_one_loss_both_skip() -> None:
 # --- small print
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_static_scale(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level, loss_scale="128.0")
     assert amp._amp_state.loss_scalers[0].loss_scale() == 128
@@ -221,8 +219,7 @@ def test_parameters_without_gradient_and_frozen_ones() -> None:
     assert torch.equal(model.unused, torch.ones(3).half())
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_groups_added_later(level: str, maker: str) -> None:
     model = network()
     optimizer = MAKERS[maker](model[0].parameters())
@@ -239,8 +236,7 @@ def test_groups_added_later(level: str, maker: str) -> None:
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_schedulers_and_channels_last(level: str, maker: str) -> None:
     model = network().to(memory_format=torch.channels_last)
     optimizer = MAKERS[maker](model.parameters())

@@ -14,6 +14,7 @@ import fusedtrain
 from fusedtrain.apex import amp
 from fusedtrain.apex.amp._raw import raw_grad
 from helpers.amp_runs import (
+    BOTH,
     MAKERS,
     backward,
     fail_in_the_middle,
@@ -93,8 +94,7 @@ def test_gradients_written_back_are_unscaled_once(
     gradients_alike(model.parameters(), reference)
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_looking_while_a_backward_pass_runs(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
     backward(loss_of(model), optimizer, delay_unscale=True)
@@ -114,8 +114,7 @@ def test_looking_while_a_backward_pass_runs(level: str, maker: str) -> None:
     gradients_alike(amp.master_params(optimizer), plain_gradients(2))
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_a_backward_pass_that_raises_leaves_no_gradients(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level)
     with pytest.raises(KeyError):
@@ -149,8 +148,7 @@ def test_zero_grad_between_scale_loss_and_its_backward_pass(maker: str) -> None:
     gradients_alike(model.parameters(), plain_gradients())
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_a_step_within_scale_loss_is_refused(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
     with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
@@ -161,8 +159,7 @@ def test_a_step_within_scale_loss_is_refused(level: str, maker: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["set", "delete"])
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_a_gradient_dropped_by_hand_moves_nothing(level: str, maker: str, how: str) -> None:
     model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
     backward(loss_of(model), optimizer)

@@ -13,6 +13,7 @@ import fusedtrain
 from fusedtrain.apex import amp
 from fusedtrain.apex.optimizers import FusedSGD
 from helpers.amp_runs import (
+    BOTH,
     MAKERS,
     backward,
     gradients_alike,
@@ -31,8 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # --- gradients that are looked at
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_gradients_of_master_params_are_unscaled(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level)
     backward(loss_of(model), optimizer)
@@ -203,8 +203,7 @@ def test_accumulation(level: str, maker: str, delay: bool) -> None:
     moved_alike(model, reference, 0.05)
 
 
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@BOTH
 def test_an_overflow_anywhere_in_an_accumulation_skips(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level)
     before = copy.deepcopy(model.state_dict())
