@@ -129,7 +129,7 @@ def _called(node: fx.Node) -> tuple[str, Match | None, str]:
     return name_of_call(node) or name_of_other(node), None, "its arguments are not numbers"
 
 
-def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Decision]:
+def find_modules(flow: Flow, known: set[int]) -> Iterator[Decision]:
     """Modules that are one activation and can be given its class; `known` are others."""
     names: dict[int, list[str]] = {}
     for name, module in flow.model.named_modules(remove_duplicate=False):
@@ -140,8 +140,6 @@ def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[De
         entry = _encoder(module) if type(module) in _ENCODERS else _activation(flow, module)
         if entry is not None:
             entry.names = names[id(module)]
-            if id(module) in excluded and entry.fused is not None:
-                entry.reason = "excluded"
             yield entry
 
 

@@ -55,7 +55,10 @@ class Conversion:
         self.effects = Effects(self.flow)
         self.plan = Plan(self.effects, [])
         known = {id(part) for entry in entries for part in entry.module.modules()}
-        entries += find_modules(self.flow, excluded, known)
+        entries += find_modules(self.flow, known)
+        for entry in entries:
+            if entry.fused is not None and id(entry.module) in excluded:
+                entry.reason = "excluded"
         order = {id(module): place for place, module in enumerate(model.modules())}
         entries.sort(key=lambda entry: order[id(entry.module)])
         self.known = known | {id(entry.module) for entry in entries}
@@ -78,8 +81,8 @@ class Conversion:
         try:
             finder = Finder(rules)
             sites = [self._site(finder, norm) for norm in self.norms]
-            # A plan gives calls to the first that asks for them.
-            self.found: list[Unit] = [
+            # In the order in which they choose their calls.
+            self.all_units: list[Unit] = [
                 *(site for site in sites if site is not None),
                 *find_products(rules),
                 *find_branches(rules),
@@ -103,7 +106,7 @@ class Conversion:
             raise
 
     def _install(self, chosen: Callable[[nn.Module], bool]) -> Plan:
-        self.units = [copy.copy(unit) for unit in self.found]
+        self.units = [copy.copy(unit) for unit in self.all_units]
         for unit in self.units:
             unit.reason = unit.reason or self.undone.get(id(unit.module), "")
             unit.leave_out(self.undone)
@@ -152,12 +155,13 @@ class Conversion:
         if has_own_steps(norm):
             site.steps = ()
         site.alone = has_own_steps(norm) or self._is_recomputed(norm)
-        if site.steps or site.alone or self._overwrites(norm, ()):
+        of_use = site.steps or site.alone or self._overwrites(norm, ())
+        if of_use or (site.reason and is_quantized(norm)):
             site.reason = obstacle(norm)
         elif not site.reason:
             return None
-        site.reason = "excluded" if id(norm) in self.excluded else site.reason
-        site.reason = "quantised" if is_quantized(norm) else site.reason
+        if id(norm) in self.excluded and not is_quantized(norm):
+            site.reason = "excluded"
         return site
 
     def _is_recomputed(self, norm: nn.Module) -> bool:

@@ -82,7 +82,6 @@ def gated_by(input: Tensor, gate: Tensor, module: nn.Module) -> Tensor:
     return gated(input, gate, row.name, **values)
 
 
-_NO_KERNEL = "no fused version of its gate"
 gated_by.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
@@ -148,7 +147,8 @@ def _unfitness(module: nn.Module | None, match: Match | None) -> str:
     if getattr(module, "inplace", False) or (match is not None and match.in_place):
         return "its gate works in place"  # it would overwrite what others read
     if match is not None:
-        return "" if module_of(match._replace(widens=False)) else _NO_KERNEL
-    assert module is not None
-    pointwise = activation_of(module)
-    return _NO_KERNEL if pointwise is None or pointwise.op < 0 else ""
+        fits = module_of(match._replace(widens=False)) is not None
+    else:
+        pointwise = None if module is None else activation_of(module)
+        fits = pointwise is not None and pointwise.op >= 0
+    return "" if fits else "no fused version of its gate"

@@ -11,21 +11,19 @@ import operator
 from typing import NamedTuple
 
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
 from .._graph.flow import Trace, Value, is_sum
-from .._graph.forward import obstacle_of
 from .._graph.hooks import is_hooked
 from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from .._graph.tracer import IN_PLACE
 from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
+from ._classes import unlike
 from ._formulas import Match, call_of, matches_of, name_of_call
 from ._sites import FUSED, Site, Step, fused_class
 from ._units import Rules
 
 _ORDER = ("drop", "add", "act")
-
-
+_ARGUMENTS = " with these arguments"
 MODULE_OF: dict[str, type] = {
     row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
 }
@@ -39,18 +37,16 @@ class _Walk(NamedTuple):
 
 def obstacle(module: nn.Module) -> str:
     """Why a norm has to stay as it is; '' where it need not."""
-    if parametrize.is_parametrized(module):
-        return "parametrized"
-    if fused_class(module) is None:
-        base = next((cls for cls in type(module).__mro__ if cls in FUSED), None)
-        return f"subclass of torch.nn.{base.__name__}" if base else "no fused version"
-    if reason := obstacle_of(module):
+    cls = type(module)
+    near = (base for base in cls.__mro__ if base in FUSED)
+    base = next(near, None) if fused_class(module) is None else cls
+    if reason := unlike(module, base):
         return reason
     if is_hooked(module):
         return "it has hooks"
     act = getattr(module, "act", None)
     if act is not None and activation_of(act) is None:
-        return f"{type(act).__name__} has no kernel inside of batch norm"
+        return _no_kernel(type(act).__name__)
     return ""
 
 
@@ -123,10 +119,8 @@ class Finder:
             return walks[0]
         # In a forward with several ways, only steps that all ways share.
         kept = [[s for s in walk.steps if s.kind != "add"] for walk in walks]
-        for walk, steps in zip(walks, kept):
-            if steps != walk.steps[: len(steps)]:
-                return _Walk([], False, trace.inexact)
-        if len({tuple(s.work for s in steps) for steps in kept}) > 1:
+        first = all(steps == walk.steps[: len(steps)] for walk, steps in zip(walks, kept))
+        if not first or len({tuple(s.work for s in steps) for steps in kept}) > 1:
             return _Walk([], False, trace.inexact)
         merged = [
             s._replace(
@@ -190,7 +184,7 @@ class Finder:
         if not name or user.args[:1] != (value,) or user.all_input_nodes != [value]:
             return ""
         match = call_of(user)
-        return _activation(trace, match) if match else _no_kernel(name)
+        return _activation(trace, match) if match else _no_kernel(name, _ARGUMENTS)
 
     def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
         reason = self.rules.of_part(module, self.flow.names[id(module)])
@@ -205,13 +199,13 @@ class Finder:
             return Step("act", trace, (user,), module, True)
         if not known and is_stochastic_depth(module):
             return Step("drop", trace, (user,), module, True)
-        return f"{type(module).__name__} has no kernel inside of batch norm"
+        return _no_kernel(type(module).__name__)
 
 
 def _activation(trace: Trace, match: Match) -> Step | str:
     made = module_of(match)
     if made is None:
-        return _no_kernel(match.name)
+        return _no_kernel(match.name, _ARGUMENTS)
     return Step("act", trace, (match.root,), made, matches=(match,))
 
 
@@ -223,8 +217,8 @@ def _why_shared(value: fx.Node) -> str:
     return "its output is used elsewhere, too"
 
 
-def _no_kernel(name: str) -> str:
-    return f"{name} has no kernel inside of batch norm with these arguments"
+def _no_kernel(name: str, arguments: str = "") -> str:
+    return f"{name} has no kernel inside of batch norm{arguments}"
 
 
 def is_activation(module: nn.Module) -> bool:
