@@ -19,7 +19,7 @@ from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..nn.parts import branch_scale_of, is_stochastic_depth
 from ..ops.scale_add import residual_add
 from ._report import Branched
-from ._units import Change, Copy, Rules, Single
+from ._units import Change, Copy, Rules, Unit
 
 _LAYER_SCALE = ("timm", "LayerScale")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
@@ -27,7 +27,7 @@ _IN_PLACE = (operator.iadd, "add_")
 
 
 @dataclass(eq=False, kw_only=True)
-class Branch(Single):
+class Branch(Unit):
     """A sum of `shortcut` and what `drop` and a product with `scale` made of `branch`."""
 
     lines = "branches"

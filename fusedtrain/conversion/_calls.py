@@ -33,7 +33,7 @@ from ._formulas import (
 )
 from ._norms import MODULE_OF
 from ._report import Called
-from ._units import Change, Copy, Rules, Single
+from ._units import Change, Copy, Rules, Unit
 
 # These keep their output in torch, too: who writes over it meets the same error.
 _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
@@ -43,7 +43,7 @@ _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(Single):
+class Call(Unit):
     """One activation in a forward, which one call of a function computes; without a `match` it
     stays."""
 

@@ -27,7 +27,7 @@ from ._norms import Finder, obstacle
 from ._report import ConversionReport, Converted, LookedAt
 from ._rewrite import Plan
 from ._sites import Site, Step, has_own_steps
-from ._units import Rules, Single, Unit
+from ._units import Rules, Unit
 
 
 class Conversion:
@@ -186,7 +186,7 @@ class Conversion:
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
         comparison with the stock model is of exact derivatives."""
-        save = "q8" if self.memory == "q8" else None
+        save, gone = ("q8" if self.memory == "q8" else None), self.plan.gone()
         for module in self.model.modules():
             cls = type(module)
             if (
@@ -195,7 +195,7 @@ class Conversion:
                 or not cls.takes("q8")
             ):
                 continue
-            runs = id(module) not in self.excluded and self.plan.runs(module)
+            runs = id(module) not in self.excluded and not self.plan.is_passed(module, gone)
             if runs and vars(module).get("save") != save:
                 vars(module)["save"] = save
 
@@ -267,7 +267,7 @@ def _of_one_way(units: Iterable[Unit]) -> Iterator[Unit]:
     """Units of one way through a forward with several: the first way that has most of a kind."""
     groups: dict[tuple[Any, ...], dict[fx.Graph | None, list[Unit]]] = {}
     for unit in units:
-        graph = unit.changes[0].graph if isinstance(unit, Single) else None
+        graph = None if unit.change is None else unit.change.graph
         ways = groups.setdefault((type(unit), id(unit.module), unit.title), {})
         ways.setdefault(graph, []).append(unit)
     for ways in groups.values():

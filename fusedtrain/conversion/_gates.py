@@ -21,11 +21,11 @@ from ._calls import only_activation
 from ._formulas import Match, activated, matches_of
 from ._norms import is_activation, module_of
 from ._report import Gated
-from ._units import Change, Copy, Rules, Single
+from ._units import Change, Copy, Rules, Unit
 
 
 @dataclass(eq=False, kw_only=True)
-class Product(Single):
+class Product(Unit):
     """A multiplication of `other` by the value of `gate`: a call of the activation `part`, or the
     last call of `match`."""
 

@@ -15,7 +15,7 @@ from ._edit import edits_of
 from ._reordering import obstacle_of, places_of
 from ._sites import Site
 from ._source import Disagreement
-from ._units import Single, Unit
+from ._units import Unit
 
 
 class Plan:
@@ -34,7 +34,7 @@ class Plan:
                 unit.reason = unit.lost
         # A gate that is never called computes nothing.
         gone = self.gone()
-        idle = {owner for owner in self.owners() if self._is_passed(owner, gone)}
+        idle = {owner for owner in self.owners() if self.is_passed(owner, gone)}
         self.units = [unit for unit in self.units if idle.isdisjoint(unit.owners)]
 
     @property
@@ -49,14 +49,10 @@ class Plan:
         """Calls that something else computes."""
         return {n for unit in self.units for change in unit.changes for n in change.gone}
 
-    def runs(self, module: nn.Module) -> bool:
-        """Whether anybody but a caller from outside still calls a module."""
-        return not self._is_passed(module, self.gone())
-
-    def _is_passed(self, module: nn.Module, taken: set[fx.Node]) -> bool:
-        """Whether other forwards do all that they called the module for."""
+    def is_passed(self, module: nn.Module, gone: set[fx.Node]) -> bool:
+        """Whether other forwards do all that they called a module for, once calls are gone."""
         calls = self.flow.calls(module)
-        return bool(calls) and not self.flow.untraced(module) and all(n in taken for _, n in calls)
+        return bool(calls) and not self.flow.untraced(module) and all(n in gone for _, n in calls)
 
     @intercepting()
     def _arbitrate(self) -> None:
@@ -104,7 +100,7 @@ class Plan:
         """Takes back all of one forward whose ways would no longer begin with the same calls.
         Returns whether there was one."""
         # A norm is fused on all ways alike.
-        for edit in edits_of(unit for unit in self.units if isinstance(unit, Single)):
+        for edit in edits_of(unit for unit in self.units if unit.change):
             try:
                 if edit.trace.ways:
                     edit.rewritten()

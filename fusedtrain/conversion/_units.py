@@ -103,11 +103,12 @@ class Unit:
     module: nn.Module
     title: str = ""
     reason: str = ""
+    change: Change | None = None  # the only one; None also if there is none
 
     @property
     def changes(self) -> Sequence[Change]:
         """One for each graph in which calls become one."""
-        raise NotImplementedError
+        return () if self.change is None else (self.change,)
 
     @property
     def parts(self) -> Iterable[nn.Module]:
@@ -149,17 +150,6 @@ class Unit:
 
     def unchanged(self, source: str) -> Unchanged:
         return Unchanged(self.name, self.title, self.reason)
-
-
-@dataclass(eq=False, kw_only=True)
-class Single(Unit):
-    """Calls of one graph."""
-
-    change: Change | None = None  # None: none is known
-
-    @property
-    def changes(self) -> Sequence[Change]:
-        return () if self.change is None else (self.change,)
 
 
 class Rules:
