@@ -79,12 +79,12 @@ class Finder:
             walk = self._walk(trace, node, walk.steps)
         graphs = {call.graph for _, call in calls}
         several = len(graphs) < len(calls) or any(owner is not calls[0][0] for owner, _ in calls)
-        site.reason = "" if walk.steps else walk.blocked
-        for step in walk.steps:
-            site.reason = f"called {len(calls)} times" if several else self._obstacle(site, step)
-            if site.reason:
-                break
-            site.steps = (*site.steps, step)
+        if not walk.steps or several:
+            site.reason = f"called {len(calls)} times" if walk.steps else walk.blocked
+            return site
+        site.steps = tuple(walk.steps)
+        reasons = ((step, self._obstacle(site, step)) for step in site.steps)
+        site.barred = next(((step, reason) for step, reason in reasons if reason), None)
         return site
 
     def _obstacle(self, site: Site, step: Step) -> str:

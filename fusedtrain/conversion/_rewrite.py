@@ -56,20 +56,25 @@ class Plan:
 
     @intercepting()
     def _arbitrate(self) -> None:
-        """One norm for each sum: one that can, the one called nearest to it, the later one."""
-        ranked = []
-        for number, site in enumerate(unit for unit in self._candidates if isinstance(unit, Site)):
+        """One norm for each sum: one that can, the one called nearest to it, the later one. The
+        others need no reason."""
+        ranked, sites = [], self.sites
+        for number, site in enumerate(sites):
             step = next((step for step in site.steps if step.kind == "add"), None)
             if step is not None:
                 level = site.level_of(step)
                 order = list(step.trace.graphs[0].nodes).index(site.levels[level][1])
-                able = obstacle_of(site, self.effects, {}) is None
+                barred = site.barred is not None and site.barred[0] == step
+                able = not barred and obstacle_of(site, self.effects, {}) is None
                 ranked.append(((able, -level, order, number), site, step))
         taken = set()
         for _, site, step in sorted(ranked, key=lambda row: row[0], reverse=True):
             if step.nodes[0] in taken:
                 site.give_up(step)
             taken.add(step.nodes[0])
+        for site in sites:
+            if site.barred is not None and site.barred[0] in site.steps:
+                self._give_up(site, site.barred[1], site.barred[0])
 
     def _share(self) -> None:
         """Gives each call to the first that asks for it."""

@@ -91,6 +91,7 @@ class Site(Unit):
     calls: list[Value] = field(default_factory=list)  # of the norm
     overwrites: bool = False  # the norm its input
     alone: bool = False  # of use without any step
+    barred: tuple[Step, str] | None = None  # the first step that it cannot take over, and why
 
     def level_of(self, step: Step) -> int:
         return [trace for trace, _ in self.levels].index(step.trace)
