@@ -32,6 +32,8 @@ from .._graph.guards import (
     Contents as Contents,
     Gone as Gone,
     Guards as Guards,
+    Held as Held,
+    Missing as Missing,
     Same as Same,
     Seen as Seen,
 )

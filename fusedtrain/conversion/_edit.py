@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .._graph.flow import Trace
 from .._graph.guards import Guards, looked_at, parts_of
-from .._graph.names import globals_of
+from .._graph.names import outside
 from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._branches import Branch, add_branch
@@ -35,7 +35,7 @@ class Edit:
 
     def guards(self) -> Guards:
         """All that the source takes for granted."""
-        trace, owner = self.trace, self.trace.module
+        trace = self.trace
         passed = [trace.callee(node) for node in self._passed()]
         passed += [
             part for site, level in self.sites if level == 0 for part in site.norm.children()
@@ -43,7 +43,7 @@ class Edit:
         still = [trace.callee(node) for node in self._crossed()]
         return Guards(
             looked_at(trace.reads),
-            globals_of(owner),
+            outside(trace.reads, trace.module),
             {id(m): m for m in passed if m is not None}.values(),
             parts_of({id(m): m for m in still if m is not None}.values()),
         )
