@@ -171,10 +171,11 @@ def _function_of(frame: types.FrameType) -> types.FunctionType | None:
     alone; then it is searched for, which misses what `gc.freeze()` has hidden."""
     known = gc.get_referents(frame)
     pool = known if sys.version_info >= (3, 11) else gc.get_referrers(frame.f_code)
-    for function in pool:
-        if isinstance(function, types.FunctionType) and function.__code__ is frame.f_code:
-            if {*map(id, function.__closure__ or ())} <= {*map(id, known)}:
-                return function
+    cells = {*map(id, known)}
+    for function in (f for f in pool if isinstance(f, types.FunctionType)):
+        same = function.__code__ is frame.f_code
+        if same and cells.issuperset(map(id, function.__closure__ or ())):
+            return function
     return None
 
 

@@ -82,7 +82,7 @@ def _read(code: types.CodeType) -> _Names:
         before: Any = None
         constants = (c for c in inner.co_consts if isinstance(c, str))
         names.strings.update(c for c in constants if c.isidentifier())
-        steps = list(dis.get_instructions(inner))
+        steps = [s for s in dis.get_instructions(inner) if s.opname != "EXTENDED_ARG"]
         for i, step in enumerate(steps):
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 last = before.argval if before is not None else None
