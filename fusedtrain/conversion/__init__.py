@@ -7,6 +7,7 @@ Here is which modules change class. `_conversion` finds and installs, `_trials` 
 `_norms`, `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas` (over
 `_algebra`) knows which are an activation, `_reordering` whether they may move, `_candidates` what
 gains. `_rewrite`, `_edit` and `_source` write the new forwards, which call `_fused_calls`.
+`_fuse_modules` is for torch's quantisation.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown, title
+from . import _fuse_modules as _fuse_modules
 from ._report import ConversionReport
 
 # Record, Rewritten, Guards with its rows, and what __getattr__ finds are not public: pickles of
