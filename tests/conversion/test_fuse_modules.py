@@ -31,11 +31,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    "names",
-    [["conv", "norm", "act"], ["conv", "norm"], ["norm", "act"], ["last", "alone"]],
-    ids=str,
-)
+@pytest.mark.parametrize("names", ["conv norm act", "conv norm", "norm act", "last alone"])
 @pytest.mark.parametrize("memory", ["store", "recompute", "inplace"])
 def test_modules_are_fused_as_in_the_stock_model(
     memory: Any, names: str, training: bool, inplace: bool
