@@ -25,6 +25,7 @@ from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
 from .modules import is_library
 
+_MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
@@ -124,22 +125,15 @@ class Held(Same):
 
     def get(self, name: str) -> Any:
         if isinstance(self.item, types.FunctionType):
-            return closure_of(self.item).get(name, Missing)
+            return closure_of(self.item).get(name, _MISSING)
         if isinstance(self.item, dict):
-            return self.item.get(name, Missing)
-        return getattr(self.item, name, Missing)
+            return self.item.get(name, _MISSING)
+        return getattr(self.item, name, _MISSING)
 
 
 def _held_in(path: str, place: int) -> Held:
     functions = functions_of(found(path))
     return Held(functions[place] if place < len(functions) else None)
-
-
-class Missing:
-    """In the place of a value: nothing has that name."""
-
-
-_MISSING: Any = Missing
 
 
 def _has_contents(value: Any) -> bool:
@@ -313,22 +307,19 @@ class Guards:
         stale: str | None = None,
     ) -> None:
         self._looks = [_Look(module, seen) for module, seen in looked]
-        names = list(names)
-        rows = [row for row in names if len(row) > 2 or _global(*row) is not _MISSING]
-        self._names = [(*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in rows]
+        self._names = [
+            (*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in names
+        ]
         self._passed = [(weakref.ref(m), type(m), type(m).forward) for m in passed]
         self._still = [_Look(module, seen) for module, seen in still]
         self.stale = stale
-        if any(type(home) is Held and home.item is None for home, *_ in names):
+        if any(type(home) is Held and home.item is None for home, *_ in self._names):
             self.stale = "a name that no pickle finds"
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "looked": _alive_ones(self._looks),
-            "names": [
-                row if type(row[2]) in _NUMBERS or row[2] is _MISSING else row[:2]
-                for row in self._names
-            ],
+            "names": [row if type(row[2]) in _NUMBERS else row[:2] for row in self._names],
             "passed": [m for ref, *_ in self._passed if (m := ref()) is not None],
             "still": _alive_ones(self._still),
             "stale": self.changed(),
@@ -373,5 +364,5 @@ class Guards:
         return not any(is_hooked(module) for look in self._still if (module := look.module()))
 
 
-for _class in (Guards, Seen, Contents, Same, Held, Missing, Gone):
+for _class in (Guards, Seen, Contents, Same, Held, Gone):
     _class.__module__ = "fusedtrain.conversion"  # the name in pickles

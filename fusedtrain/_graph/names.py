@@ -165,13 +165,11 @@ def outside(reads: Reads, module: nn.Module) -> list[tuple[Any, str]]:
     classes. The code that ran while the forward was traced tells them; names that it makes at run
     time count as all names of the Python module."""
     rows: dict[tuple[Any, str], None] = {}
-    attributes: set[str] = set()
+    attributes = {name for code, *_ in reads.ran for name in _read(code).attributes}
     noted = {(type(m), name) for m, names in reads.modules.values() for name in names}
     noted.add((type(module), "forward"))
     for (code, first, _), values in reads.ran.items():
-        names = _read(code)
-        attributes |= names.attributes
-        rows.update(dict.fromkeys(_of_globals(values, names)))
+        rows.update(dict.fromkeys(_of_globals(values, _read(code), attributes)))
         rows.update(dict.fromkeys(_definitions(code, first, values, noted)))
     for function in reads.closures:
         for name, value in closure_of(function).items():
@@ -184,37 +182,39 @@ def outside(reads: Reads, module: nn.Module) -> list[tuple[Any, str]]:
     return list(rows)
 
 
-def _of_globals(values: dict[str, Any], names: _Names) -> Iterator[tuple[Any, str]]:
+def _of_globals(
+    values: dict[str, Any], names: _Names, attributes: set[str]
+) -> Iterator[tuple[Any, str]]:
     everything = not names.globals.isdisjoint(_LOOKS_UP)
     wanted = values.keys() if everything else names.globals | names.strings
     for name in sorted(wanted & values.keys()):
         value = values[name]
         if isinstance(value, types.ModuleType):
-            whole = name in names.bare
-            yield from _of_module(value, names.attributes, whole)
+            yield from _of_module(value, attributes, name in names.bare)
         elif not isinstance(value, torch.Tensor) and not name.startswith("__"):
             yield _home(values), name
-            yield from _inside(value, names.attributes)
+            yield from _inside(value, attributes)
             if isinstance(value, types.FunctionType):
-                inside = vars(value).keys() & names.attributes
+                inside = vars(value).keys() & attributes
                 yield from ((_home(values), f"{name}.{other}") for other in sorted(inside))
     for level, name in sorted(names.imports):
-        for path in {name, name.partition(".")[0]} if level == 0 else {name}:
-            with suppress(ImportError):
-                path = importlib.util.resolve_name("." * level + path, values.get("__package__"))
-            if path in sys.modules:
-                yield from _of_module(sys.modules[path], names.attributes, False)
+        path = "." * level + name
+        with suppress(ImportError):
+            path = importlib.util.resolve_name(path, values.get("__package__"))
+        for one in (path, path.partition(".")[0]):
+            if one in sys.modules:
+                yield from _of_module(sys.modules[one], attributes, False)
 
 
 def _of_module(
     module: types.ModuleType, attributes: set[str], whole: bool, outer: tuple[Any, ...] = ()
 ) -> Iterator[tuple[Any, str]]:
-    """`whole`: of one that is handed to somebody, all attributes."""
+    """`whole`: of one that is handed to somebody, all attributes, and names that it lacks."""
     values = vars(module)
     if is_library(module.__name__) or module in outer:
         return
-    for name in sorted(values if whole else attributes & values.keys()):
-        value = values[name]
+    for name in sorted(attributes | values.keys() if whole else attributes & values.keys()):
+        value = values.get(name)
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, attributes, False, (*outer, module))
         elif not isinstance(value, torch.Tensor) and not name.startswith("__"):
@@ -223,32 +223,32 @@ def _of_module(
 
 
 def _inside(value: Any, attributes: set[str]) -> Iterator[tuple[Any, str]]:
-    """Attributes of a class, or of that of an object, that somebody wrote."""
+    """Attributes of a class, or of that of an object, that are not the library's."""
     if isinstance(value, types.ModuleType):
         yield from _of_module(value, attributes, False)
     if isinstance(value, (types.ModuleType, nn.Module, torch.Tensor)):
         return
     kind = value if isinstance(value, type) else type(value)
-    for cls in kind.__mro__:
-        if not is_library(cls.__module__):
-            yield from (_of_class(cls, name) for name in sorted(vars(cls).keys() & attributes))
+    theirs = [vars(cls) for cls in kind.__mro__ if not is_library(cls.__module__)]
+    names = attributes.intersection(name for values in theirs for name in values)
+    yield from (_of_class(kind, name) for name in sorted(names))
 
 
 def _definitions(
     code: types.CodeType, first: type, values: dict[str, Any], noted: set[tuple[type, str]]
 ) -> Iterator[tuple[Any, str]]:
-    """Where the function was found whose code ran: in a class of its first argument, or among its
-    globals. `noted`: classes of modules, and names by which they were asked for it."""
+    """Where the function was found whose code ran: among its globals, or in a class of its first
+    argument, where a class before it may get one, too. `noted`: classes of modules, and names by
+    which they were asked for it."""
     if any(function.__code__ is code for function in functions_of(values.get(code.co_name))):
         yield _home(values), code.co_name
-    for cls in first.__mro__:
-        if is_library(cls.__module__):
-            continue
+    kinds = [cls for cls in first.__mro__ if not is_library(cls.__module__)]
+    for place, cls in enumerate(kinds):
         for name, value in vars(cls).items():
             if any(function.__code__ is code for function in functions_of(value)):
                 asked = inspect.getattr_static(first, name, None) is value
                 if not (asked and (first, name) in noted):
-                    yield _of_class(cls, name)
+                    yield from (_of_class(kind, name) for kind in kinds[: place + 1])
 
 
 def _home(values: dict[str, Any]) -> Any:

@@ -34,7 +34,6 @@ from .._graph.guards import (
     Gone as Gone,
     Guards as Guards,
     Held as Held,
-    Missing as Missing,
     Same as Same,
     Seen as Seen,
 )

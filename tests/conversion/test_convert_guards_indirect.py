@@ -91,6 +91,14 @@ class Options:
         return GAIN
 
 
+class Special(Options):
+    pass
+
+
+def _scale_of(options: Options) -> float:
+    return options.scale
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -103,7 +111,7 @@ sys.modules[settings.__name__] = settings
 package = types.ModuleType("package_of_indirect_guards")
 package.settings = settings  # type: ignore[attr-defined]
 TABLE: dict[str, Any] = {"act": _of_gain}
-OPTIONS = Options(Options())
+OPTIONS, SPECIAL = Options(Options()), Special()
 scaled, change_gain = _scaled_by(0.5)
 HELD = {"scaled": scaled}
 DECORATED = {"gain": 0.5}
@@ -118,6 +126,9 @@ class Unit(nn.Module):
         self.conv, self.norm, self.act = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU()
         self.caller, self.options, self.table = Caller(), Options(), {"go": _of_gain}
 
+    def go(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
     def fused(self, x: Tensor) -> Tensor:
         y: Tensor = self.act(self.norm(self.conv(x)))
         return y
@@ -129,6 +140,15 @@ class Base(Unit):
 
     def go(self, x: Tensor) -> Tensor:
         return x * GAIN
+
+
+class Between(Unit):
+    pass
+
+
+class Lower(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().go(self.fused(x)) * 2
 
 
 class Super(Base):
@@ -223,6 +243,16 @@ WAYS: dict[str, tuple[type[nn.Module], Any, Any, Any]] = {
     "super().forward itself": (Super, Base, "forward", lambda self, x: self.fused(x) * 3),
     "Base.forward": (Named, _HERE, "GAIN", 3.0),
     "Base.forward itself": (Named, Base, "forward", lambda self, x: self.fused(x) * 3),
+    "super(): a class between": (Lower, Between, "go", lambda self, x: x * 3),
+    "a helper that is given an object": (
+        row(lambda self, x: x * _scale_of(OPTIONS)), Options, "scale", 3.0,
+    ),
+    "an object: a class in front": (
+        row(lambda self, x: x * _scale_of(SPECIAL)), Special, "scale", 3.0,
+    ),
+    "a name that a module lacks": (
+        row(lambda self, x: x * getattr(settings, "EXTRA", 0.5)), settings, "EXTRA", 3.0,
+    ),
     "type(self).go": (row(lambda self, x: type(self).go(self, x)), _HERE, "GAIN", 3.0),
     "type(self).go itself": (
         row(lambda self, x: type(self).go(self, x)), Base, "go", lambda self, x: x * 3,
@@ -282,8 +312,10 @@ WAYS: dict[str, tuple[type[nn.Module], Any, Any, Any]] = {
 
 
 def _set(monkeypatch: pytest.MonkeyPatch, owner: Any, name: Any, value: Any) -> None:
-    patch = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
-    patch(owner, name, value)
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, value)
+    else:
+        monkeypatch.setattr(owner, name, value, raising=False)
 
 
 def _converted(cls: type[nn.Module]) -> tuple[nn.Module, nn.Module, Tensor]:
