@@ -20,6 +20,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.data.dataloader
 from torch import Tensor, nn
+from torch.ao.quantization import fuser_method_mappings
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
@@ -114,6 +115,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
     _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
 )  # fmt: skip
+# Functions of torch.ao.quantization.fuse_modules, by the classes of the modules that they fuse.
+FUSERS: dict[tuple[type, ...], Any] = fuser_method_mappings._DEFAULT_OP_LIST_TO_FUSER_METHOD
 # The code through which every call of a module goes.
 CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 

@@ -8,7 +8,7 @@ Here is which modules change class, and in `_classes` why some do not. `_convers
 unit in `_sites`), `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas`
 (over `_algebra`) knows which are an activation, `_candidates` what gains. `_rewrite` chooses units
 that go together, `_reordering` knows whether their calls may move. `_edit` and `_source` write the
-new forwards, which call `_fused_calls`.
+new forwards, which call `_fused_calls`. `_fuse_modules` is for torch's quantisation.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .._graph.guards import (
     Contents as Contents,
     Gone as Gone,
     Guards as Guards,
+    Held as Held,
     Same as Same,
     Seen as Seen,
 )
@@ -40,6 +41,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown
+from . import _fuse_modules as _fuse_modules
 from ._classes import unlike
 from ._report import ConversionReport
 

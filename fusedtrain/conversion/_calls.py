@@ -15,8 +15,9 @@ from typing import Any
 from torch import fx, nn
 
 from .. import functional as fused_functional
-from .._graph.flow import Flow
-from .._graph.names import numbers_of
+from .._graph.flow import Flow, Trace
+from .._graph.guards import Guards, looked_at
+from .._graph.names import outside
 from .._graph.records import Decision, record_of
 from .._graph.report import Unchanged, title
 from ..reference.pointwise import INDEX, POINTWISE
@@ -146,7 +147,7 @@ def find_modules(flow: Flow, known: set[int]) -> Iterator[Decision]:
 def only_activation(flow: Flow, module: nn.Module) -> Match | None:
     """The activation that a module is, and nothing else."""
     trace = flow.trace_of(module)
-    if trace is None or trace.inexact or not is_bare(module) or not _is_simple(module):
+    if trace is None or trace.inexact or not is_bare(module) or not _is_simple(trace):
         return None
     first, *between, last = trace.graphs[0].nodes
     match = matches_of(trace.graphs[0]).get(last.args[0])
@@ -171,10 +172,11 @@ def _activation(flow: Flow, module: nn.Module) -> Decision | None:
     )
 
 
-def _is_simple(module: nn.Module) -> bool:
+def _is_simple(trace: Trace) -> bool:
     """Whether nothing but its forward makes a module what it is."""
-    cls = type(module)
-    if any(numbers_of(module).values()) or cls.__call__ is not nn.Module.__call__:
+    cls, reads = type(trace.module), trace.reads
+    numbers = Guards(looked_at(reads), outside(reads, trace.module)).compares_numbers()
+    if numbers or cls.__call__ is not nn.Module.__call__:
         return False
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         if any(not name.startswith("_") and name not in _USUAL for name in vars(base)):

@@ -10,7 +10,7 @@ from torch import fx, nn
 from .._graph.flow import Trace
 from .._graph.forward import Rewritten, install
 from .._graph.guards import Guards, looked_at, parts_of
-from .._graph.names import globals_of
+from .._graph.names import outside
 from ._source import Source, joined, number_names, source_of, woven
 from ._units import Change, Copy, Unit
 
@@ -30,8 +30,8 @@ class Edit:
         """All that the source takes for granted."""
         passed = _once(module for _, change in self.changes for module in change.passed())
         still = _once(module for _, change in self.changes for module in change.crossed())
-        owner = self.trace.module
-        return Guards(looked_at(self.trace.reads), globals_of(owner), passed, parts_of(still))
+        reads, owner = self.trace.reads, self.trace.module
+        return Guards(looked_at(reads), outside(reads, owner), passed, parts_of(still))
 
     def rewritten(self) -> Source:
         module, graphs = self.trace.module, self.trace.graphs
