@@ -12,7 +12,7 @@ from .. import _backends, _calls, _recompute
 from .._torch_private import BatchNormBase
 from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.dtypes import wide_of
-from ..reference.pointwise import INDEX, Pointwise
+from ..reference.pointwise import BY_OUTPUT, INDEX, Pointwise
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
 from ._library import library, op
 
@@ -105,7 +105,7 @@ def save_for_backward(
 
     Returns whether it keeps the input.
     """
-    identity, by_output = activation.op < 0, activation.saves_output
+    identity, by_output = activation.op < 0, activation.op in BY_OUTPUT
     needs_input = training or affine or not (identity or by_output)
     saved = None
     if by_output and (residual is not None or not needs_input):
