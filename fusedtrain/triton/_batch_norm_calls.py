@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..reference.dtypes import wide_of
 from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _batch_norm_kernels as kernels
 from ._layout import (
@@ -125,7 +126,7 @@ class Call:
         self.channels = x.size(1)
         self.empty = x.numel() == 0
         self.count = 0 if self.empty else x.numel() // self.channels
-        self.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        self.wide = wide_of(x)
         self.op, self.parameters = activation, (a, b)
         self.affine = (
             self.vector(branch_scale, x.size(0), "branch_scale"),

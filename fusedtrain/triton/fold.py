@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.dtypes import wide_of
 from ._layout import cdiv, check_same, dense_like, is_dense, unit_of
 from .launch import Launcher, check_dtype
 from .vecmath import widen
@@ -161,7 +162,7 @@ def _shape_of(name: str, weight: Tensor, transposed: bool, groups: int) -> _Shap
     rows = size == 1 or weight.stride(0) * size == numel
     if not (rows and is_dense(weight)):
         weight = weight.contiguous()
-    wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    wide = wide_of(weight)
     if not transposed:
         return _Shape(weight, wide, numel, size, size, numel // size if numel else 1, 1)
     if groups <= 0 or size % groups:
