@@ -137,7 +137,7 @@ class GELU(SavingActivation, nn.GELU):
     _op = "gelu"
 
     def __init__(self, approximate: str = "none", save: str | None = None) -> None:
-        super().__init__(approximate)
+        nn.GELU.__init__(self, approximate)
         self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from .. import _backends, _calls
 from .._calls import KERNEL_DTYPES
 from .._graph.fx import handle as _handle
 from .._torch_private import is_exporting, transformed, verify_batch_size
-from ..reference.batch_norm import Norm, eager
+from ..reference.batch_norm import Norm, eager, move
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from . import activations as _activations, batch_norm_in_place as in_place
@@ -35,12 +35,9 @@ def _compiled(input: Tensor, residual: Tensor | None, norm: Norm, activation: Po
     output, mean, variance, _ = torch.ops.fusedtrain.batch_norm_act_functional(
         input, residual, *norm[:6], norm.eps, *activation
     )
-    running_mean, running_var = norm.running_mean, norm.running_var
-    if norm.training and running_mean is not None and running_var is not None:
+    if norm.training:
         count = input.numel() // input.shape[1]
-        running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
-        unbiased = variance * (count / (count - 1))
-        running_var.lerp_(unbiased.to(running_var.dtype), norm.momentum)
+        move(norm.running_mean, norm.running_var, norm.momentum, mean, variance, count)
     return output
 
 

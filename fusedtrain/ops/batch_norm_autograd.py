@@ -56,10 +56,7 @@ class BatchNormAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         def differentiable(*_: Any) -> tuple[Any, ...]:
-            input, saved, *statistics = ctx.saved_tensors
-            return differentiable_backward(
-                grad, input, saved, Statistics(*statistics), ctx.training, ctx.eps, ctx.activation
-            )
+            return _formula(grad, *ctx.saved_tensors, ctx.training, ctx.eps, *ctx.activation)
 
         op = differentiable if _calls.plain_backward(grad) else _backward
         return (*_gradients(ctx, grad, op), None, None)
@@ -120,7 +117,7 @@ apply = _calls.apply_of(BatchNormAct)
 
 
 def _formula(grad: Tensor, input: Tensor | None, saved: Tensor | None, *others: Any) -> Any:
-    """The differentiable backward, for the node in C++."""
+    """The differentiable backward, with the arguments of the node in C++."""
     *statistics, training, eps, op, a, b = others
     grad_input, grad_residual, *affine = differentiable_backward(
         grad, input, saved, Statistics(*statistics), training, eps, Pointwise(op, a, b)

@@ -371,18 +371,14 @@ def gated(
         >>> gated(torch.ones(1, 2, 1, 3), torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)).flatten()
         tensor([0.5000, 0.5000, 0.5000, 1.0000, 1.0000, 1.0000])
     """
-    output: Any
-    if _cpp is not None and not parameters and not _is_dynamo_compiling():
-        output = _cpp.gated(gate, input, True, BY_NAME.get(activation))
+    fused = chosen(activation, parameters)[0] if parameters else BY_NAME.get(activation)
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any = _cpp.gated(gate, input, True, fused)
         if output is not NotImplemented:
             return output
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     fused, function = chosen(activation, parameters)
-    if _cpp is not None and parameters and not _is_dynamo_compiling():
-        output = _cpp.gated(gate, input, True, fused)
-        if output is not NotImplemented:
-            return output
     if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:

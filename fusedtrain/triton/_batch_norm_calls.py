@@ -135,8 +135,11 @@ class Call:
         )
         self.flags = tuple(t is not None for t in self.affine)
 
-    def laid_out(self, t: Tensor) -> Tensor:
-        """A result in the layout of the model, if `x` is a copy with another layout."""
+    def laid_out(self, t: Tensor | None) -> Tensor:
+        """A result in the layout of the model, if `x` is a copy with another layout; without
+        elements where it was not requested."""
+        if t is None:
+            return self.x.new_empty(0)
         wanted = torch.empty_like(self._model)
         return t if t.stride() == wanted.stride() else wanted.copy_(t)
 
