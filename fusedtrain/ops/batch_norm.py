@@ -159,32 +159,27 @@ def usual(
         )  # fmt: skip
         if result is not NotImplemented:
             return result
-    if (
-        activation.op == _SOFTPLUS  # autocast may want it in float32
-        or transformed()
-        or not _fits(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps,
-        )
-    ):  # fmt: skip
-        pass
-    elif not torch.is_grad_enabled() or not (
+    # Autocast may want softplus in float32.
+    fits = activation.op != _SOFTPLUS and not transformed() and _fits(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, training, momentum,
+        eps,
+    )  # fmt: skip
+    records = fits and torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
-    ):
+    )
+    if fits and not records:
         output: Tensor = _forward(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, *activation,
         )[0]  # fmt: skip
         return output
-    elif not torch.is_inference_mode_enabled() and not input.is_inference():
+    if records and not torch.is_inference_mode_enabled() and not input.is_inference():
         settings = (running_mean, running_var, training, momentum, eps)
         return _apply(input, residual, branch_scale, weight, bias, settings, activation)
-    norm = Norm(
-        branch_scale, weight, bias, running_mean, running_var, training, momentum, eps
-    )  # fmt: skip
+    norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
     return _unusual(input, residual, norm, activation, overwrite_input=False)
 
 
