@@ -164,11 +164,15 @@ def usual(
         input, residual, branch_scale, weight, bias, running_mean, running_var, training, momentum,
         eps,
     )  # fmt: skip
-    records = fits and torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
+    records = (
+        fits
+        and torch.is_grad_enabled()
+        and (
+            input.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        )
     )
     if fits and not records:
         output: Tensor = _forward(
