@@ -174,8 +174,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RULES, "outside = option[6] == 1, inside = option[6] == 0;",
         "outside = false, inside = true;"),
     "NovoGrad: decoupled decay also in the gradient": (
-        RULES, "k.c[0] = inside ? t.group->weight_decay : 0;",
-        "k.c[0] = outside ? 0 : t.group->weight_decay;"),
+        RULES, "decay(!inside, t, k);", "decay(outside, t, k);"),
     "FusedNovoGrad: norms always start at 0": (
         RULES, "option[7] == 1 && t.step == 1;", "false;"),
     "FusedNovoGrad: init_zero ignored": (
