@@ -30,7 +30,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky_relu": TORCH.leaky_relu, "hardtanh": TORCH.hardtanh,
     "hardsigmoid": lambda t: (t / 6 + 0.5).clamp(0, 1),  # torch's float64 has 1/6 in float32
 }  # fmt: skip
-# Of the small shapes; the larger ones meet all.
+# Activations of the small shapes; the larger ones meet all.
 FEW = ("identity", "linear", "relu", "silu", "swish", "elu", "sigmoid", "swiglu")
 JUMPS = ("relu6", "hardtanh")  # a rounded number may be on the other side
 

@@ -64,9 +64,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "gated": lambda: (X.clone(), X.clone(), *ACT),
     "gated_backward": lambda: (*(X.clone() for _ in range(5)), *ACT),
-    "gated_spread": lambda: (torch.randn(3, 4, 1, 1), X.clone(), *ACT),
+    "gated_spread": lambda: (torch.randn(3, 4, 1), X.clone(), *ACT),
+    # With an activation, the gate's is computed, into memory of its own, before `value` is seen.
     "gated_spread_backward": lambda: (
-        X.clone(), torch.randn(3, 4, 1, 1), X.clone(), *ACT, True,
+        X.clone(), torch.randn(3, 4, 1), X.clone(), *FORMULAS["identity"], True,
     ),
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
@@ -178,8 +179,9 @@ MORE: dict[str, list[tuple[Any, ...]]] = {
         for last in (False, True)
     ],
     "gated_spread_backward": [
-        (X, torch.randn(3, 4, 1, 1), None, *ACT, True),
-        (X, torch.randn(3, 4, 1, 1), X, *ACT, False),
+        (X, torch.randn(3, 4, 1), X, *ACT, True),
+        (X, torch.randn(3, 4, 1), None, *ACT, True),
+        (X, torch.randn(3, 4, 1), X, *ACT, False),
     ],
     "scale_add": [(X, torch.randn(3, 4), None, 1)],
     "scale_add_backward": [(X, None, torch.randn(3, 4), 1, True)],
