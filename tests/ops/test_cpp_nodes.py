@@ -100,7 +100,7 @@ def test_same_bits(name: str, dtype: torch.dtype) -> None:
     for layout, lay_out in LAYOUTS.items():
         if layout != "expanded" or count == 1:
             check_same(*by_both(lambda o=layout, f=lay_out: outcome(name, made(name, dtype, o), f)))
-    for size in range(1, count):
+    for size in range(1, count) if dtype is torch.float32 else ():
         for needed in itertools.combinations(range(count), size):
             leaves = (name, dtype, "contiguous", needed)
             check_same(*by_both(lambda a=leaves: outcome(name, made(*a))))

@@ -46,8 +46,11 @@ def mapped(y: Tensor, leaves: list[Tensor], grads: Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # torch's, of an op without a batching rule
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("last", "dtype"),
+    [(False, torch.float64), (True, torch.float64), (False, torch.float32)],
+    ids=["contiguous", "channels_last", "float32"],
+)
 @pytest.mark.parametrize("name", ALL)
 def test_batched_gradients(name: str, last: bool, dtype: torch.dtype) -> None:
     """torch.autograd.grad with is_grads_batched=True, jacobian(vectorize=True), vmap of backward;
