@@ -57,7 +57,7 @@ STATE_RESULTS = "build/gpu/results"  # what $RESULTS_DIR has, where the next cal
 BACKEND_TESTS = all_located(
     (
         "test_gpu", "test_gpu_graphs", "test_gpu_optimizers", "test_gpu_amp", "test_autograd",
-        "test_activations",
+        "test_every_function", "test_activations",
     )
 )  # fmt: skip
 FIRST = ("amp_step", "batch_norm")  # benchmarks that the project stands or falls with

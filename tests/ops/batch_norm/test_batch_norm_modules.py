@@ -120,18 +120,6 @@ def test_every_function_by_its_name() -> None:
         torch.testing.assert_close(y, getattr(torch_functional, name)(z, **value))
 
 
-def test_subclasses_of_tensor_stay_subclasses() -> None:
-    class Sub(Tensor):
-        pass
-
-    x = torch.randn(3, 4)
-    y = F.batch_norm_act(x.as_subclass(Sub), None, None, training=True)
-    assert type(y) is Sub
-    torch.testing.assert_close(
-        y.as_subclass(Tensor), F.batch_norm_act(x, None, None, training=True)
-    )
-
-
 def test_without_gradients() -> None:
     module = randomized(fnn.BatchNormAct2d(4))
     x = torch.randn(3, 4, 5, 2)
