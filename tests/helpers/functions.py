@@ -125,9 +125,24 @@ POOLS: dict[str, dict[str, Any]] = {
     "pairs": {"kernel_size": (2, 3), "stride": [1, 2], "padding": (1, 0)},
     "ceil": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
 }
+CONVOLUTIONS: dict[str, Case] = {
+    "depthwise_conv1d": (
+        lambda x, w, b: F.depthwise_conv1d(x.flatten(2), w.flatten(2), b, 2, 1),
+        (IMAGE, (4, 1, 1, 3), VECTOR),
+    ),
+    "depthwise_conv2d": (partial(F.depthwise_conv2d, padding=1), (IMAGE, (4, 1, 3, 3), VECTOR)),
+    "depthwise_conv2d, two a channel": (
+        lambda x, w: F.depthwise_conv2d(x, w, padding="same"), (IMAGE, (8, 1, 2, 2)),
+    ),
+    "depthwise_conv3d": (
+        lambda x, w, b: F.depthwise_conv3d(x.unsqueeze(2), w.unsqueeze(2), b, (1, 2, 1)),
+        (IMAGE, (4, 1, 2, 2), VECTOR),
+    ),
+}  # fmt: skip
 CASES: dict[str, Case] = {
     **NODES,
     **NORMS,
+    **CONVOLUTIONS,
     "residual_add": (
         lambda r, x, s: F.residual_add(r, x, s, _drops(r), 1), (IMAGE, IMAGE, VECTOR),
     ),
