@@ -9,7 +9,8 @@ namespace cuda {
 namespace {
 
 template <class S, class I, bool kWide, bool kBackward>
-__global__ void __launch_bounds__(kThreads) any_kernel(const Walk<I> w) {
+__global__ void __launch_bounds__(kThreads, sizeof(I) + sizeof(S) > 8 ? 2 : 4)
+    any_kernel(const Walk<I> w) {
   using V = Vec<S, kWide>;
   using Taps = Line<I, kBackward, 0>;
   const Thread<S, kWide, I> thread(w);

@@ -141,7 +141,7 @@ struct Line {
       I rest = padded % stride;
       tap = 0;
       tap_step = w.tap_step[d];
-      for (; rest != 0 && tap < tap_step; ++tap) rest -= rest < step ? step - stride : step;
+      for (; rest != 0 && tap < w.kernel[d]; ++tap) rest -= rest < step ? step - stride : step;
       source = (padded - tap * w.dilation[d]) / stride;
       source_step = w.from_step[d];
       count = rest == 0 && tap < w.kernel[d] ? (w.kernel[d] - tap - 1) / tap_step + 1 : 0;

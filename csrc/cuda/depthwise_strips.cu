@@ -4,25 +4,31 @@
 // Threads next to each other have neighbouring columns or, in channels_last, neighbouring channels:
 // loads are of neighbours in both layouts, and columns share what they load by the first-level
 // cache. Kernels of 3, 5 and 7 squared are known when the kernel is compiled; rows of other kernels
-// are taken eight at a time, with a stride of 1.
+// are taken four or eight at a time, with a stride of 1.
 #include "depthwise.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
 
-constexpr int kPart = 8;  // rows of a kernel whose size is not known
-
-// Rows of a strip: a multiple of the stride.
+// Rows of a kernel that are taken together: all three, five or seven of them, or an even number of
+// those of another kernel.
 template <bool kWide>
-constexpr int kRows = kWide ? 4 : 8;
+constexpr int kPart = kWide ? 4 : 8;
+template <int kTaps>
+constexpr bool kKnown = kTaps % 2 == 1;
+
+// Rows of a strip: a multiple of the stride, as many as 128 registers hold with what they see.
+template <bool kWide, int kTaps, int kStride, bool kBackward>
+constexpr int kRows = !kWide ? 8 : (!kBackward && kTaps * kStride > 10 ? 2 : 4);
 
 // Row p of a strip sees row q of what it reads with tap(p, q) of the kernel.
-template <int kTaps, int kStride, int kRows, bool kBackward>
+template <int kTaps_, int kStride, int kStrip, bool kBackward>
 struct Pattern {
+  static constexpr int kTaps = kTaps_;
   static constexpr int kBefore = (kTaps - 1) / kStride;  // rows that the first one sees, backward
   static constexpr int kSources =
-      kBackward ? (kRows - 1) / kStride + kBefore + 1 : (kRows - 1) * kStride + kTaps;
+      kBackward ? (kStrip - 1) / kStride + kBefore + 1 : (kStrip - 1) * kStride + kTaps;
   static constexpr int kColumns = kBackward ? kBefore + 1 : kTaps;
 
   static __device__ __forceinline__ constexpr int tap(int p, int q) {
@@ -37,12 +43,12 @@ struct Pattern {
 
 // What a column of the kernel adds to the sums of a strip. `tap` is that of the kernel's row
 // `part`.
-template <class P, int kTaps, class S, bool kWide, int kStrip, class I>
+template <class P, class S, bool kWide, int kStrip, class I>
 __device__ __forceinline__ void add_column(const Walk<I>& w, const Weights<S, kWide, I>& weights,
                                            const Volume<const S, I>& from, I depth, I first_row,
                                            I column, I tap, I left, Vec<S, kWide> (&sum)[kStrip]) {
   using V = Vec<S, kWide>;
-  constexpr bool kKnown = kTaps != kPart;
+  constexpr int kTaps = P::kTaps;
   Packed<S, kWide> packed[P::kSources];
   const bool exists = within(column, w.from[2]);
 #pragma unroll
@@ -51,19 +57,19 @@ __device__ __forceinline__ void add_column(const Walk<I>& w, const Weights<S, kW
     if (exists && within(row, w.from[1]))
       packed[q].load(from.at(depth, row, column));
     else
-      packed[q].bits = {};
+      packed[q].bits = typename Packed<S, kWide>::Bits{};
   }
   V weight[kTaps];
 #pragma unroll
   for (int k = 0; k < kTaps; ++k)
-    if (kKnown || k < left) weight[k] = weights[tap + k * w.kernel[2]];
+    if (kKnown<kTaps> || k < left) weight[k] = weights[tap + k * w.kernel[2]];
 #pragma unroll
   for (int q = 0; q < P::kSources; ++q) {
     const V value = packed[q].get();
 #pragma unroll
     for (int p = 0; p < kStrip; ++p) {
       const int k = P::tap(p, q);
-      if (k < 0 || k >= kTaps || (!kKnown && k >= left)) continue;
+      if (k < 0 || k >= kTaps || (!kKnown<kTaps> && k >= left)) continue;
 #pragma unroll
       for (int l = 0; l < V::kLanes; ++l) sum[p].lane[l] += weight[k].lane[l] * value.lane[l];
     }
@@ -74,8 +80,7 @@ template <class S, bool kWide, int kTaps, int kStride, bool kBackward>
 __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t> w) {
   using I = int32_t;
   using V = Vec<S, kWide>;
-  constexpr int kStrip = kRows<kWide>;
-  constexpr bool kKnown = kTaps != kPart;
+  constexpr int kStrip = kRows<kWide, kTaps, kStride, kBackward>;
   using P = Pattern<kTaps, kStride, kStrip, kBackward>;
   const Thread<S, kWide, I> thread(w);
   Weights<S, kWide, I> weights(w, thread.group, thread.lane);
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t>
   const Spot<I> to = Spot<I>::template make<kWide>(w, thread.at, thread.channel(w));
   const I first = to.strip * kStrip - w.shift, first_row = P::source(first, w.pad[1]);
   const Line<I, kBackward, 0> slices(w, 0, to.depth);
-  const Line<I, kBackward, kKnown ? kStride : 0> columns(w, 2, to.column);
+  const Line<I, kBackward, kKnown<kTaps> ? kStride : 0> columns(w, 2, to.column);
   V sum[kStrip];
   sum[0] = first_sum<V, S>(w, to.channel);
 #pragma unroll
@@ -98,21 +103,21 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t>
       const I depth = slices.source + z * slices.source_step;
       if (!within(depth, w.from[0])) continue;
       const I slice = (slices.tap + z * slices.tap_step) * w.kernel[1] * w.kernel[2];
-      if constexpr (kKnown) {
-#pragma unroll(kTaps == 3 ? 3 : 1)
+      if constexpr (kKnown<kTaps>) {
+#pragma unroll(kTaps* kStride == 3 ? 3 : 1)
         for (int x = 0; x < P::kColumns; ++x) {
           if (kBackward && kStride > 1 && columns.tap + x * kStride >= kTaps) break;
-          add_column<P, kTaps>(w, weights, from, depth, first_row,
-                               columns.source + x * columns.source_step,
-                               slice + columns.tap + x * columns.tap_step, I(kTaps), sum);
+          add_column<P>(w, weights, from, depth, first_row,
+                        columns.source + x * columns.source_step,
+                        slice + columns.tap + x * columns.tap_step, I(kTaps), sum);
         }
       } else {
         for (I part = 0; part < w.kernel[1]; part += kTaps)
           for (I x = 0; x < columns.count; ++x)
-            add_column<P, kTaps>(w, weights, from, depth, first_row + (kBackward ? -part : part),
-                                 columns.source + x * columns.source_step,
-                                 slice + part * w.kernel[2] + columns.tap + x * columns.tap_step,
-                                 w.kernel[1] - part, sum);
+            add_column<P>(w, weights, from, depth, first_row + (kBackward ? -part : part),
+                          columns.source + x * columns.source_step,
+                          slice + part * w.kernel[2] + columns.tap + x * columns.tap_step,
+                          w.kernel[1] - part, sum);
       }
     }
   }
@@ -123,16 +128,19 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t>
     if (within(first + p, w.to[1])) sum[p].store(target.at(to.depth, first + p, to.column));
 }
 
-template <class S, int kTaps, int kStride>
+template <class S, int kTaps, int kStride, int kWideTaps = kTaps>
 void run(const DepthwiseSums& call, void* stream) {
+  const auto launch_for = [&](auto backward) {
+    constexpr bool kBackward = decltype(backward)::value;
+    launch_walk<S, int32_t>(&strips_kernel<S, false, kTaps, kStride, kBackward>,
+                            kRows<false, kTaps, kStride, kBackward>,
+                            &strips_kernel<S, true, kWideTaps, kStride, kBackward>,
+                            kRows<true, kWideTaps, kStride, kBackward>, call, stream);
+  };
   if (call.backward)
-    launch_walk<S, int32_t>(&strips_kernel<S, false, kTaps, kStride, true>, kRows<false>,
-                            &strips_kernel<S, true, kTaps, kStride, true>, kRows<true>, call,
-                            stream);
+    launch_for(std::true_type());
   else
-    launch_walk<S, int32_t>(&strips_kernel<S, false, kTaps, kStride, false>, kRows<false>,
-                            &strips_kernel<S, true, kTaps, kStride, false>, kRows<true>, call,
-                            stream);
+    launch_for(std::false_type());
 }
 
 }  // namespace
@@ -147,7 +155,7 @@ bool depthwise_strips(const DepthwiseSums& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if constexpr (sizeof(S) < 8) {
-      if (!known) return run<S, kPart, 1>(call, stream);
+      if (!known) return run<S, kPart<false>, 1, kPart<true>>(call, stream);
       if (size == 3) return stride == 1 ? run<S, 3, 1>(call, stream) : run<S, 3, 2>(call, stream);
       if (size == 5) return stride == 1 ? run<S, 5, 1>(call, stream) : run<S, 5, 2>(call, stream);
       return stride == 1 ? run<S, 7, 1>(call, stream) : run<S, 7, 2>(call, stream);

@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_steps(const WeightWalk<I>& w, I first, I end
 #pragma unroll
     for (int p = 0; p < K::kStrip; ++p) {
       Packed<S, V::kIsWide> packed;
-      packed.bits = {};
+      packed.bits = typename Packed<S, V::kIsWide>::Bits{};
       if (p < rows) packed.load(grad.at(depth, row + p, column));
       g[p] = packed.get();
     }
