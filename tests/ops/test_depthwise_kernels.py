@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedtrain.reference import FAMILIES, depthwise as reference
 from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed
+from helpers.launches import parameters
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -190,7 +191,7 @@ LAYOUTS = pytest.mark.parametrize("last", [False, True], ids=["contiguous", "cha
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", parameters(CASES, "no samples", "no samples, 1-d"))
 def test_every_case(ops: Kernels, name: str, last: bool) -> None:
     if last and len(CASES[name].shape) == 3:
         last = False  # there is no such layout: another dtype
