@@ -21,7 +21,9 @@ struct Shape {
   static constexpr bool kWide = kWide_;
   static constexpr int kTaps = kTaps_, kStride = kStride_;
   static constexpr int kColumns = kTaps > 1 ? (kWide ? 1 : kTaps) : (kWide ? 4 : 8);
-  static constexpr int kStrip = kTaps > 1 ? (kWide ? 4 : 8) : 1;
+  // As many rows as 128 registers hold with the sums and the inputs of a column.
+  static constexpr int kStrip =
+      kTaps == 1 ? 1 : (!kWide ? 8 : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
   static constexpr int kSources = (kStrip - 1) * kStride + kTaps;
 };
 
@@ -123,11 +125,15 @@ __device__ __forceinline__ void add_steps(const WeightWalk<I>& w, I first, I end
     for (int j = 0; j < K::kColumns; ++j) {
       const I place = column * w.stride[2] - w.pad[2] + (column_tap + j) * w.dilation[2];
       if (column_tap + j >= w.kernel[2] || !within(place, w.in[2])) continue;
+      Packed<S, V::kIsWide> packed[K::kSources];
 #pragma unroll
       for (int q = 0; q < K::kSources; ++q) {
-        if (!within(top + q, w.in[1])) continue;
-        V value;
-        value.load(x.at(slice, top + q, place));
+        packed[q].bits = typename Packed<S, V::kIsWide>::Bits{};
+        if (within(top + q, w.in[1])) packed[q].load(x.at(slice, top + q, place));
+      }
+#pragma unroll
+      for (int q = 0; q < K::kSources; ++q) {
+        const V value = packed[q].get();
 #pragma unroll
         for (int p = 0; p < K::kStrip; ++p) {
           const int k = q - p * K::kStride;

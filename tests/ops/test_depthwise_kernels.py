@@ -284,7 +284,7 @@ def test_mistakes_of_the_op(ops: Kernels) -> None:
     rest = (ones, none, none, ones, False)
     for arguments, message in (
         ((x, weight.half(), None, *rest), "weight must have the dtype of the others"),
-        ((x[0], weight[0], None, *rest), r"expected \[N, C, L\]"),
+        ((x[0, 0], weight, None, *rest), r"expected \[N, C, L\]"),
         ((x, weight[:3], None, *rest), "weight must be"),
         ((x, weight, bias[:3], *rest), "bias must have a number for each channel"),
         ((x, weight, None, [1], none, none, ones, False), "a number for each dimension"),
