@@ -34,15 +34,15 @@ struct Pattern {
   static __device__ __forceinline__ constexpr int tap(int p, int q) {
     return kBackward ? p + kStride * (kBefore - q) : q - p * kStride;
   }
-  // Of q = 0, of the strip from row `first` on.
+  // Row 0 of those that the strip from row `first` on reads.
   template <class I>
   static __device__ __forceinline__ I source(I first, I pad) {
     return kBackward ? (first + pad) / kStride - kBefore : first * kStride - pad;
   }
 };
 
-// What a column of the kernel adds to the sums of a strip. `tap` is that of the kernel's row
-// `part`.
+// Adds the products of a column of the kernel to the sums of a strip; `tap` is the first of its
+// taps, of which `left` are left.
 template <class P, class S, bool kWide, int kStrip, class I>
 __device__ __forceinline__ void add_column(const Walk<I>& w, const Weights<S, kWide, I>& weights,
                                            const Volume<const S, I>& from, I depth, I first_row,
