@@ -44,7 +44,9 @@ void depthwise_conv(const DepthwiseBackward& call, Parallel parallel);
 
 namespace cuda {
 void depthwise_conv(const DepthwiseForward& call, void* stream);
-void depthwise_conv(const DepthwiseBackward& call, void* stream);
+// `shares` has depthwise_workspace(call) numbers, which need not be set to anything.
+void depthwise_conv(const DepthwiseBackward& call, double* shares, void* stream);
+int64_t depthwise_workspace(const DepthwiseBackward& call);
 }  // namespace cuda
 
 }  // namespace fusedtrain
