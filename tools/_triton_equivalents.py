@@ -133,6 +133,10 @@ NO_OTHER: dict[tuple[str, str], str] = {
     (_SCALE, "scale_kernel"): "what is beyond the data is not stored",
     (_BIAS, "bias_act_kernel"): "what is beyond the data is not stored",
     (_BIAS, "bias_act_backward_kernel"): "sums take a zero where there is no element",
+    (
+        f"{FOLDER}/depthwise.py",
+        "depthwise_kernel",
+    ): "weights without a source are multiplied by a zero, what is beyond the data is not stored",
     (f"{FOLDER}/fold.py", "channel_of"): "what is beyond the data is not stored",
     (f"{FOLDER}/fold.py", "fold_kernel"): "what is beyond the data is not stored",
     (f"{FOLDER}/fold.py", "fold_backward_kernel"): "sums are of products: the other factor is 0",
