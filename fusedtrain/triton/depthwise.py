@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.depthwise import new_tensor, out_sizes
-from ._layout import FORWARD_BLOCK, cdiv, power_of_two, steps_of, unit_of
+from ._layout import cdiv, power_of_two, steps_of, unit_of
 from .channelwise import Plan, finish_plan
 from .launch import Launcher, check_dtype
 from .pool import narrow
@@ -302,7 +302,7 @@ def _weight_plan(call: Call, weight: bool, bias: bool) -> tuple[Plan, int]:
     taps = math.prod(call.kernel) if weight else 1
     channels = call.channels * call.multiplier
     rows = call.samples * call.out[0] * call.out[1]
-    block = FORWARD_BLOCK[call.itemsize]  # the sums of a larger tile take as many steps
+    block = _BLOCK_LAST[call.itemsize]
     unit, lines, columns, together = call.cut(block, rows, call.out[2], channels)
     lanes = min(_TAPS, power_of_two(taps))
     blocks = cdiv(rows, lines) * cdiv(call.out[2], columns)
@@ -323,10 +323,18 @@ def _call(
     padding: Sequence[int], dilation: Sequence[int], channels_last: bool,
 ) -> Call:  # fmt: skip
     front = (1,) * (5 - model.dim())
+    sizes, kernel = (*front, *model.shape[2:]), (*front, *weight.shape[2:])
+    pad = (0,) * len(front) + tuple(padding)
+    # No number that 32 bits cannot hold: one tap has no dilation, and a stride that leads beyond
+    # the input leads there however long.
+    spread = tuple(d if k > 1 else 1 for d, k in zip((*front, *dilation), kernel, strict=True))
+    step = tuple(
+        min(s, n + p + d * k)
+        for s, n, p, d, k in zip((*front, *stride), sizes, pad, spread, kernel, strict=True)
+    )
     return Call(
-        model.itemsize, channels_last, *model.shape[:2], weight.size(0) // model.size(1),
-        (*front, *model.shape[2:]), (*front, *out), (*front, *weight.shape[2:]),
-        (*front, *stride), (*front, *dilation), (0,) * len(front) + tuple(padding),
+        model.itemsize, channels_last, model.size(0), model.size(1),
+        weight.size(0) // model.size(1), sizes, (*front, *out), kernel, step, spread, pad,
     )  # fmt: skip
 
 
