@@ -85,7 +85,7 @@ abi-matrix: wheel  ## the wheel under torch 2.10, 2.13, 2.15 and Python 3.10 to 
 	$(PY) tools/abi_matrix.py dist/*.whl $(ARGS)
 
 # Tests of what differs between releases of torch: compilers, export, torch.fx, hooks of optimizers, headers.
-OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops/test_autograd.py tests/ops/test_autograd_cpp.py \
+OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops/test_autograd.py tests/ops/test_autograd_cpp.py tests/ops/test_every_function.py tests/ops/test_cpp_nodes.py \
   tests/ops/batch_norm/test_batch_norm_compilers.py tests/ops/batch_norm/test_sync_batch_norm.py \
   tests/conversion/test_convert.py tests/conversion/test_convert_calls.py tests/conversion/test_convert_gates.py tests/conversion/test_convert_norm_stays.py \
   tests/folding/test_fold.py tests/folding/test_fold_activations.py \

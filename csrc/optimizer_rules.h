@@ -94,6 +94,12 @@ struct Rule {
   FT_METHOD static void finish(const TensorFacts&, const TrialFacts&, Coefficients&) {}
 };
 
+// Weight decay: of the parameter, or coupled: part of the gradient.
+FT_INLINE void decay(bool decoupled, const TensorFacts& t, Coefficients& k) {
+  k.keep = decoupled ? 1 - decay_rate(t) : 1;
+  k.c[0] = decoupled ? 0 : t.group->weight_decay;
+}
+
 // Without momentum, and where the first gradient fills the momentum buffer.
 FT_INLINE bool undampened(const TensorFacts& t) { return t.group->option[0] == 0 || t.step == 1; }
 
@@ -106,10 +112,8 @@ struct Sgd : Rule<T> {
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[3] != 0;
     k.size = t.lr;
-    k.keep = decoupled ? 1 - decay_rate(t) : 1;
-    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    decay(option[3] != 0, t, k);
     k.c[1] = option[0];
     k.c[2] = undampened(t) ? 1 : 1 - option[1];
     k.c[3] = option[2];
@@ -167,10 +171,9 @@ struct Adam : Rule<T> {
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[3] != 0, corrects = option[4] == 0;
+    const bool corrects = option[4] == 0;
     k.size = corrects ? t.lr / (1 - pow(option[0], t.step)) : t.lr;
-    k.keep = decoupled ? 1 - decay_rate(t) : 1;
-    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    decay(option[3] != 0, t, k);
     k.c[1] = option[0];
     k.c[2] = option[1];
     k.c[3] = 1 - option[0];
@@ -281,8 +284,7 @@ struct Lion : Rule<T> {
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
     k.size = t.lr;
-    k.keep = 1 - decay_rate(t);
-    k.c[0] = 0;
+    decay(true, t, k);
     k.c[1] = option[0];
     k.c[2] = 1 - option[0];
     k.c[3] = 1 - option[1];
@@ -298,43 +300,54 @@ struct Lion : Rule<T> {
   }
 };
 
+// Common part of the RMSprops: c[1] to c[4], and the centered variance of the two averages.
+template <class T>
+struct Centered : Rule<T> {
+  static constexpr int kRare = 4;
+  static constexpr bool kTakesRoots = true;
+
+  T fresh, eps, momentum;
+  T factor;  // c[5]: alpha of RMSprop, the learning rate inside of RMSpropTF
+  bool centered;
+
+  FT_METHOD static void prepare(const double* option, double factor, Coefficients& k) {
+    k.c[1] = 1 - option[0];
+    for (int i = 1; i < 4; ++i) k.c[i + 1] = option[i];
+    k.c[5] = factor;
+  }
+
+  FT_METHOD explicit Centered(const Coefficients& k)
+      : Rule<T>(k),
+        fresh(T(k.c[1])),
+        eps(T(k.c[2])),
+        momentum(T(k.c[3])),
+        factor(T(k.c[5])),
+        centered(k.c[4] != 0) {}
+
+  FT_METHOD T variance(T g, T* s) const {
+    s[2] += (g - s[2]) * fresh;
+    // Rounding may make it negative, and torch's square root is nan there.
+    return math::at_least(centered ? s[0] - s[2] * s[2] : s[0], T(0));
+  }
+};
+
 // torch.optim.RMSprop. states: square_avg, momentum_buffer, grad_avg
 // options: alpha, eps, momentum, centered
 template <class T>
-struct RMSprop : Rule<T> {
-  static constexpr int kRare = 5;  // centered
-  static constexpr bool kTakesRoots = true;
-
-  T alpha, fresh, eps, momentum;
-  bool centered;
+struct RMSprop : Centered<T> {
+  using Centered<T>::Centered;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
-    const double* option = t.group->option;
     k.size = t.lr;
-    k.keep = 1;
-    k.c[0] = t.group->weight_decay;
-    k.c[1] = option[0];
-    k.c[2] = 1 - option[0];
-    k.c[3] = option[1];
-    k.c[4] = option[2];
-    k.c[5] = option[3];
+    decay(false, t, k);
+    Centered<T>::prepare(t.group->option, t.group->option[0], k);
   }
-
-  FT_METHOD explicit RMSprop(const Coefficients& k)
-      : Rule<T>(k),
-        alpha(T(k.c[1])),
-        fresh(T(k.c[2])),
-        eps(T(k.c[3])),
-        momentum(T(k.c[4])),
-        centered(k.c[5] != 0) {}
 
   FT_METHOD T operator()(T p, T& g, T* s) const {
     g = this->coupled(p, g);
-    s[0] = alpha * s[0] + fresh * g * g;
-    s[2] += (g - s[2]) * fresh;
-    T variance = centered ? s[0] - s[2] * s[2] : s[0];
-    variance = math::at_least(variance, T(0));  // by rounding; torch's square root is nan there
-    s[1] = momentum * s[1] + g / (math::sqrt(variance) + eps);
+    s[0] = this->factor * s[0] + this->fresh * g * g;
+    const T variance = this->variance(g, s);
+    s[1] = this->momentum * s[1] + g / (math::sqrt(variance) + this->eps);
     return s[1];
   }
 };
@@ -343,42 +356,23 @@ struct RMSprop : Rule<T> {
 // states: square_avg (starts at 1), momentum_buffer, grad_avg
 // options: alpha, eps, momentum, centered, decoupled_decay, lr_in_momentum
 template <class T>
-struct RMSpropTF : Rule<T> {
-  static constexpr int kRare = 4;  // centered
-  static constexpr bool kTakesRoots = true;
-
-  T fresh, eps, momentum, inner;
-  bool centered;
+struct RMSpropTF : Centered<T> {
+  using Centered<T>::Centered;
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[4] != 0, inside = option[5] != 0 && option[2] > 0;
+    const bool inside = option[5] != 0 && option[2] > 0;
     k.size = inside ? 1 : t.lr;
-    k.keep = decoupled ? 1 - decay_rate(t) : 1;
-    k.c[0] = decoupled ? 0 : t.group->weight_decay;
-    k.c[1] = 1 - option[0];
-    k.c[2] = option[1];
-    k.c[3] = option[2];
-    k.c[4] = option[3];
-    k.c[5] = inside ? t.lr : 1;
+    decay(option[4] != 0, t, k);
+    Centered<T>::prepare(option, inside ? t.lr : 1, k);
     if (option[2] == 0) k.cautious = 0;  // as timm
   }
 
-  FT_METHOD explicit RMSpropTF(const Coefficients& k)
-      : Rule<T>(k),
-        fresh(T(k.c[1])),
-        eps(T(k.c[2])),
-        momentum(T(k.c[3])),
-        inner(T(k.c[5])),
-        centered(k.c[4] != 0) {}
-
   FT_METHOD T operator()(T p, T& g, T* s) const {
     g = this->coupled(p, g);
-    s[0] += (g * g - s[0]) * fresh;
-    s[2] += (g - s[2]) * fresh;
-    T variance = centered ? s[0] - s[2] * s[2] : s[0];
-    variance = math::at_least(variance, T(0));
-    s[1] = momentum * s[1] + inner * g / math::sqrt(variance + eps);
+    s[0] += (g * g - s[0]) * this->fresh;
+    const T variance = this->variance(g, s);
+    s[1] = this->momentum * s[1] + this->factor * g / math::sqrt(variance + this->eps);
     return s[1];
   }
 };
@@ -393,10 +387,8 @@ struct Adagrad : Rule<T> {
 
   FT_METHOD static void prepare(const TensorFacts& t, Coefficients& k) {
     const double* option = t.group->option;
-    const bool decoupled = option[2] != 0;
     k.size = t.lr / (1 + (t.step - 1) * option[0]);
-    k.keep = decoupled ? 1 - decay_rate(t) : 1;
-    k.c[0] = decoupled ? 0 : t.group->weight_decay;
+    decay(option[2] != 0, t, k);
     k.c[1] = option[1];
   }
 
@@ -430,8 +422,7 @@ struct NovoGrad : Rule<T> {
     const double denominator = ::sqrt(double(option[4] != 0 ? v[1] : v[0])) / root + option[2];
     const double size = corrects ? t.lr / (1 - pow(option[0], t.step)) : t.lr;
     k.size = outside ? size / denominator : size;
-    k.keep = inside ? 1 : 1 - decay_rate(t);
-    k.c[0] = inside ? t.group->weight_decay : 0;
+    decay(!inside, t, k);
     k.c[1] = option[0];
     k.c[2] = outside ? 1 : 1 / denominator;
     k.c[3] = option[3] != 0 ? 1 - option[0] : 1;

@@ -7,6 +7,7 @@ names (tools/laws.py). Private attributes of objects are not listed: hooks of mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.data.dataloader
 from torch import Tensor, nn
+from torch.ao.quantization import fuser_method_mappings
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
@@ -30,7 +32,22 @@ pytree = torch.utils._pytree
 disable_dynamo = torch._compile._disable_dynamo
 
 # TorchScript's type of an argument that is one number or two.
+BroadcastingList1 = torch._jit_internal.BroadcastingList1
 BroadcastingList2 = torch._jit_internal.BroadcastingList2  # type: ignore[attr-defined]
+BroadcastingList3 = torch._jit_internal.BroadcastingList3  # type: ignore[attr-defined]
+
+
+def mkldnn_is_on() -> bool:
+    """Whether oneDNN computes torch's convolutions on the CPU."""
+    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+
+
+@functools.cache
+def mkldnn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels of a 16-bit dtype for this CPU."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    return bool(getattr(torch.ops.mkldnn, name[dtype])())
+
 
 # Base classes, for `isinstance`; and the check that training has more than one value a channel.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
@@ -98,6 +115,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
     _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
 )  # fmt: skip
+# Functions of torch.ao.quantization.fuse_modules, by the classes of the modules that they fuse.
+FUSERS: dict[tuple[type, ...], Any] = fuser_method_mappings._DEFAULT_OP_LIST_TO_FUSER_METHOD
 # The code through which every call of a module goes.
 CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 

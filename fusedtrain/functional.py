@@ -30,6 +30,7 @@ from .ops.activations_beyond_torch import *  # noqa: F403
 from .ops.batch_norm import *  # noqa: F403
 from .ops.bias_act import *  # noqa: F403
 from .ops.channelwise import *  # noqa: F403
+from .ops.depthwise import *  # noqa: F403
 from .ops.gated import *  # noqa: F403
 from .ops.images import *  # noqa: F403
 from .ops.pool import *  # noqa: F403

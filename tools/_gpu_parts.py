@@ -35,6 +35,12 @@ bias_act chain_kernels every_bias[cuda-odd channels last]
 bias_act chain_kernels every_bias[cuda-planes]
 few_bit few_bit kernels[cuda-one-torch.float16]
 few_bit few_bit kernels[cuda-off 16 bytes-torch.bfloat16]
+depthwise depthwise_kernels every_case[cuda-5 x 5, stride 3, dilation 2-contiguous]
+depthwise depthwise_kernels every_case[cuda-2 x 2-channels_last]
+depthwise_strips depthwise_kernels every_case[cuda-7 x 7, stride 2, odd padding-contiguous]
+depthwise_strips depthwise_kernels every_case[cuda-5 x 5, stride 2-channels_last]
+depthwise_weight depthwise_kernels every_case[cuda-3 x 5-channels_last]
+depthwise_weight depthwise_kernels every_case[cuda-3 x 3 of planes of 7-contiguous]
 fold fold_kernels shapes[cuda-2d]
 images image_kernels layouts[cuda-odd-torch.bfloat16]
 optimizers gpu_optimizers same_numbers_as_the_cpu[LAMB-dtype1]
@@ -57,7 +63,7 @@ STATE_RESULTS = "build/gpu/results"  # what $RESULTS_DIR has, where the next cal
 BACKEND_TESTS = all_located(
     (
         "test_gpu", "test_gpu_graphs", "test_gpu_optimizers", "test_gpu_amp", "test_autograd",
-        "test_activations",
+        "test_every_function", "test_activations",
     )
 )  # fmt: skip
 FIRST = ("amp_step", "batch_norm")  # benchmarks that the project stands or falls with

@@ -47,6 +47,18 @@ TRAFFIC = {
         1,
         "each input of a window reads its gradient and code, from the caches",
     ),
+    "depthwise_conv forward": Traffic(
+        2,
+        5.5,
+        1,
+        "a strip of rows reads each input once a column of the kernel, from the caches",
+    ),
+    "depthwise_conv backward": Traffic(
+        3,
+        13,
+        3,
+        "so do both gradients; a launch each, and one that adds up blocks' shares",
+    ),
     "normalize_images": Traffic(1.5, 1.5, 1, "bytes in, 16 bits out"),
     "fold_weight": Traffic(2, 2, 1),
     "optimizer_step, SGD with momentum": Traffic(5, 5, 2),

@@ -144,6 +144,8 @@ _NO_OTHER = {
         "bias_act.bias_act_backward_kernel _batch_norm_kernels.reduce_kernel",
     "sums are of products: the other factor is 0":
         "fold.fold_backward_kernel scale_add.scale_backward_kernel",
+    "weights without a source are multiplied by a zero, what is beyond the data is not stored":
+        "depthwise.depthwise_kernel",
     "outputs that are not valid are not added": "pool.max_pool2d_backward_kernel",
     "what was not loaded is not chosen": "_optimizer_tail.learning_rate",
 }  # fmt: skip

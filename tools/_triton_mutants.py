@@ -103,6 +103,7 @@ _TESTS: dict[str, list[str]] = {
         "test_triton::test_every_cut[prelu",
         f"{_NUMBERS}::test_two_parameters",
     ],
+    "depthwise.py": ["test_triton_depthwise"],
     "few_bit.py": [
         "test_few_bit::test_kernels[triton-a block-torch.float32",
         "test_triton_few_bit",

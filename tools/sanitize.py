@@ -46,7 +46,7 @@ KERNEL_TESTS = [
     for name in (
         "activation_kernels", "batch_norm_kernels", "batch_norm_numbers", "chain_kernels",
         "fold_kernels", "optimizer_kernels", "state_code_kernels",
-        "pool_kernels", "pool", "images", "few_bit", "bits", "vecmath",
+        "depthwise_kernels", "pool_kernels", "pool", "images", "few_bit", "bits", "vecmath",
     )
 ]  # fmt: skip
 EMULATED_TESTS = KERNEL_TESTS + [located("test_cuda_batch_norm"), located("test_cuda_optimizers")]

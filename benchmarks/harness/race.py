@@ -114,16 +114,18 @@ class Race:
         )
 
 
-def call_of(function: Function, pass_name: str, x: Tensor, gradient: Tensor) -> Call:
+def call_of(
+    function: Function, pass_name: str, x: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
+) -> Call:
     """The timed call of a pass in training: forward keeps what backward needs, and backward alone
     repeats itself on what one forward kept."""
-    leaf = x.detach().requires_grad_()
+    leaves = [t.detach().requires_grad_() for t in (x, *weights)]
     if pass_name == "forward":
-        return lambda: function(leaf)
+        return lambda: function(*leaves)
     if pass_name == "backward":
-        y = function(leaf)
-        return lambda: torch.autograd.grad(y, leaf, gradient, retain_graph=True)
-    return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
+        y = function(*leaves)
+        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
 
 
 @lru_cache(maxsize=1)

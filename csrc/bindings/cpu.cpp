@@ -93,6 +93,11 @@ struct Cpu {
     cpu::max_pool2d(call, kThreads);
   }
 
+  template <class Call>
+  void depthwise_conv(const Call& call) const {
+    cpu::depthwise_conv(call, kThreads);
+  }
+
   void measure(const OptimizerCall& call) const { cpu::measure(call, kThreads); }
   void try_update(const OptimizerCall& call) const { cpu::try_update(call, kThreads); }
   void step(const OptimizerCall& call, bool measures, bool tries) const {

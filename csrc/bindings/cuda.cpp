@@ -131,6 +131,14 @@ struct Cuda {
     cuda::max_pool2d(call, place.stream);
   }
 
+  void depthwise_conv(const DepthwiseForward& call) const {
+    cuda::depthwise_conv(call, place.stream);
+  }
+  void depthwise_conv(const DepthwiseBackward& call) const {
+    const Tensor workspace = new_workspace(cuda::depthwise_workspace(call));
+    cuda::depthwise_conv(call, doubles_of(workspace), place.stream);
+  }
+
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);

@@ -5,6 +5,7 @@
 #include "batch_norm.h"
 #include "bias_act.h"
 #include "channelwise.h"
+#include "depthwise.h"
 #include "few_bit.h"
 #include "fold.h"
 #include "gated.h"
@@ -26,4 +27,5 @@
   FT_IMPLEMENT_BIAS_ACT(Backend)                       \
   FT_IMPLEMENT_FEW_BIT(Backend)                        \
   FT_IMPLEMENT_IMAGES(Backend)                         \
-  FT_IMPLEMENT_POOL(Backend)
+  FT_IMPLEMENT_POOL(Backend)                           \
+  FT_IMPLEMENT_DEPTHWISE(Backend)

@@ -77,7 +77,7 @@ class Trace:
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
-    reads: Reads = field(default_factory=dict)  # what it looked at, on every way
+    reads: Reads = field(default_factory=Reads)  # what it looked at, on every way
     _sources: dict[str, fx.Graph] = field(default_factory=dict)
 
     def add(self, graph: fx.Graph, tracer: Tracer) -> fx.Graph:
@@ -90,8 +90,7 @@ class Trace:
         asked = _ASKED if tracer.choices.made else ""
         self.inexact = self.inexact or tracer.guessed or asked
         self.lists = self.lists or tracer.lists
-        for key, (module, names) in tracer.reads.items():
-            self.reads.setdefault(key, (module, set()))[1].update(names)
+        self.reads.update(tracer.seen.reads)
         self.bypassed |= {id(self.module.get_submodule(name)) for name in tracer.bypassed}
         return same
 
@@ -191,9 +190,10 @@ def _trace_once(
         tracer.context = context_now()
         with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what the stand-ins lack
-            with tracer.intercepting(originals) as seen:
+            tracer.seen.originals = originals
+            with tracer.seen:
                 graph = tracer.trace(clone, defaults or None)
-            tracer.asks_mode = seen.asks_mode or may_ask_mode(clone)
+            tracer.asks_mode = tracer.seen.asks_mode or may_ask_mode(clone)
         tracer.mark_kept()
         drawn = random_states() != states
     if watch.computed or drawn:
@@ -247,7 +247,7 @@ def _trace_all(
 ) -> Trace:
     result, error = Trace(module), None
     plain: dict[Mode, tuple[fx.Graph, Tracer]] = {}  # the first way of a mode
-    if _is_indifferent(module, optional, modes, plain):
+    if _is_indifferent(module, optional, modes, plain, result.reads):
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
@@ -321,8 +321,10 @@ def _is_indifferent(
     optional: dict[str, Any] | None,
     modes: tuple[Mode, ...],
     plain: dict[Mode, tuple[fx.Graph, Tracer]],
+    reads: Reads,
 ) -> bool:
-    """Whether a forward takes one way whatever its optional arguments are; fills `plain`."""
+    """Whether a forward takes one way whatever its optional arguments are; fills `plain`, and
+    `reads` with what it looked at to find out."""
     if not optional:
         return optional is not None
     chosen = _Modes(modes)
@@ -337,6 +339,7 @@ def _is_indifferent(
         for number, values in enumerate(trials(optional)):
             try:
                 traced, tracer = _trace_once(module, Choices(), mode, values)
+                reads.update(tracer.seen.reads)
             except Exception:
                 chosen.asked = True
                 if number == 0:

@@ -7,7 +7,6 @@ class, and to TorchScript and inspect it shows that one, too.
 from __future__ import annotations
 
 import copy
-import importlib
 import linecache
 import sys
 import types
@@ -22,6 +21,7 @@ from torch import fx, nn
 
 from .._recompute import recompute
 from .._torch_private import is_fx_tracing
+from .functions import resolve
 from .guards import Guards
 from .modules import is_scripted
 from .records import record_of, unassign
@@ -265,12 +265,3 @@ def set_recomputing(module: nn.Module, wanted: bool) -> None:
         install(Rewritten(module, recomputes=True))
     else:
         remove(module)
-
-
-def resolve(path: str) -> Any:
-    """The object behind a name of `imports`."""
-    module, _, qualified = path.partition(":")
-    value = importlib.import_module(module)
-    for part in filter(None, qualified.split(".")):
-        value = getattr(value, part)
-    return value

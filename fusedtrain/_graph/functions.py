@@ -7,6 +7,7 @@ every function has. :mod:`fusedtrain.folding` needs the order of calls, which on
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,23 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
         except ValueError:  # not yet filled
             continue
     return values
+
+
+def found(path: str) -> Any:
+    """The object behind "module:qualified.name"; None where there is none."""
+    try:
+        return resolve(path)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def resolve(path: str) -> Any:
+    """The object behind "module:qualified.name"."""
+    module, _, qualified = path.partition(":")
+    value = importlib.import_module(module)
+    for part in filter(None, qualified.split(".")):
+        value = getattr(value, part)
+    return value
 
 
 def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -9,6 +9,7 @@ special case.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import types
 import weakref
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .functions import closure_of, found, functions_of
 from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
+from .modules import is_library
 
 _MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
@@ -45,7 +48,7 @@ Looked = list[tuple[nn.Module, list[Seen]]]
 def looked_at(reads: Reads) -> Looked:
     """The present values of all attributes that were read."""
     looked = []
-    for module, names in reads.values():
+    for module, names in reads.modules.values():
         seen = {one[:2]: one for name in names for one in _looked_up(module, name)}
         looked.append((module, [seen[key] for key in sorted(seen)]))
     return looked
@@ -105,12 +108,42 @@ class Same:
         return id(self.item)
 
 
+class Held(Same):
+    """In the place of an object that guards look into and that pickles may not find by its name:
+    the globals of code that is no module's, a class, a function for its closure. Deep copies share
+    it. A pickle finds a function again, also a decorated one, or loses the object."""
+
+    def __deepcopy__(self, _: Any) -> Held:
+        return self
+
+    def __reduce__(self) -> Any:
+        path = f"{getattr(self.item, '__module__', '')}:{getattr(self.item, '__qualname__', '')}"
+        functions = functions_of(found(path))
+        if self.item not in functions:
+            return Held, (None,)
+        return _held_in, (path, functions.index(self.item))
+
+    def get(self, name: str) -> Any:
+        if isinstance(self.item, types.FunctionType):
+            return closure_of(self.item).get(name, _MISSING)
+        if isinstance(self.item, dict):
+            return self.item.get(name, _MISSING)
+        return getattr(self.item, name, _MISSING)
+
+
+def _held_in(path: str, place: int) -> Held:
+    functions = functions_of(found(path))
+    return Held(functions[place] if place < len(functions) else None)
+
+
 def _has_contents(value: Any) -> bool:
     """Whether it is a container, or an object such as a configuration."""
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
         return True
-    opaque = (nn.Module, torch.Tensor, type, types.ModuleType)
-    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, opaque)
+    opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
+    if not hasattr(value, "__dict__") or isinstance(value, opaque):
+        return False
+    return not (callable(value) and is_library(type(value).__module__))
 
 
 def _kept(value: Any) -> Any:
@@ -201,8 +234,11 @@ class _Look:
         return None
 
 
-def _global(home: str, name: str) -> Any:
-    """`name` may be that of an attribute of a class."""
+def _global(home: Any, name: str) -> Any:
+    """`home` is the name of a Python module, or `Held`; `name` may be that of an attribute of a
+    class."""
+    if type(home) is Held:
+        return home.get(name)
     value: Any = sys.modules.get(home)
     for part in name.split("."):
         value = getattr(value, part, _MISSING)
@@ -253,7 +289,8 @@ class Guards:
 
     Args:
         looked: attributes that were read while it was traced.
-        names: globals, as (name of the Python module, name, value); no value: the present one.
+        names: globals, as (name of the Python module or `Held`, name, value); no value: the
+            present one.
         passed: modules that it does not call, though the module's own forward does.
         still: the parts of modules across which calls were moved: neither may another module come
             into them, nor a hook, which would see another order.
@@ -270,11 +307,14 @@ class Guards:
         stale: str | None = None,
     ) -> None:
         self._looks = [_Look(module, seen) for module, seen in looked]
-        rows = [row for row in names if _global(*row[:2]) is not _MISSING]
-        self._names = [(*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in rows]
+        self._names = [
+            (*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in names
+        ]
         self._passed = [(weakref.ref(m), type(m), type(m).forward) for m in passed]
         self._still = [_Look(module, seen) for module, seen in still]
         self.stale = stale
+        if any(type(home) is Held and home.item is None for home, *_ in self._names):
+            self.stale = "a name that no pickle finds"
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -287,6 +327,12 @@ class Guards:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+    def compares_numbers(self) -> bool:
+        """Whether numbers other than 0 and False count, flags, strings, or containers of such."""
+        values = [value for look in self._looks for _, value in look.values]
+        values += [value for *_, value in self._names]
+        return any(value for value in values if type(value) in (*_NUMBERS, Contents))
 
     def changed(self) -> str | None:
         """The attribute that has changed since the forward was traced; None if none has."""
@@ -318,5 +364,5 @@ class Guards:
         return not any(is_hooked(module) for look in self._still if (module := look.module()))
 
 
-for _class in (Guards, Seen, Contents, Same, Gone):
+for _class in (Guards, Seen, Contents, Same, Held, Gone):
     _class.__module__ = "fusedtrain.conversion"  # the name in pickles

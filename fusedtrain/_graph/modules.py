@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +22,19 @@ STOCHASTIC_DEPTH = {
     ("timm", "DropPath"): "drop_prob",
     ("torchvision", "StochasticDepth"): "p",
 }
+
+
+_STANDARD = sysconfig.get_path("stdlib")
+
+
+@lru_cache(maxsize=4096)
+def is_library(module: Any) -> bool:
+    """Whether a Python module by this name is torch's, this package's or the standard library's:
+    these keep their globals. A file of the user's may have the name of a standard one."""
+    top = str(module).partition(".")[0]
+    file = getattr(sys.modules.get(top), "__file__", None) or _STANDARD
+    standard = top in sys.stdlib_module_names and file.startswith(_STANDARD)
+    return standard or top in ("torch", "fusedtrain") or top.startswith("namedtuple_")
 
 
 def package_and_name(module: nn.Module) -> tuple[str, str]:

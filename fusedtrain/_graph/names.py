@@ -1,20 +1,29 @@
-"""The names in the bytecode of a forward, and of the methods and functions that it may call."""
+"""The names in the bytecode of a forward: of the methods and functions that it may call, which tell
+whether it is worth tracing, and of those that ran while it was traced, which are guarded.
+"""
 
 from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
+import inspect
+import sys
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .functions import closure_of, codes_of, functions_of
+from .functions import closure_of, codes_of, found, functions_of
+from .guards import Held
+from .intercept import Reads
+from .modules import is_library
 
-_PLAIN = (int, float, bool, str, types.NoneType)
+_LOOKS_UP = {"globals", "eval", "exec"}  # by names that are made at run time
 
 
 @dataclass
@@ -24,6 +33,13 @@ class _Names:
     of_self: set[str] = field(default_factory=set)  # attributes of its first argument
     others: set[str] = field(default_factory=set)  # attributes of anything else
     globals: set[str] = field(default_factory=set)
+    bare: set[str] = field(default_factory=set)  # globals of which it asks no attribute at once
+    strings: set[str] = field(default_factory=set)  # constants that may be names: of `getattr`
+    imports: set[tuple[int, str]] = field(default_factory=set)  # level and name
+
+    @property
+    def attributes(self) -> set[str]:
+        return self.of_self | self.others | self.strings
 
 
 def _outside(function: types.FunctionType, names: _Names) -> Iterator[Any]:
@@ -64,13 +80,22 @@ def _read(code: types.CodeType) -> _Names:
     first = code.co_varnames[0] if code.co_argcount else ""
     for inner in codes_of(code):
         before: Any = None
-        for step in dis.get_instructions(inner):
+        constants = (c for c in inner.co_consts if isinstance(c, str))
+        names.strings.update(c for c in constants if c.isidentifier())
+        steps = [s for s in dis.get_instructions(inner) if s.opname != "EXTENDED_ARG"]
+        for i, step in enumerate(steps):
             if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 last = before.argval if before is not None else None
                 last = last[-1] if isinstance(last, tuple) else last
                 (names.of_self if last == first else names.others).add(str(step.argval))
             elif step.opname == "LOAD_GLOBAL":
                 names.globals.add(str(step.argval))
+                if not steps[i + 1].opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+                    names.bare.add(str(step.argval))
+            elif step.opname == "IMPORT_NAME":
+                names.imports.add((steps[i - 2].argval, str(step.argval)))
+            elif step.opname == "IMPORT_FROM":
+                names.others.add(str(step.argval))
             before = step
     return names
 
@@ -98,23 +123,23 @@ def _name_of(value: Any) -> str:
 
 
 def _reached(
-    module: nn.Module, *, held: bool = False
+    module: nn.Module,
 ) -> Iterator[tuple[types.FunctionType, nn.Module | None, _Names]]:
-    """The forward of a module, and the methods of it and functions of the user's that it names.
-    `held`: functions, too, that attributes of the instance hold.
+    """The forward of a module, and the methods of it and functions of the user's that it names, or
+    that attributes of the instance hold, once for each owner.
 
     Yields the function, the module where that is its first argument, and the names in it."""
     pending: list[tuple[types.FunctionType, nn.Module | None]] = []
     _add(pending, type(module).forward, module)
-    seen: set[types.CodeType] = set()
+    seen = set()
     while pending:
         function, owner = pending.pop()
-        if function.__code__ in seen:
+        if (function, owner) in seen:
             continue
-        seen.add(function.__code__)
+        seen.add((function, owner))
         names = _read(function.__code__)
         yield function, owner, names
-        for value in _values(function, owner if held else None, names):
+        for value in _values(function, owner, names):
             _add(pending, value, None)
         for name in names.of_self if owner is not None else ():
             _add(pending, _method(module, name), owner)
@@ -126,7 +151,7 @@ def mentioned(module: nn.Module) -> set[str]:
     that cannot be traced. Attributes of the module itself count by what they hold."""
     mentions: set[str] = set()
     parts = {path.rpartition(".")[2] for path, _ in module.named_modules()}
-    for function, owner, names in _reached(module, held=True):
+    for function, owner, names in _reached(module):
         mentions |= (names.globals | names.others) - parts
         if owner is None:
             mentions |= names.of_self
@@ -134,38 +159,106 @@ def mentioned(module: nn.Module) -> set[str]:
     return mentions - {""}
 
 
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers, flags and strings among the attributes that a module's forward may read."""
-    of_self = {name for _, _, names in _reached(module) for name in names.of_self}
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name in of_self and type(value) in _PLAIN and name != "training"
-    }
+def outside(reads: Reads, module: nn.Module) -> list[tuple[Any, str]]:
+    """Names by which a module's forward may find something else some day, as `Guards` take them:
+    of globals, of variables of enclosing functions, and of attributes of Python modules and
+    classes. The code that ran while the forward was traced tells them; names that it makes at run
+    time count as all names of the Python module."""
+    rows: dict[tuple[Any, str], None] = {}
+    attributes = {name for code, *_ in reads.ran for name in _read(code).attributes}
+    noted = {(type(m), name) for m, names in reads.modules.values() for name in names}
+    noted.add((type(module), "forward"))
+    for (code, first, _), values in reads.ran.items():
+        rows.update(dict.fromkeys(_of_globals(values, _read(code), attributes)))
+        rows.update(dict.fromkeys(_definitions(code, first, values, noted)))
+    for function in reads.closures:
+        for name, value in closure_of(function).items():
+            if name != "__class__":
+                rows[Held(function), name] = None
+                rows.update(dict.fromkeys(_inside(value, attributes)))
+    for part, read in reads.modules.values():
+        for name in sorted(read & vars(part).keys()):
+            rows.update(dict.fromkeys(_inside(vars(part)[name], attributes)))
+    return list(rows)
 
 
-def globals_of(module: nn.Module) -> list[tuple[str, str, Any]]:
-    """Globals that a module's forward may read, and the attributes that it may read of Python
-    modules and classes among them: the name of the Python module, that of the global, and its
-    value. Modules are values by their attributes alone."""
-    values: dict[tuple[str, str], Any] = {}
-    for function, _, names in _reached(module):
-        home = str(function.__globals__.get("__name__"))
-        for name in names.globals & function.__globals__.keys():
-            value = function.__globals__[name]
-            if isinstance(value, types.ModuleType):
-                inside = names.others & vars(value).keys()
-                values.update({(value.__name__, other): vars(value)[other] for other in inside})
-                continue
-            values[home, name] = value
-            if isinstance(value, type):
-                inside = {other for other in names.others if hasattr(value, other)}
-                values.update(
-                    {(home, f"{name}.{other}"): getattr(value, other) for other in inside}
-                )
-    return [
-        (home, name, value)
-        for (home, name), value in values.items()
-        if not isinstance(value, (types.ModuleType, torch.Tensor))
-        if home.partition(".")[0] not in ("torch", "fusedtrain")
-    ]
+def _of_globals(
+    values: dict[str, Any], names: _Names, attributes: set[str]
+) -> Iterator[tuple[Any, str]]:
+    everything = not names.globals.isdisjoint(_LOOKS_UP)
+    wanted = values.keys() if everything else names.globals | names.strings
+    for name in sorted(wanted & values.keys()):
+        value = values[name]
+        if isinstance(value, types.ModuleType):
+            yield from _of_module(value, attributes, name in names.bare)
+        elif not isinstance(value, torch.Tensor) and not name.startswith("__"):
+            yield _home(values), name
+            yield from _inside(value, attributes)
+            if isinstance(value, types.FunctionType):
+                inside = vars(value).keys() & attributes
+                yield from ((_home(values), f"{name}.{other}") for other in sorted(inside))
+    for level, name in sorted(names.imports):
+        path = "." * level + name
+        with suppress(ImportError):
+            path = importlib.util.resolve_name(path, values.get("__package__"))
+        for one in (path, path.partition(".")[0]):
+            if one in sys.modules:
+                yield from _of_module(sys.modules[one], attributes, False)
+
+
+def _of_module(
+    module: types.ModuleType, attributes: set[str], whole: bool, outer: tuple[Any, ...] = ()
+) -> Iterator[tuple[Any, str]]:
+    """`whole`: of one that is handed to somebody, all attributes, and names that it lacks."""
+    values = vars(module)
+    if is_library(module.__name__) or module in outer:
+        return
+    for name in sorted(attributes | values.keys() if whole else attributes & values.keys()):
+        value = values.get(name)
+        if isinstance(value, types.ModuleType):
+            yield from _of_module(value, attributes, False, (*outer, module))
+        elif not isinstance(value, torch.Tensor) and not name.startswith("__"):
+            yield _home(values), name
+            yield from _inside(value, attributes)
+
+
+def _inside(value: Any, attributes: set[str]) -> Iterator[tuple[Any, str]]:
+    """Attributes of a class, or of that of an object, that are not the library's."""
+    if isinstance(value, types.ModuleType):
+        yield from _of_module(value, attributes, False)
+    if isinstance(value, (types.ModuleType, nn.Module, torch.Tensor)):
+        return
+    kind = value if isinstance(value, type) else type(value)
+    theirs = [vars(cls) for cls in kind.__mro__ if not is_library(cls.__module__)]
+    names = attributes.intersection(name for values in theirs for name in values)
+    yield from (_of_class(kind, name) for name in sorted(names))
+
+
+def _definitions(
+    code: types.CodeType, first: type, values: dict[str, Any], noted: set[tuple[type, str]]
+) -> Iterator[tuple[Any, str]]:
+    """Where the function was found whose code ran: among its globals, or in a class of its first
+    argument, where a class before it may get one, too. `noted`: classes of modules, and names by
+    which they were asked for it."""
+    if any(function.__code__ is code for function in functions_of(values.get(code.co_name))):
+        yield _home(values), code.co_name
+    kinds = [cls for cls in first.__mro__ if not is_library(cls.__module__)]
+    for place, cls in enumerate(kinds):
+        for name, value in vars(cls).items():
+            if any(function.__code__ is code for function in functions_of(value)):
+                asked = inspect.getattr_static(first, name, None) is value
+                if not (asked and (first, name) in noted):
+                    yield from (_of_class(kind, name) for kind in kinds[: place + 1])
+
+
+def _home(values: dict[str, Any]) -> Any:
+    """The name of the Python module that has these globals."""
+    home = str(values.get("__name__"))
+    module = sys.modules.get(home)
+    return home if module is not None and vars(module) is values else Held(values)
+
+
+def _of_class(cls: type, name: str) -> tuple[Any, str]:
+    if found(f"{cls.__module__}:{cls.__qualname__}") is cls:
+        return cls.__module__, f"{cls.__qualname__}.{name}"
+    return Held(cls), name

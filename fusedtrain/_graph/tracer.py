@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import dis
+import functools
 import gc
 import operator
 import random
@@ -15,14 +16,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .._torch_private import TorchDispatchMode, top_saved_tensors_hooks
-from .intercept import Interceptor, Reads
+from .intercept import Interceptor
 
 CONTEXT, KEPT = "fusedtrain_context", "fusedtrain_kept"  # in the `meta` of nodes
 DECISION = operator.truth  # of the nodes where a forward asks a value for its truth
@@ -88,34 +88,33 @@ class Tracer(fx.Tracer):
         self.context = context_now()
         self.proxies: list[weakref.ref[fx.Proxy]] = []
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
-        self.reads: Reads = {}  # what the forward looks at
-        self._runs = False  # whether the forward has begun
-        self._own_work = 0  # depth of the tracer's own calls in it
+        self.seen = Interceptor()  # what the forward looks at
         self.asks_mode = False  # whether the forward reads the training flag of a module
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
-    def intercepting(self, originals: dict[int, nn.Module]) -> Interceptor:
-        """Context that notes what the forward reads, and not what the tracer does."""
-        return Interceptor(self.reads, originals, lambda: self._runs and not self._own_work)
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        self._own_work += 1
-        try:
-            yield
-        finally:
-            self._own_work -= 1
-
     def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = super().create_args_for_root(*args, **kwargs)
-        self._runs = True
-        return arguments
+        forward, arguments = super().create_args_for_root(*args, **kwargs)
+        seen = self.seen
+
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            with seen.listening():
+                return forward(*args, **kwargs)
+
+        # torch.fx asks for the globals of the forward.
+        function = types.FunctionType(
+            seeing.__code__, forward.__globals__, "forward", None, seeing.__closure__
+        )
+        return functools.update_wrapper(function, forward), arguments
 
     def getattr(self, *args: Any, **kwargs: Any) -> Any:
-        with self._working():  # looks through all parameters of the root
+        with self.seen.listening(False):  # looks through all parameters of the root
             return super().getattr(*args, **kwargs)
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        with self.seen.listening(False):
+            return super().create_proxy(*args, **kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         made = Proxy(node, self)
@@ -126,13 +125,13 @@ class Tracer(fx.Tracer):
         plain = type(a) in _PLAIN or hasattr(a, "_fields")  # fx knows named tuples
         if isinstance(a, (dict, list, tuple)) and not plain:
             self.guessed = f"its forward makes a value of type {type(a).__name__}"
-        with self._working():
+        with self.seen.listening(False):
             return super().create_arg(a)
 
     def call_module(self, m: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if type(m).__call__ is not nn.Module.__call__:  # its work is in the graph, too
             self.guessed = f"{type(m).__name__} overrides __call__"
-        with self._working():
+        with self.seen.listening(False):
             return super().call_module(m, *args, **kwargs)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
@@ -208,7 +207,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-@cache
+@functools.cache
 def _device_types() -> tuple[str, str]:
     return "cpu", str(torch.accelerator.current_accelerator(False) or "cuda")
 
@@ -272,7 +271,7 @@ def has_with(forward: Any) -> bool:
     return code is not None and _has_with(code)
 
 
-@lru_cache(1024)
+@functools.lru_cache(1024)
 def _has_with(code: types.CodeType) -> bool:
     names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
     return any(step.opname in names for step in dis.get_instructions(code))

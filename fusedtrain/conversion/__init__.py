@@ -3,10 +3,12 @@
 A module is converted by giving the very same object another class, or another forward. So its
 hooks, parameters, flags and names, and whoever else refers to it, need no copying.
 
-Here is which modules change class. `_conversion` finds and installs, `_trials` and `_proof` prove.
-`_norms`, `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas` (over
-`_algebra`) knows which are an activation, `_reordering` whether they may move, `_candidates` what
-gains. `_rewrite`, `_edit` and `_source` write the new forwards, which call `_fused_calls`.
+Here is which modules change class, and in `_classes` why some do not. `_conversion` has all units
+(`_units`) of a model, installs and reports them; `_trials` and `_proof` prove. `_norms` (with its
+unit in `_sites`), `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas`
+(over `_algebra`) knows which are an activation, `_candidates` what gains. `_rewrite` chooses units
+that go together, `_reordering` knows whether their calls may move. `_edit` and `_source` write the
+new forwards, which call `_fused_calls`. `_fuse_modules` is for torch's quantisation.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
 from .._graph.compiled import original_of, without_compiled_code
@@ -32,13 +33,16 @@ from .._graph.guards import (
     Contents as Contents,
     Gone as Gone,
     Guards as Guards,
+    Held as Held,
     Same as Same,
     Seen as Seen,
 )
 from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
-from .._graph.report import shown, title
+from .._graph.report import shown
+from . import _fuse_modules as _fuse_modules
+from ._classes import unlike
 from ._report import ConversionReport
 
 # Record, Rewritten, Guards with its rows, and what __getattr__ finds are not public: pickles of
@@ -247,10 +251,9 @@ def _find(
         if entry is not None:
             entries[id(module)] = entry
             entry.names.append(name)
-            if excluded and entry.fused is not None:
-                entry.reason = "excluded"
             # Once fused, an activation does not call its children (the relu of timm's StarReLU).
-            if not entry.reason or is_scripted(module):
+            stays = entry.reason or (excluded and entry.fused is not None)
+            if not stays or is_scripted(module):
                 return
         for child_name, child in module._modules.items():
             if child is not None:
@@ -276,15 +279,10 @@ def _decide(module: torch.nn.Module) -> Decision | None:
     if isinstance(module, _FUSED):
         return Decision(module)
     base = next((base for base in cls.__mro__ if base in _TORCH or _key(base) in _TIMM), None)
-    if base is None:
-        return Decision(module, reason="no fused version") if _looks_pointwise(cls) else None
-    if base is not cls:
-        if is_quantized(module):
-            return Decision(module, reason="quantised")
-        changed = parametrize.is_parametrized(module)
-        return Decision(module, reason="parametrized" if changed else f"subclass of {title(base)}")
-    if "forward" in vars(module):
-        return Decision(module, reason="its forward is patched")
+    if base is None and not _looks_pointwise(cls):
+        return None
+    if reason := unlike(module, base):
+        return Decision(module, reason=reason)
     if cls in _TORCH:
         return Decision(module, _TORCH[cls])
     target, attributes = _TIMM[_key(cls)]

@@ -13,36 +13,48 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
-from .._graph.flow import Flow, Trace, is_product, is_sum
-from .._graph.hooks import is_hooked
+from .._graph.flow import Trace, is_product, is_sum
 from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..nn.parts import branch_scale_of, is_stochastic_depth
 from ..ops.scale_add import residual_add
+from ._report import Branched
+from ._units import Change, Copy, Rules, Unit
 
 _LAYER_SCALE = ("timm", "LayerScale")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
+_IN_PLACE = (operator.iadd, "add_")
 
 
-@dataclass
-class Branch:
-    """`node` adds to `shortcut` what `drop` and a product with `scale` made of `branch`."""
+@dataclass(eq=False, kw_only=True)
+class Branch(Unit):
+    """A sum of `shortcut` and what `drop` and a product with `scale` made of `branch`."""
 
-    trace: Trace
-    name: str  # of the module whose forward it is in
-    node: fx.Node
+    lines = "branches"
+
     shortcut: fx.Node
     branch: fx.Node
     drop: fx.Node | None
     scale: fx.Node | None  # a tensor, or the call of a module that multiplies with one
-    gone: tuple[fx.Node, ...]  # calls whose work the sum does
 
-    @property
-    def parts(self) -> tuple[str, ...]:
+    def written(self, change: Change, copy: Copy) -> fx.Node:
+        def part(value: fx.Node | None) -> fx.Node | None:
+            if value is None or value.op != "call_module":
+                return copy.of(value)
+            return copy.graph.get_attr(str(value.target))
+
+        operands = copy.of(self.shortcut), copy.of(self.branch), part(self.scale), part(self.drop)
+        in_place = [True] if change.place.target in _IN_PLACE else []
+        return copy.graph.call_function(add_branch, (*operands, *in_place))
+
+    def line(self, source: str) -> Branched:
         scale = ("layer scale",) if self.scale is not None else ()
-        drop = () if self.drop is None else (type(self.trace.callee(self.drop)).__name__,)
-        return scale + drop
+        drop = (
+            ()
+            if self.drop is None
+            else (type(self.module.get_submodule(str(self.drop.target))).__name__,)
+        )
+        return Branched(self.name, source, scale + drop)
 
 
 def add_branch(
@@ -93,23 +105,18 @@ def may_have_branches(module: nn.Module) -> bool:
     )
 
 
-def find_branches(flow: Flow, excluded: set[int]) -> list[Branch]:
+def find_branches(rules: Rules) -> Iterator[Branch]:
     """All of a model, in the order of its forwards."""
-    branches = []
-    for trace in flow.traces:
-        if trace.inexact or id(trace.module) in excluded:
-            continue
-        for node in trace.graphs[0].nodes:
-            branch = _branch(flow, trace, node, excluded)
-            if branch is not None:
-                branches.append(branch)
-    return branches
+    for trace in rules.traces:
+        if not (trace.inexact or rules.of_forward(trace)):
+            branches = (_branch(rules, trace, node) for node in trace.graphs[0].nodes)
+            yield from filter(None, branches)
 
 
-def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Branch | None:
+def _branch(rules: Rules, trace: Trace, node: fx.Node) -> Branch | None:
     if not is_sum(node) or len(node.args) != 2 or node.kwargs:
         return None
-    in_place = node.target in (operator.iadd, "add_")
+    in_place = node.target in _IN_PLACE
     for place, value in enumerate(node.args):
         other = node.args[1 - place]
         if not isinstance(value, fx.Node) or not isinstance(other, fx.Node) or value is other:
@@ -119,11 +126,11 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
         drop = scale = None
         gone: list[fx.Node] = []
         while len(value.users) == 1:
-            if drop is None and _drops(trace, value, excluded):
+            if drop is None and _drops(rules, trace, value):
                 drop, following = value, value.args[0]
             elif scale is None and (product := _scaled(value)):
                 scale, following = product
-            elif scale is None and _scales(trace, value, excluded):
+            elif scale is None and _scales(rules, trace, value):
                 scale, following = value, value.args[0]
             else:
                 break
@@ -137,30 +144,35 @@ def _branch(flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]) -> Bran
             if scale is None:
                 continue
             drop = None
-        name = flow.names[id(trace.module)]
-        return Branch(trace, name, node, other, value, drop, scale, tuple(gone))
+        return Branch(
+            name=rules.flow.names[id(trace.module)],
+            module=trace.module,
+            change=Change(trace, [*reversed(gone), node], node),
+            shortcut=other,
+            branch=value,
+            drop=drop,
+            scale=scale,
+        )
     return None
 
 
-def _drops(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
-    module = trace.callee(node)
-    if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
-        return False
-    return _is_plain(module) and (type(module) is nn.Identity or is_stochastic_depth(module))
+def _drops(rules: Rules, trace: Trace, node: fx.Node) -> bool:
+    module = _left_out(rules, trace, node)
+    return type(module) is nn.Identity or (module is not None and is_stochastic_depth(module))
 
 
-def _scales(trace: Trace, node: fx.Node, excluded: set[int]) -> bool:
+def _scales(rules: Rules, trace: Trace, node: fx.Node) -> bool:
     """Whether it calls a module of layer scale."""
+    module = _left_out(rules, trace, node)
+    return module is not None and package_and_name(module) == _LAYER_SCALE and not module.inplace
+
+
+def _left_out(rules: Rules, trace: Trace, node: fx.Node) -> nn.Module | None:
+    """The module that a node calls with one argument, if its call may be left out."""
     module = trace.callee(node)
-    if module is None or len(node.args) != 1 or node.kwargs or id(module) in excluded:
-        return False
-    known = package_and_name(module) == _LAYER_SCALE and not module.inplace
-    return known and _is_plain(module)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    hooked = is_hooked(module)
-    return "forward" not in vars(module) and not hooked and not parametrize.is_parametrized(module)
+    if module is None or len(node.args) != 1 or node.kwargs or rules.of_part(module, "it"):
+        return None
+    return module
 
 
 def _scaled(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

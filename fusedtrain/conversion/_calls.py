@@ -8,7 +8,7 @@ nothing else, gets the fused class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch import fx, nn
 
 from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
-from .._graph.forward import rewritten_of
-from .._graph.names import numbers_of
+from .._graph.guards import Guards, looked_at
+from .._graph.names import outside
 from .._graph.records import Decision, record_of
 from .._graph.report import Unchanged, title
 from ..reference.pointwise import INDEX, POINTWISE
-from ._candidates import Candidates, is_bare
+from ._candidates import GAINS_NOTHING, Candidates, gains, is_bare
 from ._formulas import (
     FUNCTIONS,
     Match,
@@ -33,6 +33,8 @@ from ._formulas import (
     other_call_of,
 )
 from ._norms import MODULE_OF
+from ._report import Called
+from ._units import Change, Copy, Rules, Unit
 
 # These keep their output in torch, too: who writes over it meets the same error.
 _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
@@ -41,64 +43,94 @@ _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-@dataclass
-class Call:
-    """One activation in a forward, which one call of a function computes."""
+@dataclass(eq=False, kw_only=True)
+class Call(Unit):
+    """One activation in a forward, which one call of a function computes; without a `match` it
+    stays."""
 
-    trace: Trace
-    name: str  # of the module whose forward it is in
-    match: Match
+    lines, left = "calls", "left_calls"
 
-    @property
-    def node(self) -> fx.Node:
-        return self.match.root
+    match: Match | None = None
+    of_use: bool = True
 
     @property
-    def title(self) -> str:
-        return self.match.name
+    def idle(self) -> str | None:
+        return None if self.of_use else GAINS_NOTHING
 
-    @property
-    def kept(self) -> tuple[fx.Node, ...]:
-        """Values that the fused function keeps for backward, where it does not say so by a copy."""
-        if self.match.in_place:
-            return ()
-        if self.match.name not in INDEX:  # torch keeps as much
-            return ()
-        row = POINTWISE[INDEX[self.match.name]]
-        if row.saves == "input":
-            return (self.match.input,)
-        return () if self.match.name in _KEEP_OUTPUT else (self.node,)
-
-    def replacement(self, graph: fx.Graph, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """The call in a copy of the graph."""
-        match = self.match
-        input = copy_of(match.input)
+    def written(self, change: Change, copy: Copy) -> fx.Node:
+        match, graph = self.match, copy.graph
+        assert match is not None
+        input = copy.of(match.input)
         if match.is_formula:
             arguments = (input, match.name, match.number, match.widens)
             return graph.call_function(activated, arguments, dict(match.parameters))
         function = getattr(fused_functional, match.name)
-        parameters = {
-            key: copy_of(value) if isinstance(value, fx.Node) else value
-            for key, value in match.parameters.items()
-        }
+        parameters = {key: copy.of(value) for key, value in match.parameters.items()}
         return graph.call_function(function, (input,), parameters)
 
+    def line(self, source: str) -> Called:
+        return Called(self.name, source, self.title)
 
-def find_calls(flow: Flow, excluded: set[int]) -> list[Call]:
-    """All of a model, in the order of its forwards, that may be replaced where they stand."""
-    calls = []
-    for trace in flow.traces:
-        if id(trace.module) in excluded or not trace.is_known:
+
+def _kept(match: Match) -> tuple[fx.Node, ...]:
+    """Values that the fused function keeps for backward, where it does not say so by a copy."""
+    if match.in_place or match.name not in INDEX:  # torch keeps as much as those of `OTHERS`
+        return ()
+    if POINTWISE[INDEX[match.name]].saves == "input":
+        return (match.input,)
+    return () if match.name in _KEEP_OUTPUT else (match.root,)
+
+
+def find_calls(
+    rules: Rules, candidates: Candidates, known: set[int], memory: str
+) -> Iterator[Call]:
+    """All of a model, in the order of its forwards. `known`: ids of modules that have a line of
+    their own in the report."""
+    flow = rules.flow
+    for name, module in flow.model.named_modules():
+        if id(module) in known:
             continue
-        name = flow.names[id(trace.module)]
-        for graph in trace.graphs:
-            others = filter(None, map(other_call_of, graph.nodes))
-            matches = (*matches_of(graph).values(), *others)
-            calls += [Call(trace, name, match) for match in matches]
-    return calls
+        trace, is_told = flow.trace_of(module), candidates.mentions(module)
+        if trace is None:
+            why = f"torch.fx cannot trace its forward ({flow.failed.get(id(module), 'unknown')})"
+            for function in candidates.names(module):
+                yield Call(name=name, module=module, title=function, reason=why)
+            continue
+        for node in (node for graph in trace.graphs for node in graph.nodes):
+            function, match, reason = _called(node)
+            if not function:
+                continue
+            of_use = not match or match.is_formula or gains(function, match.in_place, memory)
+            reason = reason or (rules.of_forward if of_use else rules.of_graphs)(trace)
+            if is_told or (of_use and not reason):
+                change = match and Change(trace, match.nodes, node, _kept(match), crosses=False)
+                yield Call(
+                    name=name,
+                    module=module,
+                    title=function,
+                    reason=reason,
+                    change=change,
+                    match=match,
+                    of_use=of_use,
+                )
 
 
-def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[Decision]:
+def _called(node: fx.Node) -> tuple[str, Match | None, str]:
+    """The activation that ends with a call, '' if none does, and why no fused one can take its
+    arguments."""
+    matches = matches_of(node.graph)
+    match = matches.get(node)
+    if match is None and any(node in other.nodes for other in matches.values()):
+        return "", None, ""
+    match = match or other_call_of(node)
+    if match is not None:
+        return match.name, match, ""
+    if is_clamp_of_relu(node):
+        return "clamp", None, "its slope at 0 is 1, and that of ReLU is 0"
+    return name_of_call(node) or name_of_other(node), None, "its arguments are not numbers"
+
+
+def find_modules(flow: Flow, known: set[int]) -> Iterator[Decision]:
     """Modules that are one activation and can be given its class; `known` are others."""
     names: dict[int, list[str]] = {}
     for name, module in flow.model.named_modules(remove_duplicate=False):
@@ -109,15 +141,13 @@ def find_modules(flow: Flow, excluded: set[int], known: set[int]) -> Iterator[De
         entry = _encoder(module) if type(module) in _ENCODERS else _activation(flow, module)
         if entry is not None:
             entry.names = names[id(module)]
-            if id(module) in excluded and entry.fused is not None:
-                entry.reason = "excluded"
             yield entry
 
 
 def only_activation(flow: Flow, module: nn.Module) -> Match | None:
     """The activation that a module is, and nothing else."""
     trace = flow.trace_of(module)
-    if trace is None or trace.inexact or not is_bare(module) or not _is_simple(module):
+    if trace is None or trace.inexact or not is_bare(module) or not _is_simple(trace):
         return None
     first, *between, last = trace.graphs[0].nodes
     match = matches_of(trace.graphs[0]).get(last.args[0])
@@ -142,10 +172,11 @@ def _activation(flow: Flow, module: nn.Module) -> Decision | None:
     )
 
 
-def _is_simple(module: nn.Module) -> bool:
+def _is_simple(trace: Trace) -> bool:
     """Whether nothing but its forward makes a module what it is."""
-    cls = type(module)
-    if any(numbers_of(module).values()) or cls.__call__ is not nn.Module.__call__:
+    cls, reads = type(trace.module), trace.reads
+    numbers = Guards(looked_at(reads), outside(reads, trace.module)).compares_numbers()
+    if numbers or cls.__call__ is not nn.Module.__call__:
         return False
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         if any(not name.startswith("_") and name not in _USUAL for name in vars(base)):
@@ -178,37 +209,6 @@ def target_of(entry: Decision) -> str:
     return f"fusedtrain.functional.{entry.attributes['activation'].__name__}"
 
 
-def left_calls(
-    flow: Flow, candidates: Candidates, known: set[int], reasons: dict[fx.Node, str]
-) -> Iterator[Unchanged]:
-    """Each activation function that a forward still calls, with the reason. `known`: ids of modules
-    that have a line of their own; `reasons` of single calls, '' of those that are gone."""
-    for name, module in flow.model.named_modules():
-        if id(module) in known or not candidates.mentions(module) or rewritten_before(flow, module):
-            continue
-        trace = flow.trace_of(module)
-        if trace is None:
-            why = f"torch.fx cannot trace its forward ({flow.failed.get(id(module), 'unknown')})"
-            for function in candidates.names(module):
-                yield Unchanged(name, function, why)
-            continue
-        left: dict[str, str] = {}
-        inner = {n for graph in trace.graphs for m in matches_of(graph).values() for n in m.nodes}
-        for node in (node for graph in trace.graphs for node in graph.nodes):
-            match = matches_of(node.graph).get(node)
-            function = match.name if match else ""
-            if match is None and node not in inner:
-                function = name_of_call(node) or name_of_other(node)
-            unfit = match is None and other_call_of(node) is None
-            reason = reasons.get(node, "its arguments are not numbers" if unfit else None)
-            if node not in inner and is_clamp_of_relu(node):
-                function, reason = "clamp", "its slope at 0 is 1, and that of ReLU is 0"
-            if function and reason != "":
-                left.setdefault(function, reason or trace.inexact or "it stays as it is")
-        for function, reason in left.items():
-            yield Unchanged(name, function, reason)
-
-
 def left_modules(flow: Flow, candidates: Candidates, known: set[int]) -> Iterator[Unchanged]:
     """Modules that look like an activation, and are none that is known."""
     for name, module in flow.model.named_modules():
@@ -223,8 +223,3 @@ def left_modules(flow: Flow, candidates: Candidates, known: set[int]) -> Iterato
             continue
         if not any(map(matches_of, trace.graphs)):
             yield Unchanged(name, title(type(module)), "no fused version of its formula")
-
-
-def rewritten_before(flow: Flow, module: nn.Module) -> bool:
-    """Whether an earlier conversion gave a module its forward, which hides that of the class."""
-    return rewritten_of(module) is not None and flow.trace_of(module) is None

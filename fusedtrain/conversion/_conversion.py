@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import fx, nn
 
@@ -18,22 +18,16 @@ from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
-from ._branches import Branch, find_branches
-from ._calls import Call, find_calls, find_modules, left_calls, left_modules, target_of
+from ._branches import find_branches
+from ._calls import find_calls, find_modules, left_modules, target_of
 from ._candidates import GAINS_NOTHING, Candidates, gains
-from ._gates import Product, find_products
+from ._gates import find_products
 from ._in_place import can_overwrite
-from ._norms import Finder, Site, Step, fused_class, has_own_steps, obstacle
-from ._report import (
-    Branched,
-    Called,
-    ConversionReport,
-    Converted,
-    FusedNorm,
-    Gated,
-    LookedAt,
-)
-from ._rewrite import Plan, apply, becomes_ours
+from ._norms import Finder, obstacle
+from ._report import ConversionReport, Converted, LookedAt
+from ._rewrite import Plan
+from ._sites import Site, Step, has_own_steps
+from ._units import Rules, Unit
 
 
 class Conversion:
@@ -51,9 +45,8 @@ class Conversion:
         }
         self._take_earlier_back()
         self.undone: dict[int, str] = {}  # id of a module: why
-        self.unfit: dict[int, str] = {}  # id of a norm: why
+        self.units: list[Unit] = []  # as the last plan has left them
         self.swapped: list[Decision] = []
-        self.left: dict[int, str] = {}
         self.idle: set[int] = set()  # ids of activations
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
@@ -62,7 +55,10 @@ class Conversion:
         self.effects = Effects(self.flow)
         self.plan = Plan(self.effects, [])
         known = {id(part) for entry in entries for part in entry.module.modules()}
-        entries += find_modules(self.flow, excluded, known)
+        entries += find_modules(self.flow, known)
+        for entry in entries:
+            if entry.fused is not None and id(entry.module) in excluded:
+                entry.reason = "excluded"
         order = {id(module): place for place, module in enumerate(model.modules())}
         entries.sort(key=lambda entry: order[id(entry.module)])
         self.known = known | {id(entry.module) for entry in entries}
@@ -80,16 +76,18 @@ class Conversion:
         for entry in self.activations:
             assert entry.fused is not None
             assign(entry.module, entry.fused, entry.attributes)
+        swapped = {id(entry.module) for entry in self.activations}
+        rules = Rules(self.flow, self.excluded, swapped)
         try:
-            finder = Finder(self.flow, self.excluded)
+            finder = Finder(rules)
             sites = [self._site(finder, norm) for norm in self.norms]
-            self.sites = [site for site in sites if site is not None]
-            self.products, self.left_products = find_products(self.flow, self.excluded)
-            self.branches = find_branches(self.flow, self.excluded)
-            calls = find_calls(self.flow, self.excluded | self.known)
-            idle = [c for c in calls if not gains(c.match.name, c.match.in_place, self.memory)]
-            self.idle_calls = {c.node for c in idle if not c.match.is_formula}
-            self.calls = [call for call in calls if call.node not in self.idle_calls]
+            # In the order in which they choose their calls.
+            self.all_units: list[Unit] = [
+                *(site for site in sites if site is not None),
+                *find_products(rules),
+                *find_branches(rules),
+                *find_calls(rules, self.candidates, self.known, self.memory),
+            ]
         finally:
             for entry in self.activations:
                 restore(entry.module)
@@ -97,8 +95,8 @@ class Conversion:
     def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> Plan:
         """Swaps what is chosen, as far as it was not found to be wrong."""
 
-        def chosen(module: nn.Module | None) -> bool:
-            return id(module) not in self.undone and (module is None or only(module))
+        def chosen(module: nn.Module) -> bool:
+            return id(module) not in self.undone and only(module)
 
         self._take_earlier_back()
         try:
@@ -107,16 +105,14 @@ class Conversion:
             self.uninstall()
             raise
 
-    def _install(self, chosen: Callable[[nn.Module | None], bool]) -> Plan:
-        sites = [copy.copy(site) for site in self.sites if chosen(site.norm)]
-        for site in sites:
-            site.steps = list(site.steps)
-        products = [p for p in self.products if chosen(p.trace.module)]
-        branches = [b for b in self.branches if chosen(b.trace.module)]
-        calls = [call for call in self.calls if chosen(call.trace.module)]
+    def _install(self, chosen: Callable[[nn.Module], bool]) -> Plan:
+        self.units = [copy.copy(unit) for unit in self.all_units]
+        for unit in self.units:
+            unit.reason = unit.reason or self.undone.get(id(unit.module), "")
+            unit.leave_out(self.undone)
+        units = [unit for unit in self.units if not unit.reason and chosen(unit.module)]
         # The activations of a unit are swapped with it.
-        parts = {id(step.module) for site in sites for step in site.steps}
-        parts |= {id(product.module) for product in products}
+        parts = {id(part) for unit in units for part in unit.parts}
         self.swapped = [
             entry
             for entry in self.activations
@@ -126,35 +122,23 @@ class Conversion:
         for entry in self.swapped:
             assert entry.fused is not None
             assign(entry.module, entry.fused, entry.attributes)
-        for site in sites:
-            for step in site.steps[:]:
-                if step in site.steps and step.is_call and id(step.module) in self.undone:
-                    site.truncate(step)
-        self.left = dict(self.unfit)
-        products = [p for p in products if id(p.module) not in self.undone]
-        self.plan = Plan(self.effects, sites, products, branches, calls)
-        self.plan.left_products |= {
-            p.node: Unchanged(p.name, p.title, why)
-            for p in self.products
-            if (why := self.undone.get(id(p.trace.module)) or self.undone.get(id(p.module)))
-        }
-        for site in sites:
-            site.overwrites = self._overwrites(site.norm, site.steps)
-            of_use = site.steps or has_own_steps(site.norm) or self._is_recomputed(site.norm)
-            if not of_use and not site.overwrites:
-                self.left[id(site.norm)] = self.plan.left.get(id(site.norm), "")
-        self.plan.sites = [site for site in sites if id(site.norm) not in self.left]
+        self.plan = Plan(self.effects, units)
+        for site in self.plan.sites:
+            site.overwrites = self._overwrites(site.module, site.steps)
+        for unit in self.plan.units[:]:
+            if unit.idle is not None:
+                unit.reason = unit.idle
+                self.plan.units.remove(unit)
         self._take_idle_back()
-        self.rewritten = apply(self.plan)
+        self.rewritten = self.plan.apply()
         set_recomputing(self.model, self.memory == "recompute")
         return self.plan
 
     def _take_idle_back(self) -> None:
         """Gives activations their class back that are part of nothing and gain nothing."""
-        parts = {id(step.module) for site in self.plan.sites for step in site.steps}
-        parts |= {id(product.module) for product in self.plan.products}
+        parts = {id(part) for unit in self.plan.units for part in unit.parts}
         ours = [m for m in self.model.modules() if isinstance(m, BatchNormActBase)]
-        for norm in (*ours, *(site.norm for site in self.plan.sites)):
+        for norm in (*ours, *(site.module for site in self.plan.sites)):
             parts.update(map(id, norm.children()))
         self.idle = {
             id(entry.module)
@@ -167,20 +151,17 @@ class Conversion:
         self.swapped = [entry for entry in self.swapped if id(entry.module) not in self.idle]
 
     def _site(self, finder: Finder, norm: nn.Module) -> Site | None:
-        name, calls = self.flow.names[id(norm)], self.flow.calls(norm)
-        plain = Site(norm, name, calls=calls)
-        site = plain if has_own_steps(norm) else finder.find(norm)
-        alone = self._is_recomputed(norm) or self._overwrites(norm, ())
-        if isinstance(site, str) and alone:
-            site = plain  # so that its output, or its input, need not be kept
-        if site == "":
+        site = finder.find(norm)
+        if has_own_steps(norm):
+            site.steps = ()
+        site.alone = has_own_steps(norm) or self._is_recomputed(norm)
+        of_use = site.steps or site.alone or self._overwrites(norm, ())
+        if of_use or (site.reason and is_quantized(norm)):
+            site.reason = obstacle(norm)
+        elif not site.reason:
             return None
-        reason = site if isinstance(site, str) else obstacle(norm)
-        reason = "excluded" if id(norm) in self.excluded else reason
-        reason = "quantised" if is_quantized(norm) else reason
-        if reason or isinstance(site, str):
-            self.unfit[id(norm)] = reason
-            return None
+        if id(norm) in self.excluded and not is_quantized(norm):
+            site.reason = "excluded"
         return site
 
     def _is_recomputed(self, norm: nn.Module) -> bool:
@@ -205,7 +186,7 @@ class Conversion:
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
         comparison with the stock model is of exact derivatives."""
-        save = "q8" if self.memory == "q8" else None
+        save, gone = ("q8" if self.memory == "q8" else None), self.plan.gone()
         for module in self.model.modules():
             cls = type(module)
             if (
@@ -214,15 +195,14 @@ class Conversion:
                 or not cls.takes("q8")
             ):
                 continue
-            runs = id(module) not in self.excluded and self.plan.runs(module)
+            runs = id(module) not in self.excluded and not self.plan.is_passed(module, gone)
             if runs and vars(module).get("save") != save:
                 vars(module)["save"] = save
 
     def uninstall(self) -> None:
         """Restores the model as it was before."""
         for site in self.plan.sites:
-            if site.norm in self.norms:
-                restore(site.norm)
+            restore(site.module)
         for module in (*self.plan.owners(), self.model):
             remove(module)
         for entry in self.swapped:
@@ -237,8 +217,8 @@ class Conversion:
         gone = self.plan.gone()
         modules = [entry.module for entry in self.swapped]
         acts = [m for m in modules if not any(n in gone for _, n in self.flow.calls(m))]
-        after = [place_of(site) for site in self.plan.sites]
-        return [*after, *acts, *self.plan.owners(), self.model]
+        places = [unit.place for unit in self.plan.units]
+        return [*places, *acts, *self.plan.owners(), self.model]
 
     def report(self) -> ConversionReport:
         report = ConversionReport(already=self.done, memory=self.memory)
@@ -257,37 +237,19 @@ class Conversion:
                 if len(entry.names) > 1:
                     report.shared[name] = entry.names
         done = self._done_before()
-
-        def fresh(units: Iterable[_Unit]) -> list[_Unit]:
-            return [unit for unit in units if unit.trace.module not in done]
-
-        for site in self.plan.sites:
-            before = site.norm in self.classes and self.classes[site.norm][0] is type(site.norm)
-            if done.issuperset(site.owners) if site.owners else before:
-                report.already += 1
+        for unit in _of_one_way(self.plan.units):
+            earlier = self.classes.get(unit.module, (None, {}))[0] is type(unit.module)
+            if done.issuperset(unit.owners) if unit.owners else earlier:
+                report.already += isinstance(unit, Site)
             else:
-                report.norms.append(self._fused(site))
-        for product in _of_one_way(fresh(self.plan.products)):
-            kind = title(type(product.trace.module))
-            report.products.append(Gated(product.name, kind, product.title))
-        for branch in fresh(self.plan.branches):
-            kind = title(type(branch.trace.module))
-            report.branches.append(Branched(branch.name, kind, branch.parts))
-        for call in _of_one_way(fresh(self.plan.calls)):
-            kind = title(type(call.trace.module))
-            report.calls.append(Called(call.name, kind, call.title))
-        for norm in self.norms:
-            why = self.undone.get(id(norm)) or self.left.get(id(norm))
-            if why:
-                report.left.append(
-                    Unchanged(self.flow.names[id(norm)], self.sources[id(norm)], why)
-                )
+                getattr(report, unit.lines).append(unit.line(self.sources[id(unit.module)]))
+        stay = [u for u in self.units if u.reason and u.left and u not in self.plan.units]
+        # One line for all ways through a forward.
+        lines = dict.fromkeys((u.left, u.unchanged(self.sources[id(u.module)])) for u in stay)
+        for left, line in lines:
+            getattr(report, left).append(line)
         known = self.known | {id(norm) for norm in self.norms}
         report.left += left_modules(self.flow, self.candidates, known)
-        report.left_calls += left_calls(self.flow, self.candidates, known, self._reasons())
-        left_products = self.left_products | self.plan.left_products
-        # One line for all ways through a forward.
-        report.left_products += dict.fromkeys(left_products.values())
         report.looked_at = LookedAt(
             len(self.flow.names), len(self.flow.traces), len(self.flow.failed)
         )
@@ -300,37 +262,14 @@ class Conversion:
         now = {module: rewritten_of(module) for module in self.earlier}
         return {m for m, one in now.items() if one and one.source == self.earlier[m].source}
 
-    def _reasons(self) -> dict[fx.Node, str]:
-        """Reasons why the calls of all graphs stay; '' for those that are gone."""
-        reasons = dict.fromkeys(self.idle_calls, GAINS_NOTHING) | self.plan.left_calls
-        for trace in self.flow.traces:
-            key = id(trace.module)
-            why = "excluded" if key in self.excluded else self.undone.get(key, "")
-            if why:
-                reasons.update((node, why) for graph in trace.graphs for node in graph.nodes)
-        return reasons | dict.fromkeys(self.plan.gone(), "")
 
-    def _fused(self, site: Site) -> FusedNorm:
-        parts = [
-            "add" if step.module is None else type(step.module).__name__ for step in site.steps
-        ]
-        fused = fused_class(site.norm)
-        assert fused is not None
-        function = "fusedtrain.functional.batch_norm_act"
-        target = title(fused) if becomes_ours(site) else function
-        return FusedNorm(site.name, self.sources[id(site.norm)], target, tuple(parts))
-
-
-_Unit = TypeVar("_Unit", Product, Branch, Call)
-_Titled = TypeVar("_Titled", Product, Call)
-
-
-def _of_one_way(units: Iterable[_Titled]) -> Iterator[_Titled]:
+def _of_one_way(units: Iterable[Unit]) -> Iterator[Unit]:
     """Units of one way through a forward with several: the first way that has most of a kind."""
-    groups: dict[tuple[int, str], dict[fx.Graph, list[_Titled]]] = {}
+    groups: dict[tuple[Any, ...], dict[fx.Graph | None, list[Unit]]] = {}
     for unit in units:
-        ways = groups.setdefault((id(unit.trace), unit.title), {})
-        ways.setdefault(unit.node.graph, []).append(unit)
+        graph = None if unit.change is None else unit.change.graph
+        ways = groups.setdefault((type(unit), id(unit.module), unit.title), {})
+        ways.setdefault(graph, []).append(unit)
     for ways in groups.values():
         yield from max(ways.values(), key=len)
 
@@ -347,10 +286,3 @@ def _gains(entry: Decision, memory: str) -> bool:
     record = record_of(entry.module)
     row = None if record is None else ROW_OF.get(record.original)
     return row is None or gains(row.name, getattr(entry.module, "inplace", False), memory)
-
-
-def place_of(site: Site) -> nn.Module:
-    """The module that returns what a site computes."""
-    if not (site.steps or site.overwrites):
-        return site.norm
-    return (site.levels or site.calls)[site.last][0].module

@@ -6,60 +6,55 @@ activation (a module, a function, a formula) and goes nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from .._calls import autocasts, is_plain
-from .._graph.flow import Flow, Trace, is_product
-from .._graph.hooks import is_hooked
-from .._graph.report import Unchanged
+from .._graph.flow import Trace, is_product
 from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._calls import only_activation
 from ._formulas import Match, activated, matches_of
 from ._norms import is_activation, module_of
+from ._report import Gated
+from ._units import Change, Copy, Rules, Unit
 
 
-@dataclass
-class Product:
-    """`node` multiplies `other` by the value of `gate`: a call of the activation `module`, or the
+@dataclass(eq=False, kw_only=True)
+class Product(Unit):
+    """A multiplication of `other` by the value of `gate`: a call of the activation `part`, or the
     last call of `match`."""
 
-    trace: Trace
-    name: str  # of the module whose forward it is in
-    node: fx.Node
+    lines, left, lost = "products", "left_products", "its gate is part of a batch norm"
+
     gate: fx.Node
     other: fx.Node
-    module: nn.Module | None
-    match: Match | None = None
-    inner: Match | None = None  # the formula that the forward of the module is
+    part: nn.Module | None
+    match: Match | None
+    inner: Match | None  # the formula that the forward of the module is
 
     @property
-    def opened(self) -> tuple[fx.Node, ...]:
-        """The calls of the activation."""
-        return (self.gate,) if self.match is None else self.match.nodes
+    def parts(self) -> tuple[nn.Module, ...]:
+        return () if self.part is None else (self.part,)
 
-    @property
-    def kept(self) -> tuple[fx.Node, ...]:
-        return tuple(self.gate.all_input_nodes) if self.match is None else (self.match.input,)
-
-    @property
-    def title(self) -> str:
-        return type(self.module).__name__ if self.match is None else self.match.name
-
-    def replacement(self, graph: fx.Graph, other: Any, opened: Any) -> fx.Node:
-        """The call in a copy of the graph, of the activation's input `opened`."""
-        match = self.match or self.inner
+    def written(self, change: Change, copy: Copy) -> fx.Node:
+        graph, match = copy.graph, self.match or self.inner
+        opened = self.gate.args[0] if self.match is None else self.match.input
+        operands = copy.of(self.other), copy.of(opened)
         if match is None:  # the module's parameters count as they are at each call
             module = graph.get_attr(str(self.gate.target))
-            return graph.call_function(gated_by, (other, opened, module))
+            return graph.call_function(gated_by, (*operands, module))
         if not match.is_formula:
-            return graph.call_function(gated, (other, opened, match.name), match.parameters)
-        arguments = (other, opened, match.name, match.number, match.widens)
+            return graph.call_function(gated, (*operands, match.name), match.parameters)
+        arguments = (*operands, match.name, match.number, match.widens)
         return graph.call_function(gated_formula, arguments, dict(match.parameters))
+
+    def line(self, source: str) -> Gated:
+        return Gated(self.name, source, self.title)
 
 
 def gated_formula(
@@ -87,56 +82,52 @@ def gated_by(input: Tensor, gate: Tensor, module: nn.Module) -> Tensor:
     return gated(input, gate, row.name, **values)
 
 
-_NO_KERNEL = "no fused version of its gate"
 gated_by.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def find_products(flow: Flow, excluded: set[int]) -> tuple[list[Product], dict[fx.Node, Unchanged]]:
-    """All products of a model, in the order of its forwards, and those that have to stay."""
-    products: list[Product] = []
-    left: dict[fx.Node, Unchanged] = {}
-    for trace in flow.traces:
+def find_products(rules: Rules) -> Iterator[Product]:
+    """All products of a model, in the order of its forwards."""
+    for trace in rules.traces:
         for graph in trace.graphs:
             inner = {n for match in matches_of(graph).values() for n in match.nodes}
             for node in filter(is_product, graph.nodes):
                 if node in inner:  # x * x.sigmoid() is one activation
                     continue
-                product = _product(flow, trace, node, excluded)
-                if isinstance(product, Product):
-                    products.append(product)
-                elif product is not None:
-                    left[node] = product
-    return products, left
+                # x * gate(s) is the usual order where both are activations.
+                pairs = (node.args[::-1], node.args)
+                products = [p for pair in pairs if (p := _product(rules, trace, node, *pair))]
+                yield from sorted(products, key=lambda product: bool(product.reason))[:1]
 
 
-def _product(
-    flow: Flow, trace: Trace, node: fx.Node, excluded: set[int]
-) -> Product | Unchanged | None:
-    """A product, or why it has to stay; None of one without a gate."""
-    first, second = node.args
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
+def _product(rules: Rules, trace: Trace, node: fx.Node, gate: Any, other: Any) -> Product | None:
+    """A product with this gate, with the reason if it has to stay; None if this is no gate."""
+    if not isinstance(gate, fx.Node) or not isinstance(other, fx.Node) or gate is other:
         return None
-    name, left = flow.names[id(trace.module)], None
-    # x * gate(s) is the usual order where both are activations.
-    for gate, other in ((second, first), (first, second)):
-        module, match = trace.callee(gate), matches_of(node.graph).get(gate)
-        known = module is not None and is_activation(module)
-        inner = None if module is None or known else only_activation(flow, module)
-        if match is None and inner is None and not known:
-            continue
-        if id(trace.module) in excluded:
-            reason = "excluded"
-        elif module is not None and id(module) in excluded:
-            reason = "its gate is excluded"
-        elif not trace.is_known:
-            reason = trace.inexact
-        else:
-            reason = _obstacle(trace, gate, node) or _unfitness(module, match or inner)
-        product = Product(trace, name, node, gate, other, module, match, inner)
-        if not reason:
-            return product
-        left = left or Unchanged(name, product.title, reason)
-    return left
+    module, match = trace.callee(gate), matches_of(node.graph).get(gate)
+    known = module is not None and is_activation(module)
+    inner = None if module is None or known else only_activation(rules.flow, module)
+    if match is None and inner is None and not known:
+        return None
+    reason = (
+        rules.of_forward(trace)
+        or _obstacle(trace, gate, node)
+        or ("" if module is None else rules.of_part(module, "its gate"))
+        or _unfitness(module, match or inner)
+    )
+    opened = (gate,) if match is None else match.nodes
+    kept = tuple(gate.all_input_nodes) if match is None else (match.input,)
+    return Product(
+        name=rules.flow.names[id(trace.module)],
+        module=trace.module,
+        title=type(module).__name__ if match is None else match.name,
+        reason=reason,
+        change=Change(trace, [*opened, node], node, kept),
+        gate=gate,
+        other=other,
+        part=module,
+        match=match,
+        inner=inner,
+    )
 
 
 def _obstacle(trace: Trace, gate: fx.Node, product: fx.Node) -> str:
@@ -153,14 +144,11 @@ def _obstacle(trace: Trace, gate: fx.Node, product: fx.Node) -> str:
 
 def _unfitness(module: nn.Module | None, match: Match | None) -> str:
     """Why a product cannot do the work of a module, a call or a formula."""
-    if module is not None and is_hooked(module):
-        return "its gate has hooks"
-    if module is not None and "forward" in vars(module):
-        return "the forward of its gate is patched"
     if getattr(module, "inplace", False) or (match is not None and match.in_place):
         return "its gate works in place"  # it would overwrite what others read
     if match is not None:
-        return "" if module_of(match._replace(widens=False)) else _NO_KERNEL
-    assert module is not None
-    pointwise = activation_of(module)
-    return _NO_KERNEL if pointwise is None or pointwise.op < 0 else ""
+        fits = module_of(match._replace(widens=False)) is not None
+    else:
+        pointwise = None if module is None else activation_of(module)
+        fits = pointwise is not None and pointwise.op >= 0
+    return "" if fits else "no fused version of its gate"

@@ -8,99 +8,25 @@ from __future__ import annotations
 
 import inspect
 import operator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx, nn
-from torch.nn.utils import parametrize
 
-from .. import nn as fused_nn
-from .._graph.flow import Flow, Trace, Value, is_sum
-from .._graph.forward import obstacle_of
+from .._graph.flow import Trace, Value, is_sum
 from .._graph.hooks import is_hooked
 from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from .._graph.tracer import IN_PLACE
 from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
+from ._classes import unlike
 from ._formulas import Match, call_of, matches_of, name_of_call
+from ._sites import FUSED, Site, Step, fused_class
+from ._units import Rules
 
-_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FUSED: dict[type, type] = {
-    base: getattr(fused_nn, base.__name__.replace("Norm", "NormAct")) for base in _TORCH
-}
-_FUSED[nn.SyncBatchNorm] = fused_nn.SyncBatchNormAct
-_FUSED.update({fused: fused for fused in tuple(_FUSED.values())})
-_TIMM: dict[str, type] = {
-    "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
-    "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
-}
 _ORDER = ("drop", "add", "act")
-
-
+_ARGUMENTS = " with these arguments"
 MODULE_OF: dict[str, type] = {
     row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
 }
-
-
-class Step(NamedTuple):
-    """One call after a norm that becomes part of it."""
-
-    kind: str  # of _ORDER
-    trace: Trace
-    nodes: tuple[fx.Node, ...]  # one in each graph
-    module: nn.Module | None  # of the model, or made for a function; None for "add"
-    is_call: bool = False  # of a module of the model
-    place: int = 0  # "add": which operand comes from the norm
-    in_place: bool = False
-    matches: tuple[Match, ...] = ()  # "act" that is no call of a module: one in each graph
-
-    @property
-    def work(self) -> tuple[Any, ...]:
-        """Equal for steps that do the same on two ways through a forward."""
-        assert self.module is not None
-        same = id(self.module) if self.is_call else activation_of(self.module)
-        return self.kind, self.is_call, same
-
-    @property
-    def calls(self) -> tuple[fx.Node, ...]:
-        """All calls that are gone with it."""
-        return tuple(n for m in self.matches for n in m.nodes) if self.matches else self.nodes
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the sum is written over its other operand."""
-        return self.in_place and self.place == 1
-
-
-@dataclass
-class Site:
-    """A norm and what it takes over. `levels`: the forwards through which its value goes, from
-    that which calls the norm outwards, each with the node whose value it is there."""
-
-    norm: nn.Module
-    name: str
-    steps: list[Step] = field(default_factory=list)
-    levels: list[Value] = field(default_factory=list)
-    calls: list[Value] = field(default_factory=list)  # of the norm
-    overwrites: bool = False  # the norm its input
-
-    @property
-    def last(self) -> int:
-        """The level of its last step."""
-        traces = [trace for trace, _ in self.levels]
-        return max((traces.index(step.trace) for step in self.steps), default=0)
-
-    @property
-    def owners(self) -> list[nn.Module]:
-        """Modules whose forwards call the norm, or a part that it is the end of."""
-        if not (self.steps or self.overwrites):
-            return []
-        return [trace.module for trace, _ in (*self.calls, *self.levels[1 : self.last + 1])]
-
-    def step(self, kind: str) -> Step | None:
-        return next((step for step in self.steps if step.kind == kind), None)
-
-    def truncate(self, step: Step) -> None:
-        del self.steps[self.steps.index(step) :]
 
 
 class _Walk(NamedTuple):
@@ -109,57 +35,41 @@ class _Walk(NamedTuple):
     blocked: str = ""  # by what
 
 
-def fused_class(module: nn.Module) -> type | None:
-    """The class that a norm can be given."""
-    cls = type(module)
-    return _FUSED.get(cls) or _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
-
-
-def has_own_steps(module: nn.Module) -> bool:
-    """Whether it has an activation or a drop layer already."""
-    parts = (getattr(module, "act", None), getattr(module, "drop", None))
-    return any(part is not None and type(part) is not nn.Identity for part in parts)
-
-
 def obstacle(module: nn.Module) -> str:
     """Why a norm has to stay as it is; '' where it need not."""
-    if parametrize.is_parametrized(module):
-        return "parametrized"
-    if fused_class(module) is None:
-        base = next((cls for cls in type(module).__mro__ if cls in _FUSED), None)
-        return f"subclass of torch.nn.{base.__name__}" if base else "no fused version"
-    if reason := obstacle_of(module):
+    cls = type(module)
+    near = (base for base in cls.__mro__ if base in FUSED)
+    base = next(near, None) if fused_class(module) is None else cls
+    if reason := unlike(module, base):
         return reason
     if is_hooked(module):
         return "it has hooks"
     act = getattr(module, "act", None)
     if act is not None and activation_of(act) is None:
-        return f"{type(act).__name__} has no kernel inside of batch norm"
+        return _no_kernel(type(act).__name__)
     return ""
 
 
 class Finder:
-    """Finds the sites of a model; `excluded` are ids of modules that nobody touches."""
+    """Finds the sites of a model."""
 
-    def __init__(self, flow: Flow, excluded: set[int]) -> None:
-        self.flow, self.excluded = flow, excluded
+    def __init__(self, rules: Rules) -> None:
+        self.rules, self.flow = rules, rules.flow
 
-    def find(self, norm: nn.Module) -> Site | str:
-        """The site of a norm, or why there is none; "" where nothing of the kind follows."""
+    def find(self, norm: nn.Module) -> Site:
+        """The site of a norm, with the reason if nothing becomes part of it; '' where nothing of
+        the kind follows."""
         calls = self.flow.calls(norm)
-        site = Site(norm, self.flow.names[id(norm)], calls=calls)
+        site = Site(name=self.flow.names[id(norm)], module=norm, calls=calls)
         if not calls:
             for owner in self.flow.untraced(norm):
                 if id(owner) in self.flow.failed:
                     where = self.flow.names[id(owner)] or "the model"
-                    return f"torch.fx cannot trace {where} ({self.flow.failed[id(owner)]})"
-            return ""
+                    site.reason = f"torch.fx cannot trace {where} ({self.flow.failed[id(owner)]})"
+            return site
         trace, node = calls[0]
-        walks = [self._walk(*call, []) for call in calls]
-        walk = self._agreed(trace, walks)
-        if isinstance(walk, str):
-            return walk
-        site.levels.append((trace, node))
+        walk = self._agreed(trace, [self._walk(*call, []) for call in calls])
+        site.levels = [(trace, node)]
         while walk.returned and not trace.inexact:
             above = self._above(trace.module)
             if above is None:
@@ -167,34 +77,51 @@ class Finder:
             trace, node = above
             site.levels.append((trace, node))
             walk = self._walk(trace, node, walk.steps)
-        site.steps = walk.steps
-        if not site.steps:
-            return walk.blocked
         graphs = {call.graph for _, call in calls}
-        if len(graphs) < len(calls) or any(owner is not calls[0][0] for owner, _ in calls):
-            return f"called {len(calls)} times"
+        several = len(graphs) < len(calls) or any(owner is not calls[0][0] for owner, _ in calls)
+        if not walk.steps or several:
+            site.reason = f"called {len(calls)} times" if walk.steps else walk.blocked
+            return site
+        site.steps = tuple(walk.steps)
+        reasons = ((step, self._obstacle(site, step)) for step in site.steps)
+        site.barred = next(((step, reason) for step, reason in reasons if reason), None)
         return site
+
+    def _obstacle(self, site: Site, step: Step) -> str:
+        """Why the forwards between a norm and a step cannot be rewritten for it."""
+        level = site.level_of(step)
+        traces = [trace for trace, _ in site.levels[: level + 1]]
+        inner = [node for trace in traces[:-1] for node in trace.graphs[0].nodes]
+        if any(node.op == "placeholder" and str(node.target).startswith("*") for node in inner):
+            return "a forward on the way to it takes any number of arguments"
+        if step.overwrites:
+            return "the sum is written over its other operand"
+        for trace in traces:
+            several_ways = step.kind != "add" and level == 0 and trace.is_known
+            exact = several_ways or not trace.inexact
+            reason = self.rules.of_source(trace, "" if exact else trace.inexact)
+            if reason:
+                return reason
+        return ""
 
     def _above(self, module: nn.Module) -> Value | None:
         """The only call of a module, of which nothing else than its value is known."""
         calls = self.flow.calls(module)
         if len(calls) != 1 or self.flow.places.get(id(module), 0) != 1:
             return None
-        if id(module) in self.excluded or is_hooked(module):
+        if id(module) in self.rules.excluded or is_hooked(module):
             return None
         return calls[0]
 
-    def _agreed(self, trace: Trace, walks: list[_Walk]) -> _Walk | str:
+    def _agreed(self, trace: Trace, walks: list[_Walk]) -> _Walk:
         """The steps that follow on every way through the forward, or why these are not known."""
         if not trace.inexact:
             return walks[0]
         # In a forward with several ways, only steps that all ways share.
         kept = [[s for s in walk.steps if s.kind != "add"] for walk in walks]
-        for walk, steps in zip(walks, kept):
-            if steps != walk.steps[: len(steps)]:
-                return trace.inexact
-        if len({tuple(s.work for s in steps) for steps in kept}) > 1:
-            return trace.inexact
+        first = all(steps == walk.steps[: len(steps)] for walk, steps in zip(walks, kept))
+        if not first or len({tuple(s.work for s in steps) for steps in kept}) > 1:
+            return _Walk([], False, trace.inexact)
         merged = [
             s._replace(
                 nodes=tuple(steps[i].nodes[0] for steps in kept),
@@ -257,34 +184,28 @@ class Finder:
         if not name or user.args[:1] != (value,) or user.all_input_nodes != [value]:
             return ""
         match = call_of(user)
-        return _activation(trace, match) if match else _no_kernel(name)
+        return _activation(trace, match) if match else _no_kernel(name, _ARGUMENTS)
 
     def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
-        kind = type(module).__name__
-        hooked = is_hooked(module)
-        name = self.flow.names[id(module)]
-        if type(module) is nn.Identity and not hooked and "forward" not in vars(module):
+        reason = self.rules.of_part(module, self.flow.names[id(module)])
+        if type(module) is nn.Identity and not reason:
             return None
         known = is_activation(module)
         if not known and package_and_name(module) not in STOCHASTIC_DEPTH:
             return ""
-        if id(module) in self.excluded:
-            return f"{name} is excluded"
-        if hooked:
-            return f"{name} has hooks"
-        if "forward" in vars(module):
-            return f"the forward of {name} is patched"
+        if reason:
+            return reason
         if known and activation_of(module) is not None:
             return Step("act", trace, (user,), module, True)
         if not known and is_stochastic_depth(module):
             return Step("drop", trace, (user,), module, True)
-        return f"{kind} has no kernel inside of batch norm"
+        return _no_kernel(type(module).__name__)
 
 
 def _activation(trace: Trace, match: Match) -> Step | str:
     made = module_of(match)
     if made is None:
-        return _no_kernel(match.name)
+        return _no_kernel(match.name, _ARGUMENTS)
     return Step("act", trace, (match.root,), made, matches=(match,))
 
 
@@ -296,8 +217,8 @@ def _why_shared(value: fx.Node) -> str:
     return "its output is used elsewhere, too"
 
 
-def _no_kernel(name: str) -> str:
-    return f"{name} has no kernel inside of batch norm with these arguments"
+def _no_kernel(name: str, arguments: str = "") -> str:
+    return f"{name} has no kernel inside of batch norm{arguments}"
 
 
 def is_activation(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -211,26 +212,17 @@ class ConversionReport:
         lines += self._table([(e.name, e.source, f" -> {e.target}") for e in self.converted])
         for names in self.shared.values():
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
-        if self.norms:
-            norms = counted(len(self.norms), "batch norm")
-            lines.append(f"fused {norms} with what follows")
-            lines += self._table(
-                [(e.name, " + ".join((e.source, *e.parts)), "") for e in self.norms]
-            )
-        if self.products:
-            lines.append(f"fused {counted(len(self.products), 'product')} with a gate")
-            lines += self._table(
-                [(e.name, f"{e.type} * {e.activation}", "") for e in self.products]
-            )
-        if self.branches:
-            many = len(self.branches) > 1
-            lines.append(f"fused {len(self.branches)} residual branch{'es' * many} with the sum")
-            lines += self._table(
-                [(e.name, " + ".join((e.type, *e.parts)), "") for e in self.branches]
-            )
-        if self.calls:
-            lines.append(f"converted {counted(len(self.calls), 'call')} in forwards")
-            lines += self._table([(e.name, f"{e.activation} in {e.type}", "") for e in self.calls])
+        fused: list[tuple[list[Any], str, Callable[[Any], str]]] = [
+            (self.norms, "fused {} batch norm{s} with what follows", _summed),
+            (self.products, "fused {} product{s} with a gate", "{0.type} * {0.activation}".format),
+            (self.branches, "fused {} residual branch{es} with the sum", _summed),
+            (self.calls, "converted {} call{s} in forwards", "{0.activation} in {0.type}".format),
+        ]
+        for units, title, swap in fused:
+            if units:
+                many = len(units) > 1
+                lines.append(title.format(len(units), s="s" * many, es="es" * many))
+                lines += self._table([(unit.name, swap(unit), "") for unit in units])
         if self.proof is None and (self.norms or self.calls):
             lines.append(f"  not run on an example ({self.unproven})")
         if self.memory == "recompute":
@@ -244,24 +236,26 @@ class ConversionReport:
             lines.append(str(self.proof))
         if self.already:
             lines.append(f"already fused: {_modules(self.already)}")
-        if self.left:
-            lines.append(f"left {_modules(len(self.left))}")
-        lines += unchanged_lines(self.left)
-        if self.left_calls:
-            lines.append(f"left {counted(len(self.left_calls), 'call')} in forwards")
-            lines += unchanged_lines(self.left_calls)
-        if self.left_products:
-            lines.append(f"left {counted(len(self.left_products), 'product')} with a gate")
-            lines += unchanged_lines(self.left_products)
+        for left, noun, place in self._left():
+            if left:
+                lines.append(f"left {counted(len(left), noun)}{place}")
+                lines += unchanged_lines(left)
         helps = self._helps()
         if not (self or self.products or self.branches):
             lines += self._nothing(bool(helps))
         lines += helps
         return "\n".join(lines)
 
+    def _left(self) -> tuple[tuple[list[Unchanged], str, str], ...]:
+        return (
+            (self.left, "module", ""),
+            (self.left_calls, "call", " in forwards"),
+            (self.left_products, "product", " with a gate"),
+        )
+
     def _helps(self) -> list[str]:
         """For each sort of reason what would help."""
-        reasons = {left.reason for left in (*self.left, *self.left_calls, *self.left_products)}
+        reasons = {left.reason for lefts, *_ in self._left() for left in lefts}
         helps = {words: text for words, text in HELP.items() if any(words in r for r in reasons)}
         lines = dict.fromkeys(f"  {words}: {text}" for words, text in helps.items())
         return ["what would help", *lines] if lines else []
@@ -299,6 +293,10 @@ class ConversionReport:
         before, after = (sum(sizes) for sizes in zip(*(layer[1:3] for layer in layers)))
         worst = max(layer.error for layer in layers)
         return f"  saved {_megabytes(before, after)}, error {worst:.1e}"
+
+
+def _summed(unit: FusedNorm | Branched) -> str:
+    return " + ".join((unit[1], *unit.parts))  # the class of the norm, or around the branch
 
 
 def _megabytes(before: int, after: int) -> str:

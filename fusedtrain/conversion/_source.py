@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from .._graph.forward import resolve
-from .._graph.functions import codes_of
+from .._graph.functions import codes_of, resolve
 from .._graph.modules import attribute_of
 from .._graph.tracer import DECISION
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 
 from .._graph.example import example_for
 from .._torch_private import pytree
-from ._conversion import Conversion, place_of
-from ._norms import Site, Step
+from ._conversion import Conversion
 from ._proof import Errors, Run, excess, is_doubtful, is_perhaps_a_flip, run
 from ._report import ConversionReport, Layer, Proof
+from ._sites import Site, Step
 
 
 def prove(conversion: Conversion, example: Any) -> ConversionReport:
@@ -34,13 +35,13 @@ def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
     conversion.install()
     tried: set[int] = set()
     while wrong := proof.judge():
-        units = [module for module in _units(conversion) if id(module) not in tried]
-        if not units:
+        modules = [module for module in _modules(conversion) if id(module) not in tried]
+        if not modules:
             raise RuntimeError(
                 f"the converted model differs from the original one ({wrong}); nothing is converted"
             )
         conversion.uninstall()
-        for module in units:
+        for module in modules:
             tried.add(id(module))
             conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
             reason = proof.judge()
@@ -54,10 +55,10 @@ def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
     return report
 
 
-def _units(conversion: Conversion) -> list[nn.Module]:
-    acts = [entry.module for entry in conversion.swapped]
-    owners = conversion.plan.owners()
-    return acts + [site.norm for site in conversion.plan.sites] + owners
+def _modules(conversion: Conversion) -> Iterable[nn.Module]:
+    """Modules by which swaps and units are chosen, once each."""
+    swapped = [entry.module for entry in conversion.swapped]
+    return dict.fromkeys(swapped + [unit.module for unit in conversion.plan.units])
 
 
 class _Trials:
@@ -134,11 +135,11 @@ class _Trials:
         conversion, plan = self.conversion, self.conversion.plan
         layers = []
         for site in plan.sites:
-            error = self.errors.layers.get(id(place_of(site)), 0.0)
+            error = self.errors.layers.get(id(site.place), 0.0)
             before, after = self._saved(self.stock, site), self._saved(self.after, site)
             layers.append(Layer(site.name, before, after, error))
-        taken = {id(step.module) for site in plan.sites for step in site.steps}
-        taken |= {id(part) for site in plan.sites for part in site.norm.modules()}
+        taken = {id(part) for site in plan.sites for part in site.parts}
+        taken |= {id(part) for site in plan.sites for part in site.module.modules()}
         for entry in conversion.swapped:
             if id(entry.module) not in taken:
                 error = self.errors.layers.get(id(entry.module), 0.0)
@@ -159,7 +160,7 @@ class _Trials:
 
     @staticmethod
     def _saved(done: Run, site: Site) -> int:
-        total = sum(done.bytes_of(part) for part in site.norm.modules())
+        total = sum(done.bytes_of(part) for part in site.module.modules())
         for step in site.steps:
             if step.is_call and step.module is not None:
                 total += done.saved[(id(step.module), id(step.trace.module), _ordinal(step))]

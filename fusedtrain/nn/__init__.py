@@ -30,6 +30,7 @@ from .activation import (
     Threshold,
 )
 from .conv import ConvBnAct
+from .depthwise import DepthwiseConv1d, DepthwiseConv2d, DepthwiseConv3d
 from .drop_path import DropPath
 from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
@@ -52,6 +53,9 @@ __all__ = [
     "BiasActDropout",
     "BilinearGLU",
     "ConvBnAct",
+    "DepthwiseConv1d",
+    "DepthwiseConv2d",
+    "DepthwiseConv3d",
     "DropPath",
     "Dropout",
     "HardMish",

@@ -13,7 +13,7 @@ _CLASSES = {
     name.lower(): cls
     for name, cls in vars(_activations).items()
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls is not nn.Module
-    if cls is not SavingActivation
+    if cls is not SavingActivation and name[0] != "_"
 }
 _TIMM = {"swish": "silu", "gelutanh": "gelu"}  # timm's names of these
 _EXPECTED = "act_layer: expected a class of modules or a name"

@@ -19,12 +19,7 @@ class ReLU(SavingActivation, nn.ReLU):
         tensor([0., 2.])
     """
 
-    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op = "relu"
-
-    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
-        super().__init__(inplace)
-        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu(input, self.inplace, save=self.save)
@@ -110,12 +105,7 @@ class SiLU(SavingActivation, nn.SiLU):
         tensor([-0.2689,  1.7616])
     """
 
-    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op = "silu"
-
-    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
-        super().__init__(inplace)
-        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.silu(input, self.inplace, save=self.save)
@@ -129,12 +119,7 @@ class Mish(SavingActivation, nn.Mish):
         tensor([-0.3034,  1.9440])
     """
 
-    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op = "mish"
-
-    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
-        super().__init__(inplace)
-        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.mish(input, self.inplace, save=self.save)
@@ -152,7 +137,7 @@ class GELU(SavingActivation, nn.GELU):
     _op = "gelu"
 
     def __init__(self, approximate: str = "none", save: str | None = None) -> None:
-        super().__init__(approximate)
+        nn.GELU.__init__(self, approximate)
         self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -239,12 +224,7 @@ class Hardswish(SavingActivation, nn.Hardswish):
         tensor([-0.3333,  1.6667])
     """
 
-    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op = "hardswish"
-
-    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
-        super().__init__(inplace)
-        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hardswish(input, self.inplace, save=self.save)
@@ -310,7 +290,15 @@ class Threshold(nn.Threshold):
         return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
-class QuickGELU(SavingActivation):
+class _InPlace(nn.Module):
+    """An activation that torch.nn does not have, with the argument that its own ones have."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+
+class QuickGELU(SavingActivation, _InPlace):
     """``x * sigmoid(1.702 * x)``; see :func:`fusedtrain.functional.quick_gelu`.
 
     Example:
@@ -318,29 +306,19 @@ class QuickGELU(SavingActivation):
         tensor([-0.1542,  1.9357])
     """
 
-    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op = "quick_gelu"
-
-    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
-        super().__init__()
-        self.inplace = inplace
-        self._keep(save)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.quick_gelu(input, self.inplace, save=self.save)
 
 
-class ReLUSquared(nn.Module):
+class ReLUSquared(_InPlace):
     """``max(x, 0)^2``; see :func:`fusedtrain.functional.relu_squared`.
 
     Example:
         >>> ReLUSquared()(torch.tensor([-1.0, 3.0]))
         tensor([0., 9.])
     """
-
-    def __init__(self, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
 
     def forward(self, input: Tensor) -> Tensor:
         return F.relu_squared(input, self.inplace)
@@ -386,17 +364,13 @@ class StarReLU(nn.Module):
         return F.star_relu(input, self.scale, self.bias)
 
 
-class HardMish(nn.Module):
+class HardMish(_InPlace):
     """``x * min(max(x + 2, 0), 2) / 2``; see :func:`fusedtrain.functional.hard_mish`.
 
     Example:
         >>> HardMish()(torch.tensor([-1.0, 3.0]))
         tensor([-0.5000,  3.0000])
     """
-
-    def __init__(self, inplace: bool = False) -> None:
-        super().__init__()
-        self.inplace = inplace
 
     def forward(self, input: Tensor) -> Tensor:
         return F.hard_mish(input, self.inplace)

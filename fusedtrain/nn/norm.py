@@ -4,7 +4,7 @@ Numerics, layouts and saved tensors: :func:`fusedtrain.functional.batch_norm_act
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
 from .._graph.fx import handle as _handle, path_of
-from .._torch_private import BatchNormBase, backward_number, verify_batch_size
+from .._torch_private import BatchNormBase, backward_number
 from ..ops import batch_norm as _batch_norm
 from ..ops.batch_norm_autograd import recomputed_as_torch
 from ..reference.batch_norm import Norm
@@ -84,8 +84,6 @@ def normalise(
 ) -> Tensor:
     running_mean, running_var = norm.running_mean, norm.running_var
     training = norm.training or (running_mean is None and running_var is None)
-    if training:
-        verify_batch_size(input.size())
     factor, updates = updates_of(norm)
     uses = updates if norm.training else not training
     if not uses:
@@ -246,24 +244,28 @@ def norm_act(
             fit into z must not pass.
     """
     activation = activation_of(act) if isinstance(act, nn.Module) else act
-    if not (overwrite_input or torch.compiler.is_compiling()):
-        output = _usual(norm, input, residual, drop, activation)
-        if output is not None:
-            return output
-    norm._check_input_dim(input)
     # A number, or a tensor that torch would not add in place.
     odd = residual is not None and not isinstance(residual, Tensor)
     if in_place and isinstance(residual, Tensor):
-        odd = residual.is_complex() or not _fits_in(residual, input)
-        if not odd and residual.dtype is not input.dtype:  # else a graph shows an idle cast
+        same = residual.dtype is input.dtype
+        odd = not (same and residual.shape == input.shape) and (
+            residual.is_complex() or not _fits_in(residual, input)
+        )
+        if not (odd or same):  # else a graph shows an idle cast
             residual = residual.to(input.dtype)
-    branch_scale = None
-    dropping: nn.Module | None = drop
-    if _is_nothing(drop):
-        dropping = None
-    elif is_stochastic_depth(drop):
-        branch_scale, dropping = branch_scale_of(drop, input), None
-    unfused = dropping is not None or activation is None or odd
+    branch_scale = dropping = None
+    if not hands_on(drop):
+        norm._check_input_dim(input)
+        if is_stochastic_depth(drop):
+            branch_scale = branch_scale_of(drop, input)
+        else:
+            dropping = drop
+    unfused = odd or dropping is not None or activation is None
+    if not (unfused or overwrite_input or torch.compiler.is_compiling()):
+        output = _usual(norm, input, residual, branch_scale, activation)
+        if output is not None:
+            return output
+    norm._check_input_dim(input)
     ours: Any = type(norm) if isinstance(norm, BatchNormActBase) else OURS[type(norm)]
     z: Tensor = ours._normalise(
         norm,
@@ -287,20 +289,19 @@ def norm_act(
 
 
 def _usual(
-    norm: Any, input: Tensor, residual: Any, drop: nn.Module, activation: Pointwise | None
+    norm: Any,
+    input: Tensor,
+    residual: Tensor | None,
+    branch_scale: Tensor | None,
+    activation: Any,
 ) -> Tensor | None:
-    """The op for a module and call without anything special; else None, and nothing has happened.
-    All state is read at each call, so a change of the module acts at the next one.
+    """The op for a module without anything special; else None, and nothing has happened. All state
+    is read at each call, so a change of the module acts at the next one.
 
     Reads dictionaries: an attribute that nn.Module.__getattr__ finds takes 0.6 us, and a call
     needs eight.
     """
-    if type(input) is not Tensor or activation is None:
-        return None
-    ranks = _RANKS.get(type(norm))
-    if ranks is None or (ranks and input.dim() not in ranks) or not hands_on(drop):
-        return None
-    if residual is not None and not isinstance(residual, Tensor):
+    if type(input) is not Tensor or input.dim() not in _RANKS.get(type(norm), ()):
         return None
     state = norm.__dict__
     parameters, buffers = state["_parameters"], state["_buffers"]
@@ -318,11 +319,11 @@ def _usual(
     if training and not updates:
         running_mean = running_var = None
     by_batch = training or (running_mean is None and running_var is None)
-    output = _batch_norm.quick(
-        input, residual, weight, bias, running_mean, running_var, by_batch, momentum, eps,
-        activation,
+    output = _batch_norm.usual(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, by_batch, momentum,
+        eps, activation,
     )  # fmt: skip
-    if updates and batches is not None and output is not None:
+    if updates and batches is not None:
         batches.add_(1)
     return output
 
@@ -419,10 +420,11 @@ class BatchNormAddAct(BatchNormActBase):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-# Ranks of the inputs; empty: any from 2. No subclasses: they may change any part of the forward.
-_RANKS: dict[type, tuple[int, ...]] = {
-    BatchNormAct1d: (2, 3), BatchNormAct2d: (4,), BatchNormAct3d: (5,), BatchNormAddAct: (),
-    nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,),
+# Ranks of the inputs. No subclasses: they may change any part of the forward.
+_RANKS: dict[type, Container[int]] = {
+    BatchNormAct1d: (2, 3), BatchNormAct2d: (4,), BatchNormAct3d: (5,),
+    BatchNormAddAct: range(2, 65), nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,),
+    nn.BatchNorm3d: (5,),
 }  # fmt: skip
 # torch's norms, and the classes that do their work with an activation.
 OURS: dict[type, type[BatchNormActBase]] = {

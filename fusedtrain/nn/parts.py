@@ -43,11 +43,11 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     module with hooks.
     """
     cls = type(module)
-    if cls is nn.Identity:
-        return _NOTHING if _replaceable(module) else None
     row = ROW_OF.get(cls)
-    if row is None or not _replaceable(module):
+    if (row is None and cls is not nn.Identity) or not _replaceable(module):
         return None
+    if row is None:
+        return _NOTHING
     alone = _WITHOUT_PARAMETERS.get(cls)
     if alone is not None:
         return alone
@@ -73,8 +73,8 @@ def branch_scale_of(module: nn.Module, input: Tensor) -> Tensor | None:
 
 def hands_on(module: nn.Module) -> bool:
     """Whether a drop layer hands on its input as it is: none, or stochastic depth at rest."""
-    if type(module) is nn.Identity:
-        return _replaceable(module)
+    if is_untouched(module, nn.Identity):
+        return not all_are_hooked()
     name = STOCHASTIC_DEPTH.get(package_and_name(module))
     if name is None or (module.training and getattr(module, name) != 0.0):
         return False

@@ -10,8 +10,13 @@ from ..ops.few_bit import SAVES, check_save
 class SavingActivation(nn.Module):
     """An activation that can keep its derivative in few bits: see fusedtrain.functional."""
 
+    __constants__ = ["inplace", "save"]  # noqa: RUF012 (as torch has it)
     _op: str
     save: str | None = None  # a class default: `convert` changes classes without `__init__`
+
+    def __init__(self, inplace: bool = False, save: str | None = None) -> None:
+        super().__init__(inplace)  # of torch's class of the activation
+        self._keep(save)
 
     def _keep(self, save: str | None) -> None:
         check_save(self._op, save)

@@ -14,7 +14,7 @@ from .. import _calls
 from .._torch_private import BatchNormBase, is_exporting
 from ..ops._library import op
 from ..ops.batch_norm_autograd import save_for_backward
-from ..reference.batch_norm import Norm, Statistics
+from ..reference.batch_norm import Norm, Statistics, move
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import Pointwise
 from .norm import (
@@ -62,12 +62,8 @@ class SyncBatchNormActFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, residual: Tensor | None, *rest: Any) -> Tensor:
         norm, (activation, group) = Norm(*rest[:-2]), rest[-2:]
-        running_mean, running_var = norm.running_mean, norm.running_var
         mean, variance, total = _merge(input, group)
-        if running_mean is not None and running_var is not None:
-            running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
-            unbiased = variance * (total / (total - 1))
-            running_var.lerp_(unbiased.to(running_var.dtype), norm.momentum)
+        move(norm.running_mean, norm.running_var, norm.momentum, mean, variance, total)
         wide = wide_of(input)
         invstd = (variance + norm.eps).rsqrt().to(wide)
         statistics = Statistics(norm.branch_scale, norm.weight, norm.bias, mean.to(wide), invstd)

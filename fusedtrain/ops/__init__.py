@@ -9,6 +9,7 @@ from . import (  # each defines its ops
     batch_norm as batch_norm,
     bias_act as bias_act,
     channelwise as channelwise,
+    depthwise as depthwise,
     few_bit as few_bit,
     fold as fold,
     gated as gated,

@@ -1,7 +1,4 @@
-"""Batch norm with what follows it as one op: which way a call takes, and the public function.
-
-A usual call takes :func:`quick`, which costs a third of the host time of :func:`run`.
-"""
+"""Batch norm with what follows it as one op: which way a call takes, and the public function."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import has_torch_function as _has_any
 
@@ -17,7 +13,7 @@ from .. import _backends, _calls
 from .._calls import KERNEL_DTYPES
 from .._graph.fx import handle as _handle
 from .._torch_private import is_exporting, transformed, verify_batch_size
-from ..reference.batch_norm import Norm, eager
+from ..reference.batch_norm import Norm, eager, move
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from . import activations as _activations, batch_norm_in_place as in_place
@@ -39,65 +35,89 @@ def _compiled(input: Tensor, residual: Tensor | None, norm: Norm, activation: Po
     output, mean, variance, _ = torch.ops.fusedtrain.batch_norm_act_functional(
         input, residual, *norm[:6], norm.eps, *activation
     )
-    running_mean, running_var = norm.running_mean, norm.running_var
-    if norm.training and running_mean is not None and running_var is not None:
+    if norm.training:
         count = input.numel() // input.shape[1]
-        running_mean.lerp_(mean.to(running_mean.dtype), norm.momentum)
-        unbiased = variance * (count / (count - 1))
-        running_var.lerp_(unbiased.to(running_var.dtype), norm.momentum)
+        move(norm.running_mean, norm.running_var, norm.momentum, mean, variance, count)
     return output
 
 
-def _fits(input: Tensor, norm: Norm) -> bool:
-    training, running_mean, running_var = norm.training, norm.running_mean, norm.running_var
-    if not (norm.eps > 0 or (norm.eps == 0 and not training)):
-        return False  # torch's error
-    if not _calls.is_plain(input) or input.dim() < 2 or input.numel() == 0:
+def _matches(residual: Tensor, input: Tensor) -> bool:
+    return (
+        (type(residual) is Tensor or type(residual) is Parameter)
+        and residual.dtype is input.dtype
+        and residual.layout is _STRIDED
+        and not residual.is_nested
+        and residual.shape == input.shape
+        and residual.device == input.device
+    )
+
+
+def _fits(
+    input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
+    momentum: float, eps: float,
+) -> bool:  # fmt: skip
+    """Whether the op takes these arguments as they are: the one test of all calls in Python.
+
+    `fits` of csrc/autograd/batch_norm.h is the same test in C++. The loops call no function, which
+    would take half of the time.
+    """
+    kind, dtype = type(input), input.dtype
+    if (
+        (kind is not Tensor and kind is not Parameter)
+        or dtype not in KERNEL_DTYPES
+        or input.layout is not _STRIDED
+        or input.is_nested
+    ):
         return False
-    size, dtype, device = input.shape[1:2], wide_of(input), input.device
-    if training and input.numel() == size[0]:
-        return False  # torch's error
-    if (running_mean is None) != (running_var is None) or (running_mean is None and not training):
+    shape, device = input.shape, input.device
+    if len(shape) < 2:
         return False
-    for vector in norm[1:5]:  # one value for each channel
-        if vector is not None and not (
-            _calls.is_plain(vector)
-            and vector.dtype is dtype
-            and vector.shape == size
-            and vector.device == device
+    channels, numel = shape[1], input.numel()
+    if numel == 0 or not (eps > 0 or (eps == 0 and not training)):
+        return False
+    if numel == channels if training else running_mean is None:
+        return False
+    if (running_mean is None) != (running_var is None):
+        return False
+    wide = _FLOAT64 if dtype is _FLOAT64 else _FLOAT32
+    for vector, size in (
+        (running_mean, channels), (running_var, channels), (weight, channels), (bias, channels),
+        (branch_scale, shape[0]),
+    ):  # fmt: skip
+        if vector is not None and (
+            (type(vector) is not Tensor and type(vector) is not Parameter)
+            or vector.dtype is not wide
+            or vector.dim() != 1
+            or vector.numel() != size
+            or vector.layout is not _STRIDED
+            or vector.device != device
         ):
             return False
-    for vector in (running_mean, running_var):
+    for vector in (running_mean, running_var, branch_scale):
         if vector is not None and (vector.requires_grad or not vector.is_contiguous()):
             return False
-    return True
+    return residual is None or _matches(residual, input)
 
 
-def _has_gaps(norm: Norm) -> bool:
-    """Whether running statistics have gaps between their elements, which the op cannot take."""
-    for vector in (norm.running_mean, norm.running_var):
-        if vector is not None and _calls.is_plain(vector) and not vector.is_contiguous():
-            return vector.stride(0) != 0
-    return False
+def _converted(input: Tensor, norm: Norm) -> Norm:
+    """With copies of vectors in the dtype and the density that the op takes, where that is enough.
 
-
-def _is_narrow(input: Tensor, norm: Norm) -> bool:
-    """Whether input and some of the vectors have one dtype of 16 bits, the others float32."""
-    if not _calls.is_plain(input) or input.dtype.itemsize != 2:
-        return False
-    dtypes = {t.dtype for t in norm[1:5] if t is not None}
-    return input.dtype in dtypes and dtypes <= {input.dtype, torch.float32}
-
-
-def _widened(norm: Norm) -> Norm:
-    weight, bias, mean, var = [None if t is None else t.float() for t in norm[1:5]]
-    return Norm(norm.branch_scale, weight, bias, mean, var, *norm[5:])
-
-
-def _dense(norm: Norm) -> Norm:
-    """With running statistics that are contiguous."""
-    mean, var = [None if t is None else t.contiguous() for t in norm[3:5]]
-    return norm._replace(running_mean=mean, running_var=var)
+    A model that was cast to 16 bits as a whole has vectors of 16 bits. Elements that share memory
+    are left as they are: the op could not write to them.
+    """
+    rows, vectors = norm.branch_scale, [*norm[1:5]]
+    if rows is not None:
+        rows = rows.detach().to(input.device, wide_of(input)).contiguous()
+    for i, vector in enumerate(vectors):
+        if vector is None or not _calls.is_plain(vector):
+            continue
+        if vector.dtype is input.dtype and vector.dtype.itemsize == 2:
+            vectors[i] = vector = vector.float()
+        if i > 1 and not vector.is_contiguous() and vector.stride(0) != 0:
+            vectors[i] = vector.contiguous()
+    weight, bias, mean, var = vectors
+    return Norm(rows, weight, bias, mean, var, *norm[5:])
 
 
 def _copy_back(original: Norm, copied: Norm) -> None:
@@ -121,114 +141,50 @@ def _check_residual(residual: Tensor, input: Tensor) -> None:
         raise RuntimeError(f"residual: is on {residual.device}, the input on {input.device}")
 
 
-def _matches(residual: Tensor, input: Tensor) -> bool:
-    return (
-        _calls.is_plain(residual)
-        and residual.shape == input.shape
-        and residual.dtype is input.dtype
-        and residual.device == input.device
-    )
-
-
-def quick(
-    input: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: Pointwise,
-) -> Tensor | None:
-    """The op for a usual call. For any other it returns None, and has computed, modified and raised
-    nothing: :func:`run` takes those.
+def usual(
+    input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
+    momentum: float, eps: float, activation: Pointwise,
+) -> Tensor:  # fmt: skip
+    """As :func:`run`, for the caller who has seen that neither torch.compile nor torch.export
+    follows the call: then a usual one costs a third of the host time of another one.
 
     A usual call has tensors of torch's own classes in the dtypes of the op, no transform around it,
-    and a gradient that autograd can record. The caller has seen that neither torch.compile nor
-    torch.export traces the call.
+    and a gradient that autograd can record.
     """
     if _cpp is not None:
         result: Any = _cpp.batch_norm_act(
-            input, residual, None, weight, bias, running_mean, running_var, training, momentum, eps,
-            *activation,
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, *activation,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
-    kind, dtype = type(input), input.dtype
-    if (
-        (kind is not Tensor and kind is not Parameter)
-        or dtype not in KERNEL_DTYPES
-        or input.layout is not _STRIDED
-        or input.is_nested
-        or activation.op == _SOFTPLUS  # autocast may want it in float32
-        or transformed()
-    ):
-        return None
-    shape, device = input.shape, input.device
-    if len(shape) < 2:
-        return None
-    channels, numel = shape[1], input.numel()
-    if numel == 0 or not eps > 0:
-        return None
-    if training:
-        if numel == channels:
-            return None
-    elif running_mean is None:
-        return None
-    wide = _FLOAT64 if dtype is _FLOAT64 else _FLOAT32
-    if running_mean is not None:
-        if running_var is None:
-            return None
-        for vector in (running_mean, running_var):
-            if (
-                type(vector) is not Tensor
-                or vector.dtype is not wide
-                or vector.dim() != 1
-                or vector.numel() != channels
-                or vector.requires_grad
-                or vector.layout is not _STRIDED
-                or not vector.is_contiguous()
-                or vector.device != device
-            ):
-                return None
-    elif running_var is not None:
-        return None
-    for parameter in (weight, bias):
-        if parameter is not None and (
-            (type(parameter) is not Parameter and type(parameter) is not Tensor)
-            or parameter.dtype is not wide
-            or parameter.dim() != 1
-            or parameter.numel() != channels
-            or parameter.layout is not _STRIDED
-            or parameter.device != device
-        ):
-            return None
-    if residual is not None and not (
-        (type(residual) is Tensor or type(residual) is Parameter)
-        and residual.dtype is dtype
-        and residual.layout is _STRIDED
-        and not residual.is_nested
-        and residual.shape == shape
-        and residual.device == device
-    ):
-        return None
-    if torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    ):
-        if torch.is_inference_mode_enabled() or input.is_inference():
-            return None
+    # Autocast may want softplus in float32.
+    fits = activation.op != _SOFTPLUS and not transformed() and _fits(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, training, momentum,
+        eps,
+    )  # fmt: skip
+    records = (
+        fits
+        and torch.is_grad_enabled()
+        and (
+            input.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        )
+    )
+    if fits and not records:
+        output: Tensor = _forward(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, *activation,
+        )[0]  # fmt: skip
+        return output
+    if records and not torch.is_inference_mode_enabled() and not input.is_inference():
         settings = (running_mean, running_var, training, momentum, eps)
-        return _apply(input, residual, None, weight, bias, settings, activation)
-    output: Tensor = _forward(
-        input, residual, None, weight, bias, running_mean, running_var, training, momentum, eps,
-        *activation,
-    )[0]  # fmt: skip
-    return output
+        return _apply(input, residual, branch_scale, weight, bias, settings, activation)
+    norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
+    return _unusual(input, residual, norm, activation, overwrite_input=False)
 
 
 def run(
@@ -239,20 +195,9 @@ def run(
     overwrite_input: bool = False,
 ) -> Tensor:
     """The op where it fits; else eager torch, with its results and its errors."""
-    if _cpp is not None and not overwrite_input and not _is_dynamo_compiling():
-        output: Any = _cpp.batch_norm_act(input, residual, *norm, *activation)
-        if output is not NotImplemented:
-            return output
-    if activation.op == _SOFTPLUS and _calls.autocasts(input, "cuda"):
-        # Autocast computes softplus of 16 bits in float32, and returns that.
-        z = run(input, residual, norm, Pointwise())
-        return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
-    if residual is not None and not _matches(residual, input):
-        _check_residual(residual, input)
-        # Another shape or dtype: torch knows what that adds up to.
-        z = _run(input, None, norm, Pointwise(), overwrite_input=False)
-        return activated(z + residual, activation)
-    return _run(input, residual, norm, activation, overwrite_input)
+    if overwrite_input or torch.compiler.is_compiling():
+        return _unusual(input, residual, norm, activation, overwrite_input)
+    return usual(input, residual, *norm, activation)
 
 
 def activated(z: Tensor, activation: Pointwise) -> Tensor:
@@ -263,14 +208,25 @@ def activated(z: Tensor, activation: Pointwise) -> Tensor:
     return _activations.KERNELS[row.name](z, False, *values)
 
 
-def _run(
+def _unusual(
     input: Tensor,
     residual: Tensor | None,
     norm: Norm,
     activation: Pointwise,
     overwrite_input: bool,
 ) -> Tensor:
-    """As :func:`run`, with a residual that is like the input."""
+    """Any call that is not usual, and one that may be compiled or overwrite its input."""
+    if norm.training:
+        verify_batch_size(input.size())
+    if activation.op == _SOFTPLUS and _calls.autocasts(input, "cuda"):
+        # Autocast computes softplus of 16 bits in float32, and returns that.
+        z = run(input, residual, norm, Pointwise())
+        return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
+    if residual is not None and not _matches(residual, input):
+        _check_residual(residual, input)
+        # Another shape or dtype: torch knows what that adds up to.
+        z = run(input, None, norm, Pointwise())
+        return activated(z + residual, activation)
     compiled = (
         torch.compiler.is_compiling()
         and not is_exporting()
@@ -279,20 +235,9 @@ def _run(
     )
     if _calls.traced() and not compiled:
         return eager(input, residual, norm, activation)
-    # A model that was cast to 16 bits as a whole: the vectors are widened for the op.
-    original = norm
-    narrow = _is_narrow(input, norm)
-    if narrow:
-        norm = _widened(norm)
-    gaps = _has_gaps(norm)
-    if gaps:
-        norm = _dense(norm)
-    if not _fits(input, norm):
+    original, norm = norm, _converted(input, norm)
+    if not _fits(input, residual, *norm):
         return eager(input, residual, original, activation)
-    copied = narrow or gaps  # torch 2.10 cannot compile `norm is not original`
-    if norm.branch_scale is not None:
-        rows = norm.branch_scale.detach().to(input.device, wide_of(input)).contiguous()
-        norm = Norm(rows, *norm[1:])
     affine = (norm.weight, norm.bias)
     if compiled:
         output = _compiled(input, residual, norm, activation)
@@ -307,7 +252,7 @@ def _run(
             output = _apply(input, residual, *norm[:3], norm[3:], activation)
     else:
         output = _forward(input, residual, *norm, *activation)[0]
-    if copied and norm.training:
+    if norm.training:
         _copy_back(original, norm)
     return output
 
@@ -378,26 +323,20 @@ def batch_norm_act(
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
         return result
-    fused, function = _activations.chosen(activation, parameters)
+    fused = None if parameters else _activations.BY_NAME.get(activation)
+    function: Any = None
+    if fused is None:
+        fused, function = _activations.chosen(activation, parameters)
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
             f"{tuple(branch_scale.shape)}"
         )
-    if training:
-        verify_batch_size(input.size())
-    if (
-        fused is not None
-        and branch_scale is None
-        and not overwrite_input
-        and type(momentum) is float
-        and not torch.compiler.is_compiling()
-    ):
-        output = quick(
-            input, residual, weight, bias, running_mean, running_var, training, momentum, eps, fused
-        )
-        if output is not None:
-            return output
+    if fused is not None and not overwrite_input and not torch.compiler.is_compiling():
+        return usual(
+            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
+            momentum, eps, fused,
+        )  # fmt: skip
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
     if fused is None:
         function(input.new_zeros(1))  # raises before running statistics have moved

@@ -12,7 +12,7 @@ from .. import _backends, _calls, _recompute
 from .._torch_private import BatchNormBase
 from ..reference.batch_norm import Statistics, differentiable_backward
 from ..reference.dtypes import wide_of
-from ..reference.pointwise import INDEX, Pointwise
+from ..reference.pointwise import BY_OUTPUT, INDEX, Pointwise
 from . import batch_norm_schema as batch_norm_schema  # defines the ops
 from ._library import library, op
 
@@ -56,10 +56,7 @@ class BatchNormAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         def differentiable(*_: Any) -> tuple[Any, ...]:
-            input, saved, *statistics = ctx.saved_tensors
-            return differentiable_backward(
-                grad, input, saved, Statistics(*statistics), ctx.training, ctx.eps, ctx.activation
-            )
+            return _formula(grad, *ctx.saved_tensors, ctx.training, ctx.eps, *ctx.activation)
 
         op = differentiable if _calls.plain_backward(grad) else _backward
         return (*_gradients(ctx, grad, op), None, None)
@@ -105,7 +102,7 @@ def save_for_backward(
 
     Returns whether it keeps the input.
     """
-    identity, by_output = activation.op < 0, activation.saves_output
+    identity, by_output = activation.op < 0, activation.op in BY_OUTPUT
     needs_input = training or affine or not (identity or by_output)
     saved = None
     if by_output and (residual is not None or not needs_input):
@@ -120,7 +117,7 @@ apply = _calls.apply_of(BatchNormAct)
 
 
 def _formula(grad: Tensor, input: Tensor | None, saved: Tensor | None, *others: Any) -> Any:
-    """The differentiable backward, for the node in C++."""
+    """The differentiable backward, with the arguments of the node in C++."""
     *statistics, training, eps, op, a, b = others
     grad_input, grad_residual, *affine = differentiable_backward(
         grad, input, saved, Statistics(*statistics), training, eps, Pointwise(op, a, b)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,37 +81,33 @@ class BiasAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        saved, bias, seed = ctx.saved_tensors
-        needs_bias = bias is not None and ctx.needs_input_grad[1]
-        if seed is not None:  # the mask goes by the order of the output's memory
-            grad = laid_out(grad, ctx.strides)
-            saved = None if saved is None else laid_out(saved, ctx.strides)
         op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
-        gradients = op(grad, grad if saved is None else saved, bias, seed, *ctx.rest, needs_bias)
-        grad_bias = gradients[1].view(-1).to(bias.dtype) if needs_bias else None
-        return gradients[0], grad_bias, None, None, None
+        needs_bias = ctx.needs_input_grad[1]
+        gradients = _gradients(op, grad, *ctx.saved_tensors, *ctx.rest, needs_bias, ctx.strides)
+        return *gradients, None, None, None
 
 
 _apply_bias_act = apply_of(BiasAct)
 
 
-def _formula(
-    grad: Tensor, saved: Tensor | None, bias: Tensor | None, seed: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Backward of :class:`BiasAct` in torch operators, for the node in C++."""
+def _gradients(
+    op: Callable[..., tuple[Tensor, Tensor]], grad: Tensor, saved: Tensor | None,
+    bias: Tensor | None, seed: Tensor | None, *others: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of input and bias."""
     *rest, needs_bias, strides = others
-    if seed is not None:
+    if seed is not None:  # the mask goes by the order of the output's memory
         grad = laid_out(grad, strides)
         saved = None if saved is None else laid_out(saved, strides)
-    gradient, sums = _differentiable_bias_act(
-        grad, grad if saved is None else saved, bias, seed, *rest, needs_bias
-    )
-    return gradient, None if bias is None or not needs_bias else sums.view(-1).to(bias.dtype)
+    needs_bias = bias is not None and needs_bias
+    gradient, sums = op(grad, grad if saved is None else saved, bias, seed, *rest, needs_bias)
+    return gradient, sums.view(-1).to(bias.dtype) if bias is not None and needs_bias else None
 
 
 _cpp = _backends.autograd()
 if _cpp is not None:
-    _cpp.prepare_bias_act(_formula, bytes(i in BOUNDED for i in range(len(POINTWISE))))
+    formula = functools.partial(_gradients, _differentiable_bias_act)
+    _cpp.prepare_bias_act(formula, bytes(i in BOUNDED for i in range(len(POINTWISE))))
 
 
 def new_seed(input: Tensor) -> Tensor:

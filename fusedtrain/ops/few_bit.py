@@ -90,7 +90,7 @@ class FewBit(torch.autograd.Function):
         return _gradient(ctx, grad), None, None
 
 
-class FewBitInplace(torch.autograd.Function):
+class FewBitInplace(FewBit):
     @staticmethod
     def forward(ctx: Any, input: Tensor, activation: int, bits: int) -> Tensor:
         codes = _inplace(input, activation, bits)
@@ -99,10 +99,6 @@ class FewBitInplace(torch.autograd.Function):
         strides = torch.empty_like(input, device="meta").stride()
         ctx.activation, ctx.bits, ctx.strides = activation, bits, strides
         return input
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _gradient(ctx, grad), None, None
 
 
 _apply, _apply_inplace = _calls.apply_of(FewBit), _calls.apply_of(FewBitInplace)

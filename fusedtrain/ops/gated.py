@@ -90,6 +90,11 @@ def halves(input: Tensor, dim: int, gate_last: bool) -> tuple[Tensor, Tensor]:
     return (second, first) if gate_last else (first, second)
 
 
+def _parts(input: Tensor, value: Tensor | None, dim: int, gate_last: bool) -> tuple[Tensor, Tensor]:
+    """Gate and value, packed or not."""
+    return halves(input, dim, gate_last) if value is None else (input, value)
+
+
 def _gated_halves(
     input: Tensor, dim: int, gate_last: bool, activation: int, a: float, b: float
 ) -> Tensor:
@@ -273,12 +278,8 @@ def swiglu(
         tensor([  0., 300.])
     """
     if _scripting():
-        if value is None:
-            first, second = input.chunk(2, dim)
-            if gate_last:
-                return torch_functional.silu(second) * first
-            return torch_functional.silu(first) * second
-        return torch_functional.silu(input) * value
+        gate, other = _parts(input, value, dim, gate_last)
+        return torch_functional.silu(gate) * other
     if _has_any((input, value)):
         return _handle(swiglu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_SILU, input, value, dim, gate_last)
@@ -301,12 +302,8 @@ def geglu(
         tensor([  0., 300.])
     """
     if _scripting():
-        if value is None:
-            first, second = input.chunk(2, dim)
-            if gate_last:
-                return torch_functional.gelu(second, approximate=approximate) * first
-            return torch_functional.gelu(first, approximate=approximate) * second
-        return torch_functional.gelu(input, approximate=approximate) * value
+        gate, other = _parts(input, value, dim, gate_last)
+        return torch_functional.gelu(gate, approximate=approximate) * other
     if _has_any((input, value)):
         return _handle(
             geglu, (input, value), input, value, dim=dim, gate_last=gate_last,
@@ -327,10 +324,8 @@ def reglu(
         tensor([0., 3.])
     """
     if _scripting():
-        if value is None:
-            first, second = input.chunk(2, dim)
-            return torch.relu(second) * first if gate_last else torch.relu(first) * second
-        return torch.relu(input) * value
+        gate, other = _parts(input, value, dim, gate_last)
+        return torch.relu(gate) * other
     if _has_any((input, value)):
         return _handle(reglu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_RELU, input, value, dim, gate_last)
@@ -346,10 +341,8 @@ def bilinear_glu(
         tensor([-2.,  3.])
     """
     if _scripting():
-        if value is None:
-            first, second = input.chunk(2, dim)
-            return first * second
-        return input * value
+        gate, other = _parts(input, value, dim, gate_last)
+        return gate * other
     if _has_any((input, value)):
         return _handle(bilinear_glu, (input, value), input, value, dim=dim, gate_last=gate_last)
     return _glu(_IDENTITY, input, value, dim, gate_last)
@@ -378,18 +371,14 @@ def gated(
         >>> gated(torch.ones(1, 2, 1, 3), torch.tensor([0.0, 100.0]).view(1, 2, 1, 1)).flatten()
         tensor([0.5000, 0.5000, 0.5000, 1.0000, 1.0000, 1.0000])
     """
-    output: Any
-    if _cpp is not None and not parameters and not _is_dynamo_compiling():
-        output = _cpp.gated(gate, input, True, BY_NAME.get(activation))
+    fused = chosen(activation, parameters)[0] if parameters else BY_NAME.get(activation)
+    if _cpp is not None and not _is_dynamo_compiling():
+        output: Any = _cpp.gated(gate, input, True, fused)
         if output is not NotImplemented:
             return output
     if _has_any((input, gate)):
         return _handle(gated, (input, gate), input, gate, activation=activation, **parameters)
     fused, function = chosen(activation, parameters)
-    if _cpp is not None and parameters and not _is_dynamo_compiling():
-        output = _cpp.gated(gate, input, True, fused)
-        if output is not NotImplemented:
-            return output
     if not fits(input, gate):
         return input * function(gate)
     if gate.shape == input.shape:

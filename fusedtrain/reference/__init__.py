@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "batch_norm_act_backward_apply",
     ),
     "bias_act": ("bias_act", "bias_act_backward"),
+    "depthwise": ("depthwise_conv", "depthwise_conv_backward"),
     "few_bit": ("few_bit", "few_bit_", "few_bit_backward"),
     "fold": ("fold_weight", "fold_weight_backward"),
     "gated": ("gated", "gated_backward", "gated_spread", "gated_spread_backward"),

@@ -82,6 +82,17 @@ def inverse_deviation(variance: Tensor, eps: float) -> Tensor:
     return (variance.double() + eps).rsqrt()
 
 
+def move(
+    running_mean: Tensor | None, running_var: Tensor | None, momentum: float, mean: Tensor,
+    variance: Tensor, count: int | Tensor,
+) -> None:  # fmt: skip
+    """Moves running statistics, where there are any, by those of `count` elements a channel."""
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        unbiased = variance * (count / (count - 1))
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+
+
 def batch_norm_act(
     input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
@@ -91,11 +102,8 @@ def batch_norm_act(
     if training:
         mean, variance = batch_norm_stats(input)
         invstd = inverse_deviation(variance, eps)
-        if running_mean is not None and running_var is not None:
-            count = input.numel() // input.shape[1]
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            unbiased = variance * (count / (count - 1))
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        count = input.numel() // max(input.shape[1], 1)
+        move(running_mean, running_var, momentum, mean, variance, count)
     else:
         assert running_mean is not None
         assert running_var is not None

@@ -24,8 +24,8 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """
     if tensor.stride() == strides:
         return tensor
-    empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return empty.copy_(tensor)
+    # A tensor that vmap has batched needs memory for the whole batch.
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def in_strides_of(tensor: Tensor, model: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from .activations import ACTIVATIONS, Activation
 POINTWISE: tuple[Activation, ...] = tuple(r for r in ACTIVATIONS.values() if not r.tensors)
 INDEX = {row.name: i for i, row in enumerate(POINTWISE)}
 IDENTITY = -1
-_BY_OUTPUT = frozenset(i for i, row in enumerate(POINTWISE) if row.saves == "output")
+BY_OUTPUT = frozenset(i for i, row in enumerate(POINTWISE) if row.saves == "output")
 
 
 class Pointwise(NamedTuple):
@@ -25,7 +25,7 @@ class Pointwise(NamedTuple):
     @property
     def saves_output(self) -> bool:
         """Whether the derivative is computed from the output."""
-        return self.op in _BY_OUTPUT
+        return self.op in BY_OUTPUT
 
     def forward(self, z: Tensor) -> Tensor:
         if self.op == IDENTITY:

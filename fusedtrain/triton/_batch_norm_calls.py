@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..reference.dtypes import wide_of
 from ..reference.pointwise import IDENTITY, POINTWISE
 from . import _batch_norm_kernels as kernels
 from ._layout import (
@@ -125,7 +126,7 @@ class Call:
         self.channels = x.size(1)
         self.empty = x.numel() == 0
         self.count = 0 if self.empty else x.numel() // self.channels
-        self.wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        self.wide = wide_of(x)
         self.op, self.parameters = activation, (a, b)
         self.affine = (
             self.vector(branch_scale, x.size(0), "branch_scale"),
@@ -134,8 +135,11 @@ class Call:
         )
         self.flags = tuple(t is not None for t in self.affine)
 
-    def laid_out(self, t: Tensor) -> Tensor:
-        """A result in the layout of the model, if `x` is a copy with another layout."""
+    def laid_out(self, t: Tensor | None) -> Tensor:
+        """A result in the layout of the model, if `x` is a copy with another layout; without
+        elements where it was not requested."""
+        if t is None:
+            return self.x.new_empty(0)
         wanted = torch.empty_like(self._model)
         return t if t.stride() == wanted.stride() else wanted.copy_(t)
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.dtypes import wide_of
 from ._layout import cdiv, is_dense, power_of_two, unit_of
 
 # Elements of a tile: 16 bytes of a tensor or twice that in each of 128 threads. So 2,048 threads of
@@ -123,17 +124,18 @@ class Shape(NamedTuple):
         down, across = self.tiles
         return down * across
 
-    def new_shares(self, model: Tensor) -> Tensor:
+    def new_shares(self, model: Tensor, needed: bool) -> Tensor:
         down, across = self.tiles
         rows, columns = self.matrix
         count = rows * across if self.planes else down * columns
-        wide = torch.float64 if model.dtype is torch.float64 else torch.float32
-        return model.new_empty(count, dtype=wide)
+        return model.new_empty(count if needed else 0, dtype=wide_of(model))
 
-    def sums(self, shares: Tensor) -> Tensor:
+    def sums(self, shares: Tensor, needed: bool) -> Tensor:
         """Sums of each sample and channel; few numbers, which torch adds up in a fixed order."""
+        if not needed:
+            return shares
         if self.planes:
-            parts = shares.view(self.samples, self.rows, self.channels, -1)
+            parts = shares.view(self.samples, self.rows, self.channels, self.tiles[1])
         else:
             parts = shares.view(self.samples, -1, self.channels, self.inner)
         return parts.double().sum((1, 3)).to(shares.dtype)

@@ -82,11 +82,7 @@ def batch_norm_act_backward(
     still = None if reduced else grad_residual
     if grad_input is not None or still is not None:
         call.apply(grad_input, still, averages if training else None)
-    return (
-        none if grad_input is None else call.laid_out(grad_input),
-        none if grad_residual is None else call.laid_out(grad_residual),
-        *(affine or (none, none)),
-    )
+    return call.laid_out(grad_input), call.laid_out(grad_residual), *(affine or (none, none))
 
 
 def batch_norm_act_backward_reduce(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -94,7 +90,7 @@ def batch_norm_act_backward_reduce(grad: Tensor, *arguments: Any) -> tuple[Tenso
     call = BackwardCall(grad, *call_arguments)
     grad_residual = torch.empty_like(call.x) if needs_residual else None
     sums = call.reduce(grad_residual, None, 1)
-    return sums, grad.new_empty(0) if grad_residual is None else call.laid_out(grad_residual)
+    return sums, call.laid_out(grad_residual)
 
 
 def batch_norm_act_backward_apply(
@@ -110,5 +106,4 @@ def batch_norm_act_backward_apply(
     grad_input = torch.empty_like(call.x)
     grad_residual = torch.empty_like(call.x) if needs_residual else None
     call.apply(grad_input, grad_residual, averages)
-    residual = grad.new_empty(0) if grad_residual is None else call.laid_out(grad_residual)
-    return call.laid_out(grad_input), residual
+    return call.laid_out(grad_input), call.laid_out(grad_residual)

@@ -183,14 +183,12 @@ def bias_act_backward(
     check_same(name, grad, saved, "grad", "saved")
     call = _Call(name, saved, bias, seed, dim, needs_bias, activation, a, b, gain, clamp, p)
     grad_input = torch.empty_like(call.x)
-    wide = torch.float64 if saved.dtype is torch.float64 else torch.float32
-    if not call.x.numel():
-        return grad_input, grad.new_zeros((1, call.shape.channels) if needs_bias else 0, dtype=wide)
-    shares = call.shape.new_shares(call.x) if needs_bias else grad.new_empty(0, dtype=wide)
-    constants = (
-        call.forward, call.backward, call.by_output, call.stored, *call.flags, needs_bias,
-        *call.tail,
-    )  # fmt: skip
-    tensors = (dense_like(grad, call.x), call.x, call.bias, call.seed, grad_input, shares)
-    _launch_backward(call.variant, call.shape.programs, tensors, call.numbers, constants)
-    return grad_input, call.shape.sums(shares) if needs_bias else shares
+    shares = call.shape.new_shares(call.x, needs_bias)
+    if call.x.numel():
+        constants = (
+            call.forward, call.backward, call.by_output, call.stored, *call.flags, needs_bias,
+            *call.tail,
+        )  # fmt: skip
+        tensors = (dense_like(grad, call.x), call.x, call.bias, call.seed, grad_input, shares)
+        _launch_backward(call.variant, call.shape.programs, tensors, call.numbers, constants)
+    return grad_input, call.shape.sums(shares, needs_bias)

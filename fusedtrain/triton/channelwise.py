@@ -220,6 +220,17 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
+def finish_plan(channels: int, per_channel: int, count: int) -> Plan:
+    """Adds up the shares of each channel, `per_channel` side by side, of `count` parameters."""
+    width = min(_FINISH_BLOCK, power_of_two(per_channel))
+    height = min(_FINISH_BLOCK // width, power_of_two(channels))
+    constants = (count, power_of_two(cdiv(per_channel, width)), height, width)
+    return Plan(
+        _launch_finish, constants, cdiv(channels, height), (channels, per_channel), constants
+    )
+
+
+@functools.lru_cache(maxsize=1024)
 def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int]) -> Plan:
     formula, block = getattr(formulas, f"{name}_forward"), FORWARD_BLOCK[itemsize]
     rows, channels, inner = view
@@ -263,12 +274,7 @@ def _backward_plan(
         launch = _launch_tile_backward
         numbers = (t.rows, t.columns // t.unit, channels, inner)
     plan = Plan(launch, (name, *constants), programs, numbers, (formula, *constants))
-    width = min(_FINISH_BLOCK, power_of_two(per_channel))
-    height = min(_FINISH_BLOCK // width, power_of_two(channels))
-    constants = (count, power_of_two(cdiv(per_channel, width)), height, width)
-    numbers = (channels, per_channel)
-    finish = Plan(_launch_finish, constants, cdiv(channels, height), numbers, constants)
-    return plan, finish, count * channels * per_channel
+    return plan, finish_plan(channels, per_channel, count), count * channels * per_channel
 
 
 def _check(name: str, input: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:

@@ -4,6 +4,7 @@
 # mypy: disallow-untyped-decorators=False
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.dtypes import wide_of
 from ._layout import cdiv, check_same, dense_like, is_dense, unit_of
 from .launch import Launcher, check_dtype
 from .vecmath import widen
@@ -120,6 +122,7 @@ _launch_backward = Launcher(fold_backward_kernel)
 class _Shape(NamedTuple):
     """csrc/ops/fold.h has the words for it."""
 
+    op: str
     weight: Tensor
     wide: torch.dtype
     numel: int
@@ -132,21 +135,21 @@ class _Shape(NamedTuple):
     def numbers(self) -> tuple[int, int, int, int, int]:
         return self.numel, self.outputs, self.channels, self.inner, self.rows_per_group
 
-    def vector(self, name: str, argument: str, t: Tensor) -> Tensor:
-        if t.dim() != 1 or t.numel() != self.outputs:
-            raise RuntimeError(
-                f"fusedtrain::{name}: {argument} must have one element for each of the "
-                f"{self.outputs} output channels"
-            )
-        if t.device != self.weight.device:
-            raise RuntimeError(f"fusedtrain::{name}: {argument} must be on the device of weight")
-        check_dtype(name, t, argument)
-        return t.detach().to(self.wide).contiguous()
-
-    def optional(self, name: str, argument: str, t: Tensor | None) -> Tensor:
-        """The vector; without one any tensor, which the kernel does not read."""
-        model = self.weight.new_empty(1, dtype=self.wide)
-        return model if t is None else self.vector(name, argument, t)
+    def vectors(self, **arguments: Tensor | None) -> Iterator[Tensor]:
+        """The vectors as kernels take them; without one any tensor, which no kernel reads."""
+        for name, t in arguments.items():
+            if t is None:
+                yield self.weight.new_empty(1, dtype=self.wide)
+                continue
+            if t.dim() != 1 or t.numel() != self.outputs:
+                raise RuntimeError(
+                    f"fusedtrain::{self.op}: {name} must have one element for each of the "
+                    f"{self.outputs} output channels"
+                )
+            if t.device != self.weight.device:
+                raise RuntimeError(f"fusedtrain::{self.op}: {name} must be on the device of weight")
+            check_dtype(self.op, t, name)
+            yield t.detach().to(self.wide).contiguous()
 
     def new_vector(self) -> Tensor:
         return self.weight.new_empty(self.outputs, dtype=self.wide)
@@ -161,30 +164,27 @@ def _shape_of(name: str, weight: Tensor, transposed: bool, groups: int) -> _Shap
     rows = size == 1 or weight.stride(0) * size == numel
     if not (rows and is_dense(weight)):
         weight = weight.contiguous()
-    wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
+    wide = wide_of(weight)
     if not transposed:
-        return _Shape(weight, wide, numel, size, size, numel // size if numel else 1, 1)
+        return _Shape(name, weight, wide, numel, size, size, numel // size if numel else 1, 1)
     if groups <= 0 or size % groups:
         raise RuntimeError(f"fusedtrain::{name}: groups must divide the input channels")
     channels = weight.size(1)
     plain = channels < 2 or not numel
     inner = weight[0, 0].numel() if plain else weight.stride(1)
     per_group = numel // (channels * inner * groups) if numel else 1
-    return _Shape(weight, wide, numel, groups * channels, channels, max(inner, 1), per_group)
+    return _Shape(name, weight, wide, numel, groups * channels, channels, max(inner, 1), per_group)
 
 
 def fold_weight(
     weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     running_mean: Tensor, running_var: Tensor, eps: float, transposed: bool, groups: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    name = "fold_weight"
-    shape = _shape_of(name, weight, transposed, groups)
-    vectors = (
-        shape.optional(name, "bias", bias),
-        shape.optional(name, "gamma", gamma),
-        shape.optional(name, "beta", beta),
-        shape.vector(name, "running_mean", running_mean),
-        shape.vector(name, "running_var", running_var),
+    shape = _shape_of("fold_weight", weight, transposed, groups)
+    vectors = tuple(
+        shape.vectors(
+            bias=bias, gamma=gamma, beta=beta, running_mean=running_mean, running_var=running_var
+        )
     )
     folded, folded_bias = torch.empty_like(shape.weight), shape.new_vector()
     threads = max(shape.numel, shape.outputs)
@@ -218,13 +218,12 @@ def fold_weight_backward(
             shape.weight,
             dense_like(grad_weight.detach(), shape.weight),
             out,
-            shape.vector(name, "grad_bias", grad_bias),
+            *shape.vectors(grad_bias=grad_bias),
             out_bias,
             out_gamma,
-            shape.optional(name, "bias", bias),
-            shape.optional(name, "gamma", gamma),
-            shape.vector(name, "running_mean", running_mean),
-            shape.vector(name, "running_var", running_var),
+            *shape.vectors(
+                bias=bias, gamma=gamma, running_mean=running_mean, running_var=running_var
+            ),
         )
         _launch_backward(constants, shape.outputs, tensors, (*shape.numbers, eps), constants)
     dtype = running_mean.dtype

@@ -96,16 +96,11 @@ def scale_add_backward(
     x, shape = shape_of(name, model, dim, scale.size(0))
     sums = input is not None
     grad_input = torch.empty_like(x) if needs_input else grad.new_empty(0)
-    wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
-    if not x.numel():
-        size = scale.shape if sums else (0,)
-        empty = grad_input if not needs_input else as_promised(grad_input, model)
-        return empty, grad.new_zeros(size, dtype=wide)
-    shares = shape.new_shares(x) if sums else grad.new_empty(0, dtype=wide)
-    constants = (needs_input, sums, *shape.constants)
-    tensors = (dense_like(grad, x), x, scale.contiguous(), grad_input, shares)
-    _launch_backward(constants, shape.programs, tensors, shape.numbers, constants)
-    return (
-        as_promised(grad_input, model) if needs_input else grad_input,
-        shape.sums(shares) if sums else shares,
-    )
+    shares = shape.new_shares(x, sums)
+    if x.numel():
+        constants = (needs_input, sums, *shape.constants)
+        tensors = (dense_like(grad, x), x, scale.contiguous(), grad_input, shares)
+        _launch_backward(constants, shape.programs, tensors, shape.numbers, constants)
+    if needs_input:
+        grad_input = as_promised(grad_input, model)
+    return grad_input, shape.sums(shares, sums)

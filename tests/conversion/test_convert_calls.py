@@ -324,6 +324,16 @@ def test_memory_that_is_overwritten(name: str) -> None:
         assert_same(results(model, x), results(stock, x), 1e-5)
 
 
+def test_a_gate_that_its_product_cannot_take_is_fused_on_its_own() -> None:
+    model, x = mlp(OVERWRITING["the input between"]), tokens()
+    stock = copy.deepcopy(model)
+    report = fusedtrain.convert(model)
+    assert "overwritten in between" in report.left_products[0].reason
+    assert [call.activation for call in report.calls] == ["sigmoid"]
+    assert not report.left_calls
+    assert_same(results(model, x), results(stock, x), 1e-5)
+
+
 def test_left_calls_have_reasons() -> None:
     class Branching(Mlp):
         def forward(self, x: Tensor) -> Tensor:

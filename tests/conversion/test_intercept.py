@@ -33,7 +33,7 @@ class Block(nn.Module):
 def traced(module: nn.Module) -> list[str]:
     """Calls and reads in the graph of a forward."""
     tracer = Tracer()
-    with intercepting(), tracer.intercepting({}):
+    with intercepting(), tracer.seen:
         return targets(tracer.trace(module))
 
 

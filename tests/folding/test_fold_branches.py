@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedtrain
+from helpers.folding import waken
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,16 +23,6 @@ def conv() -> nn.Conv2d:
 
 def norm() -> nn.BatchNorm2d:
     return nn.BatchNorm2d(4)
-
-
-def waken(model: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.running_mean)  # type: ignore[arg-type]
-            nn.init.uniform_(module.running_var, 0.5, 2)  # type: ignore[arg-type]
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-    return model.eval()
 
 
 class Net(nn.Module):

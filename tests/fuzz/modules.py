@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusedtrain import nn as fused_nn
 from fusedtrain.reference import ACTIVATIONS
 
-from . import chains, norms, ops
+from . import chains, convolutions, norms, ops
 from .calls import CHAINED, Call, Context, Generator
 from .tensors import Pick, in_memory, shape
 
@@ -238,6 +238,10 @@ _MAKERS = {
     "PReLU": Generator(prelu, CHAINED),
     "StarReLU": Generator(star_relu, CHAINED),
     "MaxPool2d": Generator(max_pool2d, CHAINED),
+    **{
+        f"DepthwiseConv{dims}d": Generator(partial(convolutions.module, dims), _TRAINED)
+        for dims in (1, 2, 3)
+    },
     "BiasActDropout": Generator(bias_act_dropout, CHAINED),
     "ConvBnAct": Generator(conv_bn_act, _TRAINED, ("float64", "float32")),
     **{name: Generator(partial(gated_unit, name), CHAINED) for name in _GLUS},

@@ -13,7 +13,7 @@ from fusedtrain import functional
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import INPLACE, LIMITS, backward_scale
 
-from . import chains, compare, norms
+from . import chains, compare, convolutions, norms
 from .calls import CHAINED, EVERY, STRAIGHT, Call, Context, Generator
 from .tensors import OTHER_DTYPES, VALUES, Pick, in_memory, shape
 
@@ -141,6 +141,10 @@ _MAKERS: dict[str, Generator] = {
         norms.batch_norm_act, ("gradient", "second", "checkpoint", "recompute", "batched")
     ),
     "max_pool2d": Generator(norms.max_pool2d, EVERY),
+    **{
+        f"depthwise_conv{dims}d": Generator(partial(convolutions.depthwise, dims), CHAINED)
+        for dims in (1, 2, 3)
+    },
     **{name: Generator(partial(chains.gated_unit, name), CHAINED) for name in chains.GLUS},
     **{
         name: Generator(partial(chains.biased, name), CHAINED)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,6 +35,13 @@ def python_route() -> Iterator[None]:
         finally:
             for name, kernel in KERNELS.items():
                 kernel.call = calls[name]
+
+
+def by_both(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """Results by the nodes in C++, and by those in Python."""
+    ours = run()
+    with python_route():
+        return ours, run()
 
 
 def is_of_this_package(node: type) -> bool:

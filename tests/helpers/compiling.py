@@ -75,7 +75,7 @@ def compile_for(
     def pointer(name: str) -> str:
         # Folding: all but weights are in the dtype of the math.
         vector = "fold" in kernel.__name__ and name not in _WEIGHTS
-        narrow = (name == "shares_ptr" or vector) and dtype.itemsize < 4
+        narrow = (name.endswith("shares_ptr") or vector) and dtype.itemsize < 4
         return SHORT[others.get(name, torch.float32 if narrow else dtype)]
 
     source = source_of(kernel, constants, pointer)

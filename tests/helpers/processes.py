@@ -11,6 +11,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from helpers import TESTS, environment
 
@@ -67,3 +70,17 @@ def run_python(
 def python(code: str, **variables: str) -> Done:
     """Runs code in a process that has imported torch, and nothing of the package."""
     return run_python("-c", code, env=environment(**variables), cwd=TESTS)
+
+
+def by_capability(code: str, folder: Path) -> dict[str, Any]:
+    """Tensors that the code saves to `{path!r}`, by the instruction set of the CPU's kernels, for
+    those that this processor has and that were built."""
+    results = {}
+    for capability in ("default", "avx2", "avx512"):
+        path = folder / capability
+        run = python(code.format(path=str(path)), FUSEDTRAIN_CPU_CAPABILITY=capability)
+        if run.returncode == 0:
+            results[capability] = torch.load(path)
+        else:
+            assert "this processor" in run.stderr or "not built" in run.stderr, run.stderr
+    return results

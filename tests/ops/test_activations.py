@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fusedtrain
 import fusedtrain.functional as F
@@ -26,6 +26,7 @@ from helpers.activations import (
     special_values,
     truth,
 )
+from helpers.observed import saved_by, saved_bytes
 
 ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
 
@@ -205,33 +206,12 @@ def test_inplace_invalidates_what_others_saved() -> None:
         b.backward()
 
 
-def saved_bytes(function: object, x: Tensor) -> int:
-    """Bytes of the distinct storages that a call keeps for backward, the small ones left out."""
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = function(x)  # type: ignore[operator]
-    del y
-    return sum(n for n in storages.values() if 2 * n >= x.untyped_storage().nbytes())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_saves_one_tensor(name: str) -> None:
     row = ACTIVATIONS[name]
     x = torch.randn(64, 64, requires_grad=True)
-    seen: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        seen.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = public(row)(x)
-    big = [t for t in seen if t.numel() > 1]
+    y, saved = saved_by(lambda: public(row)(x))
+    big = [t for t in saved if t.numel() > 1]
     assert len(big) == 1
     kept = y if row.saves == "output" else x
     assert big[0].data_ptr() == kept.data_ptr()
@@ -250,9 +230,13 @@ def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) 
     )  # fmt: skip
     x = torch.randn(4, 8, 32, 32, requires_grad=True)
     unit = x.untyped_storage().nbytes()
-    eager = saved_bytes(model, x)
+
+    def large() -> int:
+        return sum(n for n in saved_bytes(lambda: model(x)).values() if 2 * n >= unit)
+
+    eager = large()
     fusedtrain.convert(model)
-    fused = saved_bytes(model, x)
+    fused = large()
     fusedtrain.revert(model)
     assert eager / unit > 3.9  # LogSigmoid and Softsign keep a fifth
     assert fused / unit < 3.1

@@ -1,4 +1,7 @@
-"""Derivatives of every order, transforms, autocast, compilers, TorchScript, pickling, bad input."""
+"""Activations under autocast, compilers, TorchScript and torch.fx; pickling; bad input.
+
+test_every_function.py has their derivatives and transforms.
+"""
 
 from __future__ import annotations
 
@@ -29,93 +32,6 @@ MODULES = {
         if name in fnn.__all__ and name != "Threshold"
     },
 }
-
-
-def away_from_kinks(*shape: int) -> Tensor:
-    """float64 values at least 0.02 from every point where an activation is not smooth."""
-    x = torch.linspace(-7.03, 7.01, 97, dtype=torch.float64)
-    kinks = torch.tensor([-3, -2, -1, -0.5, 0, 0.5, 1, 3, 6], dtype=torch.float64)
-    x = x[((x[:, None] - kinks).abs() > 0.02).all(1)]
-    return x[torch.randperm(len(x))[: torch.Size(shape).numel()]].reshape(shape).requires_grad_()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradcheck_and_gradgradcheck(name: str) -> None:
-    function = public(ACTIVATIONS[name])
-    x = away_from_kinks(5, 7)
-    # Forward-mode AD needs the reference; fast_mode off: every element by finite differences.
-    assert torch.autograd.gradcheck(function, x, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(function, x)
-
-
-@pytest.mark.parametrize("name", INPLACE)
-def test_gradgradcheck_in_place(name: str) -> None:
-    """Second derivatives reach the input through what an in-place call saved."""
-    row = ACTIVATIONS[name]
-    x = away_from_kinks(4, 5)
-
-    def function(t: Tensor) -> Tensor:
-        result: Tensor = getattr(F, name)(t * 1, *row.arguments, inplace=True)
-        return result
-
-    assert torch.autograd.gradcheck(function, x)
-    assert torch.autograd.gradgradcheck(function, x)
-
-
-@pytest.mark.parametrize("name", ["prelu", "star_relu"])
-def test_gradcheck_of_parameters(name: str) -> None:
-    row = ACTIVATIONS[name]
-    x = away_from_kinks(3, 4, 5)
-    count = 4 if name == "prelu" else 1
-    tensors = [torch.rand(count, dtype=torch.float64, requires_grad=True) for _ in row.parameters]
-    assert torch.autograd.gradcheck(getattr(F, name), (x, *tensors))
-    assert torch.autograd.gradgradcheck(getattr(F, name), (x, *tensors))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_batched_gradients(name: str) -> None:
-    x = torch.randn(4, 6, requires_grad=True)
-    y = public(ACTIVATIONS[name])(x)
-    grads = torch.randn(3, 4, 6)
-    (batched,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
-    single = torch.stack([torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in grads])
-    torch.testing.assert_close(batched, single, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_functorch_and_forward_mode(name: str) -> None:
-    row = ACTIVATIONS[name]
-    x = torch.randn(4, 6)
-    eager, ours = row.eager, public(row)
-    checks: list[Callable[[Callable[[Tensor], Tensor]], Tensor]] = [
-        lambda f: torch.vmap(f)(x),
-        lambda f: torch.func.grad(lambda t: f(t).sum())(x),
-        lambda f: torch.func.vmap(torch.func.grad(lambda t: f(t).sum()))(x),
-        lambda f: torch.func.jacrev(f)(x[0]),
-        lambda f: torch.func.jacfwd(f)(x[0]),
-        lambda f: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
-        lambda f: torch.func.hessian(lambda t: f(t).sum())(x[0]),
-    ]
-    for check in checks:
-        try:
-            want = check(eager)
-        except NotImplementedError:  # torch's hardsigmoid has no forward-over-reverse
-            assert name == "hardsigmoid"
-            with pytest.raises(NotImplementedError):
-                check(ours)
-            continue
-        torch.testing.assert_close(check(ours), want)
-
-
-def test_retain_graph_twice_and_module_twice() -> None:
-    for name in POINTWISE:
-        function = public(ACTIVATIONS[name])
-        x = torch.randn(32, requires_grad=True)
-        y = function(x)
-        z = function(y)
-        first = torch.autograd.grad(z.sum(), x, retain_graph=True)[0]
-        second = torch.autograd.grad(z.sum(), x)[0]
-        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -159,33 +75,6 @@ def test_opcheck(name: str) -> None:
             torch.library.opcheck(getattr(ops, f"{name}_").default, (x.clone(), *arguments))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_compile_and_export_see_plain_aten(name: str) -> None:
-    row = ACTIVATIONS[name]
-    x = torch.randn(4, 6, requires_grad=True)
-    seen: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        seen.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(public(row), fullgraph=True, backend=backend)
-    y = compiled(x)
-    torch.testing.assert_close(y, public(row)(x))
-    y.sum().backward()
-    assert not any("fusedtrain" in target for target in seen), seen
-
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return public(row)(x)
-
-    program = torch.export.export(Model(), (x.detach(),), strict=False)
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert not any("fusedtrain" in target for target in targets), targets
-    torch.testing.assert_close(program.module()(x.detach()), public(row)(x.detach()))
-
-
 @pytest.mark.long  # test_batch_norm_compilers.py compiles with Inductor, too
 def test_inductor_fuses_through_the_call() -> None:
     model = nn.Sequential(nn.Linear(8, 8), fnn.Mish(), fnn.QuickGELU(), fnn.LeakyReLU())
@@ -193,25 +82,6 @@ def test_inductor_fuses_through_the_call() -> None:
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x))
     compiled(x).sum().backward()
-
-
-@pytest.mark.parametrize("name", INPLACE)
-def test_compile_inplace(name: str) -> None:
-    arguments = ACTIVATIONS[name].arguments  # a cached property, which Dynamo cannot trace
-
-    def function(x: Tensor) -> Tensor:
-        y = x * 2
-        getattr(F, name)(y, *arguments, inplace=True)
-        return y
-
-    x = torch.randn(4, 6, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    a, b = compiled(x), function(x)
-    torch.testing.assert_close(a, b)
-    torch.testing.assert_close(
-        torch.autograd.grad(a.sum(), x)[0], torch.autograd.grad(b.sum(), x)[0]
-    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -391,18 +261,6 @@ def test_wrong_inplace_use_raises_and_modifies_nothing(name: str) -> None:
         assert integers.tolist() == [-3, 5]
 
 
-def test_inference_mode_and_no_grad() -> None:
-    with torch.inference_mode():
-        x = torch.randn(9)
-        want = nn.functional.mish(x)
-        torch.testing.assert_close(F.mish(x), want)
-        F.mish(x, inplace=True)
-        torch.testing.assert_close(x, want)
-    with torch.no_grad():
-        y = F.mish(torch.randn(3, requires_grad=True))
-    assert not y.requires_grad
-
-
 def test_inference_mode_with_gradients_switched_on() -> None:
     x = torch.randn(4, requires_grad=True)
     with torch.inference_mode(), torch.enable_grad():
@@ -415,21 +273,11 @@ def test_inference_mode_with_gradients_switched_on() -> None:
     torch.testing.assert_close(negative, want)
 
 
-def test_tensor_subclasses_and_odd_layouts_run_in_torch() -> None:
-    class Tagged(Tensor):
-        pass
-
-    x = torch.randn(3, 4)
-    tagged = x.as_subclass(Tagged)
-    assert type(F.mish(tagged)) is Tagged
-    torch.testing.assert_close(F.mish(tagged).as_subclass(Tensor), F.mish(x))
+def test_odd_layouts_run_in_torch() -> None:
     sparse = torch.eye(3).to_sparse()
     assert F.relu(sparse).is_sparse
     negative = torch.randn(4, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     torch.testing.assert_close(F.mish(negative), nn.functional.mish(negative))
-    meta = torch.empty(3, 4, device="meta")
-    assert F.mish(meta).shape == (3, 4)
-    assert F.mish(meta).device.type == "meta"
     nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.strided)
     torch.testing.assert_close(F.relu(nested).unbind()[1], nested.unbind()[1].relu())

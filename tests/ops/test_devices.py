@@ -1,4 +1,5 @@
-"""Every op refuses a tensor of another device before it starts or writes anything.
+"""Every op refuses a tensor of another device before it starts or writes anything; and its fake
+kernel and schema are right, by torch.library.opcheck.
 
 The other device is meta: the op's kernel is called past the dispatcher, which would take meta's.
 """
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedtrain.reference import ACTIVATIONS
+from fusedtrain.reference import ACTIVATIONS, FAMILIES
 from helpers.backends import BACKENDS, Registered
 from helpers.batch_norm import FORMULAS
 from helpers.launches import emulated
@@ -22,6 +23,7 @@ from helpers.optimizers import busy
 ACT = tuple(FORMULAS["silu"])
 X, PER_CHANNEL = torch.randn(3, 4, 5), torch.randn(4)
 POOL = ([2, 2], [2, 2], [0, 0])
+CONV = ([1, 1], [1, 1], [1, 1])
 SEED = torch.tensor([1, 2])
 
 
@@ -56,6 +58,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "max_pool2d_backward": lambda: (
         torch.randn(1, 2, 3, 3), torch.zeros(64, dtype=torch.uint8), 6, 6, *POOL, 2, False,
     ),
+    "depthwise_conv": lambda: (
+        torch.randn(2, 3, 6, 6), torch.randn(3, 1, 3, 3), torch.randn(3), *CONV, [1, 1], False,
+    ),
+    "depthwise_conv_backward": lambda: (
+        torch.randn(2, 3, 6, 6), torch.randn(2, 3, 6, 6), torch.randn(3, 1, 3, 3), *CONV, False,
+        True, True, True,
+    ),
     "fold_weight": lambda: (torch.randn(4, 2, 3, 3), X[0, :, 0].clone(), *_norm(), 1e-3, False, 1),
     "fold_weight_backward": lambda: (
         torch.randn(4, 2, 3, 3), X[0, :, 0].clone(), torch.randn(4, 2, 3, 3), *_norm(), 1e-3, False,
@@ -63,9 +72,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "gated": lambda: (X.clone(), X.clone(), *ACT),
     "gated_backward": lambda: (*(X.clone() for _ in range(5)), *ACT),
-    "gated_spread": lambda: (torch.randn(3, 4, 1, 1), X.clone(), *ACT),
+    "gated_spread": lambda: (torch.randn(3, 4, 1), X.clone(), *ACT),
+    # With an activation, the gate's is computed, into memory of its own, before `value` is seen.
     "gated_spread_backward": lambda: (
-        X.clone(), torch.randn(3, 4, 1, 1), X.clone(), *ACT, True,
+        X.clone(), torch.randn(3, 4, 1), X.clone(), *FORMULAS["identity"], True,
     ),
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
@@ -156,3 +166,59 @@ def test_every_op_of_several_tensors_is_here() -> None:
         if several and name.removesuffix("_backward") not in ACTIVATIONS:
             missing.add(name)
     assert missing - set(CALLS) == set()
+
+
+def _image(*shape: int, last: bool) -> Tensor:
+    x = torch.randn(shape)
+    return x.contiguous(memory_format=torch.channels_last) if last else x
+
+
+_CODES = torch.zeros(256, dtype=torch.uint8)
+_RESNET = ([3, 3], [2, 2], [1, 1])
+# Calls besides those above: of one tensor, without a tensor, with nothing asked for.
+MORE: dict[str, list[tuple[Any, ...]]] = {
+    "few_bit": [(X, 8, 3)],
+    "few_bit_backward": [(torch.randn(3, 5), _CODES[:96], 8, 3)],
+    "max_pool2d": [
+        (_image(2, 3, 7, 6, last=last), *_RESNET, True, 4, last) for last in (False, True)
+    ],
+    "max_pool2d_backward": [
+        (_image(2, 3, 4, 4, last=last), _CODES[:128], 7, 6, *_RESNET, 4, last)
+        for last in (False, True)
+    ],
+    "gated_spread_backward": [
+        (X, torch.randn(3, 4, 1), X, *ACT, True),
+        (X, torch.randn(3, 4, 1), None, *ACT, True),
+        (X, torch.randn(3, 4, 1), X, *ACT, False),
+    ],
+    "scale_add": [(X, torch.randn(3, 4), None, 1)],
+    "scale_add_backward": [(X, None, torch.randn(3, 4), 1, True)],
+    "bias_act_backward": [(X, X, None, None, 1, *ACT, 1.0, 2.0, 0.0, False)],
+}  # fmt: skip
+CHAINS = tuple(n for family in ("gated", "scale_add", "bias_act") for n in FAMILIES[family])
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in dict.fromkeys((*CALLS, *MORE))
+        if name not in (*FAMILIES["activations"], *FAMILIES["optimizers"], *FAMILIES["scaling"])
+        and not name.startswith("batch_norm")
+        for dtype in (DTYPES if name in CHAINS else DTYPES[:1])
+    ],
+    ids=str,
+)
+def test_opcheck(name: str, dtype: torch.dtype) -> None:
+    """test_autograd.py has the activations', test_batch_norm_compilers.py batch norm's."""
+    calls = MORE.get(name, []) + ([CALLS[name]()] if name in CALLS else [])
+    for call in calls:
+        floats = [isinstance(a, Tensor) and a.dtype is torch.float32 for a in call]
+        arguments = tuple(
+            a.to(dtype) if is_float else a for a, is_float in zip(call, floats, strict=True)
+        )
+        torch.library.opcheck(
+            getattr(torch.ops.fusedtrain, name).default, arguments,
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip

@@ -22,6 +22,7 @@ from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed, same_bits
 from helpers.few_bit import check, slope_of
 from helpers.launches import parameters
+from helpers.observed import saved_by
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -192,33 +193,10 @@ def test_ops_reject(ops: Kernels, arguments: tuple[int, int], message: str) -> N
             ops("few_bit_backward", x, x.new_zeros(3, dtype=torch.uint8), INDEX["gelu"], 8)
 
 
-@pytest.mark.parametrize("op", FAMILIES["few_bit"])
-def test_opcheck(op: str) -> None:
-    x = torch.randn(3, 5)
-    codes = torch.ops.fusedtrain.few_bit(x, INDEX["silu"], 3)[1]
-    arguments = (x, codes) if op.endswith("backward") else (x,)
-    torch.library.opcheck(
-        getattr(torch.ops.fusedtrain, op).default, (*arguments, INDEX["silu"], 3),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
-
-
-def kept_by(run: Callable[[], Tensor]) -> tuple[list[Tensor], Tensor]:
-    kept: list[Tensor] = []
-
-    def pack_hook(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda t: t):
-        output = run()
-    return kept, output
-
-
 @pytest.mark.parametrize(("name", "bits"), CASES)
 def test_functions_keep_the_codes_alone(name: str, bits: int) -> None:
     x = torch.randn(4, 4096, requires_grad=True)
-    kept, y = kept_by(lambda: FUNCTIONS[name](x, save=f"q{bits}"))
+    y, kept = saved_by(lambda: FUNCTIONS[name](x, save=f"q{bits}"))
     assert [(t.dtype, t.numel()) for t in kept] == [(torch.uint8, 4 * 4096 * bits // 8)]
     y.backward(torch.ones_like(y))
     assert x.grad is not None
@@ -256,7 +234,7 @@ def test_in_place(name: str) -> None:
     x = torch.randn(1000, requires_grad=True)
     for make in (lambda: x * 1, lambda: (x * 1).view(10, 100)[:, :].reshape(-1)):
         middle = make()
-        kept, y = kept_by(lambda m=middle: FUNCTIONS[name](m, inplace=True, save=save))
+        y, kept = saved_by(lambda m=middle: FUNCTIONS[name](m, inplace=True, save=save))
         assert y is middle
         assert sum(t.nbytes for t in kept if t.dtype is torch.uint8) == packed_bytes(
             1000, SAVES[name][save]
@@ -308,7 +286,7 @@ def test_modules() -> None:
     x = torch.randn(300, requires_grad=True)
     for module in made:
         bits = int(module.save[1:])
-        kept, _ = kept_by(lambda m=module: m(x * 1))
+        _, kept = saved_by(lambda m=module: m(x * 1))
         assert sum(t.nbytes for t in kept if t.dtype is torch.uint8) == packed_bytes(300, bits)
         with torch.no_grad():
             torch.testing.assert_close(torch.jit.script(module)(x * 1), module(x * 1))
@@ -327,7 +305,7 @@ def test_convert() -> None:
     assert [getattr(m, "save", None) for m in model] == [
         None, "q8", None, None, None, None, None, None, None,
     ]  # fmt: skip
-    kept, _ = kept_by(lambda: model(x))
+    _, kept = saved_by(lambda: model(x))
     assert sum(t.nbytes for t in kept if t.dtype is torch.uint8) == 16 * 512
     fusedtrain.convert(model)
     assert model[1].save is None

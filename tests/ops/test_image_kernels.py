@@ -24,7 +24,7 @@ from helpers.images import (
     statistics,
 )
 from helpers.launches import parameters
-from helpers.processes import python
+from helpers.processes import by_capability
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -148,15 +148,7 @@ torch.save(outputs, {path!r})
 
 def test_cpu_capabilities_agree(tmp_path: Path) -> None:
     """To the bit: products are exact, so that FMA changes nothing."""
-    results: dict[str, list[Tensor]] = {}
-    for capability in ("default", "avx2", "avx512"):
-        path = tmp_path / capability
-        code = CAPABILITIES.format(path=str(path))
-        done = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
-        if done.returncode != 0:
-            assert "this processor" in done.stderr or "not built" in done.stderr, done.stderr
-            continue
-        results[capability] = torch.load(path)
+    results = by_capability(CAPABILITIES, tmp_path)
     for others in results.values():
         for a, b in zip(others, results["default"], strict=True):
             assert torch.equal(a, b)

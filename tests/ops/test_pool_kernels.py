@@ -203,21 +203,6 @@ def test_mistakes(ops: Kernels) -> None:
             ops("max_pool2d_backward", y, wrong, 6, 6, two, two, none, 2, False)
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_opcheck(last: bool) -> None:
-    x = torch.randn(2, 3, 7, 6)
-    rest = ([3, 3], [2, 2], [1, 1])
-    form = torch.channels_last if last else torch.contiguous_format
-    arguments = (x.contiguous(memory_format=form), *rest, True, 4, last)
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.fusedtrain.max_pool2d.default, arguments, test_utils=utils)
-    y, codes = torch.ops.fusedtrain.max_pool2d(*arguments)
-    torch.library.opcheck(
-        torch.ops.fusedtrain.max_pool2d_backward.default,
-        (y, codes, 7, 6, *rest, 4, last), test_utils=utils,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_every_instruction_set(capability: str) -> None:

@@ -13,6 +13,7 @@ from fusedtrain import functional as F
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import POINTWISE
 from helpers.backends import BACKENDS, Kernels
+from helpers.observed import saved_by
 
 # Torch too computes these derivatives from an output that saturates: 1 - y is rounded off.
 SATURATING = ("sigmoid", "tanh", "softsign")
@@ -83,15 +84,9 @@ def test_in_place_keeps_no_copy_of_the_input(name: str, dtype: torch.dtype) -> N
     runs = []
     for function in (getattr(F, name), getattr(torch.nn.functional, name)):
         leaf = torch.linspace(-6, 3, 1001).to(dtype).requires_grad_()
-        x, seen = leaf * 1, []
-
-        def pack(t: Tensor, seen: list[Tensor] = seen) -> Tensor:
-            seen.append(t)
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = function(x, inplace=True)
-        assert [t.data_ptr() for t in seen] == [y.data_ptr()]
+        x = leaf * 1
+        y, saved = saved_by(lambda f=function, x=x: f(x, inplace=True))
+        assert [t.data_ptr() for t in saved] == [y.data_ptr()]
         (g,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
         (second,) = torch.autograd.grad(g, leaf, torch.ones_like(g))
         runs.append((g.detach(), second))

@@ -9,6 +9,7 @@
 #include "../../channelwise_formulas.h"
 #include "../../few_bit.h"
 #include "../../formulas.h"
+#include "../../ops/depthwise.h"
 #include "../../ops/pool.h"
 #include "../../optimizer_rules.h"
 
@@ -213,6 +214,29 @@ struct MaxPoolKernels {
                    int64_t last_row, void* scratch);
 };
 
+// The scratch of a depthwise convolution, in numbers: inputs with their borders, outputs, weights, a
+// line of the tensor, then room for so many int64_t.
+struct DepthwiseRoom {
+  int64_t laid, values, weights, line, offsets;
+};
+// Its bands, and the tasks of the backward: so many samples of so many channels, with `lanes`
+// numbers of scratch for their sums, of which there are `sums`.
+struct DepthwiseCut {
+  int64_t rows_of_outputs, rows_of_inputs, samples, channels, lanes, sums;
+};
+constexpr int kDepthwiseUnit = 16;  // channels that are laid out together where they are innermost
+template <class S, class T>
+struct DepthwiseKernels {
+  using Number = S;
+  void (*forward)(const DepthwiseForward& call, const DepthwiseRoom& room, const DepthwiseCut& cut,
+                  int64_t first, int64_t last, void* scratch);
+  // The sums of a task are those of the weights, then of the bias.
+  void (*backward)(const DepthwiseBackward& call, const DepthwiseRoom& room,
+                   const DepthwiseCut& cut, int64_t first, int64_t last, void* scratch,
+                   double* sums);
+  int64_t lanes;  // of a register
+};
+
 // States in 8-bit codes (state_codes.h) to floats and back: of signed codes, then of squares. The
 // first element begins a group; the random numbers of that group are those of element `first`.
 struct StateCodeKernels {
@@ -248,6 +272,7 @@ using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t*
   X(ByNumber<ChainKernels>, chain)               \
   X(PhiloxWords, philox_words)                   \
   X(ByDtype<MaxPoolKernels>, max_pool)           \
+  X(ByDtype<DepthwiseKernels>, depthwise)        \
   X(ByDtype<ImageKernels>, image)                \
   X(JoinChannels, join_channels)                 \
   X(SplitChannels, split_channels)

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "pool_runs.h"
-#include "steps.h"
 
 FT_BEGIN_NAMESPACE
 

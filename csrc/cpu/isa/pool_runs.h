@@ -3,8 +3,7 @@
 
 #include "../../bits.h"
 #include "../../ops/pool.h"
-#include "convert.h"
-#include "kernels.h"
+#include "steps.h"
 
 FT_BEGIN_NAMESPACE
 
@@ -21,27 +20,6 @@ template <>
 struct PlaceOf<double> {
   using P = int64_t;
 };
-
-template <class P>
-FT_INLINE P smaller(P x, P high) {
-  return x < high ? x : high;
-}
-template <class P>
-FT_INLINE P larger(P x, P low) {
-  return x > low ? x : low;
-}
-FT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// n numbers where they are, or by way of a buffer.
-template <class Format, class T>
-FT_INLINE const T* numbers(const typename Format::Stored* p, int64_t n, T* buffer) {
-  if constexpr (sizeof(*p) == sizeof(T)) {
-    return p;
-  } else {
-    from_16bit<Format>(p, buffer, n);
-    return buffer;
-  }
-}
 
 // kStride 0: any. The first of equal numbers stays, the last NaN: as in torch.
 template <int kStride, class T, class P>

@@ -7,6 +7,27 @@
 
 FT_BEGIN_NAMESPACE
 
+template <class P>
+FT_INLINE P smaller(P x, P high) {
+  return x < high ? x : high;
+}
+template <class P>
+FT_INLINE P larger(P x, P low) {
+  return x > low ? x : low;
+}
+FT_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// n numbers where they are, or by way of a buffer.
+template <class Format, class T>
+FT_INLINE const T* numbers(const typename Format::Stored* p, int64_t n, T* buffer) {
+  if constexpr (sizeof(*p) == sizeof(T)) {
+    return p;
+  } else {
+    from_16bit<Format>(p, buffer, n);
+    return buffer;
+  }
+}
+
 // Numbers that are stored as they are computed.
 template <class T>
 struct Plain {

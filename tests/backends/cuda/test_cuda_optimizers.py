@@ -355,25 +355,3 @@ def test_no_elements_at_all(emulator: cuda_emulator.Emulator) -> None:
         assert call.control[5] == 7
     case = Kind(shapes=())
     assert check(emulator, case).control[5] == 6
-
-
-@pytest.mark.parametrize("found_inf", [0.0, 1.0, 2.0, float("nan")])
-def test_update_scale(emulator: cuda_emulator.Emulator, found_inf: float) -> None:
-    results = []
-    for op in (cpu, emulator.call):
-        numbers = torch.tensor([8.0]), *(torch.tensor([n], dtype=torch.int32) for n in (1, 1))
-        for _ in range(2):
-            op("update_scale", *numbers, torch.tensor([found_inf]), 2.0, 0.5, 2, 2, 1.0, 12.0)
-        results.append(torch.cat(numbers))
-    assert torch.equal(*results)
-    assert results[0][0] == (12 if found_inf == 0 else 2)
-
-
-def test_zero_tensors(emulator: cuda_emulator.Emulator) -> None:
-    around = [torch.ones(n + 2, dtype=torch.uint8) for n in (*range(40), 32768, 100003, *[1] * 300)]
-    emulator.set_order("shuffled")
-    emulator.call("zero_tensors", [t[1:-1] for t in around])
-    assert all(t.sum() == 2 for t in around)
-    strided = torch.ones(6, 5)
-    emulator.call("zero_tensors", [strided[:, 1:3], strided[:1, :1]])
-    assert strided.sum() == 30 - 12 - 1

@@ -120,6 +120,16 @@ def max_pool(x: Tensor, backward: bool) -> Call:
     return "max_pool2d_backward", (y, codes, *x.shape[2:], *window, 2, is_last), x.nbytes
 
 
+def depthwise(x: Tensor, backward: bool) -> Call:
+    x, weight = half(x), half(torch.randn(x.size(1), 1, 3, 3))
+    is_last = x.is_contiguous(memory_format=torch.channels_last)
+    ones = [1, 1]
+    if backward:
+        more = (ones, ones, ones, is_last, True, True, True)
+        return "depthwise_conv_backward", (x.clone(), x, weight, *more), x.nbytes
+    return "depthwise_conv", (x, weight, None, ones, ones, ones, ones, is_last), x.nbytes
+
+
 def images(x: Tensor) -> Call:
     pixels = (x[:, :3].abs() * 80).to(torch.uint8).contiguous()
     format = torch.contiguous_format
@@ -167,6 +177,8 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
     "few_bit backward": {"": lambda: few_bit(True)},
     "max_pool2d forward": everywhere(max_pool, False),
     "max_pool2d backward": everywhere(max_pool, True),
+    "depthwise_conv forward": everywhere(depthwise, False),
+    "depthwise_conv backward": everywhere(depthwise, True),
     "normalize_images": everywhere(images),
     "fold_weight": {"": fold},
     "optimizer_step, SGD with momentum": {"": lambda: step("sgd", [0], measures=0)},
@@ -176,7 +188,7 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
 
 
 # Bytes of an access, on average, where vectors of 16 are not to be had: planes whose length is no
-# multiple of 8, windows, codes, bytes of pixels.
+# multiple of 8, windows, kernels, codes, bytes of pixels.
 _ODD = ("14 x 14", "7 x 7")
 _BY_CHANNEL = ("channelwise", "scale_add", "bias_act")
 NARROW: dict[tuple[str, str], float] = {
@@ -187,6 +199,8 @@ NARROW: dict[tuple[str, str], float] = {
     **{(f"max_pool2d {way}", layout): 1.6
        for way in ("forward", "backward") for layout in ("16 x 16", "14 x 14")},
     ("max_pool2d backward", "channels_last"): 13.0,
+    **{(f"depthwise_conv {way}", layout): 2.0
+       for way in ("forward", "backward") for layout in LAYOUTS if layout != "channels_last"},
     ("normalize_images", "16 x 16"): 12.0,
     ("normalize_images", "channels_last"): 12.0,
     **{("normalize_images", layout): 1.5 for layout in _ODD},

@@ -4,6 +4,7 @@ there is one, as they lie here. test_cuda_optimizers.py has the long table, emul
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import cycle
 from typing import Any, TypeVar
@@ -167,20 +168,41 @@ def test_states_in_codes(ops: Kernels, rule: str) -> None:
     assert others <= total / 300
 
 
-@pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_update_scale(ops: Kernels, found_inf: float) -> None:
-    results = []
-    for op, device in ((cpu, "cpu"), (ops, ops.device)):
-        one = torch.tensor([1], dtype=torch.int32)
-        numbers = [t.to(device) for t in (torch.tensor([8.0]), one.clone(), one.clone())]
-        overflow = torch.tensor([found_inf]).to(device)
-        op("update_scale", *numbers, overflow, 2.0, 0.5, 2, 1, 1.0, 12.0)
-        results.append(torch.cat([t.cpu().float() for t in numbers]))
-    assert torch.equal(*results)
+# Steps without and with an overflow; two in a row reach the least scale, many none the largest.
+FLAGS = [0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 2, math.nan, math.inf, *[0] * 12, *[1] * 8]
+
+
+@pytest.mark.parametrize("limits", [(3.0, 0.01, 100.0), (3e38, 0.0, math.inf), (1e-3, 1e-3, 1.0)])
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.3)])
+def test_update_scale(
+    ops: Kernels, factors: tuple[float, float], hysteresis: int, limits: tuple[float, ...]
+) -> None:
+    """The CPU's numbers after each step."""
+    first, low, high = limits
+    counts = (torch.tensor([n], dtype=torch.int32) for n in (0, hysteresis))
+    theirs = [torch.tensor([first]), *counts]
+    ours = [t.clone().to(ops.device) for t in theirs]
+    for flag in FLAGS:
+        overflow, options = torch.tensor([float(flag)]), (*factors, 2, hysteresis, low, high)
+        cpu("update_scale", *theirs, overflow, *options)
+        ops("update_scale", *ours, overflow.to(ops.device), *options)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_zero_tensors(ops: Kernels) -> None:
-    """To the byte, at every alignment; nothing around them."""
-    around = [torch.ones(n + 3, dtype=torch.uint8).to(ops.device) for n in (*range(1, 40), 40_003)]
+    """To the byte, at every alignment, in every dtype and many at once; nothing around them."""
+    sizes = (*range(40), 1023, 4097, 32_768, 100_003, *[1] * 300)
+    around = [torch.ones(n + 3, dtype=torch.uint8).to(ops.device) for n in sizes]
     ops("zero_tensors", [t[i % 3 : i % 3 + t.numel() - 3] for i, t in enumerate(around)])
     assert all(t.cpu().sum() == 3 for t in around)
+    made = [
+        torch.ones(n + 32, dtype=dtype).to(ops.device)
+        for dtype in (F32, F64, F16, BF16, torch.int32, torch.bool)
+        for n in (0, 1, 3, 15, 17, 1023, 4097)
+    ]
+    ops("zero_tensors", [t[9:-23] for t in made])
+    assert all(t[:9].all() and t[-23:].all() and not t[9:-23].any() for t in made)
+    strided = torch.ones(6, 5).to(ops.device)
+    ops("zero_tensors", [strided[:, 1:3], strided[:1, :1], torch.ones(4, 6).to(ops.device).t()])
+    assert strided.sum() == 30 - 12 - 1

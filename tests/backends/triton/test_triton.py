@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,9 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def test_import_leaves_triton_alone() -> None:
-    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling.
+    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling, convolutions.
     activations = sum(2 if row.tensors else 3 for row in ACTIVATIONS.values())
-    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2
+    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
@@ -130,6 +131,7 @@ def check_target(target: str, *dtypes: str) -> None:
         if dtype is not torch.float64:
             check_images(target, dtype)
         check_pool(target, dtype)
+        check_depthwise(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
             last = (fold._BLOCK,) if kernel is fold.fold_kernel else (8, fold._BLOCK)
             compiled = compile_for(target, kernel, dtype, True, True, True, *last)
@@ -266,6 +268,37 @@ def check_pool(target: str, dtype: torch.dtype) -> None:
                     continue
                 size = 16 if unit > 1 else 0
                 check_widths(compiled, size, 128 * size, 1, 1)
+
+
+def check_depthwise(target: str, dtype: torch.dtype) -> None:
+    """16-byte accesses where a pixel has as many channels; nothing spills: taps without a loop and
+    with one, with phases and without, in either layout."""
+    from fusedtrain.triton import depthwise as d
+
+    for last, kernel, stride in ((True, 3, 2), (True, 7, 1), (False, 5, 1), (False, 7, 2)):
+        pad = kernel // 2
+        call = d.Call(
+            dtype.itemsize, last, 64, 32, 1, (1, 56, 56), (1, 56 // stride, 56 // stride),
+            (1, kernel, kernel), (1, stride, stride), (1, 1, 1), (0, pad, pad),
+        )  # fmt: skip
+        tile = (d._BLOCK_LAST[dtype.itemsize] if last else d._BLOCK) * dtype.itemsize
+        size = 16 if last else 0
+        for plan in (d._plan(call, False, True), d._plan(call, True, False)):
+            compiled = compile_for(target, d.depthwise_kernel, dtype, *plan.constants)
+            check_widths(compiled, size, tile, 2, 1)
+        plan, _ = d._weight_plan(call, True, True)
+        compiled = compile_for(target, d.depthwise_weight_kernel, dtype, *plan.constants)
+        check_widths(compiled, 0, 0, 0, 0)
+        if last:
+            assert re.search(r"ld\.global\.(?:v4\.b32|v2\.b64)|load_dwordx4", _code(compiled))
+    plan = d._plan(call._replace(samples=2**26), False, False)
+    assert not plan.constants[-5]  # 64 bits
+    compile_for(target, d.depthwise_kernel, dtype, *plan.constants)
+
+
+def _code(compiled: Any) -> str:
+    text: str = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return text
 
 
 def check_launches() -> None:

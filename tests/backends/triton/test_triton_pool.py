@@ -69,22 +69,6 @@ def test_windows(
     torch.testing.assert_close(grad_input.cpu().double(), expected, rtol=2 * eps, atol=2 * eps)
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "planes"])
-def test_windows_of_nothing_but_minus_infinity(ops: Any, last: bool) -> None:
-    """The gradient goes to the first element of a window that is not padding."""
-    format = torch.channels_last if last else torch.contiguous_format
-    x = torch.full((1, 8, 5, 4), -torch.inf).contiguous(memory_format=format)
-    wide = x.double().requires_grad_()
-    wanted = torch.nn.functional.max_pool2d(wide, (3, 3), (2, 2), (1, 1))
-    grad = torch.randn(wanted.shape).contiguous(memory_format=format)
-    (expected,) = torch.autograd.grad(wanted, wide, grad.double())
-    window = ((3, 3), (2, 2), (1, 1))
-    y, codes = ops("max_pool2d", x.to(ops.device), *window, False, 4, last)
-    assert (y == -torch.inf).all()
-    grad_input = ops("max_pool2d_backward", grad.to(ops.device), codes, 5, 4, *window, 4, last)
-    torch.testing.assert_close(grad_input.cpu().double(), expected)
-
-
 def test_strides_that_32_bits_cannot_hold(ops: Any) -> None:
     """There is one row of outputs, as with any stride larger than the input."""
     x = torch.randn(1, 3, 4, 5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
 from helpers.batch_norm import FORMULAS
-from helpers.batch_norm_modules import (
-    Stock,
-    randomized,
-)
+from helpers.batch_norm_modules import Stock, randomized
+from helpers.observed import saved_by
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -171,18 +168,6 @@ def test_what_changes_after_forward(name: str, changed: str) -> None:
             pytest.fail("running statistics are not saved")
         if changed == "input" and training:
             assert results[1] is None
-
-
-def saved_by(function: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-    seen: dict[int, Tensor] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        seen.setdefault(t.untyped_storage().data_ptr(), t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        output = function()
-    return output, list(seen.values())
 
 
 SAVED = {

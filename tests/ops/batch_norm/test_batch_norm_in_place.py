@@ -16,6 +16,7 @@ from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, same_bits
 from helpers.batch_norm import LAYOUTS, Case, kernels_of, last, wide_dtype
 from helpers.launches import NO_ELEMENTS
+from helpers.observed import saved_bytes
 
 F32, F64, F16, BF16 = DTYPES
 SLOPES = {"identity": 1.0, "leaky_relu": 0.01}
@@ -179,19 +180,6 @@ def test_running_statistics_move_alike() -> None:
 # Memory kept for backward
 
 
-def kept_bytes(run: Any) -> int:
-    sizes: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        alive = run()
-    del alive
-    return sum(sizes.values())
-
-
 def test_one_tensor_is_kept() -> None:
     first, last_conv = nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, 1, 1, bias=False)
     x = torch.randn(2, 3, 16, 16)
@@ -200,7 +188,7 @@ def test_one_tensor_is_kept() -> None:
         norm = fusedtrain.nn.BatchNormAct2d(
             8, act_layer=nn.LeakyReLU, overwrite_input=overwrite, affine=False
         )
-        sizes[overwrite] = kept_bytes(lambda norm=norm: last_conv(norm(first(x))))
+        sizes[overwrite] = sum(saved_bytes(lambda norm=norm: last_conv(norm(first(x)))).values())
     activation = 2 * 8 * 16 * 16 * 4
     assert sizes[False] - sizes[True] == activation
 
@@ -213,14 +201,12 @@ def test_only_lost_channels_are_kept_apart() -> None:
         with torch.no_grad():
             bias.zero_()
         made = x * 1
-        sizes.append(
-            kept_bytes(
-                lambda made=made, weight=weight, bias=bias: F.batch_norm_act(
-                    made, None, None, weight, bias, True, activation="identity",
-                    overwrite_input=True,
-                )
+        kept = saved_bytes(
+            lambda made=made, weight=weight, bias=bias: F.batch_norm_act(
+                made, None, None, weight, bias, True, activation="identity", overwrite_input=True
             )
-        )  # fmt: skip
+        )
+        sizes.append(sum(kept.values()))
     assert sizes[1] - sizes[0] == 3 * 2 * 8 * 8 * 4 + 3 * 8  # and their places
 
 

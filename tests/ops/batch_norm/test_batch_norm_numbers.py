@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from helpers.activations import DTYPES
 from helpers.backends import BACKENDS, Kernels, placed, same_bits
 from helpers.batch_norm import Case, check, forward, kernels_of, last
 from helpers.launches import NO_ELEMENTS
-from helpers.processes import python
+from helpers.processes import by_capability
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
@@ -323,15 +322,7 @@ torch.save(results, {path!r})
 
 def test_cpu_capabilities_agree(tmp_path: Path) -> None:
     """The three units differ by roundings (FMA) only."""
-    results: dict[str, Any] = {}
-    for capability in ("default", "avx2", "avx512"):
-        path = tmp_path / capability
-        code = CAPABILITIES.format(path=str(path))
-        run = python(code, FUSEDTRAIN_CPU_CAPABILITY=capability)
-        if run.returncode != 0:
-            assert "this processor" in run.stderr, run.stderr
-            continue
-        results[capability] = torch.load(path)
+    results = by_capability(CAPABILITIES, tmp_path)
     for capability in results.keys() - {"default"}:
         for ours, theirs in zip(results[capability], results["default"], strict=True):
             for a, b in zip(ours, theirs, strict=True):

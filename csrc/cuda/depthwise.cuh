@@ -1,0 +1,309 @@
+// Depthwise convolutions: the walk over positions that the forward and the gradient of the input
+// share.
+//
+// Both are sums of products over the taps of a kernel: an output sees inputs, and an input sees the
+// gradients of the outputs that saw it. With a stride of s the latter are every s-th tap alone, of
+// which the first one depends on the input's position: no zeros are read or multiplied.
+#pragma once
+
+#include "../ops/depthwise.h"
+#include "launch.cuh"
+#include "vec.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+
+// The forward, or (`backward`) the gradient of the input.
+struct DepthwiseSums : Depthwise {
+  bool backward;
+  const void* from;
+  const void* weight;
+  const void* bias;  // or null
+  void* to;
+};
+
+// Runs kernels that keep a strip of rows a thread; false where there is none for the call.
+bool depthwise_strips(const DepthwiseSums& call, void* stream);
+
+void depthwise_weight(const DepthwiseBackward& call, double* shares, void* stream);
+
+namespace {
+
+constexpr int kThreads = 256;
+
+// Divides numbers below 2^31 by a multiplication; those of 64 bits as they are.
+template <class I>
+struct Divisor {
+  I by = 1;
+  uint32_t factor = 0;
+  int shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(int64_t number) : by(I(number)) {
+    int bits = 0;
+    while ((int64_t(1) << bits) < number) ++bits;
+    shift = 31 + bits;
+    if (bits < 32) factor = uint32_t(((uint64_t(1) << shift) + number - 1) / number);
+  }
+  __device__ __forceinline__ I quotient(I n) const {
+    if constexpr (sizeof(I) == 4)
+      return I((uint64_t(uint32_t(n)) * factor) >> shift);
+    else
+      return n / by;
+  }
+  // Takes the last digit off `n`.
+  __device__ __forceinline__ I digit(I& n) const {
+    const I rest = quotient(n), last = n - rest * by;
+    n = rest;
+    return last;
+  }
+};
+
+// Reads every position of `to`, a strip of rows at a time, in the order of its memory.
+template <class I>
+struct Walk {
+  bool last;
+  I multiplier, channels, from_channels, samples;  // channels of `to`
+  I to[3], from[3], kernel[3], stride[3], dilation[3], pad[3], taps;
+  I tap_step[3], from_step[3];  // of neighbouring taps that a position of `to` sees
+  I shift;                      // rows of the first strip that lie in front of `to`
+  I count;                      // threads; where they are wide, threads of a vector of channels
+  I vectors, lanes, groups;     // of channels: all, of a block, blocks that differ in nothing else
+  Divisor<I> by_channel, by_column, by_strip, by_depth, by_tap, by_multiplier;
+  const void* source;
+  const void* weight;
+  const void* bias;
+  void* target;
+
+  Walk(const DepthwiseSums& call, int rows) : last(call.last) {
+    const bool back = call.backward;
+    multiplier = I(call.multiplier);
+    channels = I(back ? call.channels : call.out_channels());
+    from_channels = I(back ? call.out_channels() : call.channels);
+    samples = I(call.samples);
+    for (int d = 0; d < 3; ++d) {
+      to[d] = I(back ? call.in[d] : call.out[d]);
+      from[d] = I(back ? call.out[d] : call.in[d]);
+      kernel[d] = I(call.kernel[d]);
+      stride[d] = I(call.stride[d]);
+      dilation[d] = I(call.dilation[d]);
+      pad[d] = I(call.pad[d]);
+      int64_t a = call.stride[d], b = call.dilation[d];
+      while (b) {
+        const int64_t rest = a % b;
+        a = b;
+        b = rest;
+      }
+      tap_step[d] = back ? I(call.stride[d] / a) : 1;
+      from_step[d] = back ? -I(call.dilation[d] / a) : I(call.dilation[d]);
+    }
+    taps = I(call.taps());
+    shift = back && rows > 1 ? I(call.pad[1] % call.stride[1]) : 0;
+    const int64_t strips = ceil_div(to[1] + shift, rows);
+    count = I(samples * to[0] * strips * to[2]);
+    by_channel = Divisor<I>(channels);
+    by_column = Divisor<I>(to[2]);
+    by_strip = Divisor<I>(strips);
+    by_depth = Divisor<I>(to[0]);
+    by_tap = Divisor<I>(taps);
+    by_multiplier = Divisor<I>(multiplier);
+    vectors = lanes = groups = 0;
+    source = call.from;
+    weight = call.weight;
+    bias = call.bias;
+    target = call.to;
+  }
+};
+
+// The taps of a dimension that a position of `to` sees: `count` of them, from `tap` at `source` on.
+// kStride: where the dilation is 1 and the stride is known; else 0.
+template <class I, bool kBackward, int kStride>
+struct Line {
+  I tap, tap_step, source, source_step, count;
+
+  __device__ __forceinline__ Line(const Walk<I>& w, int d, I position) {
+    if constexpr (!kBackward) {
+      tap = 0;
+      tap_step = 1;
+      source = position * (kStride ? kStride : w.stride[d]) - w.pad[d];
+      source_step = kStride ? 1 : w.dilation[d];
+      count = w.kernel[d];
+    } else if constexpr (kStride > 0) {
+      const I padded = position + w.pad[d];
+      tap = padded % kStride;
+      tap_step = kStride;
+      source = padded / kStride;
+      source_step = -1;
+      count = (w.kernel[d] - tap + kStride - 1) / kStride;
+    } else {
+      const I padded = position + w.pad[d], stride = w.stride[d];
+      const I step = w.dilation[d] % stride;
+      I rest = padded % stride;
+      tap = 0;
+      tap_step = w.tap_step[d];
+      for (; rest != 0 && tap < w.kernel[d]; ++tap) rest -= rest < step ? step - stride : step;
+      source = (padded - tap * w.dilation[d]) / stride;
+      source_step = w.from_step[d];
+      count = rest == 0 && tap < w.kernel[d] ? (w.kernel[d] - tap - 1) / tap_step + 1 : 0;
+    }
+  }
+};
+
+// A thread's place in `to`: `strip` is a strip of rows.
+template <class I>
+struct Spot {
+  I sample, channel, depth, strip, column;
+
+  // `at`: a thread of those that the walk counts; `known`: its channel, in a wide walk.
+  template <bool kWide>
+  static __device__ __forceinline__ Spot make(const Walk<I>& w, I at, I known) {
+    Spot s;
+    s.channel = known;
+    if (!kWide && w.last) s.channel = w.by_channel.digit(at);
+    s.column = w.by_column.digit(at);
+    s.strip = w.by_strip.digit(at);
+    s.depth = w.by_depth.digit(at);
+    if (!kWide && !w.last) s.channel = w.by_channel.digit(at);
+    s.sample = at;
+    return s;
+  }
+};
+
+// A channel of a sample: element 0, and the distance of neighbouring columns.
+template <class S, class I>
+struct Volume {
+  S* start;
+  I step;
+  const I* size;
+
+  __device__ __forceinline__ Volume(S* data, bool last, I sample, I channels, I channel,
+                                    const I (&size)[3])
+      : step(last ? channels : 1), size(size) {
+    const I all = size[0] * size[1] * size[2];
+    start = data + (last ? sample * all * channels + channel : (sample * channels + channel) * all);
+  }
+  __device__ __forceinline__ S* at(I depth, I row, I column) const {
+    return start + ((depth * size[1] + row) * size[2] + column) * step;
+  }
+};
+
+template <class I>
+__device__ __forceinline__ bool within(I place, I size) {
+  return place >= 0 && place < size;
+}
+
+// Weights as a thread reads them: its channel's, or (wide) those of a block's channels, laid out in
+// shared memory as taps x channels. All threads of a block must make one.
+template <class S, bool kWide, class I>
+struct Weights {
+  using V = Vec<S, kWide>;
+  const S* start = nullptr;
+  I step = 1;
+
+  __device__ __forceinline__ Weights(const Walk<I>& w, I group, I lane) {
+    if constexpr (kWide) {
+      FT_DYNAMIC_SHARED(memory);
+      S* const laid = reinterpret_cast<S*>(memory);
+      const I first = group * w.lanes * V::kLanes;
+      step = w.lanes * V::kLanes;
+      const I left = w.channels - first, channels = left < step ? left : step;
+      const S* const from = static_cast<const S*>(w.weight) + first * w.taps;
+      for (I i = threadIdx.x; i < channels * w.taps; i += kThreads) {
+        I channel = i;
+        const I tap = w.by_tap.digit(channel);
+        laid[tap * step + channel] = from[i];
+      }
+      __syncthreads();
+      start = laid + lane * V::kLanes;
+    }
+  }
+  __device__ __forceinline__ void choose(const Walk<I>& w, I channel) {
+    if constexpr (!kWide) start = static_cast<const S*>(w.weight) + channel * w.taps;
+  }
+  __device__ __forceinline__ V operator[](I tap) const {
+    V v;
+    v.load(start + tap * step);
+    return v;
+  }
+};
+
+template <class V, class S, class I>
+__device__ __forceinline__ V first_sum(const Walk<I>& w, I channel) {
+  V sum;
+#pragma unroll
+  for (int l = 0; l < V::kLanes; ++l)
+    sum.lane[l] =
+        w.bias == nullptr ? typename V::T(0) : load_one(static_cast<const S*>(w.bias)[channel + l]);
+  return sum;
+}
+
+// A thread's number among those that the walk counts, and its vector of channels in a wide one.
+template <class S, bool kWide, class I>
+struct Thread {
+  I group = 0, lane = 0, at;
+  bool exists;
+
+  __device__ __forceinline__ explicit Thread(const Walk<I>& w) {
+    if constexpr (kWide) {
+      const I slots = kThreads / w.lanes, slot = I(threadIdx.x) / w.lanes;
+      lane = I(threadIdx.x) - slot * w.lanes;
+      group = I(blockIdx.x) % w.groups;
+      at = I(blockIdx.x) / w.groups * slots + slot;
+      exists = slot < slots && at < w.count && group * w.lanes + lane < w.vectors;
+    } else {
+      at = I(blockIdx.x) * kThreads + I(threadIdx.x);
+      exists = at < w.count;
+    }
+  }
+  __device__ __forceinline__ I channel(const Walk<I>& w) const {
+    return (group * w.lanes + lane) * Vec<S, kWide>::kLanes;
+  }
+};
+
+// Vectors of channels of a block, in parts of about the same size; 0 where weights or channels
+// cannot be had as vectors.
+template <class S>
+int64_t wide_lanes(const DepthwiseSums& call) {
+  constexpr int64_t kMost = 16, kShared = 48 << 10, kBytes = 16;
+  const bool fits = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
+                    aligned(static_cast<const char*>(call.from), static_cast<char*>(call.to));
+  const int64_t room = kShared / (kBytes * call.taps());
+  if (!fits || room == 0) return 0;
+  const int64_t vectors = call.channels / Vec<S>::kLanes;
+  return ceil_div(vectors, ceil_div(vectors, room < kMost ? room : kMost));
+}
+
+// Starts wide[is wide], for which `rows` are those of a strip.
+template <class S, class I>
+void launch_walk(void (*narrow)(Walk<I>), int narrow_rows, void (*wide)(Walk<I>), int wide_rows,
+                 const DepthwiseSums& call, void* stream) {
+  const int64_t lanes = wide_lanes<S>(call);
+  Walk<I> w(call, lanes > 0 ? wide_rows : narrow_rows);
+  if (lanes == 0) {
+    w.count *= w.channels;
+    launch(narrow, ceil_div(w.count, kThreads), kThreads, stream, 0, w);
+    return;
+  }
+  w.lanes = I(lanes);
+  w.vectors = I(call.channels / Vec<S>::kLanes);
+  w.groups = I(ceil_div(w.vectors, lanes));
+  launch(wide, ceil_div(w.count, kThreads / lanes) * w.groups, kThreads, stream,
+         size_t(16 * lanes * call.taps()), w);
+}
+
+// Whether positions, also those that lie in the padding, fit into 32 bits.
+inline bool is_small(const Depthwise& call) {
+  constexpr int64_t kMost = int64_t(1) << 29;
+  bool small = call.samples * call.channels * call.inputs() < kMost &&
+               call.samples * call.out_channels() * call.outputs() < kMost &&
+               call.out_channels() * call.taps() < kMost;
+  for (int d = 0; d < 3; ++d)
+    small = small && call.stride[d] < kMost && call.dilation[d] < kMost &&
+            (call.kernel[d] - 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&
+            call.out[d] * call.stride[d] < kMost;
+  return small;
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace fusedtrain

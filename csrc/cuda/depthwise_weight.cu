@@ -1,0 +1,296 @@
+// Depthwise convolutions: the gradients of weight and bias, in two launches without atomics.
+//
+// A thread has the sums of some taps of a channel, or in channels_last of as many channels as 16
+// bytes hold, and adds up strips of rows: a gradient that it loads serves all of its taps, an input
+// all rows of the strip that see it. Sums meet in the block, and blocks leave shares that a second
+// kernel adds up: their order is fixed for a device.
+#include "depthwise.cuh"
+#include "reduce.cuh"
+
+namespace fusedtrain {
+namespace cuda {
+namespace {
+
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kBlocksPerMultiprocessor = 8;
+
+// Taps of a thread: kTaps rows of a kernel (of that size, with this stride of rows and a dilation
+// of 1), or 1, a row of any kernel; kColumns columns of it. kStrip: rows of gradients.
+template <bool kWide_, int kTaps_, int kStride_>
+struct Shape {
+  static constexpr bool kWide = kWide_;
+  static constexpr int kTaps = kTaps_, kStride = kStride_;
+  static constexpr int kColumns = kTaps > 1 ? (kWide ? 1 : kTaps) : (kWide ? 4 : 8);
+  // As many rows as 128 registers hold with the sums and the inputs of a column.
+  static constexpr int kStrip =
+      kTaps == 1 ? 1 : (!kWide ? 8 : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
+  static constexpr int kSources = (kStrip - 1) * kStride + kTaps;
+};
+
+// Threads of a block are slots x groups of taps x lanes; slots share the steps. Block b has part
+// b % parts (channels x groups of taps) and group b / parts of the steps.
+template <class I>
+struct WeightWalk {
+  bool last;
+  I multiplier, channels, in_channels;
+  I in[3], out[3], kernel[3], stride[3], dilation[3], pad[3];
+  I lanes, tap_units, units, slots;  // of a block; units: tap_units x lanes
+  I chunks, tap_groups;              // of the columns of a kernel; of all taps
+  I channel_parts, parts, groups;
+  I steps, per_group;
+  int64_t weights, numbers;  // shares of a group: weights, and biases behind them
+  Divisor<I> by_column, by_strip, by_depth, by_multiplier;
+  const void* grad;
+  const void* x;  // or null
+  bool with_bias;
+
+  template <class S, class K>
+  static WeightWalk make(const DepthwiseBackward& call, K) {
+    WeightWalk w = {};
+    w.last = call.last;
+    w.multiplier = I(call.multiplier);
+    w.channels = I(call.out_channels());
+    w.in_channels = I(call.channels);
+    for (int d = 0; d < 3; ++d) {
+      w.in[d] = I(call.in[d]);
+      w.out[d] = I(call.out[d]);
+      w.kernel[d] = I(call.kernel[d]);
+      w.stride[d] = I(call.stride[d]);
+      w.dilation[d] = I(call.dilation[d]);
+      w.pad[d] = I(call.pad[d]);
+    }
+    w.chunks = I(ceil_div(w.kernel[2], K::kColumns));
+    w.tap_groups =
+        call.grad_weight == nullptr ? 1 : w.chunks * w.kernel[0] * (K::kTaps > 1 ? 1 : w.kernel[1]);
+    constexpr int kLanes = Vec<S, K::kWide>::kLanes;
+    const int64_t vectors = w.channels / kLanes, most = kLanes > 1 ? 16 : 32;
+    w.lanes = call.last ? I(ceil_div(vectors, ceil_div(vectors, most))) : 1;
+    const I room = call.last ? kThreads / 2 / w.lanes : 1;
+    w.tap_units = I(ceil_div(w.tap_groups, ceil_div(w.tap_groups, room)));
+    w.units = w.lanes * w.tap_units;
+    w.slots = kThreads / w.units;
+    w.channel_parts = I(ceil_div(vectors, w.lanes));
+    w.parts = w.channel_parts * I(ceil_div(w.tap_groups, w.tap_units));
+    const int64_t strips = ceil_div(call.out[1], K::kStrip);
+    w.steps = I(call.samples * call.out[0] * strips * call.out[2]);
+    const int64_t wanted = ceil_div(int64_t(multiprocessors()) * kBlocksPerMultiprocessor, w.parts);
+    const int64_t enough = ceil_div(w.steps, int64_t(w.slots) * 4);
+    w.per_group = I(ceil_div(w.steps, wanted < enough ? wanted : enough));
+    w.groups = I(ceil_div(w.steps, w.per_group));
+    w.weights = call.out_channels() * call.taps();
+    w.numbers = w.weights + call.out_channels();
+    w.by_column = Divisor<I>(call.out[2]);
+    w.by_strip = Divisor<I>(strips);
+    w.by_depth = Divisor<I>(call.out[0]);
+    w.by_multiplier = Divisor<I>(call.multiplier);
+    w.grad = call.grad;
+    w.x = call.grad_weight == nullptr ? nullptr : call.x;
+    w.with_bias = call.grad_bias != nullptr;
+    return w;
+  }
+};
+
+// The steps of a thread: sum[row of the kernel][column], and of the gradients alone.
+template <class K, class V, class S, class I>
+__device__ __forceinline__ void add_steps(const WeightWalk<I>& w, I first, I end, I channel,
+                                          I slice_tap, I row_tap, I column_tap,
+                                          V (&sum)[K::kTaps][K::kColumns], V& bias) {
+  const I input = w.by_multiplier.quotient(channel);
+  for (I step = first; step < end; step += w.slots) {
+    I sample = step;
+    const I column = w.by_column.digit(sample);
+    const I row = w.by_strip.digit(sample) * K::kStrip;
+    const I depth = w.by_depth.digit(sample);
+    const Volume<const S, I> grad(static_cast<const S*>(w.grad), w.last, sample, w.channels,
+                                  channel, w.out);
+    V g[K::kStrip];
+    const I rows = w.out[1] - row;
+#pragma unroll
+    for (int p = 0; p < K::kStrip; ++p) {
+      Packed<S, V::kIsWide> packed;
+      packed.bits = typename Packed<S, V::kIsWide>::Bits{};
+      if (p < rows) packed.load(grad.at(depth, row + p, column));
+      g[p] = packed.get();
+    }
+#pragma unroll
+    for (int p = 0; p < K::kStrip; ++p)
+#pragma unroll
+      for (int l = 0; l < V::kLanes; ++l) bias.lane[l] += g[p].lane[l];
+    const I slice = depth * w.stride[0] - w.pad[0] + slice_tap * w.dilation[0];
+    if (w.x == nullptr || !within(slice, w.in[0])) continue;
+    const Volume<const S, I> x(static_cast<const S*>(w.x), w.last, sample, w.in_channels, input,
+                               w.in);
+    const I top = row * w.stride[1] - w.pad[1] + row_tap * w.dilation[1];
+#pragma unroll
+    for (int j = 0; j < K::kColumns; ++j) {
+      const I place = column * w.stride[2] - w.pad[2] + (column_tap + j) * w.dilation[2];
+      if (column_tap + j >= w.kernel[2] || !within(place, w.in[2])) continue;
+      Packed<S, V::kIsWide> packed[K::kSources];
+#pragma unroll
+      for (int q = 0; q < K::kSources; ++q) {
+        packed[q].bits = typename Packed<S, V::kIsWide>::Bits{};
+        if (within(top + q, w.in[1])) packed[q].load(x.at(slice, top + q, place));
+      }
+#pragma unroll
+      for (int q = 0; q < K::kSources; ++q) {
+        const V value = packed[q].get();
+#pragma unroll
+        for (int p = 0; p < K::kStrip; ++p) {
+          const int k = q - p * K::kStride;
+          // No gradient of zero instead: it would meet an infinity of the input.
+          if (k < 0 || k >= K::kTaps || p >= rows) continue;
+#pragma unroll
+          for (int l = 0; l < V::kLanes; ++l) sum[k][j].lane[l] += g[p].lane[l] * value.lane[l];
+        }
+      }
+    }
+  }
+}
+
+template <class S, class I, class K>
+__global__ void __launch_bounds__(kThreads, 2)
+    weight_kernel(const WeightWalk<I> w, double* shares) {
+  using V = Vec<S, K::kWide>;
+  using T = typename V::T;
+  constexpr int kSums = K::kTaps * K::kColumns;
+  const I part = I(blockIdx.x) % w.parts, group = I(blockIdx.x) / w.parts;
+  const I slot = I(threadIdx.x) / w.units, unit = I(threadIdx.x) - slot * w.units;
+  const I tap_unit = unit / w.lanes, tap_part = part / w.channel_parts;
+  const I channel =
+      ((part - tap_part * w.channel_parts) * w.lanes + unit - tap_unit * w.lanes) * V::kLanes;
+  const I tap_group = tap_part * w.tap_units + tap_unit, line = tap_group / w.chunks;
+  const I slice_tap = K::kTaps > 1 ? line : line / w.kernel[1];
+  const I row_tap = K::kTaps > 1 ? 0 : line - slice_tap * w.kernel[1];
+  const I column_tap = (tap_group - line * w.chunks) * K::kColumns;
+  const bool exists = channel < w.channels && tap_group < w.tap_groups;
+
+  V sum[K::kTaps][K::kColumns] = {}, bias = {};
+  const I first = group * w.per_group;
+  const I end = first + w.per_group < w.steps ? first + w.per_group : w.steps;
+  if (exists && slot < w.slots)
+    add_steps<K, V, S>(w, first + slot, end, channel, slice_tap, row_tap, column_tap, sum, bias);
+
+  double* const share = shares + group * w.numbers;
+  // Number i of the sums, of lane l; the last one is the bias.
+  const auto write = [&](int i, int l, double total) {
+    if (i == kSums) {
+      if (w.with_bias && tap_group == 0) share[w.weights + channel + l] = total;
+      return;
+    }
+    const I column = column_tap + i % K::kColumns, row = row_tap + i / K::kColumns;
+    if (w.x == nullptr || column >= w.kernel[2]) return;
+    const I tap = (slice_tap * w.kernel[1] + row) * w.kernel[2] + column;
+    share[int64_t(channel + l) * (w.kernel[0] * w.kernel[1] * w.kernel[2]) + tap] = total;
+  };
+  __shared__ T scratch[(kSums + 1) * kWarps > kThreads * V::kLanes ? (kSums + 1) * kWarps
+                                                                   : kThreads * V::kLanes];
+  if (!K::kWide && w.units == 1) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+#pragma unroll
+    for (int i = 0; i <= kSums; ++i) {
+      const V& mine = i < kSums ? sum[i / K::kColumns % K::kTaps][i % K::kColumns] : bias;
+      const T total = warp_sum(mine.lane[0]);
+      if (lane == 0) scratch[i * kWarps + warp] = total;
+    }
+    __syncthreads();
+    const int i = threadIdx.x;
+    if (!exists || i > kSums) return;
+    T total = 0;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) total += scratch[i * kWarps + k];
+    write(i, 0, total);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i <= kSums; ++i) {
+    const V& mine = i < kSums ? sum[i / K::kColumns % K::kTaps][i % K::kColumns] : bias;
+    __syncthreads();
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) scratch[l * kThreads + threadIdx.x] = mine.lane[l];
+    __syncthreads();
+    if (slot > 0 || !exists) continue;
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) {
+      T total = 0;
+      for (I s = 0; s < w.slots; ++s) total += scratch[l * kThreads + s * w.units + unit];
+      write(i, l, total);
+    }
+  }
+}
+
+// A thread a number: its shares, in the order of the groups.
+template <class S>
+__global__ void __launch_bounds__(kThreads)
+    add_groups_kernel(const double* shares, S* grad_weight, S* grad_bias, int64_t weights,
+                      int64_t numbers, int64_t groups) {
+  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= numbers) return;
+  S* const to = i < weights ? grad_weight : grad_bias;
+  if (to == nullptr) return;
+  double sum = 0;
+  for (int64_t group = 0; group < groups; ++group) sum += shares[group * numbers + i];
+  to[i < weights ? i : i - weights] = store_one<S>(typename Compute<S>::T(sum));
+}
+
+// Calls f with the stored type, the type of indices and the shape of the kernel for a call.
+template <class F>
+void with_kernel(const DepthwiseBackward& call, const F& f) {
+  const int64_t size = call.kernel[1], stride = call.stride[1];
+  bool known = is_small(call) && call.grad_weight != nullptr && stride <= 2 &&
+               (size == 3 || size == 5 || size == 7) && call.dilation[1] == 1;
+  known = known && call.kernel[2] == size;
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    const bool wide = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
+                      aligned(static_cast<const char*>(call.grad),
+                              static_cast<const char*>(call.grad_weight ? call.x : nullptr));
+    const auto run = [&](auto index, auto taps, auto step) {
+      using I = decltype(index);
+      constexpr int kTaps = decltype(taps)::value, kStride = decltype(step)::value;
+      if (wide)
+        f(S(), I(), Shape<true, kTaps, kStride>());
+      else
+        f(S(), I(), Shape<false, kTaps, kStride>());
+    };
+    using One = std::integral_constant<int, 1>;
+    using Two = std::integral_constant<int, 2>;
+    if constexpr (sizeof(S) < 8) {
+      const auto strided = [&](auto taps) {
+        return stride == 1 ? run(int32_t(), taps, One()) : run(int32_t(), taps, Two());
+      };
+      if (known && size == 3) return strided(std::integral_constant<int, 3>());
+      if (known && size == 5) return strided(std::integral_constant<int, 5>());
+      if (known) return strided(std::integral_constant<int, 7>());
+    }
+    return is_small(call) ? run(int32_t(), One(), One()) : run(int64_t(), One(), One());
+  });
+}
+
+}  // namespace
+
+int64_t depthwise_workspace(const DepthwiseBackward& call) {
+  int64_t count = 0;
+  if (call.grad_weight == nullptr && call.grad_bias == nullptr) return count;
+  with_kernel(call, [&](auto stored, auto index, auto shape) {
+    using Walk = WeightWalk<decltype(index)>;
+    const Walk w = Walk::template make<decltype(stored)>(call, shape);
+    count = w.groups * w.numbers;
+  });
+  return count;
+}
+
+void depthwise_weight(const DepthwiseBackward& call, double* shares, void* stream) {
+  with_kernel(call, [&](auto stored, auto index, auto shape) {
+    using S = decltype(stored);
+    using Walk = WeightWalk<decltype(index)>;
+    const Walk w = Walk::template make<S>(call, shape);
+    launch(&weight_kernel<S, decltype(index), decltype(shape)>, int64_t(w.parts) * w.groups,
+           kThreads, stream, 0, w, shares);
+    launch(&add_groups_kernel<S>, ceil_div(w.numbers, kThreads), kThreads, stream, 0,
+           static_cast<const double*>(shares), static_cast<S*>(call.grad_weight),
+           static_cast<S*>(call.grad_bias), w.weights, w.numbers, int64_t(w.groups));
+  });
+}
+
+}  // namespace cuda
+}  // namespace fusedtrain

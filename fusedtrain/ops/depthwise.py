@@ -1,0 +1,372 @@
+"""Depthwise convolutions: the ops, autograd around them, and the public functions.
+
+`channels_last` says how output and gradients lie in memory; inputs in the other layout are copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.nn import functional as torch_functional
+from torch.overrides import has_torch_function as _has_any
+
+from .._calls import apply_of, autocasts, fits, needs_grad, plain_backward
+from .._graph.fx import handle as _handle
+from .._torch_private import (
+    BroadcastingList1,
+    BroadcastingList2,
+    BroadcastingList3,
+    mkldnn_is_on,
+    mkldnn_takes,
+)
+from ..reference import depthwise as reference
+from ..reference.depthwise import new_tensor, out_sizes
+from ._library import define, op
+
+__all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
+
+_Numbers = tuple[int, ...]
+_EVERYWHERE = False  # our kernels where torch's are faster, too: for tests and benchmarks
+
+
+def _fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], padding_end: Sequence[int], dilation: Sequence[int],
+    channels_last: bool,
+) -> Tensor:  # fmt: skip
+    sizes = [list(numbers) for numbers in (stride, padding, padding_end, dilation)]
+    out = out_sizes(list(input.shape[2:]), list(weight.shape[2:]), *sizes)
+    return new_tensor(input, [input.size(0), weight.size(0), *out], channels_last)
+
+
+def _fake_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], channels_last: bool, input_asked: bool, weight_asked: bool,
+    bias_asked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return (
+        new_tensor(input, list(input.shape if input_asked else [0]), channels_last and input_asked),
+        weight.new_empty(weight.shape if weight_asked else [0]),
+        weight.new_empty(weight.shape[:1] if bias_asked else [0]),
+    )
+
+
+define("depthwise_conv", reference.depthwise_conv, _fake)
+define("depthwise_conv_backward", reference.depthwise_conv_backward, _fake_backward)
+_depthwise_conv = op("depthwise_conv")
+_depthwise_conv_backward = op("depthwise_conv_backward")
+
+
+class Faster(NamedTuple):
+    """Where our kernel is faster than torch's: the forward and each gradient choose for themselves.
+
+    The bias goes with the weight.
+    """
+
+    forward: bool
+    grad_input: bool
+    grad_weight: bool
+
+
+_NONE, _ALL = Faster(False, False, False), Faster(True, True, True)
+_WIDE = 9  # the widest kernels whose taps are compiled
+
+
+def _torch_has_kernels(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes depthwise convolutions of this dtype on this CPU: others take 2 to
+    100 times as long as ours."""
+    if not mkldnn_is_on() or dtype is torch.float64:
+        return False
+    return dtype is torch.float32 or mkldnn_takes(dtype)
+
+
+def faster(
+    dtype: torch.dtype, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+    outputs: int, channels_last: bool,
+) -> Faster:  # fmt: skip
+    """The rule, for a CPU: `outputs` positions a channel.
+
+    Of the processor time of torch's kernel and ours, one thread of an AMD EPYC with AVX-512, torch
+    2.13 with AVX-512 and bounded to AVX2, 2026-11-27 (docs/depthwise.md): the side that wins in
+    both. A gain that one of the two has alone is left.
+    """
+    if not _torch_has_kernels(dtype) or math.prod(kernel) == 1:
+        return _ALL
+    general = len(kernel) == 3 or max(dilation) > 1  # oneDNN's gradients have plain loops alone
+    # Its gradient of weights has fast loops of kernels up to 3 wide.
+    slow_weight = general or kernel[-1] > 3
+    if dtype is not torch.float32:
+        return Faster(False, general, slow_weight)
+    known = max(kernel) <= _WIDE
+    if channels_last:
+        large = known and math.prod(kernel) >= 20
+        return Faster(False, general or large, slow_weight)
+    row = len(kernel) == 1
+    forward = general or not known or outputs >= (190 if max(stride) == 1 else 700)
+    grad_input = general or (known and outputs >= 150)
+    return Faster(forward, grad_input, slow_weight or row or outputs >= 3000)
+
+
+class DepthwiseConv(torch.autograd.Function):
+    """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers,
+        padding: _Numbers, padding_end: _Numbers, dilation: _Numbers, channels_last: bool,
+        use: Faster,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(input, weight)
+        ctx.rest = (stride, padding, dilation, channels_last)
+        ctx.use = use
+        return _forward(
+            input, weight, bias, stride, padding, padding_end, dilation, channels_last, use
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        input, weight = ctx.saved_tensors
+        asked = ctx.needs_input_grad[:3]
+        rest = (None, None, None, None, None, None)
+        if plain_backward(grad):
+            gradients = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
+            return (*_known(gradients, asked), *rest)
+        of_weight = ctx.use.grad_weight
+        ours = [asked[0] and ctx.use.grad_input, asked[1] and of_weight, asked[2] and of_weight]
+        torchs = [wanted and not mine for wanted, mine in zip(asked, ours, strict=True)]
+        gradients = (None, None, None)
+        if any(ours):
+            made = _depthwise_conv_backward(grad, input, weight, *ctx.rest, *ours)
+            gradients = _known(made, ours)
+        if any(torchs):
+            stride, padding, dilation, _ = ctx.rest
+            other = torch.ops.aten.convolution_backward(
+                grad, input, weight, [weight.size(0)], stride, padding, dilation, False,
+                [0] * len(stride), input.size(1), torchs,
+            )  # fmt: skip
+            gradients = tuple(
+                b if theirs else a for a, b, theirs in zip(gradients, other, torchs, strict=True)
+            )
+        return (*gradients, *rest)
+
+
+def _known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    return tuple(t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
+
+
+def _forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers, padding: _Numbers,
+    padding_end: _Numbers, dilation: _Numbers, channels_last: bool, use: Faster,
+) -> Tensor:  # fmt: skip
+    if use.forward:
+        output: Tensor = _depthwise_conv(
+            input, weight, bias, stride, padding, padding_end, dilation, channels_last
+        )
+        return output
+    zeros = [0] * len(stride)
+    return torch.convolution(
+        input, weight, bias, stride, padding, dilation, False, zeros, input.size(1)
+    )
+
+
+_apply = apply_of(DepthwiseConv)
+
+
+def _numbers(value: Any, count: int) -> _Numbers | None:
+    """So many integers, of one or as many; None of anything else, about which torch is asked."""
+    if type(value) is int:
+        return (value,) * count
+    if type(value) in (tuple, list) and all(type(number) is int for number in value):
+        if len(value) == count:
+            return tuple(value)
+        if len(value) == 1:
+            return tuple(value) * count
+    return None
+
+
+def _geometry(
+    input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers] | None:
+    """Stride, padding at both ends and dilation, where the kernels take them."""
+    count = weight.dim() - 2
+    step, spread = _numbers(stride, count), _numbers(dilation, count)
+    if step is None or spread is None or min(step) < 1 or min(spread) < 1:
+        return None
+    kernel = weight.shape[2:]
+    if min(kernel) < 1 or not all(input.shape[1:]):
+        return None
+    if padding == "same" and max(step) == 1:
+        total = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+        before: _Numbers | None = tuple(number // 2 for number in total)
+        end: _Numbers | None = tuple(number - number // 2 for number in total)
+    else:
+        before = end = (0,) * count if padding == "valid" else _numbers(padding, count)
+    if before is None or end is None or min(before) < 0:
+        return None
+    room = out_sizes(
+        list(input.shape[2:]), list(kernel), list(step), list(before), list(end), list(spread)
+    )
+    return (step, before, end, spread) if min(room) >= 1 else None
+
+
+def _use(
+    input: Tensor, weight: Tensor, geometry: tuple[_Numbers, ...], channels_last: bool
+) -> Faster:
+    """On a GPU nothing was measured: torch's kernels run."""
+    if _EVERYWHERE:
+        return _ALL
+    if input.device.type != "cpu":
+        return _NONE
+    stride, before, end, dilation = geometry
+    kernel = weight.shape[2:]
+    out = out_sizes(
+        list(input.shape[2:]), list(kernel), list(stride), list(before), list(end), list(dilation)
+    )
+    use = faster(input.dtype, kernel, stride, dilation, math.prod(out), channels_last)
+    # torch pads unequal sides by a copy.
+    return use if before == end else _ALL
+
+
+def _suggests_channels_last(t: Tensor) -> bool:
+    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return t.is_contiguous(memory_format=format) and not t.is_contiguous()
+
+
+def _same_kind(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are the tensors of a depthwise convolution that kernels can take now."""
+    if not fits(input, weight, bias) or input.dim() != weight.dim():
+        return False
+    channels, outputs = input.size(1), weight.size(0)
+    return (
+        0 < channels <= outputs
+        and outputs % channels == 0
+        and weight.size(1) == 1
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+
+
+def _convolve(
+    plain: Callable[..., Tensor], count: int, input: Tensor, weight: Tensor, bias: Tensor | None,
+    stride: Any, padding: Any, dilation: Any,
+) -> Tensor:  # fmt: skip
+    """`plain` is torch's function of so many dimensions, for calls that no kernel takes."""
+    batch, kernels, biases = input, weight, bias
+    if autocasts(input):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        batch, kernels = input.to(dtype), weight.to(dtype)
+        biases = None if bias is None else bias.to(dtype)
+    if input.dim() == count + 1:
+        batch = batch.unsqueeze(0)
+    geometry = None
+    if weight.dim() == count + 2 and _same_kind(batch, kernels, biases):
+        geometry = _geometry(batch, weight, stride, padding, dilation)
+    if geometry is None:
+        groups = input.size(-count - 1) if input.dim() > count else 1
+        return plain(input, weight, bias, stride, padding, dilation, groups)
+    last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
+    use = _use(batch, kernels, geometry, last)
+    trains = needs_grad(batch, kernels, biases)
+    if not (any(use) if trains else use.forward):
+        groups = batch.size(1)
+        return plain(input, weight, bias, stride, padding, dilation, groups)
+    output = (_apply if trains else _forward)(batch, kernels, biases, *geometry, last, use)
+    return output if input.dim() > count + 1 else output.squeeze(0)
+
+
+def depthwise_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList1[int] = 1,
+    padding: BroadcastingList1[int] = 0,
+    dilation: BroadcastingList1[int] = 1,
+) -> Tensor:
+    """A depthwise convolution of [N, C, L]; see :func:`depthwise_conv2d`.
+
+    Example:
+        >>> depthwise_conv1d(torch.tensor([[[1.0, 2.0, 4.0]]]), torch.tensor([[[-1.0, 1.0]]]))
+        tensor([[[1., 2.]]])
+    """
+    if _scripting():
+        return torch.conv1d(input, weight, bias, stride, padding, dilation, input.size(-2))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv1d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv1d, 1, input, weight, bias, stride, padding, dilation)
+
+
+def depthwise_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList2[int] = 1,
+    padding: BroadcastingList2[int] = 0,
+    dilation: BroadcastingList2[int] = 1,
+) -> Tensor:
+    """``torch.nn.functional.conv2d(input, weight, ..., groups=C)``: each of the C channels is
+    convolved with kernels of its own (Chollet, arXiv:1610.02357).
+
+    Contiguous and channels_last inputs are read where they are. Products are added up in float32
+    (float64 for float64) and rounded once. Under autocast all arguments are cast, as for torch's
+    convolutions. Eager torch runs under torch.compile and functorch, and for arguments that torch
+    refuses, with torch's messages.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W], of dtype float32, float64, float16 or bfloat16.
+        weight: [C m, 1, kernel height, kernel width]; output channel c is of input channel
+            ``c // m``.
+        bias: [C m], or None.
+        stride: an int, or a pair for height and width, as are padding and dilation.
+        padding: zeros at each side, or "same" (a stride of 1), or "valid"; strings not in
+            TorchScript.
+        dilation: the distance of the elements of a kernel.
+
+    Returns:
+        [N, C m, H', W'], channels_last where input or weight is.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: what torch raises for the same mistake.
+
+    Example:
+        >>> image = torch.ones(1, 2, 3, 3)
+        >>> depthwise_conv2d(image, torch.ones(2, 1, 3, 3), padding=1)[0, 0]
+        tensor([[4., 6., 4.],
+                [6., 9., 6.],
+                [4., 6., 4.]])
+    """
+    if _scripting():
+        return torch.conv2d(input, weight, bias, stride, padding, dilation, input.size(-3))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv2d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv2d, 2, input, weight, bias, stride, padding, dilation)
+
+
+def depthwise_conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,  # noqa: UP045
+    stride: BroadcastingList3[int] = 1,
+    padding: BroadcastingList3[int] = 0,
+    dilation: BroadcastingList3[int] = 1,
+) -> Tensor:
+    """A depthwise convolution of [N, C, D, H, W]; see :func:`depthwise_conv2d`.
+
+    Example:
+        >>> depthwise_conv3d(torch.ones(1, 1, 2, 2, 2), torch.ones(1, 1, 2, 2, 2))
+        tensor([[[[[8.]]]]])
+    """
+    if _scripting():
+        return torch.conv3d(input, weight, bias, stride, padding, dilation, input.size(-4))
+    if _has_any((input, weight, bias)):
+        return _handle(
+            depthwise_conv3d, (input, weight, bias), input, weight, bias, stride, padding, dilation
+        )
+    return _convolve(torch_functional.conv3d, 3, input, weight, bias, stride, padding, dilation)

@@ -1,0 +1,321 @@
+"""depthwise_conv1d, 2d, 3d and their modules: torch's numbers, layouts and errors, gradients of any
+order, everything around them.
+
+test_depthwise_kernels.py has the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor, nn
+
+import fusedtrain.functional as F
+from fusedtrain import nn as fused
+from fusedtrain.ops import depthwise as _depthwise
+from helpers.activations import DTYPES
+
+
+@pytest.fixture(autouse=True)
+def _kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not torch's kernels where these are faster; test_the_rule has that."""
+    monkeypatch.setattr(_depthwise, "_EVERYWHERE", True)
+
+
+OURS = {1: F.depthwise_conv1d, 2: F.depthwise_conv2d, 3: F.depthwise_conv3d}
+TORCHS = {1: T.conv1d, 2: T.conv2d, 3: T.conv3d}
+CLASSES = {1: fused.DepthwiseConv1d, 2: fused.DepthwiseConv2d, 3: fused.DepthwiseConv3d}
+
+# Shape of the input, of the kernel, multiplier, and the arguments behind the bias.
+Call = tuple[tuple[int, ...], tuple[int, ...], int, dict[str, Any]]
+CALLS: dict[str, Call] = {
+    "3x3": ((2, 20, 9, 10), (3, 3), 1, {"padding": 1}),
+    "5x5 by 2": ((2, 3, 11, 12), (5, 5), 1, {"stride": 2, "padding": 2}),
+    "7x7": ((1, 5, 9, 8), (7, 7), 1, {"padding": [3]}),
+    "pairs": ((2, 4, 9, 12), (2, 4), 2, {"stride": (1, 3), "padding": (0, 2), "dilation": (2, 1)}),
+    "same": ((2, 4, 5, 6), (4, 3), 1, {"padding": "same"}),
+    "valid": ((2, 4, 7, 6), (3, 2), 3, {"padding": "valid"}),
+    "one sample": ((6, 7, 8), (3, 3), 1, {"padding": 1}),
+    "1-d": ((2, 6, 40), (31,), 1, {"padding": 15}),
+    "3-d": ((2, 5, 4, 6, 7), (3, 3, 3), 1, {"stride": (1, 2, 2), "padding": 1}),
+}
+
+
+def arguments(name: str, dtype: torch.dtype = torch.float32, last: bool = False) -> list[Tensor]:
+    shape, kernel, multiplier, _ = CALLS[name]
+    channels = shape[-len(kernel) - 1]
+    generator = torch.Generator().manual_seed(3)
+    shapes = (shape, (channels * multiplier, 1, *kernel), (channels * multiplier,))
+    made = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+    if last and made[0].dim() > 3:
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        made[0] = made[0].contiguous(memory_format=formats[made[0].dim()])
+    return [t.requires_grad_() for t in made]
+
+
+def both(name: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    _, kernel, _, rest = CALLS[name]
+    dims = len(kernel)
+    groups = tensors[0].size(-dims - 1)
+    return OURS[dims](*tensors, **rest), TORCHS[dims](*tensors, **rest, groups=groups)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_is_torchs(name: str, dtype: torch.dtype, last: bool) -> None:
+    tensors = arguments(name, dtype, last)
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    ours, torchs = both(name, *tensors)
+    _, exact = both(name, *wide)
+    assert ours.dtype is dtype
+    if len(tensors[0].shape) < 5:  # torch's plain loops, in 3-d, do not keep channels_last
+        assert ours.stride() == torchs.stride()
+    grad = torch.randn_like(ours)
+    ours.backward(grad)
+    exact.backward(grad.double())
+    # Sums of up to a hundred products in float32 or float64, rounded once to 16 bits.
+    eps = torch.finfo(dtype).eps
+    atol = 200 * torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
+    torch.testing.assert_close(ours.double(), exact, rtol=eps, atol=atol)
+    for mine, truth in zip(tensors, wide, strict=True):
+        torch.testing.assert_close(mine.grad.double(), truth.grad, rtol=2 * eps, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["3x3", "pairs", "1-d", "3-d", "one sample"])
+def test_gradients_of_any_order(name: str) -> None:
+    tensors = [t[..., :7] if t.dim() == 3 else t for t in arguments(name, torch.float64)]
+    if name == "1-d":
+        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True)
+                   for s in ((2, 3, 33), (3, 1, 31), (3,))]  # fmt: skip
+    few = [t[:1, :2] if t.dim() > 3 and t.size(1) > 1 else t for t in tensors]
+    if len(few[0].shape) > 3:
+        few[1], few[2] = (t[: 2 * CALLS[name][2]] for t in few[1:])
+    few = [t.detach().requires_grad_() for t in few]
+
+    def run(*tensors: Tensor) -> Tensor:
+        return both(name, *tensors)[0]
+
+    assert torch.autograd.gradcheck(run, few, fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, few, fast_mode=True)
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_gradients_that_are_asked_for(asked: tuple[int, ...]) -> None:
+    tensors = arguments("5x5 by 2")
+    all_of = torch.autograd.grad(both("5x5 by 2", *tensors)[0].sum(), tensors)
+    for i, t in enumerate(tensors):
+        t.requires_grad_(i in asked)
+    some = torch.autograd.grad(both("5x5 by 2", *tensors)[0].sum(), [tensors[i] for i in asked])
+    for i, grad in zip(asked, some, strict=True):
+        assert torch.equal(grad, all_of[i])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", ["3x3", "5x5 by 2", "pairs", "3-d"])
+def test_same_bits_on_any_number_of_threads(name: str, last: bool) -> None:
+    tensors = arguments(name, last=last)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in range(1, 6):
+            torch.set_num_threads(threads)
+            output = both(name, *tensors)[0]
+            grads = torch.autograd.grad(output, tensors, torch.ones_like(output))
+            results.append((output, *grads))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_infinities_stay_where_they_are(last: bool) -> None:
+    """The last column is seen by no output, and that of the second row by one tap alone."""
+    x = torch.ones(1, 1 if not last else 18, 5, 6)
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x[..., -1] = torch.inf
+    weight = torch.ones(x.size(1), 1, 3, 3, requires_grad=True)
+    output = F.depthwise_conv2d(x, weight, stride=2)
+    assert torch.isfinite(output).all()
+    output.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full_like(weight.grad, 4))
+
+
+STRANGE: dict[str, Any] = {
+    "expanded": lambda x: x[:1].expand_as(x),
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "sliced": lambda x: torch.cat([x, x], -1)[..., ::2],
+    "with an offset": lambda x: torch.cat([x.flatten(), x.flatten()])[1 : 1 + x.numel()].view_as(x),
+    "no samples": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_inputs_of_any_strides(strange: str) -> None:
+    tensors = [t.detach() for t in arguments("3x3")]
+    tensors[0] = STRANGE[strange](tensors[0])
+    tensors = [t.requires_grad_() for t in tensors]
+    ours, torchs = both("3x3", *tensors)
+    torch.testing.assert_close(ours, torchs)
+    mine = torch.autograd.grad(ours.sum(), tensors)
+    theirs = torch.autograd.grad(torchs.sum(), tensors)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_in_channels_last() -> None:
+    x, weight, bias = arguments("3x3")
+    last = weight.detach().contiguous(memory_format=torch.channels_last)
+    ours, torchs = both("3x3", x, last, bias)
+    assert ours.stride() == torchs.stride()
+    torch.testing.assert_close(ours, torchs)
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "kernel too large": (torch.ones(1, 2, 2, 2), torch.ones(2, 1, 3, 3)),
+    "channels": (torch.ones(1, 3, 4, 4), torch.ones(2, 1, 3, 3)),
+    "dense weight": (torch.ones(1, 2, 4, 4), torch.ones(2, 2, 3, 3)),
+    "bias": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), torch.ones(3)),
+    "dtypes": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3).double()),
+    "dimensions": (torch.ones(2, 4), torch.ones(2, 1, 3, 3)),
+    "stride": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 0),
+    "padding": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 1, -1),
+    "a word": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 1, "some"),
+    "same by 2": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 2, "same"),
+    "three strides": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_errors_are_torchs(mistake: str) -> None:
+    call = WRONG[mistake]
+    rest = (*call, *(None, 1, 0, 1)[len(call) - 2 :])
+    groups = call[0].size(-3) if call[0].dim() > 2 else 1
+    with pytest.raises(Exception) as theirs:
+        T.conv2d(*rest, groups)
+    with pytest.raises(type(theirs.value)) as ours:
+        F.depthwise_conv2d(*call)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    tensors = arguments("3x3")
+    with torch.autocast("cpu", dtype):
+        ours, torchs = both("3x3", *tensors)
+    assert ours.dtype is torchs.dtype is dtype
+    torch.testing.assert_close(ours, torchs, rtol=4 * torch.finfo(dtype).eps, atol=0.05)
+    grads = torch.autograd.grad(ours.sum(), tensors)
+    assert [g.dtype for g in grads] == [torch.float32] * 3
+
+
+def test_compilers_see_torchs_convolution() -> None:
+    tensors = [t.detach() for t in arguments("3x3")]
+    want = both("3x3", *tensors)[1]
+    module = fused.DepthwiseConv2d(20, 20, 3, padding=1)
+    exported = torch.export.export(module, (tensors[0],)).graph
+    assert "conv2d" in str(exported)
+    assert "fusedtrain" not in str(exported)
+    compiled = torch.compile(F.depthwise_conv2d, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors, 1, 1), want)
+    every = torch.vmap(lambda x: F.depthwise_conv2d(x, *tensors[1:], padding=1))(tensors[0])
+    torch.testing.assert_close(every, want)
+    _, slope = torch.func.jvp(
+        lambda x: F.depthwise_conv2d(x, *tensors[1:], padding=1), (tensors[0],), (tensors[0],)
+    )
+    torch.testing.assert_close(slope, want - tensors[2].view(-1, 1, 1))
+    traced = torch.jit.trace(module, (tensors[0],))
+    torch.testing.assert_close(traced(tensors[0]), module(tensors[0]))
+
+
+@pytest.mark.parametrize("dims", CLASSES)
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+@pytest.mark.parametrize("padding", [1, "same"])
+def test_modules(dims: int, mode: str, padding: Any) -> None:
+    torch.manual_seed(1)
+    ours = CLASSES[dims](4, 8, 3, padding=padding, padding_mode=mode)
+    torch.manual_seed(1)
+    stock = getattr(nn, f"Conv{dims}d")(4, 8, 3, padding=padding, groups=4, padding_mode=mode)
+    for (name, a), (other, b) in zip(
+        ours.state_dict().items(), stock.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(a, b)
+    x = torch.randn(2, 4, *[6] * dims)
+    want = stock(x)
+    scripted = torch.jit.script(ours)
+    for module in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), scripted):
+        torch.testing.assert_close(module(x), want)
+    saved = io.BytesIO()
+    torch.jit.save(scripted, saved)
+    saved.seek(0)
+    torch.testing.assert_close(torch.jit.load(saved)(x), want)
+    assert repr(ours).partition("(")[2] == repr(stock).partition("(")[2]
+
+
+def test_modules_have_as_many_groups_as_channels() -> None:
+    assert fused.DepthwiseConv2d(4, 4, 3, groups=4).groups == 4
+    with pytest.raises(ValueError, match=r"groups: a depthwise .* in_channels, 4, not 2"):
+        fused.DepthwiseConv2d(4, 4, 3, groups=2)
+
+
+OPS = {op: getattr(_depthwise, op) for op in ("_depthwise_conv", "_depthwise_conv_backward")}
+
+
+def counting(op: str, called: list[str]) -> Any:
+    def run(*arguments: Any) -> Any:
+        called.append(op)
+        return OPS[op](*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever computes what, the results are the same to rounding, and each kernel runs."""
+    tensors = arguments(name, last=last)
+    want = both(name, *tensors)[0]
+    grads = torch.autograd.grad(want.sum(), tensors)
+    monkeypatch.setattr(_depthwise, "_EVERYWHERE", False)
+    for some in itertools.product((False, True), repeat=3):
+        monkeypatch.setattr(_depthwise, "faster", lambda *_, some=some: _depthwise.Faster(*some))
+        called: list[str] = []
+        for op in OPS:
+            monkeypatch.setattr(_depthwise, op, counting(op, called))
+        output = both(name, *tensors)[0]
+        torch.testing.assert_close(output, want)
+        for a, b in zip(torch.autograd.grad(output.sum(), tensors), grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        unequal = name == "same"  # which torch pads by a copy
+        assert ("_depthwise_conv" in called) == (some[0] or unequal)
+        assert ("_depthwise_conv_backward" in called) == (some[1] or some[2] or unequal)
+
+
+def test_other_devices_run_torchs_kernels() -> None:
+    """Nothing was measured on them."""
+    x, weight, _ = (t.detach().to("meta") for t in arguments("3x3"))
+    geometry = ((1, 1), (1, 1), (1, 1), (1, 1))
+    assert _depthwise._use(x, weight, geometry, False) == (True, True, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_depthwise, "_EVERYWHERE", False)
+        assert _depthwise._use(x, weight, geometry, False) == (False, False, False)
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        tensors = [t.detach() for t in arguments("3x3")]
+        torch.testing.assert_close(*both("3x3", *tensors))
+    x, weight, bias = arguments("3x3")
+    with torch.inference_mode():
+        inference = x.detach() + 0
+    ours, torchs = both("3x3", inference, weight.detach(), bias.detach())
+    torch.testing.assert_close(ours, torchs)
