@@ -222,6 +222,7 @@ _Three = tuple[int, ...]  # of depth, height, width
 # Elements of a tile: four in each of 128 threads, or 16 bytes of neighbouring channels.
 _BLOCK = 512
 _BLOCK_LAST = {8: 512, 4: 512, 2: 1024}
+_BLOCK_WEIGHT = 1024
 # Taps that a program visits without a loop: of all, of a plane, of a row, or so many. With 49 taps
 # of planes in one piece, 16-bit numbers spill 3,476 bytes on sm_90.
 _MOST_UNROLLED = 27
@@ -302,7 +303,7 @@ def _weight_plan(call: Call, weight: bool, bias: bool) -> tuple[Plan, int]:
     taps = math.prod(call.kernel) if weight else 1
     channels = call.channels * call.multiplier
     rows = call.samples * call.out[0] * call.out[1]
-    block = _BLOCK_LAST[call.itemsize]
+    block = _BLOCK_WEIGHT
     unit, lines, columns, together = call.cut(block, rows, call.out[2], channels)
     lanes = min(_TAPS, power_of_two(taps))
     blocks = cdiv(rows, lines) * cdiv(call.out[2], columns)

@@ -42,6 +42,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         plan.cache_clear()
     monkeypatch.setattr(depthwise, "_BLOCK", 64)
     monkeypatch.setattr(depthwise, "_BLOCK_LAST", dict.fromkeys((2, 4, 8), 128))
+    monkeypatch.setattr(depthwise, "_BLOCK_WEIGHT", 128)
     monkeypatch.setattr(depthwise, "_TAPS", 8)
     monkeypatch.setattr(_layout, "_PROGRAMS", 2)
     yield depthwise
