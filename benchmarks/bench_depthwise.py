@@ -117,7 +117,7 @@ def select(options: Options) -> list[Case]:
         )
         for dtype in (dtypes[:1] if options.quick else dtypes)
         for layer in (QUICK if options.quick else LAYERS)
-        for layout in (LAYOUTS if layer.dims == 2 else LAYOUTS[:1])
+        for layout in (LAYOUTS if layer.dims == 2 else ("contiguous",))
         for pass_name in PASSES
     ]  # fmt: skip
 

@@ -33,14 +33,12 @@ struct DepthwiseConvolution {
     STD_TORCH_CHECK(!channels_last || spatial > 1, "fusedtrain::", op,
                     ": [N, C, L] has no channels_last");
     const auto w = weight.sizes();
-    STD_TORCH_CHECK(w.size() == sizes.size() && sizes[1] >= 1 && w[0] >= 1 && w[1] == 1 &&
-                        w[0] % sizes[1] == 0,
-                    "fusedtrain::", op,
-                    ": weight must be [C multiplier, 1, ...] for C channels of input");
-    STD_TORCH_CHECK(stride.size() == spatial && padding.size() == spatial &&
-                        dilation.size() == spatial,
-                    "fusedtrain::", op,
-                    ": stride, padding and dilation must have a number for each dimension");
+    STD_TORCH_CHECK(
+        w.size() == sizes.size() && sizes[1] >= 1 && w[0] >= 1 && w[1] == 1 && w[0] % sizes[1] == 0,
+        "fusedtrain::", op, ": weight must be [C multiplier, 1, ...] for C channels of input");
+    STD_TORCH_CHECK(
+        stride.size() == spatial && padding.size() == spatial && dilation.size() == spatial,
+        "fusedtrain::", op, ": stride, padding and dilation must have a number for each dimension");
     call.dtype = dtype_of(model, op, "input");
     call.last = channels_last;
     call.samples = sizes[0];
@@ -144,8 +142,7 @@ struct DepthwiseConvolution {
     STD_TORCH_CHECK(grad.scalar_type() == input.scalar_type(), "fusedtrain::", op,
                     ": grad and input must have the same dtype");
     describe(op, call, input, sizes, weight, stride, padding, dilation, channels_last);
-    STD_TORCH_CHECK(out.size() == sizes.size() && out[0] == sizes[0] &&
-                        out[1] == weight.sizes()[0],
+    STD_TORCH_CHECK(out.size() == sizes.size() && out[0] == sizes[0] && out[1] == weight.sizes()[0],
                     "fusedtrain::", op, ": grad must have the shape of the output");
     set_outputs(call, Ints(out.begin() + 2, out.end()));
     const Backend backend(input);
@@ -154,8 +151,7 @@ struct DepthwiseConvolution {
       return new_strided(input, 1, none.data(), none.data(), input.scalar_type());
     };
     Tensor grad_input = input_asked ? new_tensor(input, sizes, channels_last) : empty();
-    Tensor grad_weight =
-        weight_asked ? new_tensor(weight, sizes_of(weight), false) : empty();
+    Tensor grad_weight = weight_asked ? new_tensor(weight, sizes_of(weight), false) : empty();
     Tensor grad_bias = bias_asked ? new_tensor(weight, {out[1]}, false) : empty();
     if (grad.numel() == 0 || input.numel() == 0) {
       if (input_asked) torch::stable::zero_(grad_input);
@@ -180,8 +176,8 @@ struct DepthwiseConvolution {
   }
 };
 
-#define FT_IMPLEMENT_DEPTHWISE(Backend)                                          \
-  m.impl("depthwise_conv", TORCH_BOX(&DepthwiseConvolution<Backend>::forward));  \
+#define FT_IMPLEMENT_DEPTHWISE(Backend)                                                   \
+  m.impl("depthwise_conv", TORCH_BOX(&DepthwiseConvolution<Backend>::forward));           \
   m.impl("depthwise_conv_backward", TORCH_BOX(&DepthwiseConvolution<Backend>::backward));
 
 }  // namespace

@@ -32,6 +32,14 @@ int64_t rows_of_band(int64_t rows, int64_t by, int64_t more, int64_t row) {
   return ceil_div(ceil_div(rows, bands), 4) * 4;
 }
 
+// A single output has no stride: one far beyond the input would take as much room.
+template <class Call>
+Call without_idle_strides(Call call) {
+  for (int d = 0; d < 3; ++d)
+    if (call.out[d] == 1) call.stride[d] = 1;
+  return call;
+}
+
 Plan plan_for(const Depthwise& call, int64_t lanes, bool narrow) {
   Plan p = {};
   const int64_t unit = call.last ? kDepthwiseUnit : 1;
@@ -51,13 +59,15 @@ Plan plan_for(const Depthwise& call, int64_t lanes, bool narrow) {
   const int64_t fit = rows_of_band(ceil_div(call.in[1], call.stride[1]), 1, grad_more, grad_row);
   p.cut.rows_of_inputs = smaller(call.in[1], fit * call.stride[1]);
 
-  p.room.laid = round_up(
-      larger(row * (p.cut.rows_of_outputs * call.stride[1] + larger(more, 0)),
-             grad_row * (ceil_div(p.cut.rows_of_inputs, call.stride[1]) + grad_more)) + 4 * lanes);
+  p.room.laid =
+      round_up(larger(row * ((p.cut.rows_of_outputs - 1) * call.stride[1] + reach[1] + 1),
+                      grad_row * (ceil_div(p.cut.rows_of_inputs, call.stride[1]) + grad_more)) +
+               4 * lanes);
   const int64_t joined = call.stride[2] * ceil_div(call.in[2], call.stride[2]);
-  p.room.values = round_up(
-      larger(p.cut.rows_of_outputs * call.out[2] * unit,
-             joined * ceil_div(p.cut.rows_of_inputs, call.stride[1]) + call.in[2]) + 2 * lanes);
+  p.room.values =
+      round_up(larger(p.cut.rows_of_outputs * call.out[2] * unit,
+                      joined * ceil_div(p.cut.rows_of_inputs, call.stride[1]) + call.in[2]) +
+               2 * lanes);
   p.room.line = round_up(larger(narrow ? call.in[2] : 0, call.multiplier * call.taps()));
   p.room.weights = round_up(call.multiplier * call.taps() * unit);
   p.room.offsets = 2 * call.multiplier * call.taps();
@@ -68,8 +78,8 @@ Plan plan_for(const Depthwise& call, int64_t lanes, bool narrow) {
   const int64_t outputs = larger(call.outputs(), 1);
   p.cut.samples = smaller(larger(call.samples, 1), larger(1, kSummed / outputs));
   p.cut.channels = call.last ? unit : smaller(16, larger(1, kTogether / outputs));
-  p.cut.lanes = round_up(p.cut.channels * call.multiplier * (call.taps() + 1) *
-                         (call.last ? 1 : lanes));
+  p.cut.lanes =
+      round_up(p.cut.channels * call.multiplier * (call.taps() + 1) * (call.last ? 1 : lanes));
   p.cut.sums = p.cut.channels * call.multiplier * (call.taps() + 1);
   p.backward_tasks =
       ceil_div(call.samples, p.cut.samples) * ceil_div(call.channels, p.cut.channels);
@@ -101,7 +111,8 @@ void write_number(uint16_t* to, double value, const Format* format) {
 
 }  // namespace
 
-void depthwise_conv(const DepthwiseForward& call, Parallel parallel) {
+void depthwise_conv(const DepthwiseForward& asked, Parallel parallel) {
+  const DepthwiseForward call = without_idle_strides(asked);
   if (call.samples == 0 || call.channels == 0 || call.outputs() == 0) return;
   by_dtype(call.dtype, kernels().depthwise, [&](const auto& k) {
     const Plan p = plan_for(call, k.lanes, is_narrow(call.dtype));
@@ -114,7 +125,8 @@ void depthwise_conv(const DepthwiseForward& call, Parallel parallel) {
   });
 }
 
-void depthwise_conv(const DepthwiseBackward& call, Parallel parallel) {
+void depthwise_conv(const DepthwiseBackward& asked, Parallel parallel) {
+  const DepthwiseBackward call = without_idle_strides(asked);
   by_dtype(call.dtype, kernels().depthwise, [&](const auto& k) {
     const Plan p = plan_for(call, k.lanes, is_narrow(call.dtype));
     const bool adds = call.grad_weight || call.grad_bias;

@@ -16,7 +16,7 @@ struct Depthwise {
   int64_t samples, channels, multiplier;  // channels of the input
   int64_t in[3], out[3], kernel[3], stride[3], dilation[3], pad[3];
   int64_t out_channels() const { return channels * multiplier; }
-  int64_t inputs() const { return in[0] * in[1] * in[2]; }     // of a channel of a sample
+  int64_t inputs() const { return in[0] * in[1] * in[2]; }  // of a channel of a sample
   int64_t outputs() const { return out[0] * out[1] * out[2]; }
   int64_t taps() const { return kernel[0] * kernel[1] * kernel[2]; }
 };

@@ -75,6 +75,7 @@ class Faster(NamedTuple):
 
 _NONE, _ALL = Faster(False, False, False), Faster(True, True, True)
 _WIDE = 9  # the widest kernels whose taps are compiled
+_REACH = 4096  # of a dilated kernel: borders as wide are laid out
 
 
 def _torch_has_kernels(dtype: torch.dtype) -> bool:
@@ -112,6 +113,9 @@ def faster(
     return Faster(forward, grad_input, slow_weight or row or outputs >= 3000)
 
 
+_MEASURED: dict[str, Callable[..., Faster]] = {"cpu": faster}
+
+
 class DepthwiseConv(torch.autograd.Function):
     """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
 
@@ -134,12 +138,12 @@ class DepthwiseConv(torch.autograd.Function):
         asked = ctx.needs_input_grad[:3]
         rest = (None, None, None, None, None, None)
         if plain_backward(grad):
-            gradients = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
-            return (*_known(gradients, asked), *rest)
+            plain = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
+            return (*_known(plain, asked), *rest)
         of_weight = ctx.use.grad_weight
         ours = [asked[0] and ctx.use.grad_input, asked[1] and of_weight, asked[2] and of_weight]
         torchs = [wanted and not mine for wanted, mine in zip(asked, ours, strict=True)]
-        gradients = (None, None, None)
+        gradients: tuple[Tensor | None, ...] = (None, None, None)
         if any(ours):
             made = _depthwise_conv_backward(grad, input, weight, *ctx.rest, *ours)
             gradients = _known(made, ours)
@@ -200,6 +204,8 @@ def _geometry(
     kernel = weight.shape[2:]
     if min(kernel) < 1 or not all(input.shape[1:]):
         return None
+    if max(d * (k - 1) for d, k in zip(spread, kernel, strict=True)) > _REACH:
+        return None
     if padding == "same" and max(step) == 1:
         total = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
         before: _Numbers | None = tuple(number // 2 for number in total)
@@ -217,17 +223,18 @@ def _geometry(
 def _use(
     input: Tensor, weight: Tensor, geometry: tuple[_Numbers, ...], channels_last: bool
 ) -> Faster:
-    """On a GPU nothing was measured: torch's kernels run."""
+    """On a device where nothing was measured torch's kernels run."""
     if _EVERYWHERE:
         return _ALL
-    if input.device.type != "cpu":
+    rule = _MEASURED.get(input.device.type)
+    if rule is None:
         return _NONE
     stride, before, end, dilation = geometry
     kernel = weight.shape[2:]
     out = out_sizes(
         list(input.shape[2:]), list(kernel), list(stride), list(before), list(end), list(dilation)
     )
-    use = faster(input.dtype, kernel, stride, dilation, math.prod(out), channels_last)
+    use = rule(input.dtype, kernel, stride, dilation, math.prod(out), channels_last)
     # torch pads unequal sides by a copy.
     return use if before == end else _ALL
 
@@ -282,9 +289,9 @@ def depthwise_conv1d(
     input: Tensor,
     weight: Tensor,
     bias: Optional[Tensor] = None,  # noqa: UP045
-    stride: BroadcastingList1[int] = 1,
-    padding: BroadcastingList1[int] = 0,
-    dilation: BroadcastingList1[int] = 1,
+    stride: BroadcastingList1[int] = 1,  # type: ignore[valid-type]
+    padding: BroadcastingList1[int] = 0,  # type: ignore[valid-type]
+    dilation: BroadcastingList1[int] = 1,  # type: ignore[valid-type]
 ) -> Tensor:
     """A depthwise convolution of [N, C, L]; see :func:`depthwise_conv2d`.
 

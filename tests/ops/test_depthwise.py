@@ -171,6 +171,33 @@ def test_inputs_of_any_strides(strange: str) -> None:
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [((3, 3), 1 << 29, 1, 1), ((2, 2), 1, 1 << 20, 1 << 20)],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_strides_and_dilations_far_beyond_the_input(
+    kernel: tuple[int, int], stride: int, padding: int, dilation: int, last: bool
+) -> None:
+    x = torch.randn(1, 16, 4, 5)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    weight = torch.randn(16, 1, *kernel)
+    tensors = [x.requires_grad_(), weight.requires_grad_()]
+    if dilation > 1:  # torch's output would have 10^12 elements, but for one row
+        tensors[0] = x[:, :, :1].detach().requires_grad_()
+        padding, dilation = (0, padding), (1, dilation)
+        tensors[1] = weight[:, :, :1].detach().requires_grad_()
+    rest = (None, stride, padding, dilation)
+    ours = F.depthwise_conv2d(*tensors, *rest)
+    torchs = T.conv2d(*tensors, *rest, 16)
+    torch.testing.assert_close(ours, torchs)
+    for a, b in zip(
+        torch.autograd.grad(ours.sum(), tensors), torch.autograd.grad(torchs.sum(), tensors),
+        strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_in_channels_last() -> None:
     x, weight, bias = arguments("3x3")
     last = weight.detach().contiguous(memory_format=torch.channels_last)
@@ -287,7 +314,8 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     grads = torch.autograd.grad(want.sum(), tensors)
     monkeypatch.setattr(_depthwise, "_EVERYWHERE", False)
     for some in itertools.product((False, True), repeat=3):
-        monkeypatch.setattr(_depthwise, "faster", lambda *_, some=some: _depthwise.Faster(*some))
+        rule = {"cpu": lambda *_, some=some: _depthwise.Faster(*some)}
+        monkeypatch.setattr(_depthwise, "_MEASURED", rule)
         called: list[str] = []
         for op in OPS:
             monkeypatch.setattr(_depthwise, op, counting(op, called))

@@ -42,8 +42,8 @@ struct DepthwiseTasks {
         const int64_t channel = part % call.channels * call.multiplier;
         Planes loops(call, room, scratch);
         loops.forward(x + part * call.inputs(), w + channel * call.taps(),
-                      bias ? bias + channel : nullptr,
-                      y + part * call.multiplier * call.outputs(), depth, begin, end);
+                      bias ? bias + channel : nullptr, y + part * call.multiplier * call.outputs(),
+                      depth, begin, end);
       }
     }
   }

@@ -43,7 +43,7 @@ struct Phase {
 
 FT_INLINE int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
-// What the outputs [begin, end) of dimension d read, and what reads the inputs [begin, end).
+// Inputs that the outputs [begin, end) of dimension d read, and outputs that read inputs of it.
 struct Span {
   int64_t first, size;
 };
@@ -68,9 +68,9 @@ struct DepthwisePlanes {
   const Depthwise& call;
   const DepthwiseRoom& room;
   T* laid;
-  T* values;     // outputs that are not written where they are computed
+  T* values;  // outputs that are not written where they are computed
   T* weights;
-  T* line;       // of 16 bits as numbers
+  T* line;  // of 16 bits as numbers
   int64_t* offsets;
 
   DepthwisePlanes(const Depthwise& call, const DepthwiseRoom& room, void* scratch)
@@ -134,8 +134,8 @@ struct DepthwisePlanes {
     return call.out[2] + (call.kernel[2] - 1) * call.dilation[2] / call.stride[2];
   }
 
-  // Lays out what the outputs [begin, end) of slice `depth` read of a plane of inputs. Slices of the
-  // kernel that see the border alone have no place; returns the first that sees inputs, and how
+  // Lays out what the outputs [begin, end) of slice `depth` read of a plane of inputs. Slices of
+  // the kernel that see the border alone have no place; returns the first that sees inputs, and how
   // many do.
   Span lay_inputs(const S* x, int64_t depth, int64_t begin, int64_t end) {
     const Span rows = inputs_of(call, 1, begin, end);
@@ -305,8 +305,7 @@ struct DepthwisePlanes {
       const S* from = grad + m * call.outputs() + (depth * call.out[1] + begin) * call.out[2];
       const T* const g = numbers<Format>(from, rows * call.out[2], values);
       for (int64_t s = 0; s < seen.size; ++s) {
-        T* const to =
-            sums + (m * call.taps() + (seen.first + s) * kernel_h * kernel_w) * kLanes;
+        T* const to = sums + (m * call.taps() + (seen.first + s) * kernel_h * kernel_w) * kLanes;
         p.x = laid + s * slice;
         p.grad = g;
         add_products(p, to);

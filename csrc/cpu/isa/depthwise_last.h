@@ -135,7 +135,8 @@ struct DepthwiseLast {
     }
   }
 
-  // Weights of a tap as a register's lanes; those of lane l belong to output channel `first + l by`.
+  // Weights of a tap as a register's lanes; those of lane l belong to output channel `first + l
+  // by`.
   FT_METHOD void lay_weight(const S* weight, int64_t first, int64_t by, int64_t tap, T* to) const {
     alignas(64) S some[kUnit] = {};
     for (int64_t i = 0; i < lanes; ++i) some[i] = weight[(first + i * by) * call.taps() + tap];
@@ -226,8 +227,9 @@ struct DepthwiseLast {
                 const int64_t t = sums.taps++;
                 offsets[t] = s * slice + (down.output + h * down.output_step - rows.first) * row +
                              (across.output + k * across.output_step - columns.first) * kUnit;
-                const int64_t tap = (slices.kernel_of(z) * kernel_h + down.kernel_of(h)) * kernel_w +
-                                    across.kernel_of(k);
+                const int64_t tap =
+                    (slices.kernel_of(z) * kernel_h + down.kernel_of(h)) * kernel_w +
+                    across.kernel_of(k);
                 lay_weight(weight, channel * multiplier + m, multiplier, tap, weights + t * kUnit);
               }
             ++s;

@@ -54,8 +54,8 @@ struct VectorOf {
   typedef typename IntegerOf<T>::I Mask __attribute__((vector_size(kVectorBytes)));
   static FT_METHOD Mask first(int64_t n) {
     typedef typename IntegerOf<T>::I I;
-    alignas(64) static constexpr I kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14,
-                                                 15};
+    alignas(64) static constexpr I kCount[16] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                 8, 9, 10, 11, 12, 13, 14, 15};
     return *(const Mask*)kCount < (I(n) - Mask{});
   }
   static FT_METHOD Register load_first(const T* p, int64_t n, Mask mask) {
@@ -92,10 +92,10 @@ struct Correlation {
   const int64_t* offsets;  // of each column of taps
   const T* weights;        // [columns of taps][kernel_rows]
   int64_t tap_columns, kernel_rows;
-  T start;                 // the bias
-  int64_t rows, columns;   // of outputs
+  T start;                // the bias
+  int64_t rows, columns;  // of outputs
   T* out;
-  int64_t out_step;        // between rows of outputs
+  int64_t out_step;  // between rows of outputs
 };
 
 // kRows x kVectors registers of outputs. kTaps 0: any number of rows of the kernel, each tap with
@@ -186,18 +186,27 @@ template <class T>
 void correlate(const Correlation<T>& c) {
   if (c.row_step == c.tap_step) {
     switch (c.kernel_rows) {
-      case 2: return correlate_known<T, 2, 1>(c);
-      case 3: return correlate_known<T, 3, 1>(c);
-      case 4: return correlate_known<T, 4, 1>(c);
-      case 5: return correlate_known<T, 5, 1>(c);
-      case 7: return correlate_known<T, 7, 1>(c);
-      case 9: return correlate_known<T, 9, 1>(c);
+      case 2:
+        return correlate_known<T, 2, 1>(c);
+      case 3:
+        return correlate_known<T, 3, 1>(c);
+      case 4:
+        return correlate_known<T, 4, 1>(c);
+      case 5:
+        return correlate_known<T, 5, 1>(c);
+      case 7:
+        return correlate_known<T, 7, 1>(c);
+      case 9:
+        return correlate_known<T, 9, 1>(c);
     }
   } else if (c.row_step == 2 * c.tap_step) {
     switch (c.kernel_rows) {
-      case 3: return correlate_known<T, 3, 2>(c);
-      case 5: return correlate_known<T, 5, 2>(c);
-      case 7: return correlate_known<T, 7, 2>(c);
+      case 3:
+        return correlate_known<T, 3, 2>(c);
+      case 5:
+        return correlate_known<T, 5, 2>(c);
+      case 7:
+        return correlate_known<T, 7, 2>(c);
     }
   }
   correlate_known<T, 0, 0>(c);
@@ -271,12 +280,18 @@ void add_products(const Products<T>& p, T* sums) {
   for (int64_t column = 0; column < p.kernel_columns;) {
     const int64_t left = p.kernel_columns - column;
     switch (left) {
-      case 9: return add_products_of<T, 9>(p, column, sums);
-      case 7: return add_products_of<T, 7>(p, column, sums);
-      case 4: return add_products_of<T, 4>(p, column, sums);
-      case 3: return add_products_of<T, 3>(p, column, sums);
-      case 2: return add_products_of<T, 2>(p, column, sums);
-      case 1: return add_products_of<T, 1>(p, column, sums);
+      case 9:
+        return add_products_of<T, 9>(p, column, sums);
+      case 7:
+        return add_products_of<T, 7>(p, column, sums);
+      case 4:
+        return add_products_of<T, 4>(p, column, sums);
+      case 3:
+        return add_products_of<T, 3>(p, column, sums);
+      case 2:
+        return add_products_of<T, 2>(p, column, sums);
+      case 1:
+        return add_products_of<T, 1>(p, column, sums);
     }
     add_products_of<T, 5>(p, column, sums);
     column += 5;

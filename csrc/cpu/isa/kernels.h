@@ -214,8 +214,8 @@ struct MaxPoolKernels {
                    int64_t last_row, void* scratch);
 };
 
-// The scratch of a depthwise convolution, in numbers: inputs with their borders, outputs, weights, a
-// line of the tensor, then room for so many int64_t.
+// The scratch of a depthwise convolution, in numbers: inputs with their borders, outputs, weights,
+// a line of the tensor, then room for so many int64_t.
 struct DepthwiseRoom {
   int64_t laid, values, weights, line, offsets;
 };
