@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t>
       if (!within(depth, w.from[0])) continue;
       const I slice = (slices.tap + z * slices.tap_step) * w.kernel[1] * w.kernel[2];
       if constexpr (kKnown<kTaps>) {
-#pragma unroll(kTaps* kStride == 3 ? 3 : 1)
+#pragma unroll(kTaps* kStride == 3 && !(kWide && kBackward) ? 3 : 1)
         for (int x = 0; x < P::kColumns; ++x) {
           if (kBackward && kStride > 1 && columns.tap + x * kStride >= kTaps) break;
           add_column<P>(w, weights, from, depth, first_row,

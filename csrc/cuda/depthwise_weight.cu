@@ -23,7 +23,9 @@ struct Shape {
   static constexpr int kColumns = kTaps > 1 ? (kWide ? 1 : kTaps) : (kWide ? 4 : 8);
   // As many rows as 128 registers hold with the sums and the inputs of a column.
   static constexpr int kStrip =
-      kTaps == 1 ? 1 : (!kWide ? 8 : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
+      kTaps == 1
+          ? 1
+          : (!kWide ? (kTaps == 7 ? 4 : 8) : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
   static constexpr int kSources = (kStrip - 1) * kStride + kTaps;
 };
 
