@@ -35,6 +35,7 @@ _NORMS = [
     )
 ]
 _OPTIMIZERS, _SHARED = "test_triton_optimizers", "test_optimizer_kernels"
+_GPU = "test_optimizer_gpu_kernels"
 _OF_RULE = [
     f"{_SHARED}::test_options_of_a_group[triton-{{}}]", f"{_OPTIMIZERS}::test_states[{{}}-",
     *(
@@ -126,7 +127,7 @@ _TESTS: dict[str, list[str]] = {
         *_CHAINS,
     ],
     "pool.py": ["test_triton_pool"],
-    "scaling.py": [f"{_OPTIMIZERS}::test_zero", f"{_OPTIMIZERS}::test_update_scale"],
+    "scaling.py": [f"{_GPU}::test_zero", f"{_GPU}::test_update_scale"],
     "split_weights.py": _SPLIT,
     "state_codes.py": _CODES,
     "stochastic_rounding.py": [

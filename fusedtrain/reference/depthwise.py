@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._torch_private import functorch_is_active
+
 
 def out_sizes(
     sizes: list[int], kernel: list[int], stride: list[int], padding: list[int],
@@ -35,6 +37,12 @@ def new_tensor(model: Tensor, shape: list[int], channels_last: bool) -> Tensor:
     )  # fmt: skip
 
 
+def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
+    if functorch_is_active():  # vmap does not support channels_last
+        return t
+    return t.contiguous(memory_format=_format(t.dim(), channels_last))
+
+
 def _padded(input: Tensor, padding: list[int], end: list[int]) -> Tensor:
     sides: list[int] = []
     for i in range(len(padding)):
@@ -53,7 +61,7 @@ def depthwise_conv(
         _padded(input, padding, padding_end), weight, bias, stride, zeros, dilation, False, zeros,
         input.size(1),
     )  # fmt: skip
-    return output.contiguous(memory_format=_format(input.dim(), channels_last))
+    return _laid_out(output, channels_last)
 
 
 def depthwise_conv_backward(
@@ -76,7 +84,7 @@ def depthwise_conv_backward(
     if input_asked:
         inner = [-side for side in padding]
         grad_input = _padded(grad_input, inner, [-side for side in end])
-        grad_input = grad_input.contiguous(memory_format=_format(input.dim(), channels_last))
+        grad_input = _laid_out(grad_input, channels_last)
     return (
         grad_input if input_asked else none,
         grad_weight.contiguous() if weight_asked else none,

@@ -22,7 +22,7 @@ from helpers.processes import run_python
 
 
 def test_families_are_those_of_the_files() -> None:
-    assert len(store.FAMILIES) == 11
+    assert len(store.FAMILIES) == 12
     assert set(BOUNDED) < set(store.FAMILIES)
     assert {"bounded", "kept"} == set(ALLOCATORS)
 

@@ -30,6 +30,9 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "BatchNormAddAct": (4,),
     "BiasActDropout": (4,),
     "ConvBnAct": (4, 6, 3),
+    "DepthwiseConv1d": (4, 8, 3),
+    "DepthwiseConv2d": (4, 4, 3, 2, 1),
+    "DepthwiseConv3d": (4, 4, (1, 3, 3)),
     "DropPath": (0.5,),
     "Dropout": (0.5,),
     "MaxPool2d": (2,),
@@ -40,6 +43,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 INPUTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "BatchNormAct1d": lambda x, pixels: (x.flatten(2),),
+    "DepthwiseConv1d": lambda x, pixels: (x.flatten(2),),
+    "DepthwiseConv3d": lambda x, pixels: (x.unsqueeze(2),),
     "BatchNormAct3d": lambda x, pixels: (x.unsqueeze(2),),
     "BatchNormAddAct": lambda x, pixels: (x, x * 0.5),
     "NormalizeImages": lambda x, pixels: (pixels,),
