@@ -36,7 +36,8 @@ class DepthwiseConv1d(nn.Conv1d):
             _as_many(groups, in_channels), bias, padding_mode, device, dtype,
         )  # fmt: skip
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
         if self.padding_mode != "zeros":
             sides = self._reversed_padding_repeated_twice
             padded = torch_functional.pad(input, sides, mode=self.padding_mode)
@@ -76,7 +77,8 @@ class DepthwiseConv2d(nn.Conv2d):
             _as_many(groups, in_channels), bias, padding_mode, device, dtype,
         )  # fmt: skip
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
         if self.padding_mode != "zeros":
             sides = self._reversed_padding_repeated_twice
             padded = torch_functional.pad(input, sides, mode=self.padding_mode)
@@ -106,7 +108,8 @@ class DepthwiseConv3d(nn.Conv3d):
             _as_many(groups, in_channels), bias, padding_mode, device, dtype,
         )  # fmt: skip
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
         if self.padding_mode != "zeros":
             sides = self._reversed_padding_repeated_twice
             padded = torch_functional.pad(input, sides, mode=self.padding_mode)
