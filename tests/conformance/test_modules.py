@@ -99,7 +99,7 @@ def test_every_module_of_torch_is_here() -> None:
         cls = getattr(fused_nn, name)
         bases = getattr(cls, "__mro__", ())[1:]
         public |= {name for b in bases if getattr(nn, b.__name__, None) is b is not nn.Module}
-    # Of these torch's samples are few: test_depthwise.py.
+    # torch's samples are depthwise in few cases only: test_depthwise.py has more.
     depthwise = {f"DepthwiseConv{n}d" for n in (1, 2, 3)}
     assert public == {*NAMES, *depthwise}
     assert not unknown_keys("modules", (f"{check}/{name}" for check in CHECKS for name in NAMES))
