@@ -262,11 +262,13 @@ def _convolve(
     stride: Any, padding: Any, dilation: Any,
 ) -> Tensor:  # fmt: skip
     """`plain` is torch's function of so many dimensions, for calls that no kernel takes."""
+    if not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
+        return plain(input, weight, bias, stride, padding, dilation, 1)
     batch, kernels, biases = input, weight, bias
     if autocasts(input):
         dtype = torch.get_autocast_dtype(input.device.type)
-        batch, kernels = input.to(dtype), weight.to(dtype)
-        biases = None if bias is None else bias.to(dtype)
+        batch, kernels = input.to(dtype), weight.to(dtype) if autocasts(weight) else weight
+        biases = bias.to(dtype) if bias is not None and autocasts(bias) else bias
     if input.dim() == count + 1:
         batch = batch.unsqueeze(0)
     geometry = None

@@ -217,6 +217,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "padding": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 1, -1),
     "a word": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 1, "some"),
     "same by 2": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, 2, "same"),
+    "no tensor": ([[1.0]], torch.ones(2, 1, 3, 3)),
+    "no tensor of weights": (torch.ones(1, 2, 4, 4), 3),
     "three strides": (torch.ones(1, 2, 4, 4), torch.ones(2, 1, 3, 3), None, (1, 1, 1)),
 }
 
@@ -225,7 +227,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
 def test_errors_are_torchs(mistake: str) -> None:
     call = WRONG[mistake]
     rest = (*call, *(None, 1, 0, 1)[len(call) - 2 :])
-    groups = call[0].size(-3) if call[0].dim() > 2 else 1
+    groups = call[0].size(-3) if isinstance(call[0], Tensor) and call[0].dim() > 2 else 1
     with pytest.raises(Exception) as theirs:
         T.conv2d(*rest, groups)
     with pytest.raises(type(theirs.value)) as ours:
