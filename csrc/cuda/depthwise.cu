@@ -8,9 +8,14 @@ namespace fusedtrain {
 namespace cuda {
 namespace {
 
+// Blocks of a multiprocessor: as many as spill no register, on sm_75 either.
+template <class S, class I>
+constexpr int kBlocks = sizeof(I) + sizeof(S) > 8 ? 2
+                        : sizeof(S) > 2           ? 3
+                                                  : 4;
+
 template <class S, class I, bool kWide, bool kBackward>
-__global__ void __launch_bounds__(kThreads, sizeof(I) + sizeof(S) > 8 ? 2 : 4)
-    any_kernel(const Walk<I> w) {
+__global__ void __launch_bounds__(kThreads, kBlocks<S, I>) any_kernel(const Walk<I> w) {
   using V = Vec<S, kWide>;
   using Taps = Line<I, kBackward, 0>;
   const Thread<S, kWide, I> thread(w);

@@ -76,8 +76,15 @@ __device__ __forceinline__ void add_column(const Walk<I>& w, const Weights<S, kW
   }
 }
 
+// From sm_100 on the compiler takes up to 168 registers, and with two blocks it would spill some.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kBlocks = 1;
+#else
+constexpr int kBlocks = 2;
+#endif
+
 template <class S, bool kWide, int kTaps, int kStride, bool kBackward>
-__global__ void __launch_bounds__(kThreads, 2) strips_kernel(const Walk<int32_t> w) {
+__global__ void __launch_bounds__(kThreads, kBlocks) strips_kernel(const Walk<int32_t> w) {
   using I = int32_t;
   using V = Vec<S, kWide>;
   constexpr int kStrip = kRows<kWide, kTaps, kStride, kBackward>;
