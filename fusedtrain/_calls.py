@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
-from ._torch_private import autocast_is_available, transformed as transformed
+from ._torch_private import autocast_is_available, dispatch_modes, transformed as transformed
 
 KERNEL_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
@@ -20,6 +20,15 @@ def traced() -> bool:
     transforms and forward-mode AD.
     """
     return torch.compiler.is_compiling() or transformed()
+
+
+_CONVOLUTIONS = (functional.conv1d, functional.conv2d, functional.conv3d)
+
+
+def convolutions_are_watched() -> bool:
+    """Whether somebody counts operators (FlopCounterMode) or, by patches, torch's functions."""
+    now = (functional.conv1d, functional.conv2d, functional.conv3d)
+    return dispatch_modes() > 0 or now != _CONVOLUTIONS
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -40,8 +40,8 @@ _FRESH_FILES = {
     f"torch.nn.modules.{name}"
     for name in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization",
                  "pooling")
-} | {"fusedtrain.nn.activation", "fusedtrain.nn.norm", "fusedtrain.nn.pool",
-     "fusedtrain.nn.sync_norm", "fusedtrain.folding._conv_act"}  # fmt: skip
+} | {"fusedtrain.nn.activation", "fusedtrain.nn.depthwise", "fusedtrain.nn.norm",
+     "fusedtrain.nn.pool", "fusedtrain.nn.sync_norm", "fusedtrain.folding._conv_act"}  # fmt: skip
 _EXCEPT = ("Identity", "MultiheadAttention", "RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d")
 _HARMLESS = {"builtins", "math", "operator", "_operator"}  # modules of functions of fresh values
 

@@ -54,6 +54,14 @@ def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
     return proxy.tracer.create_proxy("call_module", path, arguments, {})
 
 
+def module_call(input: fx.Proxy) -> fx.Proxy | None:
+    """The call of the module whose forward calls this, where the graph is to have one: asked before
+    the forward reads parameters, of which the graph would get nodes."""
+    frame = sys._getframe(1)
+    called = _module_call(input.tracer, frame)
+    return None if called is None else input.tracer.create_proxy("call_module", *called, {})
+
+
 def _module_call(tracer: Any, frame: FrameType) -> tuple[str, tuple[Any, ...]] | None:
     """Path and arguments of the module whose forward a frame is, where it is to be one call.
 

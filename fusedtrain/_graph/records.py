@@ -15,7 +15,7 @@ _LATER = ("save",)  # attributes of fused classes that `convert` sets after all 
 
 @dataclass
 class Decision:
-    """One activation or max pooling module, with every name it goes by and what to do with it."""
+    """One module that may get another class, with every name it goes by and what to do with it."""
 
     module: nn.Module
     fused: type | None = None  # None: it is fused already, or left for a reason

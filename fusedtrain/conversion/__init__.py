@@ -1,4 +1,5 @@
-"""Swap the activations and max pooling of a model for the fused ones, in place, and swap them back.
+"""Swap the activations, max pooling and depthwise convolutions of a model for the fused ones, in
+place, and swap them back.
 
 A module is converted by giving the very same object another class, or another forward. So its
 hooks, parameters, flags and names, and whoever else refers to it, need no copying.
@@ -41,6 +42,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown
+from ..ops.depthwise import is_measured
 from . import _fuse_modules as _fuse_modules
 from ._classes import unlike
 from ._report import ConversionReport
@@ -87,9 +89,17 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
+_DEPTHWISE: dict[type, type] = {
+    torch.nn.Conv1d: fused_nn.DepthwiseConv1d,
+    torch.nn.Conv2d: fused_nn.DepthwiseConv2d,
+    torch.nn.Conv3d: fused_nn.DepthwiseConv3d,
+}
 MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
-_FUSED = (*_TORCH.values(), *(getattr(fused_nn, target) for target, _ in _TIMM.values()))
+_FUSED = (
+    *_TORCH.values(), *_DEPTHWISE.values(),
+    *(getattr(fused_nn, target) for target, _ in _TIMM.values()),
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -112,14 +122,14 @@ def convert(
     dry_run: bool = False,
 ) -> ConversionReport:
     """Fuse what a model computes, in place, and report it: activations, batch norm with what
-    follows it, products with a gate, residual branches, max pooling.
+    follows it, products with a gate, residual branches, max pooling, depthwise convolutions.
 
     The dataflow (torch.fx) of each module's forward says what can be one op. A forward that calls
     several modules or functions which become one gets another source, kept in the module; the
     modules that it calls stay what they are for everybody else: hooks, slices, replaced parts and
-    torch.compile see the stock model (docs/convert.md). An activation on its own gets a subclass of
-    its class with the same numbers. No name, parameter or key of the state dict changes. Converting
-    again finds everything anew; :func:`revert` undoes it.
+    torch.compile see the stock model (docs/convert.md). An activation on its own and a depthwise
+    convolution get a subclass of their class with the same numbers. No name, parameter or key of
+    the state dict changes. Converting again finds everything anew; :func:`revert` undoes it.
 
     With `example_inputs` the model runs forward and backward on it before and after, and a swap
     that changes more than rounding is undone: 32 times what the stock model shows when its layers'
@@ -236,8 +246,8 @@ def revert(model: torch.nn.Module) -> int:
 def _find(
     model: torch.nn.Module, names: set[str], types: tuple[type, ...]
 ) -> tuple[list[Decision], set[int]]:
-    """Every activation and max pooling of the model once, in the order of named_modules, and the
-    ids of excluded modules; changes nothing."""
+    """Every activation, max pooling and depthwise convolution of the model once, in the order of
+    named_modules, and the ids of excluded modules; changes nothing."""
     entries: dict[int, Decision] = {}
     kept: set[int] = set()
     unmatched = set(names)
@@ -269,7 +279,7 @@ def _find(
 
 
 def _decide(module: torch.nn.Module) -> Decision | None:
-    """The decision on one module; None if it is neither activation nor max pooling."""
+    """The decision on one module; None if it is none of the kinds that get another class."""
     cls = type(module)
     if is_scripted(module):
         known = {base.__name__ for base in _TORCH}
@@ -278,6 +288,9 @@ def _decide(module: torch.nn.Module) -> Decision | None:
         return None
     if isinstance(module, _FUSED):
         return Decision(module)
+    kind = next((base for base in _DEPTHWISE if isinstance(module, base)), None)
+    if kind is not None:
+        return _decide_convolution(module, kind)
     base = next((base for base in cls.__mro__ if base in _TORCH or _key(base) in _TIMM), None)
     if base is None and not _looks_pointwise(cls):
         return None
@@ -288,6 +301,14 @@ def _decide(module: torch.nn.Module) -> Decision | None:
     target, attributes = _TIMM[_key(cls)]
     fused = getattr(fused_nn, target)
     return Decision(module, fused, attributes, _timm_obstacle(module, fused, attributes))
+
+
+def _decide_convolution(module: Any, kind: type) -> Decision | None:
+    if not module.groups == module.in_channels > 1:
+        return None
+    device = module.weight.device.type
+    gains = "" if is_measured(device) else f"gains nothing: torch's own kernels run on {device}"
+    return Decision(module, _DEPTHWISE[kind], reason=unlike(module, kind) or gains)
 
 
 def _timm_obstacle(module: torch.nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:

@@ -15,6 +15,9 @@ from .._torch_private import FUSERS
 
 _FUSED: dict[type, type] = {
     nn.ReLU: fused_nn.ReLU,
+    nn.Conv1d: fused_nn.DepthwiseConv1d,
+    nn.Conv2d: fused_nn.DepthwiseConv2d,
+    nn.Conv3d: fused_nn.DepthwiseConv3d,
     nn.BatchNorm1d: fused_nn.BatchNormAct1d,
     nn.BatchNorm2d: fused_nn.BatchNormAct2d,
     nn.BatchNorm3d: fused_nn.BatchNormAct3d,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._calls import autocasts, traced
-from .._torch_private import dispatch_modes
+from .._calls import autocasts, convolutions_are_watched, traced
 
 _PACKS = 2  # packed weights kept, by size of the input
 _REFUSALS = 64  # refused calls that a convolution remembers
@@ -34,13 +33,6 @@ Act.__module__ = "fusedtrain.folding"  # the name in pickles
 
 
 NO_ACT = Act("none")
-
-_CONVS = (F.conv2d, F.conv3d)
-
-
-def is_watched() -> bool:
-    """Whether somebody watches which operators or functions run, and shall see those of torch."""
-    return dispatch_modes() > 0 or (F.conv2d, F.conv3d) != _CONVS
 
 
 def plain(act: Act, x: Tensor) -> Tensor:
@@ -165,7 +157,7 @@ class _ConvAct:
     _refused: dict[tuple[Any, ...], None] | None = None
 
     def forward(self: Any, input: Tensor, other: Tensor | None = None) -> Tensor:
-        if traced() or is_watched() or not self._takes(input, other):
+        if traced() or convolutions_are_watched() or not self._takes(input, other):
             return self._plain(input, other)
         kind = _kind_of(input, self.weight, other)
         if self._refused is not None and kind in self._refused:

@@ -1,24 +1,51 @@
 """Depthwise convolutions as modules."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 
 from .. import functional as F
+from .._graph.fx import module_call
 
 
-def _as_many(groups: int | None, in_channels: int) -> int:
-    if groups is None or groups == in_channels:
-        return in_channels
-    raise ValueError(
-        f"groups: a depthwise convolution has as many as in_channels, {in_channels}, not {groups}"
-    )
+class _Depthwise:
+    """What the three modules share; `_function` is that of their dimensions."""
+
+    _function: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
+        padding: Any = 0, dilation: Any = 1, groups: int | None = None, bias: bool = True,
+        padding_mode: Any = "zeros", device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        if groups is not None and groups != in_channels:
+            raise ValueError(
+                f"groups: a depthwise convolution has as many as in_channels, {in_channels}, not "
+                f"{groups}"
+            )
+        super().__init__(  # type: ignore[call-arg]  # of torch's class
+            in_channels, out_channels, kernel_size, stride, padding, dilation, in_channels, bias,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
+        call = module_call(input) if isinstance(input, fx.Proxy) else None
+        if call is not None:
+            return call
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            sides = self._reversed_padding_repeated_twice
+            input, padding = torch_functional.pad(input, sides, mode=self.padding_mode), 0
+        return self._function(input, self.weight, self.bias, self.stride, padding, self.dilation)
 
 
-class DepthwiseConv1d(nn.Conv1d):
+class DepthwiseConv1d(_Depthwise, nn.Conv1d):
     """:class:`torch.nn.Conv1d` with ``groups=in_channels``; see :class:`DepthwiseConv2d`.
 
     Example:
@@ -26,30 +53,10 @@ class DepthwiseConv1d(nn.Conv1d):
         torch.Size([2, 16, 100])
     """
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int | None = None, bias: bool = True,
-        padding_mode: Any = "zeros", device: Any = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation,
-            _as_many(groups, in_channels), bias, padding_mode, device, dtype,
-        )  # fmt: skip
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.padding_mode != "zeros":
-            sides = self._reversed_padding_repeated_twice
-            padded = torch_functional.pad(input, sides, mode=self.padding_mode)
-            return F.depthwise_conv1d(padded, weight, bias, self.stride, 0, self.dilation)
-        if is_scripting():  # where padding may be a string
-            return torch_functional.conv1d(
-                input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-            )
-        return F.depthwise_conv1d(input, weight, bias, self.stride, self.padding, self.dilation)
+    _function = staticmethod(F.depthwise_conv1d)
 
 
-class DepthwiseConv2d(nn.Conv2d):
+class DepthwiseConv2d(_Depthwise, nn.Conv2d):
     """:class:`torch.nn.Conv2d` with ``groups=in_channels``, in fused kernels of both layouts; see
     :func:`fusedtrain.functional.depthwise_conv2d`.
 
@@ -67,30 +74,10 @@ class DepthwiseConv2d(nn.Conv2d):
         (torch.Size([1, 8, 7, 7]), ['weight'])
     """
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int | None = None, bias: bool = True,
-        padding_mode: Any = "zeros", device: Any = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation,
-            _as_many(groups, in_channels), bias, padding_mode, device, dtype,
-        )  # fmt: skip
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.padding_mode != "zeros":
-            sides = self._reversed_padding_repeated_twice
-            padded = torch_functional.pad(input, sides, mode=self.padding_mode)
-            return F.depthwise_conv2d(padded, weight, bias, self.stride, 0, self.dilation)
-        if is_scripting():  # where padding may be a string
-            return torch_functional.conv2d(
-                input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-            )
-        return F.depthwise_conv2d(input, weight, bias, self.stride, self.padding, self.dilation)
+    _function = staticmethod(F.depthwise_conv2d)
 
 
-class DepthwiseConv3d(nn.Conv3d):
+class DepthwiseConv3d(_Depthwise, nn.Conv3d):
     """:class:`torch.nn.Conv3d` with ``groups=in_channels``; see :class:`DepthwiseConv2d`.
 
     Example:
@@ -98,24 +85,4 @@ class DepthwiseConv3d(nn.Conv3d):
         torch.Size([1, 8, 4, 7, 7])
     """
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int | None = None, bias: bool = True,
-        padding_mode: Any = "zeros", device: Any = None, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, padding, dilation,
-            _as_many(groups, in_channels), bias, padding_mode, device, dtype,
-        )  # fmt: skip
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if self.padding_mode != "zeros":
-            sides = self._reversed_padding_repeated_twice
-            padded = torch_functional.pad(input, sides, mode=self.padding_mode)
-            return F.depthwise_conv3d(padded, weight, bias, self.stride, 0, self.dilation)
-        if is_scripting():  # where padding may be a string
-            return torch_functional.conv3d(
-                input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-            )
-        return F.depthwise_conv3d(input, weight, bias, self.stride, self.padding, self.dilation)
+    _function = staticmethod(F.depthwise_conv3d)

@@ -15,7 +15,14 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function as _has_any
 
-from .._calls import apply_of, autocasts, fits, needs_grad, plain_backward
+from .._calls import (
+    apply_of,
+    autocasts,
+    convolutions_are_watched,
+    fits,
+    needs_grad,
+    plain_backward,
+)
 from .._graph.fx import handle as _handle
 from .._torch_private import (
     BroadcastingList1,
@@ -114,6 +121,11 @@ def faster(
 
 
 _MEASURED: dict[str, Callable[..., Faster]] = {"cpu": faster}
+
+
+def is_measured(device: str) -> bool:
+    """Whether our kernels run on a type of device."""
+    return device in _MEASURED
 
 
 class DepthwiseConv(torch.autograd.Function):
@@ -264,6 +276,7 @@ def _convolve(
     """`plain` is torch's function of so many dimensions, for calls that no kernel takes."""
     if not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
         return plain(input, weight, bias, stride, padding, dilation, 1)
+    groups = input.size(-count - 1) if input.dim() > count else 1
     batch, kernels, biases = input, weight, bias
     if autocasts(input):
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -274,14 +287,12 @@ def _convolve(
     geometry = None
     if weight.dim() == count + 2 and _same_kind(batch, kernels, biases):
         geometry = _geometry(batch, weight, stride, padding, dilation)
-    if geometry is None:
-        groups = input.size(-count - 1) if input.dim() > count else 1
+    if geometry is None or convolutions_are_watched():
         return plain(input, weight, bias, stride, padding, dilation, groups)
     last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
     use = _use(batch, kernels, geometry, last)
     trains = needs_grad(batch, kernels, biases)
     if not (any(use) if trains else use.forward):
-        groups = batch.size(1)
         return plain(input, weight, bias, stride, padding, dilation, groups)
     output = (_apply if trains else _forward)(batch, kernels, biases, *geometry, last, use)
     return output if input.dim() > count + 1 else output.squeeze(0)

@@ -23,12 +23,15 @@ from helpers.processes import python
 MODELS = {
     "torchvision:resnet18": ({"ReLU": 9, "MaxPool2d": 1}, 1e-10),
     "torchvision:resnet50": ({"ReLU": 17, "MaxPool2d": 1}, 1e-10),
-    "torchvision:mobilenet_v3_small": ({"Hardswish": 19, "ReLU": 5, "Hardsigmoid": 9}, 1e-7),
-    "torchvision:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
-    "timm:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16}, 1e-10),
-    "torchvision:convnext_tiny": ({"GELU": 18}, 1e-10),
-    "timm:convnext_atto": ({"GELU": 12}, 1e-10),
-    "timm:caformer_s18": ({"StarReLU": 24, "ReLUSquared": 1}, 1e-10),
+    "torchvision:mobilenet_v3_small": (
+        {"Hardswish": 19, "ReLU": 5, "Hardsigmoid": 9, "DepthwiseConv2d": 11},
+        1e-7,
+    ),
+    "torchvision:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16, "DepthwiseConv2d": 16}, 1e-10),
+    "timm:efficientnet_b0": ({"SiLU": 49, "Sigmoid": 16, "DepthwiseConv2d": 16}, 1e-10),
+    "torchvision:convnext_tiny": ({"GELU": 18, "DepthwiseConv2d": 18}, 1e-10),
+    "timm:convnext_atto": ({"GELU": 12, "DepthwiseConv2d": 12}, 1e-10),
+    "timm:caformer_s18": ({"StarReLU": 24, "ReLUSquared": 1, "DepthwiseConv2d": 6}, 1e-10),
 }
 
 pytestmark = pytest.mark.usefixtures("one_thread")

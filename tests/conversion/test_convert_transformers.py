@@ -66,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "Qwen2": ("Qwen2Model", _LLAMA, 2, 2),
     "Phi3": ("Phi3Model", _LLAMA | _IDS, 2, 2),  # gate and value are chunks of one output
     "ViT": ("ViTModel", _VIT, 3, 0),
-    "ConvNext": ("ConvNextModel", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}, 4, 0),
+    "ConvNext": ("ConvNextModel", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}, 8, 0),
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
-        self.last, self.alone = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.last, self.alone = nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.alone(self.last(self.act(self.norm(self.conv(x)))))

@@ -1,4 +1,4 @@
-"""Counters of operations see in a folded model what they see in the stock one."""
+"""Counters of operations see in a folded or converted model what they see in the stock one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Residual(nn.Module):
 
 
 def network() -> nn.Module:
-    stem = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU())
+    depthwise = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+    stem = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(), depthwise)
     head = (nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(98, 5))
     return waken(nn.Sequential(*stem, Residual(), *head))
 
@@ -40,6 +41,11 @@ def folded(model: nn.Module) -> nn.Module:
 
 def tuned(model: nn.Module) -> nn.Module:
     assert len(fusedtrain.fold_frozen_norms(model)) == 4
+    return model
+
+
+def converted(model: nn.Module) -> nn.Module:
+    assert "DepthwiseConv2d" in str(fusedtrain.convert(model))
     return model
 
 
@@ -80,7 +86,7 @@ def by_trace(model: nn.Module) -> Any:
     return kinds["aten::_convolution"], kinds["aten::linear"]
 
 
-@pytest.mark.parametrize("change", [folded, tuned])
+@pytest.mark.parametrize("change", [folded, tuned, converted])
 @pytest.mark.parametrize("count", [by_mode, by_patches, by_trace])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_counts(
@@ -90,7 +96,11 @@ def test_counts(
     model = network()
     expected = count(model)
     assert expected
-    assert count(change(model)) == expected
+    counted = count(change(model))
+    if change is converted and count is by_patches:  # activations are calls of fusedtrain
+        expected = {name: number for name, number in expected.items() if "conv" in name}
+        counted = {name: number for name, number in counted.items() if "conv" in name}
+    assert counted == expected
 
 
 def test_nobody_watches() -> None:
