@@ -13,7 +13,7 @@ from .._graph.fx import module_call
 
 
 class _Depthwise:
-    """What the three modules share; `_function` is that of their dimensions."""
+    """Constructor and forward of the three; `_function` is that of their dimensions."""
 
     _function: ClassVar[Callable[..., Tensor]]
 
