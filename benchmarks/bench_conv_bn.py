@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import networks
-from benchmarks.harness.cases import Options
+from benchmarks.harness.cases import LAYOUTS, Options
 from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.networks import JOBS, Contestant, NetworkCase as Case, Setup
@@ -24,8 +24,14 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import STRONGEST, Column, Report
 
 FAMILY = "conv_bn"
+# Networks of which depthwise convolutions are a large part.
+DEPTHWISE = ("efficientnet_b0", "mobilenet_v3_large", "mobilenetv4_conv_small", "convnext_tiny")
 CPU: tuple[Setup, ...] = (
-    Setup("train", "efficientnet_b0", 32, 96, "channels_last", optimizer="AdamW"),
+    *(
+        Setup("train", model, 16, 128, layout, optimizer="AdamW")
+        for model in DEPTHWISE
+        for layout in LAYOUTS
+    ),
     Setup("train", "resnet18", 32, 96, "contiguous"),
     Setup("tune", "efficientnet_b0", 32, 96, "channels_last", optimizer="AdamW"),
     Setup("tune", "resnet50", 8, 224, "channels_last"),
@@ -52,7 +58,8 @@ def select(options: Options) -> list[Case]:
     setups = {"cpu": CPU, "cuda": CUDA}[options.device]
     if options.full:
         other = {"contiguous": "channels_last", "channels_last": "contiguous"}
-        setups += tuple(replace(setup, layout=other[setup.layout]) for setup in setups)
+        both = (*setups, *(replace(setup, layout=other[setup.layout]) for setup in setups))
+        setups = tuple(dict.fromkeys(both))
     if options.quick:
         setups = QUICK
     compiled = options.compiled and not options.quick
@@ -98,7 +105,10 @@ def test_conv_bn(race: Race, case: Case) -> None:
         return
     batch = networks.batch_of(setup, race.device)
     saved = {who: _saved(c, setup, batch) for who, c in entrants.items() if who != "compile"}
-    calls = {who: networks.call(c.model, setup, *batch) for who, c in entrants.items()}
+    calls = {
+        who: networks.call(c.model, setup, *batch, ours=who == "fusedtrain")
+        for who, c in entrants.items()
+    }
     race.finish(
         FAMILY,
         race.samples(calls),
@@ -152,7 +162,8 @@ REPORT = Report(
     key=lambda row: list(JOBS).index(row["job"]),
     label=lambda row: f"{row['job']} {_name(row)}",
     legend=lambda rows: (
-        "Training steps are forward, backward and the optimizer (torch's own for all). inference: "
+        "Training steps are forward, backward and the optimizer: fusedtrain's, torch's fused one "
+        "for the rivals. inference: "
         "no_grad; compile: with freezing. saved MB: kept for backward, eager -> fusedtrain. vs: "
         "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
         "changed."

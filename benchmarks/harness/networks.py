@@ -27,9 +27,9 @@ JOBS = {
     "tune": "training step, frozen statistics",
 }
 LR = 1e-6  # what is timed does not depend on it, and the weights stay sane
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=1e-2),
-    "SGD": lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9, weight_decay=1e-4),
+OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
+    "AdamW": {"lr": LR, "weight_decay": 1e-2},
+    "SGD": {"lr": LR, "momentum": 0.9, "weight_decay": 1e-4},
 }
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16,
@@ -82,10 +82,13 @@ class Missing(RuntimeError):
 
 
 def build(setup: Setup, device: str) -> nn.Module:
-    """torchvision's network, seeded, without dropout: all contestants compute the same."""
+    """torchvision's network, or timm's, seeded, without dropout: all contestants compute the
+    same."""
     models = import_module("torchvision.models")
+    in_torchvision = setup.model in models.list_models()
+    create = models.get_model if in_torchvision else import_module("timm").create_model
     torch.manual_seed(0)
-    model: Any = models.get_model(setup.model)
+    model: Any = create(setup.model)
     norms: list[Any] = []
     module: Any
     for module in model.modules():
@@ -154,7 +157,7 @@ def _feature(name: str) -> Any:
 def _converted(model: nn.Module) -> Contestant:
     report = _feature("convert")(model)
     norms = f"{len(report.norms)} norms and " if hasattr(report, "norms") else ""
-    return Contestant(model, f"converted {norms}{len(report.converted)} activations")
+    return Contestant(model, f"converted {norms}{len(report.converted)} modules")
 
 
 def _folded(model: nn.Module) -> Contestant:
@@ -190,8 +193,10 @@ def _loss(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(model(images), labels)
 
 
-def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Callable[[], Tensor]:
-    """The call to be timed."""
+def call(
+    model: Any, setup: Setup, images: Tensor, labels: Tensor, ours: bool = False
+) -> Callable[[], Tensor]:
+    """The call to be timed, with fusedtrain's optimizer or torch's fused one."""
     if setup.job == "inference":
 
         def infer() -> Tensor:
@@ -200,7 +205,10 @@ def call(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Callable[[
                 return output
 
         return infer
-    optimizer = OPTIMIZERS[setup.optimizer]([p for p in model.parameters() if p.requires_grad])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    options: dict[str, Any] = dict(OPTIMIZERS[setup.optimizer])
+    kind = getattr(fusedtrain.optim if ours else torch.optim, setup.optimizer)
+    optimizer = kind(trained, **options, **({} if ours else {"fused": True}))
     scaler = torch.amp.GradScaler(images.device.type, enabled=setup.dtype == "float16 AMP")
 
     def step() -> Tensor:

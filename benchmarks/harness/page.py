@@ -118,9 +118,13 @@ HEADLINES = (
         "Mish, 2^23 elements, forward and backward", "activations",
         {**_EPYC, **_BOTH, "op": "mish", "numel": 2**23}, "eager",
     ),
-    Headline(
-        "a whole training step, EfficientNet-B0, channels_last", "conv_bn",
-        {**_EPYC, "model": "efficientnet_b0", "job": "train"}, "eager",
+    *(
+        Headline(
+            f"a whole training step, {name}, {layout}", "conv_bn",
+            {**_EPYC, "model": model, "job": "train", "layout": layout}, "eager",
+        )
+        for name, model in (("EfficientNet-B0", "efficientnet_b0"), ("ConvNeXt-T", "convnext_tiny"))
+        for layout in ("contiguous", "channels_last")
     ),
 )  # fmt: skip
 _RIVALS = {"eager": "eager torch", "fused": "torch, `fused=True`"}

@@ -155,7 +155,10 @@ def test_selection() -> None:
         cases = bench.select(Options(device))
         assert {case.op for case in cases} == set(networks.JOBS)
         assert all(case.compiled == (case.op == "inference") for case in cases)
-        assert len(bench.select(Options(device, full=True))) == 2 * len(cases)
+        full = {case.setup for case in bench.select(Options(device, full=True))}
+        others = {"contiguous": "channels_last", "channels_last": "contiguous"}
+        both = {replace(setup, layout=others[setup.layout]) for setup in full}
+        assert full == both > {case.setup for case in cases}
     assert {c.model for c in bench.select(Options(models=("resnet18",)))} == {"resnet18"}
     assert {c.op for c in bench.select(Options(ops=("tune",)))} == {"tune"}
     assert len(bench.select(Options(quick=True))) == len(networks.JOBS)

@@ -66,7 +66,7 @@ def test_import_leaves_triton_alone() -> None:
     ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
-        "t.register(torch.library.Library('fusedtrain', 'IMPL'));"
+        "t.register(torch.library.Library('fusedtrain', 'IMPL'), 'XPU');"
         "reason = t.available();"
         "assert (torch.version.cuda or torch.version.hip) is None or reason is None, reason;"
         "assert 'triton' not in sys.modules;"
