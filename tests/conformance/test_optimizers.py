@@ -306,13 +306,12 @@ def test_life(name: str) -> None:
         optimizer.add_param_group({"params": params[2:], "lr": 0.05})
         optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
-        if (
-            name == "Adagrad"
-            and cls is torch.optim.Adagrad
-            and "sum" not in optimizer.state[params[2]]
-        ):
-            pytest.skip("this torch's Adagrad takes no groups later")
-        step(optimizer, params, range(2))
+        try:
+            step(optimizer, params, range(2))
+        except KeyError:
+            if cls is not torch.optim.Adagrad:
+                raise
+            pytest.skip("Adagrad of torch 2.11 and older takes no groups later")
         loss = optimizer.step(lambda: (give_gradients(params, 9, torch.float64), 5.0)[1])  # noqa: B023
         assert loss == 5.0
         assert seen == ["before", "after"] * 3
