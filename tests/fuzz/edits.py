@@ -127,7 +127,7 @@ class _Program:
         act = self.pick(*_ACTS)
         kind = self.pick("chain", *_BLOCKS)
         if kind == "chain":
-            return f"zoo.chain({act})"
+            return f"zoo.chain({act}{self.pick('', ', 3, 4')})"
         more = ""
         if kind == "Basic" and self.pick(True, False):
             more = ", nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))"

@@ -20,6 +20,7 @@ MODULES = {
         "nn.Conv2d(4, 4, 3, padding=1, bias=False)", "nn.Conv2d(4, 4, 1)",
         "nn.Conv2d(4, 4, 3, padding=1)", "nn.Conv2d(4, 4, 1, groups=2)",
         "nn.ConvTranspose2d(4, 4, 1)", "nn.Conv2d(4, 4, 3, padding=1, padding_mode='circular')",
+        "nn.Conv2d(4, 4, 5, padding=2, groups=4)",
     ),
     "norm": (
         "nn.BatchNorm2d(4)", "nn.BatchNorm2d(4, momentum=None)", "nn.BatchNorm2d(4, affine=False)",

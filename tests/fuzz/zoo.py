@@ -20,9 +20,9 @@ def boost(x: Tensor) -> Tensor:
     return x * FACTOR
 
 
-def chain(act: nn.Module, kernel: int = 1) -> nn.Sequential:
-    padding = kernel // 2
-    return nn.Sequential(nn.Conv2d(4, 4, kernel, padding=padding), nn.BatchNorm2d(4), act)
+def chain(act: nn.Module, kernel: int = 1, groups: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(4, 4, kernel, padding=kernel // 2, groups=groups)
+    return nn.Sequential(conv, nn.BatchNorm2d(4), act)
 
 
 class Unit(nn.Module):
