@@ -126,6 +126,16 @@ _TESTS: dict[str, list[str]] = {
         f"{_NUMBERS}::test_backward_with",
         *_CHAINS,
     ],
+    "depthwise.py": [
+        f"test_depthwise_kernels::test_{test}"
+        for test in (
+            "every_case[triton",
+            "only_what_is_asked_for[triton",
+            "other_layouts[triton",
+            "infinities_reach_what_sees_them[triton",
+            "several_blocks[triton",
+        )
+    ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_GPU}::test_zero", f"{_GPU}::test_update_scale"],
     "split_weights.py": _SPLIT,
