@@ -81,7 +81,7 @@ class Faster(NamedTuple):
 
 
 _NONE, _ALL = Faster(False, False, False), Faster(True, True, True)
-_WIDE = 9  # the widest kernels whose taps are compiled
+_WIDE = 9  # the widest windows for which oneDNN has fast loops everywhere
 _REACH = 4096  # of a dilated kernel: borders as wide are laid out
 
 
@@ -100,24 +100,30 @@ def faster(
     """The rule, for a CPU: `outputs` positions a channel.
 
     Of the processor time of torch's kernel and ours, one thread of an AMD EPYC with AVX-512, torch
-    2.13 with AVX-512 and bounded to AVX2, 2026-11-27 (docs/depthwise.md): the side that wins in
-    both. A gain that one of the two has alone is left.
+    2.13 with AVX-512 and bounded to AVX2, memory of earlier tensors at hand as in a training loop,
+    2026-11-27 (docs/depthwise.md): the side that wins in both. Small planes are torch's: its copy
+    into blocks of channels has no border, and ours has one for each plane.
     """
     if not _torch_has_kernels(dtype) or math.prod(kernel) == 1:
         return _ALL
-    general = len(kernel) == 3 or max(dilation) > 1  # oneDNN's gradients have plain loops alone
+    row, volume = len(kernel) == 1, len(kernel) == 3
+    windows = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    wide = max(windows) > _WIDE
+    general = volume or max(dilation) > 1  # oneDNN's gradients have plain loops alone
     # Its gradient of weights has fast loops of kernels up to 3 wide.
     slow_weight = general or kernel[-1] > 3
     if dtype is not torch.float32:
-        return Faster(False, general, slow_weight)
-    known = max(kernel) <= _WIDE
+        large = outputs >= 4000 and not (channels_last or row or volume)
+        # Gradients of strided inputs take its plain loops 9 to 85 times as long.
+        return Faster(large, general or max(stride) > 1 or large, slow_weight or large)
     if channels_last:
-        large = known and math.prod(kernel) >= 20
-        return Faster(False, general or large, slow_weight)
-    row = len(kernel) == 1
-    forward = general or not known or outputs >= (190 if max(stride) == 1 else 700)
-    grad_input = general or (known and outputs >= 150)
-    return Faster(forward, grad_input, slow_weight or row or outputs >= 3000)
+        return Faster(wide and max(kernel) < 16, general or max(kernel) > _WIDE, slow_weight)
+    if row:
+        return Faster(kernel[0] < 6 or wide, general or kernel[0] < 6, True)
+    least = 8000 if volume else 700 if kernel[-1] > 3 and max(stride) == 1 else 1000
+    large = outputs >= least
+    grad_input = general or (large and max(kernel) < 16)
+    return Faster(wide or large, grad_input, slow_weight or large)
 
 
 _MEASURED: dict[str, Callable[..., Faster]] = {"cpu": faster}
