@@ -77,7 +77,7 @@ def command(
 ) -> int:  # fmt: skip
     """Times fusedtrain against eager torch, and shows how near each comes to a copy.
 
-    FAMILIES: activations, norm, amp-step, conv, chains; all of them by default.
+    FAMILIES: activations, norm, amp-step, conv, depthwise, chains; all of them by default.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

@@ -257,6 +257,13 @@ def _use(
     return use if before == end else _ALL
 
 
+def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Faster:
+    """The passes of a call of these tensors in which our kernels run."""
+    geometry = _geometry(input, weight, stride, padding, dilation)
+    last = weight.dim() > 3 and (_suggests_channels_last(input) or _suggests_channels_last(weight))
+    return _NONE if geometry is None else _use(input, weight, geometry, last)
+
+
 def _suggests_channels_last(t: Tensor) -> bool:
     format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
     return t.is_contiguous(memory_format=format) and not t.is_contiguous()

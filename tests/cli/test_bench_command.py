@@ -21,6 +21,7 @@ from fusedtrain.advisor.bench import (
     _match,
     amp_step,
     conv,
+    depthwise,
     measure,
 )
 from fusedtrain.advisor.bench.clock import Effort
@@ -84,6 +85,31 @@ def test_every_family_is_gated_and_timed(family: str) -> None:
         assert result.rounds == 3
         assert result.operations > 0
         assert result.ratio.keys() >= {"eager"}
+
+
+def test_operations_of_grouped_convolutions() -> None:
+    """Backward has as many for each of its two gradients as forward, whatever the groups."""
+    x = torch.randn(2, 32, 14, 14, requires_grad=True)
+    for groups in (1, 4, 32):
+        weight = torch.randn(32, 32 // groups, 5, 5, requires_grad=True)
+
+        def step(weight: torch.Tensor = weight, groups: int = groups) -> None:
+            output = torch.conv2d(x, weight, None, 1, 2, 1, groups)
+            torch.autograd.grad(output, (x, weight), torch.ones_like(output))
+
+        assert _match.count_operations(step) == 3 * 2 * 25 * (32 // groups) * x.numel()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_the_gate_of_depthwise_convolutions(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = depthwise.Layer(16, 15, 5)
+    made = depthwise.contest(QUICK, layer, 2, layout)
+    for part in depthwise.PASSES:
+        for who in made.match(part).calls:
+            made.gate(who)
+    monkeypatch.setattr(depthwise.Layer, "ours", lambda self, x, w: self.eager(x, w) * 1.0001)
+    with pytest.raises(NotTheJob, match="wrong output"):
+        depthwise.contest(QUICK, layer, 2, layout).gate("fusedtrain")
 
 
 def test_more_rows_without_quick() -> None:

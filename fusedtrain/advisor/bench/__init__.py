@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from . import activations, amp_step, chains, conv, norms
+from . import activations, amp_step, chains, conv, depthwise, norms
 from ._match import (
     COMPILE,
     COPY,
@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, Callable[[Options], Iterable[Entry]]] = {
     "norm": norms.entries,
     "amp-step": amp_step.entries,
     "conv": conv.entries,
+    "depthwise": depthwise.entries,
     "chains": chains.entries,
 }
 

@@ -227,12 +227,21 @@ class _OperationCounter(TorchDispatchMode):
         results = func(*args, **options)
         name = func.__name__.lower()
         formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
+        if func.overloadpacket is torch.ops.aten.convolution_backward:
+            self.count += _of_convolution_backward(*args)
+        elif formula is not None:
             self.count += formula(*args, **options, out_val=results)
         elif not func.is_view and not any(word in name for word in self.NOT_ARITHMETIC):
             first = args[0] if args else None
             self.count += _largest(results if results is not None else first)
         return results
+
+
+def _of_convolution_backward(gradient: Tensor, input: Tensor, weight: Tensor, *options: Any) -> int:
+    """As many as forward for each gradient of the two. torch's formula leaves groups out."""
+    *_, transposed, _, _, mask = options
+    positions = input if transposed else gradient
+    return 2 * positions.numel() * weight[0].numel() * sum(mask[:2])
 
 
 def _largest(tensors: Any) -> int:

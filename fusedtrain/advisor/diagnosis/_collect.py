@@ -19,9 +19,11 @@ from ..._backends import local_ranks
 from ..._graph.compiled import original_of
 from ..._text import shape_text
 from ..._torch_private import BatchNormBase
+from ...ops.depthwise import is_measured
 from .._watch import Site, parameters_of, without_parts
 from . import _trials
-from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
+from ._depthwise import slow_layers
+from ._facts import Depthwise, Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
 from ._modules import Root
 from ._operators import Account
 from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
@@ -270,6 +272,7 @@ class _Model:
             self._half(facts)
             self._biases(facts)
             self._fusable(facts)
+            self._depthwise(facts)
 
     def _frozen(self, facts: Facts, trials: bool) -> None:
         chosen = {k: size for k, size in self.watch.calls.norms.frozen.items() if k in self.names}
@@ -329,3 +332,14 @@ class _Model:
         counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0))
         if counts[0]:
             facts.fusable.append(Fusable(type(self.module).__name__, self.site, *counts))
+
+    def _depthwise(self, facts: Facts) -> None:
+        if self.compiled or not is_measured(facts.device):
+            return
+        observed = range(min(self.watch.taken, OBSERVED))
+        steps = observed[1:] or observed  # before the first one a script may try its model
+        calls = self.watch.calls.depthwise
+        slow = attempt(lambda: slow_layers(self.module, calls, steps), None)
+        if slow is not None:
+            kind = type(self.module).__name__
+            facts.depthwise.append(Depthwise(kind, self.site, len(slow.names), *slow[1:]))

@@ -23,6 +23,7 @@ from ..._torch_private import (
     saved_tensors_hooks_allowed,
 )
 from .._watch import OutermostCalls, Site, user_site
+from ._depthwise import Call, call_of
 
 KEY = "fusedtrain.advisor.diagnosis"  # of marks in the metadata of autograd's nodes
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -76,6 +77,7 @@ class Calls:
         self.autocast_site: Site | None = None
         self.shapes: dict[int, set[tuple[int, ...]]] = {}
         self.outputs: dict[int, tuple[tuple[int, ...], int]] = {}  # and the bytes of an element
+        self.depthwise: dict[int, Counter[tuple[int, Call]]] = {}  # calls in training, by step
         self.devices: Counter[str] = Counter()
         self._step, self._keep_examples = step, keep_examples
         self._outermost = OutermostCalls()
@@ -111,6 +113,9 @@ class Calls:
             self._norm(module, args)
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and args:
             self.shapes.setdefault(id(module), set()).add(tuple(args[0].shape))
+            call = call_of(module, args[0])
+            if call is not None and (self._outermost.running or [module])[0].training:
+                self.depthwise.setdefault(id(module), Counter())[self._step(), call] += 1
         for device in ("cuda", "cpu") if torch.is_grad_enabled() else ():
             if torch.is_autocast_enabled(device):
                 dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ..._text import memory_text
+from ..._text import counted, memory_text, time_text
 from .._watch import Site
-from ._facts import Facts, Layer
+from ._facts import Facts, Fusable, Layer
 from ._rule import (
     AT_MOST,
     MEASURED,
@@ -22,6 +22,8 @@ from ._rule import (
 
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
 _SAVED = 0.01  # of the bytes kept
+_GAIN = 0.05  # of a step
+_SAME_CALL = "Nothing more: the fusedtrain.convert that `convert-fuses` asks for does this, too."
 
 
 def _by_site(layers: Iterable[Layer]) -> Iterator[tuple[Site | None, list[Layer]]]:
@@ -104,11 +106,16 @@ def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _saved(model: Fusable) -> int:
+    """Bytes; 0 where they are too few for a finding."""
+    saved = model.before - min(model.store, model.recompute)
+    return saved if model.changed and saved >= _SAVED * model.before else 0
+
+
 def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for model in facts.fusable:
-        best = min(model.store, model.recompute)
-        saved = model.before - best
-        if not model.changed or saved < _SAVED * model.before:
+        saved = _saved(model)
+        if not saved:
             continue
         mode = "" if model.store <= model.recompute * 1.02 else ', memory="recompute"'
         yield rule.finding(
@@ -120,6 +127,27 @@ def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
             Cost(MEASURED, f"{memory_text(saved)} kept for backward", bytes=saved),
             f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made.",
             change("convert", model.site, arguments=mode),
+        )
+
+
+def slow_depthwise(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    for model in facts.depthwise:
+        gain = min(model.now - model.converted, facts.step)
+        # Other processes may take the rest of a step.
+        if gain < _GAIN * min(facts.step, facts.busy or facts.step):
+            continue
+        one = (model.type, model.site)
+        fuses = any((m.type, m.site) == one and _saved(m) for m in facts.fusable)
+        more = f" and {model.layers - 1} more" if model.layers > 1 else ""
+        yield rule.finding(
+            model.site,
+            f"{counted(model.layers, 'depthwise convolution')} of {model.type}: "
+            f"{model.name}{more}; forward and backward take {time_text(model.now)} a step in "
+            f"torch's kernels, {time_text(model.converted)} in fusedtrain's",
+            model.layers,
+            Cost(MEASURED, of_a_step(gain, facts), gain),
+            _SAME_CALL if fuses else "",
+            () if fuses else change("convert", model.site, arguments=""),
         )
 
 
@@ -193,6 +221,15 @@ RULES = (
         "Call fusedtrain.convert(model, example).",
         fusable,
         ("eager", "trials"),
+    ),
+    Rule(
+        "slow-depthwise",
+        "depthwise convolutions that torch computes slowly",
+        "depthwise convolutions of torch.nn in training on the CPU, timed on copies in torch's "
+        "kernels and in fusedtrain's",
+        "Call fusedtrain.convert(model) before training: these layers get fusedtrain's kernels.",
+        slow_depthwise,
+        ("eager", "trials", "timing"),
     ),
     Rule(
         "graph-kept",

@@ -10,11 +10,20 @@ import pytest
 
 from fusedtrain.advisor._watch import Site
 from fusedtrain.advisor.diagnosis import Facts, _operators, decide
-from fusedtrain.advisor.diagnosis._facts import Copy, Event, Layer, Loader, Optimizer, Timing
+from fusedtrain.advisor.diagnosis._facts import (
+    Copy,
+    Depthwise,
+    Event,
+    Layer,
+    Loader,
+    Optimizer,
+    Timing,
+)
 from helpers.diagnosis import examined, rules
 
 LINE = Site(__file__, 1, "main")
 LOADER = Loader(LINE, 0, False, batches=10, wait=6e-3)
+DEPTHWISE = Depthwise("Net", LINE, 3, "block.0 (8x16x28x28)", now=5e-3, converted=2e-3)
 ADAM = Optimizer(LINE, "AdamW", True, None, None, 100, 10**8, 5e-3)
 MB = 10**6
 
@@ -52,6 +61,8 @@ CASES: list[tuple[str, Facts, Facts]] = [
      gpu(matmuls={"float32": 80.0}, autocast={}, capability=(6, 1))),
     ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=0.6)),
     ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=2.5, half_convolutions=0)),
+    ("slow-depthwise", cpu(depthwise=[DEPTHWISE]), cpu(depthwise=[replace(DEPTHWISE, now=2.4e-3)])),
+    ("slow-depthwise", cpu(depthwise=[DEPTHWISE]), cpu(depthwise=[DEPTHWISE], timed=0)),
     ("clip-before-unscale", gpu(clips=[Event(LINE, "clamped", 1, MB)]), gpu()),
     ("step-beside-scaler", gpu(direct_steps=[Event(LINE, "scaler", 0.5)]), gpu()),
     ("tf32-off", gpu(matmuls={"float32": 80.0}, tf32_matmul=False),

@@ -1,9 +1,10 @@
 """The training scripts of tests/scripts, stock and with fusedtrain: every finding there is true.
 
-TRUE has, for each script, the findings that a reader of the script would agree with. Five
+TRUE has, for each script, the findings that a reader of the script would agree with. Six
 depend on the clock and are not compared: an optimizer that is not fused, small tensors, 16-bit
-convolutions that the processor computes slowly, a loader that a busy machine keeps waiting, and
-page faults, which depend on the memory that the process had before, too.
+convolutions that the processor computes slowly, depthwise ones that torch does, a loader that a
+busy machine keeps waiting, and page faults, which depend on the memory that the process had before,
+too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scripts.test_scripts import SCRIPTS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _CLOCK = {"slow-optimizer", "small-tensors", "page-faults", "slow-16-bit-convolutions",
-          "loader-without-workers"}  # fmt: skip
+          "slow-depthwise", "loader-without-workers"}  # fmt: skip
 _SCALED = {"scaler-with-bf16"}  # a GradScaler, and autocast to bfloat16
 _CLONES = {"in-place-clone"}  # SiLU and Hardswish of squeeze-and-excitation, in place
 _FUSES = {"convert-fuses"}

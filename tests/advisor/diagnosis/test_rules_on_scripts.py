@@ -21,6 +21,7 @@ FAULTS: dict[str, tuple[str, bool, list[str]]] = {
         ["self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))"],
     ),
     "convert-fuses": ("faults", True, ["model = Net()"]),
+    "slow-depthwise": ("depthwise", False, ["model = Net()"]),
     "graph-kept": ("faults", True, ["total += loss * len(x)"]),
     "eval-with-grad": ("faults", True, ["right += (model(x).argmax(1) == y).sum()"]),
     "loader-without-workers": ("faults", True, ["loader = DataLoader(Slow(), batch_size=8)"]),
@@ -71,6 +72,7 @@ WITHOUT = {
     "data-parallel": "norms_healthy",
     "clip-before-unscale": "scaled_healthy",
     "step-beside-scaler": "scaled_healthy",
+    "slow-depthwise": "depthwise_healthy",
     "graph-kept": "norms_healthy",
 }
 
