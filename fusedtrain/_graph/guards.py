@@ -361,7 +361,9 @@ class Guards:
                 return False
         if all_are_hooked():
             return False
-        return not any(is_hooked(module) for look in self._still if (module := look.module()))
+        still = (look.module() for look in self._still)
+        # A module's own truth is another matter: torch.compile's wrappers have none.
+        return not any(is_hooked(module) for module in still if module is not None)
 
 
 for _class in (Guards, Seen, Contents, Same, Held, Gone):
