@@ -15,6 +15,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function as _has_any
 
+from .. import _recompute
 from .._calls import (
     apply_of,
     autocasts,
@@ -140,16 +141,20 @@ class DepthwiseConv(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.rest = (stride, padding, dilation, channels_last)
         ctx.use = use
-        return _forward(
-            input, weight, bias, stride, padding, padding_end, dilation, channels_last, use
-        )
+        rest = (stride, padding, padding_end, dilation, channels_last, use)
+        output = _forward(input, weight, bias, *rest)
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, _forward, (input, weight, bias), rest)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         asked = ctx.needs_input_grad[:3]
         rest = (None, None, None, None, None, None)
-        if plain_backward(grad):
+        # torch's own gradients can be differentiated as they are.
+        if any(ctx.use) and plain_backward(grad):
             plain = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
             return (*_known(plain, asked), *rest)
         of_weight = ctx.use.grad_weight
@@ -292,7 +297,9 @@ def _convolve(
     last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
     use = _use(batch, kernels, geometry, last)
     trains = needs_grad(batch, kernels, biases)
-    if not (any(use) if trains else use.forward):
+    # torch's own node tags no output.
+    tags = trains and _recompute.scope() is not None and is_measured(input.device.type)
+    if not (any(use) or tags if trains else use.forward):
         return plain(input, weight, bias, stride, padding, dilation, groups)
     output = (_apply if trains else _forward)(batch, kernels, biases, *geometry, last, use)
     return output if input.dim() > count + 1 else output.squeeze(0)
