@@ -333,11 +333,25 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_devices_run_torchs_kernels() -> None:
     """Nothing was measured on them."""
     x, weight, _ = (t.detach().to("meta") for t in arguments("3x3"))
-    geometry = ((1, 1), (1, 1), (1, 1), (1, 1))
-    assert _depthwise._use(x, weight, geometry, False) == (True, True, True)
+    everywhere = _depthwise._plan_of(x, weight, None, 1, 1, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_depthwise, "_EVERYWHERE", False)
-        assert _depthwise._use(x, weight, geometry, False) == (False, False, False)
+        measured = _depthwise._plan_of(x, weight, None, 1, 1, 1)
+    assert everywhere is not None
+    assert measured is not None
+    assert (everywhere.use, measured.use) == ((True, True, True), (False, False, False))
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1.0, (1.0, 1.0), (True, 1), [1, 1, 1], None, torch.tensor(1)]
+)
+def test_numbers_that_are_no_integers_are_torchs(value: Any) -> None:
+    """Plans are cached, and `True == 1.0 == 1`."""
+    x, weight, _ = (t.detach() for t in arguments("3x3"))
+    assert _depthwise._plan_of(x, weight, None, 1, 1, 1) is not None
+    assert _depthwise._plan_of(x, weight, None, value, 1, 1) is None
+    assert _depthwise._plan_of(x, weight, None, 1, value, 1) is None
+    assert _depthwise._plan_of(x, weight, None, 1, 1, value) is None
 
 
 def test_inference_mode() -> None:
