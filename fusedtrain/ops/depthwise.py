@@ -16,7 +16,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _recompute
+from .. import _backends, _recompute
 from .._calls import (
     apply_of,
     autocasts,
@@ -197,6 +197,9 @@ def _forward(
 
 
 _apply = apply_of(DepthwiseConv)
+_cpp = _backends.autograd()
+if _cpp is not None:
+    _cpp.prepare_depthwise(reference.depthwise_conv_backward)
 
 
 def _numbers(value: Any, count: int) -> _Numbers | None:
@@ -289,7 +292,7 @@ def _suggests_channels_last(t: Tensor) -> bool:
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> _Plan | None:
-    """The plan of tensors of equally many dimensions; the shapes of other calls are known by now."""
+    """The plan of tensors of equally many dimensions; plans are cached by shapes."""
     count = weight.dim() - 2
     step, spread = _numbers(stride, count), _numbers(dilation, count)
     sides = padding if type(padding) is str else _numbers(padding, count)
@@ -318,12 +321,9 @@ def _convolve(
     if input.dim() == count + 1:
         batch = batch.unsqueeze(0)
     plan = None
-    if (
-        batch.dim() == weight.dim() == count + 2
-        and fits(batch, kernels, biases)
-        and not convolutions_are_watched()
-    ):
-        plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
+    if batch.dim() == weight.dim() == count + 2 and fits(batch, kernels, biases):
+        if not convolutions_are_watched():
+            plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
     if plan is None:
         return plain(input, weight, bias, stride, padding, dilation, groups)
     trains = needs_grad(batch, kernels, biases)
@@ -331,7 +331,11 @@ def _convolve(
     tags = trains and _recompute.scope() is not None and is_measured(input.device.type)
     if not (any(plan.use) or tags if trains else plan.use.forward):
         return plain(input, weight, bias, stride, padding, dilation, groups)
-    output = (_apply if trains else _forward)(batch, kernels, biases, *plan)
+    output: Any = NotImplemented
+    if _cpp is not None:
+        output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
+    if output is NotImplemented:
+        output = (_apply if trains else _forward)(batch, kernels, biases, *plan)
     return output if input.dim() > count + 1 else output.squeeze(0)
 
 
