@@ -131,7 +131,10 @@ def is_measured(device: str) -> bool:
 
 
 class DepthwiseConv(torch.autograd.Function):
-    """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
+    """Saves the input, for the gradient of the weight, and the weight, for that of the input.
+
+    The node in C++, csrc/autograd/depthwise.h, does the same.
+    """
 
     @staticmethod
     def forward(
@@ -321,9 +324,9 @@ def _convolve(
     if input.dim() == count + 1:
         batch = batch.unsqueeze(0)
     plan = None
-    if batch.dim() == weight.dim() == count + 2 and fits(batch, kernels, biases):
-        if not convolutions_are_watched():
-            plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
+    same_dims = batch.dim() == weight.dim() == count + 2
+    if same_dims and fits(batch, kernels, biases) and not convolutions_are_watched():
+        plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
     if plan is None:
         return plain(input, weight, bias, stride, padding, dilation, groups)
     trains = needs_grad(batch, kernels, biases)

@@ -21,6 +21,7 @@ import fusedtrain.functional as F
 from fusedtrain import nn as fused
 from fusedtrain.ops import depthwise as _depthwise
 from helpers.activations import DTYPES
+from helpers.autograd_routes import by_both
 
 
 @pytest.fixture(autouse=True)
@@ -321,10 +322,16 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         called: list[str] = []
         for op in OPS:
             monkeypatch.setattr(_depthwise, op, counting(op, called))
-        output = both(name, *tensors)[0]
-        torch.testing.assert_close(output, want)
-        for a, b in zip(torch.autograd.grad(output.sum(), tensors), grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+        def run() -> list[Tensor]:
+            output = both(name, *tensors)[0]
+            return [output, *torch.autograd.grad(output.sum(), tensors)]
+
+        by_cpp, by_python = by_both(run)
+        for a, b, c in zip(by_cpp, by_python, (want, *grads), strict=True):
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
         unequal = name == "same"  # which torch pads by a copy
         assert ("_depthwise_conv" in called) == (some[0] or unequal)
         assert ("_depthwise_conv_backward" in called) == (some[1] or some[2] or unequal)
