@@ -345,7 +345,7 @@ class recompute:
     convolution's. The output follows from the input. Within this context the convolution keeps a
     recipe of the output, and backward recomputes the output once with the same kernel: bit for bit
     the same gradients, in less memory. The recipes cover batch norms with their activations,
-    activations, gated products and all other ops of this package that keep their input. Any number
+    activations, gated products, depthwise convolutions and all other ops of this package that keep their input. Any number
     of consumers may save an output or a view of it; higher derivatives and accumulated gradients
     work. If none of an output's inputs is kept, the output is.
 

@@ -58,9 +58,9 @@ struct DepthwiseRule {
     if (any(torchs)) {
       const int64_t outputs = weight.size(0);
       const std::vector<int64_t> zeros(stride.size());
-      take(torchs, at::convolution_backward(grad, input, weight, at::IntArrayRef(outputs), stride,
-                                            padding, dilation, /*transposed=*/false, zeros,
-                                            input.size(1), torchs));
+      take(torchs,
+           at::convolution_backward(grad, input, weight, at::IntArrayRef(outputs), stride, padding,
+                                    dilation, /*transposed=*/false, zeros, input.size(1), torchs));
     }
     return all;
   }
@@ -77,8 +77,8 @@ struct DepthwiseRule {
 };
 
 // depthwise_conv(input, weight, bias, stride, padding, padding_end, dilation, channels_last,
-//                forward, grad_input, grad_weight) -> output, or NotImplemented for an unusual call.
-// The last three say where our kernels run. Python has checked the shapes.
+//                forward, grad_input, grad_weight) -> output, or NotImplemented where the call
+// is unusual. The last three say where our kernels run. Python has checked the shapes.
 inline PyObject* depthwise_conv(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensor input, weight, bias;

@@ -74,7 +74,7 @@ def test_dtypes_and_samples_alone(
 
 @pytest.mark.parametrize("rule", [TORCHS, OURS])
 def test_autocast(rule: _depthwise.Faster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the forward, of the backward, or of both: outputs are recomputed in their dtype."""
+    """Outputs are recomputed in their dtype, wherever autocast is active."""
     use(monkeypatch, rule)
     model, x = block(), torch.randn(3, 4, 8, 7)
     for forward, backward in ((True, False), (False, True), (True, True)):
