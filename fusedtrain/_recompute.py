@@ -345,9 +345,9 @@ class recompute:
     convolution's. The output follows from the input. Within this context the convolution keeps a
     recipe of the output, and backward recomputes the output once with the same kernel: bit for bit
     the same gradients, in less memory. The recipes cover batch norms with their activations,
-    activations, gated products and all other ops of this package that keep their input. Any number
-    of consumers may save an output or a view of it; higher derivatives and accumulated gradients
-    work. If none of an output's inputs is kept, the output is.
+    activations, gated products, depthwise convolutions and all other ops of this package that keep
+    their input. Any number of consumers may save an output or a view of it; higher derivatives and
+    accumulated gradients work. If none of an output's inputs is kept, the output is.
 
     Enter the context around the forward pass; backward may run inside or outside. The context is
     reusable and may be nested. It does nothing under torch.compile and torch.func transforms, or

@@ -165,6 +165,13 @@ inline bool read(PyObject* object, int64_t& number) {
   number = PyLong_AsLongLongAndOverflow(object, &overflow);
   return overflow == 0;
 }
+inline bool read(PyObject* object, std::vector<int64_t>& numbers) {
+  if (!PyTuple_CheckExact(object)) return false;
+  numbers.resize(static_cast<size_t>(PyTuple_GET_SIZE(object)));
+  for (size_t i = 0; i < numbers.size(); ++i)
+    if (!read(PyTuple_GET_ITEM(object, static_cast<Py_ssize_t>(i)), numbers[i])) return false;
+  return true;
+}
 
 // Reads all arguments of a function, which are by position; false where Python must look at the
 // call.

@@ -6,6 +6,7 @@
 #include "activations.h"
 #include "batch_norm.h"
 #include "bias_act.h"
+#include "depthwise.h"
 #include "gated.h"
 #include "scale_add.h"
 
@@ -19,12 +20,14 @@ using namespace fusedtrain;
 
 PyMethodDef methods[] = {{"prepare_batch_norm", prepare_batch_norm, METH_VARARGS, nullptr},
                          {"prepare_bias_act", prepare_bias_act, METH_VARARGS, nullptr},
+                         {"prepare_depthwise", prepare<DepthwiseRule>, METH_O, nullptr},
                          {"prepare_gated", prepare<GatedRule>, METH_O, nullptr},
                          {"prepare_gated_halves", prepare<GatedHalvesRule>, METH_O, nullptr},
                          {"prepare_gated_spread", prepare<GatedSpreadRule>, METH_O, nullptr},
                          {"prepare_scale_add", prepare<ScaleRule>, METH_O, nullptr},
                          {"batch_norm_act", fast(batch_norm_act), METH_FASTCALL, nullptr},
                          {"bias_act", fast(bias_act), METH_FASTCALL, nullptr},
+                         {"depthwise_conv", fast(depthwise_conv), METH_FASTCALL, nullptr},
                          {"gated", fast(gated), METH_FASTCALL, nullptr},
                          {"gated_halves", fast(gated_halves), METH_FASTCALL, nullptr},
                          {"scale_add", fast(scale_add), METH_FASTCALL, nullptr},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -15,6 +16,7 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function as _has_any
 
+from .. import _backends, _recompute
 from .._calls import (
     apply_of,
     autocasts,
@@ -135,7 +137,10 @@ def is_measured(device: str) -> bool:
 
 
 class DepthwiseConv(torch.autograd.Function):
-    """Saves the input, for the gradient of the weight, and the weight, for that of the input."""
+    """Saves the input, for the gradient of the weight, and the weight, for that of the input.
+
+    The node in C++, csrc/autograd/depthwise.h, does the same.
+    """
 
     @staticmethod
     def forward(
@@ -146,16 +151,20 @@ class DepthwiseConv(torch.autograd.Function):
         ctx.save_for_backward(input, weight)
         ctx.rest = (stride, padding, dilation, channels_last)
         ctx.use = use
-        return _forward(
-            input, weight, bias, stride, padding, padding_end, dilation, channels_last, use
-        )
+        rest = (stride, padding, padding_end, dilation, channels_last, use)
+        output = _forward(input, weight, bias, *rest)
+        scope = _recompute.scope()
+        if scope is not None:
+            scope.tag(output, _forward, (input, weight, bias), rest)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         input, weight = ctx.saved_tensors
         asked = ctx.needs_input_grad[:3]
         rest = (None, None, None, None, None, None)
-        if plain_backward(grad):
+        # torch's own gradients can be differentiated as they are.
+        if any(ctx.use) and plain_backward(grad):
             plain = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
             return (*_known(plain, asked), *rest)
         of_weight = ctx.use.grad_weight
@@ -197,64 +206,89 @@ def _forward(
 
 
 _apply = apply_of(DepthwiseConv)
+_cpp = _backends.autograd()
+if _cpp is not None:
+    _cpp.prepare_depthwise(reference.depthwise_conv_backward)
 
 
 def _numbers(value: Any, count: int) -> _Numbers | None:
     """So many integers, of one or as many; None of anything else, about which torch is asked."""
     if type(value) is int:
         return (value,) * count
-    if type(value) in (tuple, list) and all(type(number) is int for number in value):
-        if len(value) == count:
-            return tuple(value)
-        if len(value) == 1:
-            return tuple(value) * count
-    return None
+    if type(value) not in (tuple, list) or len(value) not in (1, count):
+        return None
+    for number in value:  # `all` of a generator takes 0.3 us more
+        if type(number) is not int:
+            return None
+    return tuple(value) if len(value) == count else tuple(value) * count
+
+
+class _Plan(NamedTuple):
+    """How the kernels run a call."""
+
+    stride: _Numbers
+    padding: _Numbers
+    padding_end: _Numbers
+    dilation: _Numbers
+    channels_last: bool
+    use: Faster
 
 
 def _geometry(
-    input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any
+    sizes: _Numbers, kernel: _Numbers, step: _Numbers, padding: _Numbers | str, spread: _Numbers
 ) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers] | None:
     """Stride, padding at both ends and dilation, where the kernels take them."""
-    count = weight.dim() - 2
-    step, spread = _numbers(stride, count), _numbers(dilation, count)
-    if step is None or spread is None or min(step) < 1 or min(spread) < 1:
-        return None
-    kernel = weight.shape[2:]
-    if min(kernel) < 1 or not all(input.shape[1:]):
+    count = len(kernel)
+    if min(step) < 1 or min(spread) < 1 or min(kernel) < 1 or not all(sizes):
         return None
     if max(d * (k - 1) for d, k in zip(spread, kernel, strict=True)) > _REACH:
         return None
     if padding == "same" and max(step) == 1:
         total = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
-        before: _Numbers | None = tuple(number // 2 for number in total)
-        end: _Numbers | None = tuple(number - number // 2 for number in total)
+        before: _Numbers = tuple(number // 2 for number in total)
+        end: _Numbers = tuple(number - number // 2 for number in total)
+    elif isinstance(padding, str):
+        if padding != "valid":
+            return None
+        before = end = (0,) * count
     else:
-        before = end = (0,) * count if padding == "valid" else _numbers(padding, count)
-    if before is None or end is None or min(before) < 0:
+        before = end = padding
+    if min(before) < 0:
         return None
-    room = out_sizes(
-        list(input.shape[2:]), list(kernel), list(step), list(before), list(end), list(spread)
-    )
+    room = out_sizes([*sizes], [*kernel], [*step], [*before], [*end], [*spread])
     return (step, before, end, spread) if min(room) >= 1 else None
 
 
-def _use(
-    input: Tensor, weight: Tensor, geometry: tuple[_Numbers, ...], channels_last: bool
-) -> Faster:
-    """On a device where nothing was measured torch's kernels run."""
-    if _EVERYWHERE:
-        return _ALL
-    rule = _MEASURED.get(input.device.type)
-    if rule is None:
-        return _NONE
-    stride, before, end, dilation = geometry
-    kernel = weight.shape[2:]
-    out = out_sizes(
-        list(input.shape[2:]), list(kernel), list(stride), list(before), list(end), list(dilation)
-    )
-    use = rule(input.dtype, kernel, stride, dilation, math.prod(out), channels_last)
-    # torch pads unequal sides by a copy.
-    return use if before == end else _ALL
+_Rule = Callable[..., Faster] | None
+
+
+@lru_cache(1024)
+def _plan(
+    shape: _Numbers, kernel_shape: _Numbers, bias_shape: _Numbers | None, stride: _Numbers,
+    padding: _Numbers | str, dilation: _Numbers, dtype: torch.dtype, channels_last: bool,
+    rule: _Rule, everywhere: bool, mkldnn: bool,
+) -> _Plan | None:  # fmt: skip
+    """None where these are not the shapes of a depthwise convolution that kernels take. `mkldnn` is
+    an argument since `rule` asks for it."""
+    channels, outputs = shape[1], kernel_shape[0]
+    if not 0 < channels <= outputs or outputs % channels != 0 or kernel_shape[1] != 1:
+        return None
+    if bias_shape is not None and bias_shape != (outputs,):
+        return None
+    kernel = kernel_shape[2:]
+    geometry = _geometry(shape[2:], kernel, stride, padding, dilation)
+    if geometry is None:
+        return None
+    if everywhere:
+        use = _ALL
+    elif rule is None:  # nothing was measured on this device
+        use = _NONE
+    else:
+        _, before, end, _ = geometry
+        out = out_sizes([*shape[2:]], [*kernel], [*stride], [*before], [*end], [*dilation])
+        use = rule(dtype, kernel, stride, dilation, math.prod(out), channels_last)
+        use = use if before == end else _ALL  # torch pads unequal sides by a copy
+    return _Plan(*geometry, channels_last, use)
 
 
 def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Faster:
@@ -265,21 +299,26 @@ def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
 
 
 def _suggests_channels_last(t: Tensor) -> bool:
-    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-    return t.is_contiguous(memory_format=format) and not t.is_contiguous()
-
-
-def _same_kind(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are the tensors of a depthwise convolution that kernels can take now."""
-    if not fits(input, weight, bias) or input.dim() != weight.dim():
+    if t.is_contiguous():
         return False
-    channels, outputs = input.size(1), weight.size(0)
-    return (
-        0 < channels <= outputs
-        and outputs % channels == 0
-        and weight.size(1) == 1
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
+    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    return t.is_contiguous(memory_format=format)
+
+
+def _plan_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> _Plan | None:
+    """The plan of tensors of equally many dimensions; plans are cached by shapes."""
+    count = weight.dim() - 2
+    step, spread = _numbers(stride, count), _numbers(dilation, count)
+    sides = padding if type(padding) is str else _numbers(padding, count)
+    if step is None or spread is None or sides is None:
+        return None
+    last = count > 1 and (_suggests_channels_last(input) or _suggests_channels_last(weight))
+    return _plan(
+        input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
+        input.dtype, last, _MEASURED.get(input.device.type), _EVERYWHERE, mkldnn_is_on(),
+    )  # fmt: skip
 
 
 def _convolve(
@@ -297,17 +336,22 @@ def _convolve(
         biases = bias.to(dtype) if bias is not None and autocasts(bias) else bias
     if input.dim() == count + 1:
         batch = batch.unsqueeze(0)
-    geometry = None
-    if weight.dim() == count + 2 and _same_kind(batch, kernels, biases):
-        geometry = _geometry(batch, weight, stride, padding, dilation)
-    if geometry is None or convolutions_are_watched():
+    plan = None
+    same_dims = batch.dim() == weight.dim() == count + 2
+    if same_dims and fits(batch, kernels, biases) and not convolutions_are_watched():
+        plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
+    if plan is None:
         return plain(input, weight, bias, stride, padding, dilation, groups)
-    last = count > 1 and (_suggests_channels_last(batch) or _suggests_channels_last(kernels))
-    use = _use(batch, kernels, geometry, last)
     trains = needs_grad(batch, kernels, biases)
-    if not (any(use) if trains else use.forward):
+    # torch's own node tags no output.
+    tags = trains and _recompute.scope() is not None and is_measured(input.device.type)
+    if not (any(plan.use) or tags if trains else plan.use.forward):
         return plain(input, weight, bias, stride, padding, dilation, groups)
-    output = (_apply if trains else _forward)(batch, kernels, biases, *geometry, last, use)
+    output: Any = NotImplemented
+    if _cpp is not None:
+        output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
+    if output is NotImplemented:
+        output = (_apply if trains else _forward)(batch, kernels, biases, *plan)
     return output if input.dim() > count + 1 else output.squeeze(0)
 
 

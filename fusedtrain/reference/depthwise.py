@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._torch_private import functorch_is_active
+from .._torch_private import functorch_is_active, is_legacy_batched
 
 
 def out_sizes(
@@ -38,7 +38,7 @@ def new_tensor(model: Tensor, shape: list[int], channels_last: bool) -> Tensor:
 
 
 def _laid_out(t: Tensor, channels_last: bool) -> Tensor:
-    if functorch_is_active():  # vmap does not support channels_last
+    if functorch_is_active() or is_legacy_batched(t):  # vmap does not support channels_last
         return t
     return t.contiguous(memory_format=_format(t.dim(), channels_last))
 

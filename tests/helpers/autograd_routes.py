@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fusedtrain
 from fusedtrain import _backends
-from fusedtrain.ops import batch_norm, bias_act, gated, scale_add
+from fusedtrain.ops import batch_norm, bias_act, depthwise, gated, scale_add
 from fusedtrain.ops.activations import KERNELS
 
 NEEDS_CPP = pytest.mark.skipif(
@@ -25,7 +25,7 @@ NEEDS_CPP = pytest.mark.skipif(
 def python_route() -> Iterator[None]:
     """Within it every call makes its nodes in Python."""
     with ExitStack() as patches:
-        for module in (batch_norm, bias_act, gated, scale_add):
+        for module in (batch_norm, bias_act, depthwise, gated, scale_add):
             patches.enter_context(mock.patch.object(module, "_cpp", None))
         calls = {name: kernel.call for name, kernel in KERNELS.items()}
         for kernel in KERNELS.values():

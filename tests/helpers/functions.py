@@ -172,7 +172,13 @@ ONCE: dict[str, Case] = {
     ),
     **{
         f"{name}, recomputed": (_recomputed(CASES[name][0]), CASES[name][1])
-        for name in ("silu", "swiglu", "max_pool2d, 2 x 2", "norm, relu, training")
+        for name in (
+            "silu",
+            "swiglu",
+            "max_pool2d, 2 x 2",
+            "norm, relu, training",
+            "depthwise_conv2d",
+        )
     },
 }
 

@@ -34,6 +34,7 @@ def test_unusual_activations_are_left_to_python() -> None:
 
 def network(x: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     y = F.batch_norm_act(x, None, None, bias, None, True, activation="silu")
+    y = F.depthwise_conv2d(y, gate[:1].transpose(0, 1), bias)
     y = F.bias_act_dropout(F.gated(F.relu(F.silu(y)), gate), bias, "gelu", dim=1)
     y = F.residual_add(F.glu(y, 1), F.swiglu(y, dim=1), bias[:2], dim=1)
     return y.square().sum()
@@ -56,7 +57,9 @@ def test_compilers() -> None:
 
     with compiled_autograd._enable(compiler):
         network(*leaves).backward()
-    for name in ("Silu", "Relu", "BatchNormAct", "ScaleAdd", "GatedHalves", "BiasAct"):
+    for name in (
+        "Silu", "Relu", "BatchNormAct", "ScaleAdd", "GatedHalves", "BiasAct", "DepthwiseConv",
+    ):  # fmt: skip
         assert any(f"{name}Backward" in target for target in names), names
     torch.testing.assert_close([t.grad for t in leaves], expected, rtol=1e-12, atol=1e-12)
     torch._dynamo.reset()
@@ -66,7 +69,9 @@ def test_compilers() -> None:
 
 
 def test_profiles_have_the_names_of_the_python_route() -> None:
-    words = ("ilu", "Relu", "Gated", "Scale", "BiasAct", "BatchNormAct", "fusedtrain")
+    words = (
+        "ilu", "Relu", "Gated", "Scale", "BiasAct", "BatchNormAct", "Depthwise", "fusedtrain",
+    )  # fmt: skip
 
     def names() -> set[str]:
         leaves = network_leaves()
@@ -77,7 +82,13 @@ def test_profiles_have_the_names_of_the_python_route() -> None:
     ours, python = by_both(names)
     assert ours == python
     assert {"Silu", "SiluBackward", "fusedtrain::silu", "fusedtrain::silu_backward"} <= ours
-    assert {"GatedHalves", "ScaleAdd", "BiasAct", "fusedtrain::gated_backward"} <= ours
+    assert {
+        "DepthwiseConv",
+        "GatedHalves",
+        "ScaleAdd",
+        "BiasAct",
+        "fusedtrain::gated_backward",
+    } <= ours
 
 
 class Names(TorchDispatchMode):

@@ -1,5 +1,5 @@
-"""Nodes of autograd in C++ against those in Python, of activations, chains and batch norm: the same
-bits, the same nodes, the same errors. helpers/functions.py has the table of calls."""
+"""Nodes of autograd in C++ against those in Python, of activations, chains, batch norm, depthwise
+convolutions: the same bits, the same nodes, the same errors. helpers/functions.py has the calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 import fusedtrain.functional as F
+from fusedtrain.ops import depthwise
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import DTYPES, INPLACE, POINTWISE
 from helpers.autograd_routes import NEEDS_CPP, by_both, is_cpp
-from helpers.functions import IMAGE, NODES, NORMS, tensors
+from helpers.functions import CONVOLUTIONS, IMAGE, NODES, NORMS, tensors
 
 pytestmark = NEEDS_CPP
+# Gradients here have four dimensions.
+DEPTHWISE = {name: case for name, case in CONVOLUTIONS.items() if "2d" in name}
+NODES = {**NODES, **DEPTHWISE}
 ALL = {**NODES, **NORMS}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -33,6 +37,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "empty": lambda t: t[..., :0],
     "expanded": lambda t: t[:1].expand(2, -1, -1, -1),
 }
+
+
+@pytest.fixture(autouse=True)
+def _our_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's kernels are faster in all passes, the node is torch's."""
+    monkeypatch.setattr(depthwise, "_EVERYWHERE", True)
 
 
 def made(
@@ -98,6 +108,8 @@ def check_same(ours: Any, python: Any) -> None:
 def test_same_bits(name: str, dtype: torch.dtype) -> None:
     count = len(NODES[name][1])
     for layout, lay_out in LAYOUTS.items():
+        if layout == "empty" and name in DEPTHWISE:  # which have no elements in a dimension
+            continue
         if layout != "expanded" or count == 1:
             check_same(*by_both(lambda o=layout, f=lay_out: outcome(name, made(name, dtype, o), f)))
     for size in range(1, count) if dtype is torch.float32 else ():

@@ -21,6 +21,7 @@ import fusedtrain.functional as F
 from fusedtrain import nn as fused
 from fusedtrain.ops import depthwise as _depthwise
 from helpers.activations import DTYPES
+from helpers.autograd_routes import by_both
 
 
 @pytest.fixture(autouse=True)
@@ -321,10 +322,16 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         called: list[str] = []
         for op in OPS:
             monkeypatch.setattr(_depthwise, op, counting(op, called))
-        output = both(name, *tensors)[0]
-        torch.testing.assert_close(output, want)
-        for a, b in zip(torch.autograd.grad(output.sum(), tensors), grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+        def run() -> list[Tensor]:
+            output = both(name, *tensors)[0]
+            return [output, *torch.autograd.grad(output.sum(), tensors)]
+
+        by_cpp, by_python = by_both(run)
+        for a, b, c in zip(by_cpp, by_python, (want, *grads), strict=True):
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+            torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4)
         unequal = name == "same"  # which torch pads by a copy
         assert ("_depthwise_conv" in called) == (some[0] or unequal)
         assert ("_depthwise_conv_backward" in called) == (some[1] or some[2] or unequal)
@@ -333,11 +340,25 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_devices_run_torchs_kernels() -> None:
     """Nothing was measured on them."""
     x, weight, _ = (t.detach().to("meta") for t in arguments("3x3"))
-    geometry = ((1, 1), (1, 1), (1, 1), (1, 1))
-    assert _depthwise._use(x, weight, geometry, False) == (True, True, True)
+    everywhere = _depthwise._plan_of(x, weight, None, 1, 1, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_depthwise, "_EVERYWHERE", False)
-        assert _depthwise._use(x, weight, geometry, False) == (False, False, False)
+        measured = _depthwise._plan_of(x, weight, None, 1, 1, 1)
+    assert everywhere is not None
+    assert measured is not None
+    assert (everywhere.use, measured.use) == ((True, True, True), (False, False, False))
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1.0, (1.0, 1.0), (True, 1), [1, 1, 1], None, torch.tensor(1)]
+)
+def test_numbers_that_are_no_integers_are_torchs(value: Any) -> None:
+    """Plans are cached, and `True == 1.0 == 1`."""
+    x, weight, _ = (t.detach() for t in arguments("3x3"))
+    assert _depthwise._plan_of(x, weight, None, 1, 1, 1) is not None
+    assert _depthwise._plan_of(x, weight, None, value, 1, 1) is None
+    assert _depthwise._plan_of(x, weight, None, 1, value, 1) is None
+    assert _depthwise._plan_of(x, weight, None, 1, 1, value) is None
 
 
 def test_inference_mode() -> None:

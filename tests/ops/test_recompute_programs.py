@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 import fusedtrain.functional as F
-from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct, BiasActDropout
+from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct, BiasActDropout, DepthwiseConv2d
 
 C = 4
 Step = Callable[[nn.Module, Tensor, Tensor, Tensor, int], Tensor]
@@ -26,6 +26,7 @@ STEPS: dict[str, Step] = {
     "norm": lambda m, a, b, c, r: m(a),
     "norm and sum": lambda m, a, b, c, r: m(a, b),
     "convolution": lambda m, a, b, c, r: m(a),
+    "depthwise": lambda m, a, b, c, r: m(a),
     "linear": lambda m, a, b, c, r: m(a),
     "bias, activation, dropout": lambda m, a, b, c, r: m(a),
     "checkpoint": lambda m, a, b, c, r: checkpoint(m, a, use_reentrant=bool(r % 2)),
@@ -51,6 +52,7 @@ def module_for(kind: str, rng: random.Random) -> nn.Module:
         "norm": lambda: BatchNormAct2d(C, act_layer=act, apply_act=rng.random() < 0.8),
         "norm and sum": lambda: BatchNormAddAct(C, act_layer=act),
         "convolution": lambda: nn.Conv2d(C, C, 3, padding=1, groups=rng.choice([1, C])),
+        "depthwise": lambda: DepthwiseConv2d(C, C, rng.choice([3, 5]), padding="same"),
         "linear": lambda: nn.Linear(6, 6),
         "bias, activation, dropout": lambda: BiasActDropout(
             C, rng.choice(["gelu", "relu"]), 0.3, dim=1
