@@ -104,7 +104,17 @@ _TESTS: dict[str, list[str]] = {
         "test_triton::test_every_cut[prelu",
         f"{_NUMBERS}::test_two_parameters",
     ],
-    "depthwise.py": ["test_triton_depthwise"],
+    "depthwise.py": [
+        f"test_depthwise_kernels::test_{test}"
+        for test in (
+            "every_case[triton",
+            "only_what_is_asked_for[triton",
+            "other_layouts[triton",
+            "infinities_reach_what_sees_them[triton",
+            "several_blocks[triton",
+        )
+    ]
+    + ["test_triton_depthwise"],
     "few_bit.py": [
         "test_few_bit::test_kernels[triton-a block-torch.float32",
         "test_triton_few_bit",
@@ -125,16 +135,6 @@ _TESTS: dict[str, list[str]] = {
         f"{_NUMBERS}::test_bounds",
         f"{_NUMBERS}::test_backward_with",
         *_CHAINS,
-    ],
-    "depthwise.py": [
-        f"test_depthwise_kernels::test_{test}"
-        for test in (
-            "every_case[triton",
-            "only_what_is_asked_for[triton",
-            "other_layouts[triton",
-            "infinities_reach_what_sees_them[triton",
-            "several_blocks[triton",
-        )
     ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_GPU}::test_zero", f"{_GPU}::test_update_scale"],

@@ -291,13 +291,6 @@ def _plan(
     return _Plan(*geometry, channels_last, use)
 
 
-def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Faster:
-    """The passes of a call of these tensors in which our kernels run."""
-    geometry = _geometry(input, weight, stride, padding, dilation)
-    last = weight.dim() > 3 and (_suggests_channels_last(input) or _suggests_channels_last(weight))
-    return _NONE if geometry is None else _use(input, weight, geometry, last)
-
-
 def _suggests_channels_last(t: Tensor) -> bool:
     if t.is_contiguous():
         return False
@@ -319,6 +312,12 @@ def _plan_of(
         input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
         input.dtype, last, _MEASURED.get(input.device.type), _EVERYWHERE, mkldnn_is_on(),
     )  # fmt: skip
+
+
+def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Faster:
+    """The passes of a call of these tensors in which our kernels run."""
+    plan = _plan_of(input, weight, None, stride, padding, dilation)
+    return _NONE if plan is None else plan.use
 
 
 def _convolve(
