@@ -307,8 +307,8 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
     if not module.groups == module.in_channels > 1:
         return None
     device = module.weight.device.type
-    gains = "" if is_measured(device) else f"gains nothing: torch's own kernels run on {device}"
-    return Decision(module, _DEPTHWISE[kind], reason=unlike(module, kind) or gains)
+    theirs = "" if is_measured(device) else f"torch's own kernels run on {device}"
+    return Decision(module, _DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
 
 
 def _timm_obstacle(module: torch.nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:
