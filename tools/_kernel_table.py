@@ -88,7 +88,7 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool", "max_pool2d_backward_kernel", ", false>"): (8, _ELEMENTS),
     ("depthwise_strips", "strips_kernel", ", false, "): (16, _ELEMENTS),
-    ("depthwise_weight", "weight_kernel", "<false, "): (12, _ELEMENTS),
+    ("depthwise_weight", "weight_kernel", "<false, "): (10, _ELEMENTS),
     ("images", "to_planes_kernel", ""): (16, _MOSTLY_WRITES),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
