@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -97,7 +98,12 @@ class Pair:
             delattr(owner, name) if value is None else setattr(owner, name, value)
 
     def convert(self, training: bool = False) -> None:
-        self.report = fusedtrain.convert(self.sides[1].model, memory=self.memory)
+        try:
+            self.report = fusedtrain.convert(self.sides[1].model, memory=self.memory)
+        except ValueError as error:
+            if "cannot be replaced" not in str(error):  # a forward that the program has patched
+                raise
+            raise SystemExit from error
 
     def revert(self) -> None:
         try:
@@ -176,6 +182,15 @@ class Pair:
             return  # torch.compile raises classes of its own
         # As the docstring of `convert` says of activations that keep their output.
         if stock is None and "inplace operation" in str(ours):
+            raise SystemExit
+        # A fused ReLU keeps its input instead, which nothing has overwritten.
+        if ours is None and "inplace operation" in str(stock):
+            raise SystemExit
+        # torch.fx looks into every class outside of torch.nn, and Dynamo refuses the part's
+        # compiled code there; a norm alone under recompute has `act` and `drop` of its class.
+        if "trace a dynamo-optimized function" in str(ours):
+            raise SystemExit
+        if ours is None and re.search("no attribute .(act|drop)", str(stock)):
             raise SystemExit
         raise AssertionError(f"stock: {stock!r}; ours: {ours!r}") from ours
 
