@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         conversion as conversion,
         folding as folding,
         memory as memory,
+        planning as planning,
     )
     from .advisor.diagnosis import Diagnosis, doctor
     from .advisor.profiling import profile
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .conversion import ConversionReport, convert, revert
     from .folding import FoldReport, drop_redundant_bias, fold_conv_bn, fold_frozen_norms
     from .memory import MemoryReport, memory_report
+    from .planning import MemoryPlan, plan_memory
 
 # Imported on first use: of the 50 ms that importing the package may take after torch, 47 are used.
 _LATER = {
@@ -36,6 +38,7 @@ _LATER = {
     "conversion": ("ConversionReport", "convert", "revert"),
     "folding": ("FoldReport", "drop_redundant_bias", "fold_conv_bn", "fold_frozen_norms"),
     "memory": ("MemoryReport", "memory_report"),
+    "planning": ("MemoryPlan", "plan_memory"),
 }
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "ConversionReport",
     "Diagnosis",
     "FoldReport",
+    "MemoryPlan",
     "MemoryReport",
     "TuneReport",
     "__version__",
@@ -59,6 +63,7 @@ __all__ = [
     "memory_report",
     "nn",
     "optim",
+    "plan_memory",
     "profile",
     "recompute",
     "revert",

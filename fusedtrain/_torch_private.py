@@ -15,6 +15,7 @@ import torch
 import torch._compile
 import torch._jit_internal
 import torch._utils
+import torch.multiprocessing.reductions
 import torch.utils._foreach_utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -86,6 +87,9 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 # The number of this thread's running backward pass; -1 outside of backward. Under
 # torch.utils.checkpoint, and in reversible networks, a forward runs inside of backward.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
+# The node of backward that runs; and a mark of a storage that does not keep its memory.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef
 # The parts of torch.autograd.graph.saved_tensors_hooks, to enter and leave at different places.
 _hooks = torch._C._autograd
 top_saved_tensors_hooks: Callable[[bool], Any] = _hooks._top_saved_tensors_default_hooks

@@ -34,7 +34,8 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
 FLOORS = (
     "_version", "_text", "_broken_pipe", "_torch_private", "_capture", "_calls", "_recompute",
     "reference", "triton", "_backends", "_graph", "ops", "functional", "nn", "optim", "amp", "apex",
-    "folding", "conversion", "integrations", "memory", "advisor", "__init__", "cli", "__main__",
+    "folding", "conversion", "integrations", "memory", "planning", "advisor", "__init__", "cli",
+    "__main__",
 )  # fmt: skip
 
 

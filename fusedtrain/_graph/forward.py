@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._recompute import recompute
+from .._recompute import MemoryPlan, recompute
 from .._torch_private import is_fx_tracing
 from .functions import resolve
 from .guards import Guards
@@ -75,7 +75,8 @@ class Rewritten(Replacement):
 
     `source` is a function named "forward", `imports` what the names in it stand for, written as
     "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
-    source it is the forward of the class. `recomputes`: it runs within `fusedtrain.recompute`.
+    source it is the forward of the class. `recomputes`: it runs within `fusedtrain.recompute`,
+    by this plan if it is one.
     """
 
     __module__ = "fusedtrain.conversion"  # the name in pickles
@@ -89,7 +90,7 @@ class Rewritten(Replacement):
         source: str = "",
         imports: Mapping[str, str] | None = None,
         guards: Guards | None = None,
-        recomputes: bool = False,
+        recomputes: bool | MemoryPlan = False,
     ) -> None:
         state = {"module": module, "source": source, "recomputes": recomputes}
         self.__setstate__(state | {"imports": dict(imports or {}), "guards": guards or Guards()})
@@ -118,7 +119,7 @@ class Rewritten(Replacement):
         fingerprint = _fingerprint(type(state["module"]))
         if state.get("code", fingerprint) != fingerprint:
             self.guards.stale = "`forward` of the class"  # its source has been edited since
-        self.recomputes: bool = state["recomputes"]
+        self.recomputes: bool | MemoryPlan = state["recomputes"]
         self._class_forward: Callable[..., Any] = type(state["module"]).forward
         self._warned = False
         self.function = self._compiled()
@@ -145,7 +146,8 @@ class Rewritten(Replacement):
             return type(module).forward(module, *args, **kwargs)
         function = self.function if self.stands_in() else _of_class
         if self.recomputes and not is_fx_tracing():
-            with recompute():
+            plan = self.recomputes if isinstance(self.recomputes, MemoryPlan) else None
+            with recompute(plan):
                 return function(module, *args, **kwargs)
         return function(module, *args, **kwargs)
 
@@ -254,14 +256,15 @@ def is_changed(module: nn.Module) -> bool:
     return record_of(module) is not None or rewritten_of(module) is not None
 
 
-def set_recomputing(module: nn.Module, wanted: bool) -> None:
-    """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`."""
+def set_recomputing(module: nn.Module, wanted: bool | MemoryPlan) -> None:
+    """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`, and by which
+    plan."""
     now = rewritten_of(module)
     if (now is not None and now.recomputes) == wanted:
         return
     if now is not None and now.source:
         install(Rewritten(module, now.source, now.imports, now.guards, wanted))
     elif wanted:
-        install(Rewritten(module, recomputes=True))
+        install(Rewritten(module, recomputes=wanted))
     else:
         remove(module)

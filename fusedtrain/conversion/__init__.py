@@ -29,6 +29,7 @@ from .._graph.forward import (
     has_foreign_forward,
     is_changed,
     restore,
+    set_recomputing,
 )
 from .._graph.guards import (
     Contents as Contents,
@@ -42,6 +43,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown
+from .._recompute import MemoryPlan, fingerprint
 from ..ops.depthwise import is_measured
 from . import _fuse_modules as _fuse_modules
 from ._classes import unlike
@@ -117,7 +119,7 @@ def convert(
     example_inputs: Any = None,
     *,
     exclude: Iterable[type | str] = (),
-    memory: str = "store",
+    memory: str | MemoryPlan = "store",
     verify: bool = True,
     dry_run: bool = False,
 ) -> ConversionReport:
@@ -150,7 +152,8 @@ def convert(
             bit (:class:`fusedtrain.recompute`); "inplace" lets the output of a norm that LeakyReLU
             or nothing follows take the place of its input, where a convolution or a linear layer
             made that for it alone; "q8" keeps the derivatives of GELU, SiLU, Mish, QuickGELU and
-            Hardswish on their own in 8 bits, an approximation that the comparison leaves out.
+            Hardswish on their own in 8 bits, an approximation that the comparison leaves out. A
+            plan of :func:`fusedtrain.plan_memory` recomputes what it has chosen, bit for bit.
         verify: False does not run the example, for models that are too large to run twice.
         dry_run: True returns the report and leaves the model as it is.
 
@@ -159,9 +162,9 @@ def convert(
 
     Raises:
         TypeError: `model` is no module, `example_inputs` or an item of `exclude` of another type.
-        ValueError: an unknown name in `exclude`, another `memory`, several shapes, a shape for a
-            model that begins with an embedding, or "recompute" for a model whose own forward is
-            patched, compiled or scripted.
+        ValueError: an unknown name in `exclude`, another `memory` or a plan for another model,
+            several shapes, a shape for a model that begins with an embedding, or "recompute" for a
+            model whose own forward is patched, compiled or scripted.
         RuntimeError: swaps that are right one by one are wrong together. And what the model raises
             for the example. Nothing is changed then.
 
@@ -179,8 +182,18 @@ def convert(
     from ._trials import prove
 
     _check_module(model)
-    if memory not in MEMORY:
-        raise ValueError(f"memory: must be one of {', '.join(map(repr, MEMORY))}, not {memory!r}")
+    plan = memory if isinstance(memory, MemoryPlan) else None
+    if plan is not None:
+        memory = "recompute"
+        if plan.model != fingerprint(model):
+            raise ValueError(
+                "memory: the plan was made for a model with other parameters (names, shapes, "
+                "dtypes or requires_grad); make one for this model with fusedtrain.plan_memory"
+            )
+    if not isinstance(memory, str) or memory not in MEMORY:
+        raise ValueError(
+            f"memory: must be a MemoryPlan or one of {', '.join(map(repr, MEMORY))}, not {memory!r}"
+        )
     compiled = vars(model).get("_compiled_call_impl") is not None  # by `model.compile()`
     if memory == "recompute" and (compiled or has_foreign_forward(model)):
         raise ValueError(
@@ -203,6 +216,8 @@ def convert(
         report.dry_run = True
     else:
         conversion.keep_few_bits()
+        if plan is not None:
+            set_recomputing(model, plan)
     return report
 
 

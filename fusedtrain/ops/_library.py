@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _backends
+from .._recompute import OP_NAMES
 
 library = torch.library.Library("fusedtrain", "DEF")
 _KEY = "CompositeExplicitAutograd"
@@ -94,6 +95,7 @@ def op(name: str) -> Callable[..., Any]:
     """The op ``fusedtrain::name``, without the Python call around it (0.5 us) where it has one."""
     overload = getattr(torch.ops.fusedtrain, name).default
     function: Callable[..., Any] = getattr(overload, "_op", overload)
+    OP_NAMES[function] = name
     return function
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._graph.hooks import Observation
-from ..._recompute import Saved
+from ..._recompute.recipes import Saved
 from ..._torch_private import (
     BatchNormBase,
     backward_number,

@@ -1,35 +1,15 @@
-"""Outputs that backward recomputes instead of keeping them.
-
-While :class:`recompute` is entered, every tensor that autograd saves passes `_Scope.pack`. Ops of
-this package tag each output with a :class:`Recipe`: the op and its input tensors. If a consumer (a
-convolution, say) saves a tagged output, the recipe is kept in its place. All inputs of the op must
-be kept anyway: by the op itself, by another consumer, or as recipes. The first consumer whose
-backward asks for the output recomputes it with the same kernel; the last consumer drops it.
-
-docs/decisions/0008-recompute.md lists the alternatives.
-"""
+"""Recipes of outputs, and the scope that hands them to autograd in the place of saved tensors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ._calls import traced
-from ._torch_private import (
-    after_backward,
-    backward_number,
-    disable_dynamo,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    saved_tensors_hooks_allowed,
-    top_saved_tensors_hooks,
-)
+from .._torch_private import after_backward, backward_number, disable_dynamo
 
 _TAG = "_fusedtrain_recipe"
 # Longest chain of recipes: backward of the last of so many residual blocks recomputes the outputs
@@ -69,8 +49,8 @@ class Recipe:
     """How an output is recomputed: `function(*tensors, *constants)`."""
 
     __slots__ = (
-        "__weakref__", "_constants", "_function", "_ingredients", "_left", "_stream", "_task",
-        "_value", "depth", "saved",
+        "__weakref__", "_computed", "_constants", "_function", "_ingredients", "_left", "_stream",
+        "_task", "_value", "depth", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -83,16 +63,26 @@ class Recipe:
         self.depth: int = 1 + max(
             (i.depth for i in ingredients if isinstance(i, Recipe | _View)), default=0
         )
-        self.saved = 0  # number of consumers that saved the output
-        self._task, self._left = -1, 0  # the running backward, and its consumers yet to ask
+        # Consumers that saved the output, and recipes with consumers that compute from the output.
+        self.uses = 0
+        self._task, self._left = -1, 0  # the running backward, and its uses yet to come
+        self._computed = -1  # the backward that computed the output last
         self._value: Tensor | None = None
         self._stream: Any = None  # the stream that computed the value
 
+    def use(self) -> None:
+        """Notes one more use."""
+        self.uses += 1
+        if self.uses == 1:
+            for ingredient in self._ingredients:
+                if isinstance(ingredient, Recipe | _View):
+                    ingredient.use()
+
     def value(self) -> Tensor:
-        """The output, computed at most once in a backward while some consumers have not asked."""
+        """The output, computed at most once in a backward while some uses have yet to come."""
         task = backward_number()
         if task != self._task:
-            self._task, self._left, self._value = task, self.saved, None
+            self._task, self._left, self._value = task, self.uses, None
         if self._value is not None and self._stream == _stream_of(self._value):
             return self._value
         output = self._compute()
@@ -103,7 +93,7 @@ class Recipe:
         return output
 
     def asked(self) -> Tensor:
-        """The value, for a consumer that asks for the first time in this backward."""
+        """The value, for a use that asks for the first time in this backward."""
         output = self.value()
         self._left -= 1
         if self._left <= 0:
@@ -114,9 +104,12 @@ class Recipe:
         self._value, self._task = None, -1
 
     def _compute(self) -> Tensor:
+        task = backward_number()
+        first = task != -1 and task != self._computed
+        self._computed = task
         tensors = [
             i.take("an input of a recomputed output") if isinstance(i, Saved)
-            else i if i is None else i.value()
+            else i if i is None else i.asked() if first else i.value()
             for i in self._ingredients
         ]  # fmt: skip
         with torch.no_grad():
@@ -142,8 +135,14 @@ class _View:
         self._recipe, self.depth = recipe, recipe.depth
         self._geometry = (view.shape, view.stride(), view.storage_offset())
 
+    def use(self) -> None:
+        self._recipe.use()
+
     def value(self) -> Tensor:
         return self._recipe.value().as_strided(*self._geometry)
+
+    def asked(self) -> Tensor:
+        return self._recipe.asked().as_strided(*self._geometry)
 
     def kept(self) -> list[Tensor]:
         return self._recipe.kept()
@@ -183,7 +182,7 @@ def _forget_after(task: int, recipe: Recipe) -> None:
     pending.recipes.append(weakref.ref(recipe))
 
 
-class _Tag:
+class Tag:
     """The mark on an output while the scope lasts. Pickle and deepcopy drop it."""
 
     __slots__ = ("__weakref__", "_witness", "recipe", "version")
@@ -213,7 +212,7 @@ class _Use:
 
     __slots__ = ("_shape", "_task", "_version", "_view", "_witness", "recipe")
 
-    def __init__(self, recipe: Recipe, tag: _Tag, output: Tensor, saved: Tensor) -> None:
+    def __init__(self, recipe: Recipe, tag: Tag, output: Tensor, saved: Tensor) -> None:
         self.recipe = recipe
         self._witness, self._version = tag.witness(output), tag.version
         self._shape = output.shape
@@ -221,7 +220,7 @@ class _Use:
         if saved is not output:
             self._view = (saved.shape, saved.stride(), saved.storage_offset())
         self._task = -1
-        recipe.saved += 1
+        recipe.use()
 
     def take(self) -> Tensor:
         now = self._witness._version
@@ -239,7 +238,7 @@ class _Use:
 _take_outside_of_graphs = disable_dynamo(lambda packed: packed.take())
 
 
-def _unpack(packed: Saved | _Use) -> Tensor:
+def unpack(packed: Saved | _Use) -> Tensor:
     if torch.compiler.is_compiling():
         value: Tensor = _take_outside_of_graphs(packed)
         return value
@@ -249,11 +248,13 @@ def _unpack(packed: Saved | _Use) -> Tensor:
 Observer = Callable[[Tensor, "Recipe | None"], None]
 
 
-class _Scope:
-    """The state of one entered :class:`recompute`."""
+class Scope:
+    """The state of one entered `recompute`."""
+
+    longest = LONGEST
 
     def __init__(self, observer: Observer | None = None) -> None:
-        self._tags: list[weakref.ref[_Tag]] = []
+        self._tags: list[weakref.ref[Tag]] = []
         self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
 
@@ -300,11 +301,9 @@ class _Scope:
             else:
                 return
         made = Recipe(function, ingredients, constants)
-        if made.depth > LONGEST:
+        if made.depth > self.longest:
             return
-        new = _Tag(made, output._version)
-        setattr(output, _TAG, new)
-        self._tags.append(weakref.ref(new))
+        self._tags.append(mark(output, made))
 
     def close(self) -> None:
         """Drops the recipes of living outputs: after the scope nothing is packed."""
@@ -314,7 +313,14 @@ class _Scope:
                 tag.recipe = None
 
 
-def tagged(tensor: Tensor) -> tuple[_Tag, Tensor] | None:
+def mark(output: Tensor, recipe: Any) -> weakref.ref[Tag]:
+    """Tags an output with its recipe."""
+    tag = Tag(recipe, output._version)
+    setattr(output, _TAG, tag)
+    return weakref.ref(tag)
+
+
+def tagged(tensor: Tensor) -> tuple[Tag, Tensor] | None:
     """The tag of a tensor or of its base, and that tagged output; None without a recipe, or if the
     output has been modified since."""
     output, tag = tensor, getattr(tensor, _TAG, None)
@@ -326,96 +332,3 @@ def tagged(tensor: Tensor) -> tuple[_Tag, Tensor] | None:
     if tag is None or tag.recipe is None or output._version != tag.version:
         return None
     return tag, output
-
-
-def scope() -> _Scope | None:
-    """The scope that receives saved tensors now; None without a scope, or if other hooks
-    (torch.utils.checkpoint, save_on_cpu) come first."""
-    top = top_saved_tensors_hooks(True)
-    if top is None:
-        return None
-    owner = getattr(top[0], "__self__", None)
-    return owner if type(owner) is _Scope else None
-
-
-class recompute:
-    """Context in which backward recomputes outputs of fusedtrain's ops instead of keeping them.
-
-    Eager PyTorch keeps the input of a batch norm for its backward, and the output for the next
-    convolution's. The output follows from the input. Within this context the convolution keeps a
-    recipe of the output, and backward recomputes the output once with the same kernel: bit for bit
-    the same gradients, in less memory. The recipes cover batch norms with their activations,
-    activations, gated products, depthwise convolutions and all other ops of this package that keep
-    their input. Any number of consumers may save an output or a view of it; higher derivatives and
-    accumulated gradients work. If none of an output's inputs is kept, the output is.
-
-    Enter the context around the forward pass; backward may run inside or outside. The context is
-    reusable and may be nested. It does nothing under torch.compile and torch.func transforms, or
-    if other saved-tensor hooks are installed (torch.utils.checkpoint,
-    torch.autograd.graph.save_on_cpu). Under compiled autograd each consumer recomputes for itself.
-    `fusedtrain.convert(model, memory="recompute")` enters the context in the model's forward.
-
-    Backward raises RuntimeError, as in eager PyTorch, if a tensor that it needs has been modified
-    in place; inputs of a recipe count as needed. Changes by way of `.data` go unnoticed, as
-    anywhere. torch refuses torch.func transforms that begin within the context.
-
-    >>> import fusedtrain, torch
-    >>> norm, conv = fusedtrain.nn.BatchNormAct2d(4), torch.nn.Conv2d(4, 4, 3)
-    >>> with fusedtrain.recompute():
-    ...     y = conv(norm(torch.randn(2, 4, 8, 8)))
-    >>> y.sum().backward()
-    """
-
-    def __init__(self) -> None:
-        self._entered: list[_Scope | None] = []
-
-    def __enter__(self) -> recompute:
-        self._entered.append(_enter())
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        entered = self._entered.pop()
-        if entered is not None:
-            _leave(entered)
-
-
-def _enter() -> _Scope | None:
-    if traced() or not saved_tensors_hooks_allowed():
-        return None
-    top, observer = top_saved_tensors_hooks(True), None
-    if top is not None:
-        account = getattr(top[0], "__self__", None)
-        if type(account) is not _Account:
-            return None
-        observer = account.observer
-    made = _Scope(observer)
-    push_saved_tensors_hooks(made.pack, _unpack)
-    return made
-
-
-def _leave(entered: _Scope) -> None:
-    pop_saved_tensors_hooks()
-    entered.close()
-
-
-class _Account:
-    def __init__(self, observer: Observer) -> None:
-        self.observer = observer
-
-    def pack(self, tensor: Tensor) -> Saved:
-        self.observer(tensor, None)
-        return Saved.of(tensor)
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Calls `observer(tensor, recipe)` for each tensor that autograd saves; `recipe` is None if the
-    tensor itself is kept. Unlike other saved-tensor hooks, it does not disable `recompute`."""
-    account = _Account(observer)
-    with torch.autograd.graph.saved_tensors_hooks(account.pack, _unpack):
-        yield

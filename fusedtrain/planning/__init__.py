@@ -1,0 +1,289 @@
+"""A plan of what backward recomputes, for a budget of memory.
+
+`_profile` runs one step of the model and notes every output that could be recomputed, `_meter`
+the bytes that are allocated meanwhile; `_simulate` says which time and peak a choice has, and
+`_search` looks for the fastest choice within the budget. `fusedtrain._recompute` follows the plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._graph.compiled import original_of, without_compiled_code
+from .._graph.example import arguments_of, example_for
+from .._graph.forward import set_recomputing
+from .._graph.kept import address_of
+from .._graph.tracer import same_generators
+from .._recompute import MemoryPlan, fingerprint
+from .._recompute.plan import PlannedStep
+from .._text import memory_text
+from .._torch_private import pytree
+from ..conversion import convert, revert
+from ._meter import Meter
+from ._profile import Profile, Running, profile
+from ._search import Search
+from ._simulate import Simulator
+
+__all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_TRIES = 5  # of plans that are measured
+_STEPS = 3  # that are timed
+
+Loss = Callable[[Any], Tensor]
+
+
+def plan_memory(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: int | float | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> MemoryPlan:
+    """Finds what backward has to recompute for a training step to fit a budget of memory, in the
+    least time. Losses and gradients keep the bits of `convert(model)`.
+
+    Runs copies of the model on the example: which functions it calls, how long each takes, which
+    outputs backward needs, and what is allocated besides. Convolutions, products, norms,
+    activations, poolings, sums, concatenations and dropout can be recomputed; what other
+    functions save is kept. Chooses by simulation, measures the choice, and tries again with a
+    smaller budget if its peak is above. Call it within `torch.autocast` if training runs there.
+    The model, its gradients and the random generators do not change.
+
+    Args:
+        model: in its mode of training, on its device; converted or not.
+        example_inputs: a tensor, a shape, arguments or a function, as for
+            :func:`fusedtrain.convert`. The plan is for this batch; another one has its own peak.
+        budget: the most that the process may have allocated at a moment of the step: bytes, or
+            text with a unit (kB, MB, GB, kiB, MiB, GiB). Parameters, buffers, inputs, gradients
+            and the optimizer's states are within. A float from 0 to 1 is a fraction of eager
+            PyTorch's peak beside parameters, buffers, inputs and states.
+        loss: makes the loss of the model's output. None: the sum of all its floating tensors.
+        optimizer: the optimizer that will train; its states count, also before its first step.
+
+    Returns:
+        a :class:`MemoryPlan` for `convert(model, example_inputs, memory=plan)`; prints as a table.
+
+    Raises:
+        TypeError: `model` is no module, or another type of example, budget, loss or optimizer.
+        ValueError: no plan has so low a peak; the message says the lowest. A budget that is no
+            size, an example without a loss that can be differentiated.
+
+    The model's errors are passed on.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), for the
+    segments from which the search starts.
+
+    Example:
+        >>> import fusedtrain, torch
+        >>> from torch.nn import BatchNorm2d, Conv2d, SiLU
+        >>> layers = [(Conv2d(8, 8, 3, padding=1), BatchNorm2d(8), SiLU()) for _ in range(4)]
+        >>> model = torch.nn.Sequential(*sum(layers, ()))
+        >>> x = torch.randn(2, 8, 32, 32)
+        >>> plan = fusedtrain.plan_memory(model, x, 0.8)
+        >>> plan.peak <= 0.8 * plan.eager_peak
+        True
+        >>> report = fusedtrain.convert(model, x, memory=plan)
+    """
+    _check(model, loss, optimizer)
+    allowed = _bytes_of(budget)
+    original = original_of(model, "plan_memory")
+    example = example_for(original, example_inputs)
+    twin = copy.deepcopy(original)
+    revert(twin)
+    device = next((t.device for t in twin.parameters()), torch.device("cpu"))
+    show = _Progress()
+
+    def begin() -> Running:
+        arguments, named = arguments_of(example)
+        leaves = pytree.tree_leaves((arguments, named))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return Running(lambda: _loss_of(twin(*arguments, **named), loss), inputs)
+
+    with same_generators(), without_compiled_code(twin), torch.enable_grad():
+        show("eager PyTorch on the example")
+        eager = _peak(twin, begin, device)
+        convert(twin, memory="recompute")
+        set_recomputing(twin, False)
+        show("the functions of a step")
+        measured = profile(twin, begin, device)
+        milliseconds = _milliseconds(twin, begin, device)
+        fixed = _fixed_bytes(twin, begin().inputs, optimizer)
+        search = Search(Simulator(measured))
+        search.run(lambda done, of: show(f"choices, {done} of {of}"))
+        limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
+        plan = _fitting(
+            search, limit, fixed if isinstance(allowed, int) else 0, show,
+            lambda chosen: _measured(twin, measured, chosen, begin, device),
+        )  # fmt: skip
+    show("")
+    chosen, outcome, peak = plan
+    return MemoryPlan(
+        fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
+        milliseconds, outcome.milliseconds, device.type, _steps(measured, chosen),
+    )  # fmt: skip
+
+
+def _check(model: Any, loss: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss: expected a function of the output, got {type(loss).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+
+
+def _bytes_of(budget: Any) -> int | float:
+    """Bytes, or a fraction."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise TypeError(
+            f"budget: expected bytes, text as '4GiB', or a fraction, got {type(budget).__name__}"
+        )
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", budget.lower())
+        if match is None or match[2] not in _UNITS:
+            raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'")
+        return int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise ValueError(
+            f"budget: a float is a fraction of eager's peak, between 0 and 1, not {budget}; bytes "
+            "are an int"
+        )
+    if budget <= 0:
+        raise ValueError(f"budget: must be positive, not {budget}")
+    return budget
+
+
+def _loss_of(output: Any, loss: Loss | None) -> Tensor:
+    if loss is not None:
+        value = loss(output)
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            raise ValueError("loss: must return a tensor with a gradient")
+        return value
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not leaves:
+        raise ValueError("model: no output requires a gradient; pass loss=, or unfreeze the model")
+    return sum((leaf.float().sum() for leaf in leaves[1:]), leaves[0].float().sum())
+
+
+def _step(model: nn.Module, running: Running) -> None:
+    model.zero_grad(set_to_none=True)
+    running.forward().backward()
+
+
+def _peak(model: nn.Module, begin: Callable[[], Running], device: torch.device) -> int:
+    running = begin()
+    model.zero_grad(set_to_none=True)
+    with Meter(device) as meter:
+        running.forward().backward()
+    model.zero_grad(set_to_none=True)
+    return meter.peak
+
+
+def _milliseconds(model: nn.Module, begin: Callable[[], Running], device: torch.device) -> float:
+    times = []
+    for _ in range(_STEPS):
+        running = begin()
+        start = time.perf_counter()
+        _step(model, running)
+        if device.index is not None:
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - start)
+    model.zero_grad(set_to_none=True)
+    return statistics.median(times) * 1e3
+
+
+def _measured(
+    model: nn.Module,
+    measured: Profile,
+    chosen: tuple[bool, ...],
+    begin: Callable[[], Running],
+    device: torch.device,
+) -> int:
+    """The peak of a step under the choice."""
+    plan = MemoryPlan("", 0, 0, 0, 0, 0, 0, 0, "", _steps(measured, chosen))
+    set_recomputing(model, plan)
+    try:
+        return _peak(model, begin, device)
+    finally:
+        set_recomputing(model, False)
+
+
+def _fitting(
+    search: Search,
+    limit: int,
+    fixed: int,
+    show: Callable[[str], None],
+    measure: Callable[[tuple[bool, ...]], int],
+) -> Any:
+    """The fastest choice with a measured peak within the limit."""
+    target = limit
+    for number in range(_TRIES):
+        best = search.best(target)
+        if best is None:
+            show("lower peaks")
+            search.deepen()
+            best = search.best(target)
+        if best is None:
+            break
+        search.refine(target)
+        chosen, outcome = search.best(target) or best
+        show(f"the plan, measured ({number + 1})")
+        peak = measure(chosen)
+        if peak <= limit:
+            return chosen, outcome, peak
+        target = min(target, outcome.peak) - (peak - limit)
+    least = search.least().peak
+    among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
+    raise ValueError(
+        f"budget: no plan needs less than {memory_text(least + fixed)}{among}; a smaller batch does"
+    )
+
+
+def _steps(measured: Profile, chosen: tuple[bool, ...]) -> list[PlannedStep]:
+    return [
+        PlannedStep(
+            step.op, step.module, measured.bytes[step.storage], round(step.milliseconds, 4), one
+        )
+        for step, one in zip(measured.steps, chosen)
+    ]
+
+
+def _fixed_bytes(
+    model: nn.Module, inputs: list[Tensor], optimizer: torch.optim.Optimizer | None
+) -> int:
+    """Bytes of parameters, buffers, inputs, and the optimizer's states after a step."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    size = sum({address_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    if optimizer is None:
+        return size
+    if not optimizer.state:
+        optimizer = copy.deepcopy(optimizer)  # with its parameters
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p)
+        optimizer.step()
+    leaves = pytree.tree_leaves(list(optimizer.state.values()))
+    states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return size + sum({address_of(t): t.untyped_storage().nbytes() for t in states}.values())
+
+
+class _Progress:
+    """One line on a terminal that says what runs."""
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[Kplan_memory: {text}" if text else "\r\x1b[K")
+            sys.stderr.flush()

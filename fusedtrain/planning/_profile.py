@@ -1,0 +1,248 @@
+"""One training step on the example: its outputs that can be recomputed, what backward needs of
+them and when, their costs, and the memory beside them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._graph.hooks import observing
+from .._recompute.plan import op_name
+from .._recompute.recipes import Saved, Scope, mark, tagged
+from .._recompute.torch_calls import TorchCalls
+from .._torch_private import (
+    StorageWeakRef,
+    current_autograd_node,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+from ._meter import Meter
+
+_REPEATS = 3  # of an op that is timed
+
+
+@dataclass
+class Step:
+    """An output that can be recomputed. `storage`: its number; `inputs`: numbers of steps that it
+    is computed from; `reads`: storages of other tensors that it is computed from. `made` and
+    `died`: the moments between which the forward's Python holds the output."""
+
+    op: str
+    module: str
+    storage: int
+    inputs: list[int]
+    reads: list[int]
+    made: int
+    died: int = -1
+    milliseconds: float = 0.0
+
+
+@dataclass
+class Save:
+    """A tensor that autograd saves: the step that made it, or -1, and its storage. `made`: moment.
+    `node`: number of the backward node that takes it, in backward's order; -1 if none does."""
+
+    step: int
+    storage: int
+    made: int
+    node: int = -1
+
+
+@dataclass
+class Profile:
+    """A moment is the number of saves before it, and counts the nodes of backward from there on."""
+
+    steps: list[Step] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)  # by storage; 0 for parameters and inputs
+    nodes: int = 0  # of backward, that take saved tensors
+    totals: list[int] = field(default_factory=list)  # the most allocated, by moment
+
+
+class Running(NamedTuple):
+    """A forward that is about to run, which returns the loss, and its input tensors."""
+
+    forward: Callable[[], Tensor]
+    inputs: list[Tensor]
+
+
+class _Mark:
+    """In the place of a recipe: the number of the step."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Profiler(Scope):
+    """Notes what `Planned` could decide. Nothing is recomputed."""
+
+    def __init__(self, besides: Sequence[Tensor], meter: Meter | None) -> None:
+        super().__init__()
+        self.profile = Profile()
+        self._meter = meter  # None: ops are timed
+        self._storages: dict[int, int] = {}
+        self._alive: list[Any] = []  # keeps the addresses of storages from being reused
+        self._modules: list[str] = [""]
+        self._takes: list[int] = []  # saves, in the order of backward
+        self._nodes: list[Any] = []
+        for tensor in besides:
+            self.profile.bytes[self._storage_of(tensor)] = 0
+
+    def _storage_of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._storages:
+            self._storages[key] = len(self.profile.bytes)
+            self.profile.bytes.append(storage.nbytes())
+            self._alive.append(StorageWeakRef(storage))
+        return self._storages[key]
+
+    @property
+    def _moment(self) -> int:
+        return len(self.profile.saves) + len(self._nodes)
+
+    def wants(self, function: Callable[..., Any]) -> bool:
+        return self._meter is None
+
+    def tag(
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        tensors: Sequence[Tensor | None],
+        constants: tuple[Any, ...] = (),
+        dropped: Sequence[Tensor | None] = (),
+    ) -> None:
+        inputs, reads = [], []
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            source = tagged(tensor)
+            if source is not None:
+                recipe: Any = source[0].recipe
+                inputs.append(recipe.number)
+            else:
+                reads.append(self._storage_of(tensor))
+        number = len(self.profile.steps)
+        step = Step(
+            op_name(function), self._modules[-1], self._storage_of(output), inputs, reads,
+            self._moment,
+        )  # fmt: skip
+        self.profile.steps.append(step)
+        self._tags.append(mark(output, _Mark(number)))
+        self._alive.append(weakref.ref(output, lambda _: self._note_death(step)))
+        if self._meter is None:
+            step.milliseconds = _time(lambda: function(*tensors, *constants), output.device)
+
+    def _note_death(self, step: Step) -> None:
+        step.died = self._moment
+
+    def pack(self, tensor: Tensor) -> Any:
+        source = tagged(tensor)
+        recipe: Any = None if source is None else source[0].recipe
+        strided = tensor.layout is torch.strided and type(tensor) is Tensor
+        storage = self._storage_of(tensor) if strided else self._storage_of(torch.empty(0))
+        save = Save(-1 if recipe is None else recipe.number, storage, self._moment)
+        self.profile.saves.append(save)
+        if self._meter is not None:
+            self._meter.mark()
+        return save, Saved.of(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        save, saved = packed
+        node = current_autograd_node()
+        if not self._nodes or self._nodes[-1] is not node:
+            self._nodes.append(node)
+            if self._meter is not None:
+                self._meter.mark()
+        save.node = len(self._nodes) - 1
+        tensor: Tensor = saved.take()
+        return tensor
+
+    def finish(self) -> Profile:
+        profile = self.profile
+        profile.nodes = len(self._nodes)
+        end = len(profile.saves) + profile.nodes
+        for step in profile.steps:
+            step.died = end if step.died < 0 else step.died
+        if self._meter is not None:
+            profile.totals = self._meter.peaks
+        self._alive.clear()
+        self._nodes.clear()
+        return profile
+
+    @contextmanager
+    def entered(self, model: nn.Module) -> Iterator[None]:
+        names = {id(module): name for name, module in model.named_modules()}
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self._modules.append(names.get(id(module), self._modules[-1]))
+
+        def leave(*_: Any) -> None:
+            self._modules.pop()
+
+        def scope() -> _Profiler | None:
+            top = top_saved_tensors_hooks(True)
+            return self if top is not None and getattr(top[0], "__self__", None) is self else None
+
+        push_saved_tensors_hooks(self.pack, self.unpack)
+        try:
+            with TorchCalls(scope), observing(enter, leave):
+                yield
+        finally:
+            pop_saved_tensors_hooks()
+            self.close()
+
+
+def _time(call: Callable[[], Any], device: torch.device) -> float:
+    """The median time in milliseconds."""
+    times = []
+    with torch.no_grad():
+        for _ in range(_REPEATS):
+            _synchronize(device)
+            start = time.perf_counter()
+            call()
+            _synchronize(device)
+            times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.index is not None:
+        torch.accelerator.synchronize(device)
+
+
+def profile(model: nn.Module, step: Callable[[], Running], device: torch.device) -> Profile:
+    """The profile of a forward, which returns the loss, and its backward."""
+    timed = _run(model, step(), None)
+    with Meter(device) as meter:
+        measured = _run(model, step(), meter)
+    measured.totals = meter.peaks
+    if [one.op for one in measured.steps] != [one.op for one in timed.steps]:
+        raise RuntimeError("model: two forwards on the same example call different functions")
+    for one, other in zip(measured.steps, timed.steps):
+        one.milliseconds = other.milliseconds
+    return measured
+
+
+def _run(model: nn.Module, running: Running, meter: Meter | None) -> Profile:
+    model.zero_grad(set_to_none=True)
+    besides = [*model.parameters(), *model.buffers(), *running.inputs]
+    profiler = _Profiler(besides, meter)
+    with profiler.entered(model):
+        loss = running.forward()
+    loss.backward()
+    del loss
+    result = profiler.finish()
+    model.zero_grad(set_to_none=True)
+    return result
