@@ -22,6 +22,7 @@ MODULES = (
     "fusedtrain.amp",
     "fusedtrain.integrations.timm",
     "fusedtrain.memory",
+    "fusedtrain.planning",
     "fusedtrain.advisor.diagnosis",
     "fusedtrain.advisor.tuning",
     "fusedtrain.apex.fp16_utils",

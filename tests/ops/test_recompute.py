@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain import _recompute
+from fusedtrain._recompute import recipes as recipe_module
 from fusedtrain.nn import BatchNormAct2d
 from helpers.recompute import Blocks, assert_same_bits, kept_by, recomputed, run_both
 
@@ -179,7 +180,7 @@ def test_retained_graph_and_partial_gradients(computed: Computed) -> None:
     some = torch.autograd.grad(loss, weights[:1], retain_graph=True)
     assert torch.equal(some[0], wanted[1])
     assert computed.count == 4
-    assert not _recompute._pending
+    assert not recipe_module._pending
     recipes = [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
     assert recipes
     assert all(r._value is None for r in recipes), "kept after a partial backward"
