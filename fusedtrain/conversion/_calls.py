@@ -16,12 +16,13 @@ from torch import fx, nn
 
 from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
+from .._graph.forward import record_of
 from .._graph.guards import Guards, looked_at
 from .._graph.names import outside
-from .._graph.records import Decision, record_of
 from .._graph.report import Unchanged, title
 from ..reference.pointwise import INDEX, POINTWISE
 from ._candidates import GAINS_NOTHING, Candidates, gains, is_bare
+from ._classes import Decision
 from ._formulas import (
     FUNCTIONS,
     Match,

@@ -10,9 +10,17 @@ from torch import fx, nn
 
 from .._graph.effects import Effects
 from .._graph.flow import Flow
-from .._graph.forward import install, remove, restore, rewritten_of, set_recomputing
+from .._graph.forward import (
+    assign,
+    assigned,
+    install,
+    record_of,
+    remove,
+    restore,
+    rewritten_of,
+    set_recomputing,
+)
 from .._graph.modules import is_quantized
-from .._graph.records import Decision, assign, assigned, record_of
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
@@ -21,6 +29,7 @@ from ..nn.saving import SavingActivation
 from ._branches import find_branches
 from ._calls import find_calls, find_modules, left_modules, target_of
 from ._candidates import GAINS_NOTHING, Candidates, gains
+from ._classes import Decision
 from ._gates import find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, obstacle

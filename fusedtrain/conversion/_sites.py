@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from .. import nn as fused_nn
 from .._graph.flow import Trace, Value
-from .._graph.records import assign
+from .._graph.forward import assign
 from .._graph.report import Unchanged, title
 from ..nn.norm import OURS
 from ..nn.parts import activation_of
