@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .._graph.compiled import original_of, without_compiled_code
+from .._graph.compiled import original_of
 from .._graph.forward import (
     OfGraph as OfGraph,
     Record as Record,
@@ -141,15 +141,15 @@ def convert(
     conversion = Conversion(model, entries, excluded, memory)
     if example_inputs is None or not verify:
         conversion.install()
-        report = conversion.report()
+        proof = None
     else:
-        with without_compiled_code(model):
-            report = prove(conversion, example_inputs)
+        proof = prove(conversion, example_inputs)
+    report = conversion.report()
+    report.proof, report.dry_run = proof, dry_run
     if example_inputs is not None and not verify:
         report.unproven = "verify=False"
     if dry_run:
         conversion.uninstall()
-        report.dry_run = True
     else:
         conversion.keep_few_bits()
     return report

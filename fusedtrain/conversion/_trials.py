@@ -9,32 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
 from .._torch_private import pytree
 from ._conversion import Conversion
 from ._proof import Errors, Run, excess, is_doubtful, is_perhaps_a_flip, run
-from ._report import ConversionReport, Layer, Proof
+from ._report import Layer, Proof
 from ._sites import Site, Step
 
 
-def prove(conversion: Conversion, example: Any) -> ConversionReport:
+def prove(conversion: Conversion, example: Any) -> Proof:
     """Installs what does not change results.
 
     Raises:
         RuntimeError: what is right one by one is not right together. Nothing is converted then.
     """
-    example = example_for(conversion.model, example)
-    try:
-        return _prove(conversion, _Trials(conversion, example))
-    except BaseException:
-        conversion.uninstall()
-        raise
+    with without_compiled_code(conversion.model):
+        example = example_for(conversion.model, example)
+        try:
+            return _prove(conversion, _Trials(conversion, example))
+        except BaseException:
+            conversion.uninstall()
+            raise
 
 
-def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
+def _prove(conversion: Conversion, trials: _Trials) -> Proof:
     conversion.install()
     tried: set[int] = set()
-    while wrong := proof.judge():
+    while wrong := trials.judge():
         modules = [module for module in _modules(conversion) if id(module) not in tried]
         if not modules:
             raise RuntimeError(
@@ -44,15 +46,13 @@ def _prove(conversion: Conversion, proof: _Trials) -> ConversionReport:
         for module in modules:
             tried.add(id(module))
             conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
-            reason = proof.judge()
+            reason = trials.judge()
             conversion.uninstall()
             if reason:
                 conversion.undone[id(module)] = f"undone: {reason}"
         # A norm may have lost a sum to one that is undone now, and is tried in the next round.
         conversion.install()
-    report = conversion.report()
-    report.proof = proof.result()
-    return report
+    return trials.result()
 
 
 def _modules(conversion: Conversion) -> Iterable[nn.Module]:
