@@ -21,13 +21,13 @@ from .._graph.guards import Guards, looked_at
 from .._graph.names import outside
 from .._graph.report import Unchanged, title
 from ..reference.pointwise import INDEX, POINTWISE
+from ._algebra import is_clamp_of_relu
 from ._candidates import GAINS_NOTHING, Candidates, gains, is_bare
 from ._classes import Decision
 from ._formulas import (
     FUNCTIONS,
     Match,
     activated,
-    is_clamp_of_relu,
     matches_of,
     name_of_call,
     name_of_other,
