@@ -8,8 +8,8 @@ hooks, parameters, flags and names, and whoever else refers to it, need no copyi
 (`_units`) of a model, installs and reports them; `_trials` and `_proof` prove. `_norms` (with its
 unit in `_sites`), `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas`
 (over `_algebra`) knows which are an activation. `_rewrite` chooses units that go together,
-`_reordering` knows whether their calls may move. `_edit` and `_source` write the new forwards,
-which call `_fused_calls`. `_fuse_modules` is for torch's quantisation.
+`_reordering` knows whether their calls may move, `_source` writes the new forwards, which call
+`_fused_calls`. `_fuse_modules` is for torch's quantisation.
 """
 
 from __future__ import annotations

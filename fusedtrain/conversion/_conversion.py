@@ -188,17 +188,8 @@ class Conversion:
 
     def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
         """Whether a norm that is followed by these steps is to write over its input."""
-        if self.memory != "inplace" or id(norm) in self.excluded:
-            return False
-        acts = [step.module for step in steps if step.kind == "act"]
-        parts = [
-            part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None
-        ]
-        acts += [part for part in parts if type(part) is not nn.Identity]
-        if len(acts) > 1 or len(acts) < len(steps):
-            return False
-        ends = [(step.trace, node) for step in steps for node in step.nodes][-1:]
-        return can_overwrite(self.effects, norm, acts[0] if acts else None, ends)
+        wanted = self.memory == "inplace" and id(norm) not in self.excluded
+        return wanted and can_overwrite(self.effects, norm, steps)
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
