@@ -1,7 +1,8 @@
-"""Another forward for one module, kept in its `__dict__`, which is as good as the one of its class.
+"""Another forward or class for one module. What was changed is kept in the module's `__dict__`, and
+survives deepcopy and pickle.
 
-It survives deepcopy and pickle. torch.compile, torch.export and torch.fx trace the forward of the
-class, and to TorchScript and inspect it shows that one, too.
+torch.compile, torch.export and torch.fx trace the forward of the class, and TorchScript and inspect
+are shown that one, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -24,8 +25,10 @@ from .._torch_private import is_fx_tracing
 from .functions import resolve
 from .guards import Guards
 from .modules import is_scripted
-from .records import record_of, unassign
 from .warning import level_outside
+
+_KEY = "_fusedtrain_convert"  # of the record in the `__dict__` of a module with another class
+_LATER = ("save",)  # attributes of fused classes that `convert` sets after all else
 
 
 def _template(replacement: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,10 +249,51 @@ def remove(module: nn.Module) -> bool:
     return True
 
 
+class Record(NamedTuple):
+    """The changes of a module that was given another class."""
+
+    original: type
+    fused: type
+    added: tuple[str, ...]  # __dict__ keys which the original did not have
+    replaced: dict[str, Any]  # and those which had another value
+
+
+Record.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
+def record_of(module: nn.Module) -> Record | None:
+    return vars(module).get(_KEY)
+
+
+def assign(module: nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:
+    """Gives the module a class and attributes."""
+    attributes = vars(module)
+    added = tuple(key for key in wanted if key not in attributes)
+    replaced = {key: attributes[key] for key in wanted if key in attributes}
+    record = Record(type(module), fused, added, replaced)
+    module.__class__ = fused
+    attributes.update(wanted)
+    attributes[_KEY] = record
+
+
+def assigned(module: nn.Module) -> tuple[type, dict[str, Any]]:
+    """The class and the attributes that a module was given."""
+    record = record_of(module)
+    assert record is not None
+    return record.fused, {key: vars(module)[key] for key in (*record.added, *record.replaced)}
+
+
 def restore(module: nn.Module) -> bool:
     """Takes back class, attributes and forward; whether there was anything to take back."""
-    rewritten = remove(module)
-    return unassign(module) or rewritten
+    rewritten, record = remove(module), record_of(module)
+    if record is None:
+        return rewritten
+    attributes = vars(module)
+    for key in (_KEY, *record.added, *_LATER):
+        attributes.pop(key, None)
+    attributes.update(record.replaced)
+    module.__class__ = record.original
+    return True
 
 
 def is_changed(module: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.overrides import handle_torch_function
 
 from .._torch_private import BatchNormBase
+from .forward import record_of
 from .hooks import is_hooked
-from .records import record_of
 
 _NN = "fusedtrain.nn."
 

@@ -1,4 +1,4 @@
-"""Expressions of one tensor as polynomials, so that two ways to write a formula compare equal.
+"""Formulas that are an activation. They are compared as polynomials, however they are written.
 
 A polynomial maps monomials to coefficients. A monomial is a sorted tuple of atoms; an atom is the
 tensor itself (0) or a function of a polynomial, by its number in a table. So the order of operands,
@@ -7,20 +7,49 @@ brackets and the place of constant factors do not matter.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 
 # Constants are equal if float32 cannot tell them apart: 0.7978845608 is sqrt(2 / pi).
 _TOLERANCE = 2.0**-24
 # Sums that cancel have other rounding errors than what is left of them.
 _CANCELLED = 1e-3
 _MOST_TERMS, _MOST_POWERS = 16, 6
+_MOST_CALLS = 24  # in one formula
+
+# The functions of fusedtrain.functional that people write by hand, as eager torch computes them.
+# At infinities, where a formula has inf * 0, a function has its limit. Pickles have the numbers of
+# the rows: new ones come last. 1 / (1 + exp(-x)) is none: its gradient is more exact than that of
+# the sigmoid, which is computed from the rounded output.
+FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
+    ("silu", {}, lambda x: x * torch.sigmoid(x)),
+    ("quick_gelu", {}, lambda x: x * torch.sigmoid(1.702 * x)),
+    ("mish", {}, lambda x: x * torch.tanh(F.softplus(x))),
+    ("gelu", {}, lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5))),
+    (
+        "gelu",
+        {"approximate": "tanh"},
+        lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))),
+    ),
+    (
+        "gelu",
+        {"approximate": "tanh"},
+        lambda x: x * torch.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)),
+    ),
+    ("hardsigmoid", {}, lambda x: F.relu6(x + 3) / 6),
+    ("hardswish", {}, lambda x: x * (F.relu6(x + 3) / 6)),
+    ("hard_mish", {}, lambda x: 0.5 * x * (x + 2).clamp(min=0, max=2)),
+    ("relu_squared", {}, lambda x: torch.square(torch.relu(x))),
+    ("tanhshrink", {}, lambda x: x - torch.tanh(x)),
+    ("softsign", {}, lambda x: x / (1 + abs(x))),
+)
 
 Monomial = tuple[int, ...]
 Polynomial = dict[Monomial, float]
@@ -291,3 +320,70 @@ def polynomial_of(
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         raise NoFormula from None
     return known[node]
+
+
+@functools.cache
+def _table() -> tuple[Atoms, list[Polynomial]]:
+    atoms, rows = Atoms(), []
+    for _, _, formula in FORMULAS:
+        graph = fx.Tracer().trace(formula)
+        leaf, *_, output = graph.nodes
+        rows.append(polynomial_of(output.args[0], leaf, atoms, {}))
+    return atoms, rows
+
+
+def _region(root: fx.Node) -> list[fx.Node]:
+    """The calls before a node of which a formula may consist."""
+    region = [root]
+    for node in region:
+        fresh = [n for n in node.all_input_nodes if n not in region and rule_of(n)]
+        region += fresh[: _MOST_CALLS - len(region)]
+    return region
+
+
+class Formula(NamedTuple):
+    """Calls that compute one of the `FORMULAS`."""
+
+    number: int
+    input: fx.Node
+    nodes: tuple[fx.Node, ...]
+    widens: bool  # under autocast CUDA would compute it in float32
+
+
+def formula_of(root: fx.Node) -> Formula | None:
+    """The formula whose last call `root` is, if it is one that is known."""
+    if rule_of(root) in ("", "relu", "clamp", "sigmoid"):
+        return None
+    region = _region(root)
+    if not any(rule_of(node) in TELLING for node in region):
+        return None
+    known_atoms, rows = _table()
+    for leaf in dict.fromkeys(n for node in region for n in node.all_input_nodes):
+        between: dict[fx.Node, Polynomial] = {}
+        try:
+            value = polynomial_of(root, leaf, Atoms(known_atoms), between)
+        except NoFormula:
+            continue
+        for number, row in enumerate(rows):
+            if are_equal(value, row):
+                nodes = tuple(node for node in root.graph.nodes if node in between)
+                return Formula(number, leaf, nodes, any(map(_widens, nodes)))
+    return None
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether CUDA's autocast computes a call in float32: `1 / x` is a reciprocal to it."""
+    divides = rule_of(node) in ("div", "truediv", "divide")
+    return rule_of(node) in WIDENING or (divides and not isinstance(node.args[0], fx.Node))
+
+
+def is_clamp_of_relu(node: fx.Node) -> bool:
+    """Whether a call has the values of ReLU or ReLU6, and at the kinks another slope."""
+    if rule_of(node) not in ("clamp", "clip", "clamp_min") or len(node.all_input_nodes) != 1:
+        return False
+    atoms = Atoms()
+    try:
+        value = polynomial_of(node, node.all_input_nodes[0], atoms, {})
+    except NoFormula:
+        return False
+    return any(value == atoms.clamped({(0,): 1.0}, 0.0, high) for high in (math.inf, 6.0))

@@ -10,17 +10,33 @@ from torch import fx, nn
 
 from .._graph.effects import Effects
 from .._graph.flow import Flow
-from .._graph.forward import install, remove, restore, rewritten_of, set_recomputing
+from .._graph.forward import (
+    assign,
+    assigned,
+    install,
+    record_of,
+    remove,
+    restore,
+    rewritten_of,
+    set_recomputing,
+)
 from .._graph.modules import is_quantized
-from .._graph.records import Decision, assign, assigned, record_of
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
 from ._branches import find_branches
-from ._calls import find_calls, find_modules, left_modules, target_of
-from ._candidates import GAINS_NOTHING, Candidates, gains
+from ._calls import (
+    GAINS_NOTHING,
+    Candidates,
+    find_calls,
+    find_modules,
+    gains,
+    left_modules,
+    target_of,
+)
+from ._classes import Decision
 from ._gates import find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, obstacle
@@ -88,11 +104,13 @@ class Conversion:
                 *find_branches(rules),
                 *find_calls(rules, self.candidates, self.known, self.memory),
             ]
+            known = self.known | {id(norm) for norm in self.norms}
+            self.left = list(left_modules(self.flow, self.candidates, known))
         finally:
             for entry in self.activations:
                 restore(entry.module)
 
-    def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> Plan:
+    def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> None:
         """Swaps what is chosen, as far as it was not found to be wrong."""
 
         def chosen(module: nn.Module) -> bool:
@@ -100,12 +118,12 @@ class Conversion:
 
         self._take_earlier_back()
         try:
-            return self._install(chosen)
+            self._install(chosen)
         except BaseException:
             self.uninstall()
             raise
 
-    def _install(self, chosen: Callable[[nn.Module], bool]) -> Plan:
+    def _install(self, chosen: Callable[[nn.Module], bool]) -> None:
         self.units = [copy.copy(unit) for unit in self.all_units]
         for unit in self.units:
             unit.reason = unit.reason or self.undone.get(id(unit.module), "")
@@ -132,7 +150,6 @@ class Conversion:
         self._take_idle_back()
         self.rewritten = self.plan.apply()
         set_recomputing(self.model, self.memory == "recompute")
-        return self.plan
 
     def _take_idle_back(self) -> None:
         """Gives activations their class back that are part of nothing and gain nothing."""
@@ -171,17 +188,8 @@ class Conversion:
 
     def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
         """Whether a norm that is followed by these steps is to write over its input."""
-        if self.memory != "inplace" or id(norm) in self.excluded:
-            return False
-        acts = [step.module for step in steps if step.kind == "act"]
-        parts = [
-            part for name in ("drop", "act") if (part := getattr(norm, name, None)) is not None
-        ]
-        acts += [part for part in parts if type(part) is not nn.Identity]
-        if len(acts) > 1 or len(acts) < len(steps):
-            return False
-        ends = [(step.trace, node) for step in steps for node in step.nodes][-1:]
-        return can_overwrite(self.effects, norm, acts[0] if acts else None, ends)
+        wanted = self.memory == "inplace" and id(norm) not in self.excluded
+        return wanted and can_overwrite(self.effects, norm, steps)
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
@@ -245,11 +253,10 @@ class Conversion:
                 getattr(report, unit.lines).append(unit.line(self.sources[id(unit.module)]))
         stay = [u for u in self.units if u.reason and u.left and u not in self.plan.units]
         # One line for all ways through a forward.
-        lines = dict.fromkeys((u.left, u.unchanged(self.sources[id(u.module)])) for u in stay)
-        for left, line in lines:
-            getattr(report, left).append(line)
-        known = self.known | {id(norm) for norm in self.norms}
-        report.left += left_modules(self.flow, self.candidates, known)
+        rows = ((u.left, u.name, u.title or self.sources[id(u.module)], u.reason) for u in stay)
+        for left, *line in dict.fromkeys(rows):
+            getattr(report, left).append(Unchanged(*line))
+        report.left += self.left
         report.looked_at = LookedAt(
             len(self.flow.names), len(self.flow.traces), len(self.flow.failed)
         )

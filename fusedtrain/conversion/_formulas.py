@@ -7,61 +7,22 @@ function may have the other one.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as torch_functional
-from torch import Tensor, fx
+from torch import fx
 
 from .. import functional as fused_functional
 from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
 from ..reference.pointwise import POINTWISE
-from ._algebra import (
-    TELLING,
-    WIDENING,
-    Atoms,
-    NoFormula,
-    Polynomial,
-    are_equal,
-    polynomial_of,
-    rule_of,
-)
+from ._algebra import FORMULAS, formula_of
 
-_MOST_CALLS = 24  # in one formula
 _PLAIN = (int, float, bool, str, type(None))
-
-# The functions of fusedtrain.functional that people write by hand, as eager torch computes them.
-# At infinities, where a formula has inf * 0, a function has its limit. Pickles have the numbers of
-# the rows: new ones come last. 1 / (1 + exp(-x)) is none: its gradient is more exact than that of
-# the sigmoid, which is computed from the rounded output.
-FORMULAS: tuple[tuple[str, dict[str, Any], Callable[[Tensor], Tensor]], ...] = (
-    ("silu", {}, lambda x: x * torch.sigmoid(x)),
-    ("quick_gelu", {}, lambda x: x * torch.sigmoid(1.702 * x)),
-    ("mish", {}, lambda x: x * torch.tanh(torch_functional.softplus(x))),
-    ("gelu", {}, lambda x: 0.5 * x * (1 + torch.erf(x * 0.5**0.5))),
-    (
-        "gelu",
-        {"approximate": "tanh"},
-        lambda x: 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))),
-    ),
-    (
-        "gelu",
-        {"approximate": "tanh"},
-        lambda x: x * torch.sigmoid(2 * 0.7978845608028654 * (x + 0.044715 * x * x * x)),
-    ),
-    ("hardsigmoid", {}, lambda x: torch_functional.relu6(x + 3) / 6),
-    ("hardswish", {}, lambda x: x * (torch_functional.relu6(x + 3) / 6)),
-    ("hard_mish", {}, lambda x: 0.5 * x * (x + 2).clamp(min=0, max=2)),
-    ("relu_squared", {}, lambda x: torch.square(torch.relu(x))),
-    ("tanhshrink", {}, lambda x: x - torch.tanh(x)),
-    ("softsign", {}, lambda x: x / (1 + abs(x))),
-)
 
 
 class Match(NamedTuple):
@@ -190,66 +151,6 @@ def _takes_in_place(name: str) -> bool:
     return "inplace" in inspect.signature(getattr(fused_functional, name)).parameters
 
 
-@functools.cache
-def _table() -> tuple[Atoms, list[Polynomial]]:
-    atoms, rows = Atoms(), []
-    for _, _, formula in FORMULAS:
-        graph = fx.Tracer().trace(formula)
-        leaf, *_, output = graph.nodes
-        rows.append(polynomial_of(output.args[0], leaf, atoms, {}))
-    return atoms, rows
-
-
-def formula_of(root: fx.Node) -> Match | None:
-    """The formula whose last call `root` is, if it is one that is known."""
-    if rule_of(root) in ("", "relu", "clamp", "sigmoid"):
-        return None
-    region = _region(root)
-    if not any(rule_of(node) in TELLING for node in region):
-        return None
-    known_atoms, rows = _table()
-    for leaf in dict.fromkeys(n for node in region for n in node.all_input_nodes):
-        between: dict[fx.Node, Polynomial] = {}
-        try:
-            value = polynomial_of(root, leaf, Atoms(known_atoms), between)
-        except NoFormula:
-            continue
-        for number, row in enumerate(rows):
-            if are_equal(value, row):
-                name, parameters, _ = FORMULAS[number]
-                nodes = tuple(node for node in root.graph.nodes if node in between)
-                widens = any(map(_widens, nodes))
-                return Match(name, parameters, leaf, nodes, number, widens)
-    return None
-
-
-def is_clamp_of_relu(node: fx.Node) -> bool:
-    """Whether a call has the values of ReLU or ReLU6, and at the kinks another slope."""
-    if rule_of(node) not in ("clamp", "clip", "clamp_min") or len(node.all_input_nodes) != 1:
-        return False
-    atoms = Atoms()
-    try:
-        value = polynomial_of(node, node.all_input_nodes[0], atoms, {})
-    except NoFormula:
-        return False
-    return any(value == atoms.clamped({(0,): 1.0}, 0.0, high) for high in (math.inf, 6.0))
-
-
-def _widens(node: fx.Node) -> bool:
-    """Whether CUDA's autocast computes a call in float32: `1 / x` is a reciprocal to it."""
-    divides = rule_of(node) in ("div", "truediv", "divide")
-    return rule_of(node) in WIDENING or (divides and not isinstance(node.args[0], fx.Node))
-
-
-def _region(root: fx.Node) -> list[fx.Node]:
-    """The calls before a node of which a formula may consist."""
-    region = [root]
-    for node in region:
-        fresh = [n for n in node.all_input_nodes if n not in region and rule_of(n)]
-        region += fresh[: _MOST_CALLS - len(region)]
-    return region
-
-
 _matches: weakref.WeakKeyDictionary[fx.Graph, dict[fx.Node, Match]] = weakref.WeakKeyDictionary()
 
 
@@ -261,9 +162,7 @@ def matches_of(graph: fx.Graph) -> dict[fx.Node, Match]:
         for node in reversed(graph.nodes):
             if node in taken:
                 continue
-            match = formula_of(node)
-            if match is None or not _is_closed(match):
-                match = call_of(node)
+            match = _formula(node) or call_of(node)
             if match is not None:
                 matches[node] = match
                 taken.update(match.nodes)
@@ -271,9 +170,16 @@ def matches_of(graph: fx.Graph) -> dict[fx.Node, Match]:
     return _matches[graph]
 
 
-def _is_closed(match: Match) -> bool:
-    """Whether nobody else sees the values in between, and all is computed in one context."""
-    inner = match.nodes[:-1]
-    if not all(set(node.users) <= set(match.nodes) for node in inner):
-        return False
-    return not any(Trace.is_kept(n) or not Trace.are_alike(n, match.root) for n in inner)
+def _formula(root: fx.Node) -> Match | None:
+    """The formula whose last call `root` is, if nobody else sees the values in between, and all is
+    computed in one context."""
+    formula = formula_of(root)
+    if formula is None:
+        return None
+    number, input, nodes, widens = formula
+    for node in nodes[:-1]:
+        seen = not set(node.users) <= set(nodes) or Trace.is_kept(node)
+        if seen or not Trace.are_alike(node, root):
+            return None
+    name, parameters, _ = FORMULAS[number]
+    return Match(name, parameters, input, nodes, number, widens)

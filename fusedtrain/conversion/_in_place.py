@@ -3,29 +3,35 @@ over the output, which backward needs then."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx, nn
 
 from .. import nn as fused_nn
 from .._graph.effects import Effects
-from .._graph.flow import Trace, Value
+from .._graph.flow import Trace
 from .._graph.hooks import all_are_hooked, is_hooked
 from .._graph.modules import CONVOLUTIONS
 from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
+from ._sites import Step
 
 _CALLED = ("__call__", "forward", "_conv_forward")
 
 
-def can_overwrite(
-    effects: Effects, norm: nn.Module, act: nn.Module | None, ends: list[Value]
-) -> bool:
-    """Whether a norm followed by an activation (None: by nothing) can write over its input: every
-    call takes what a convolution or a linear layer made for it alone. `ends`: the values that it
-    becomes, if not those of its own calls."""
+def can_overwrite(effects: Effects, norm: nn.Module, steps: Sequence[Step]) -> bool:
+    """Whether a norm can write over its input: an activation follows at most, of these steps or its
+    own, and every call takes what a convolution or a linear layer made for it alone."""
+    acts: list[Any] = [step.module for step in steps if step.kind == "act"]
+    parts = (getattr(norm, name, None) for name in ("drop", "act"))
+    acts += [part for part in parts if part is not None and type(part) is not nn.Identity]
+    if len(acts) > 1 or len(acts) < len(steps):
+        return False
     flow = effects.flow
-    activation = Pointwise() if act is None else activation_of(act)
+    activation = activation_of(acts[0]) if acts else Pointwise()
     calls = flow.calls(norm)
     if activation is None or slope_of(activation, torch.float32) is None or flow.untraced(norm):
         return False
@@ -34,7 +40,8 @@ def can_overwrite(
     if all_are_hooked():
         return False
     made = all(_is_made_for_it(*call) for call in calls)
-    return bool(calls) and made and not any(effects.is_overwritten(*v) for v in ends or calls)
+    values = [(step.trace, node) for step in steps for node in step.nodes][-1:] or calls
+    return bool(calls) and made and not any(effects.is_overwritten(*value) for value in values)
 
 
 def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:

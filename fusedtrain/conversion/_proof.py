@@ -6,11 +6,10 @@ the stock model runs once more with its layers' outputs off by up to one unit in
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,16 +24,6 @@ from .._graph.tracer import same_generators
 from .._recompute import Recipe
 from .._torch_private import pytree
 
-# Allowed: so many units in the last place, or so many times what rounding did to the stock model.
-_UNITS, _GROWTH = 32, 32
-# torch's own float64 backward of Hardsigmoid and CELU has factors rounded to float32.
-_LEAST = 2e-7
-# Where more than this is allowed a comparison says little, and where an error is little more than
-# allowed too: one in float64 decides.
-_DOUBTFUL, _LITTLE = 0.1, 10.0
-# One value that rounding moves over the edge of a ReLU changes gradients, and nothing else, by
-# this at most: 0.4 % in the first block of a narrow SE-ResNet (31 times what was allowed; AVX2).
-_FLIP = 0.05
 # Gradients below this part of the largest are rounding: those of biases before a batch norm.
 _NEGLIGIBLE = 1e-3
 
@@ -64,9 +53,6 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     saved: Counter[Key] = field(default_factory=Counter)
 
-    def bytes_of(self, module: nn.Module) -> int:
-        return sum(size for key, size in self.saved.items() if key[0] == id(module))
-
 
 @dataclass
 class Errors:
@@ -82,6 +68,13 @@ class Errors:
     @property
     def gradient(self) -> float:
         return max(self.gradients.values(), default=0.0)
+
+    def of(self, key: Any, actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+        """The relative difference of one tensor; notes the coarsest dtype by the key."""
+        if expected.is_floating_point():
+            dtypes = (self.dtypes.get(key, expected.dtype), expected.dtype)
+            self.dtypes[key] = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        return relative_difference(actual, expected, floor=floor)
 
 
 def run(
@@ -140,46 +133,6 @@ def _described(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def excess(errors: Errors, noise: Errors) -> tuple[float, str]:
-    """How many times larger than allowed the worst error is, and what it is an error of."""
-    if errors.failed:
-        return float("inf"), errors.failed
-    worst = (0.0, "")
-    for what, error, allowed in _limits(errors, noise):
-        worst = max(worst, (error / allowed if math.isfinite(error) else math.inf, what))
-    return worst
-
-
-def is_doubtful(errors: Errors, noise: Errors, factor: float) -> bool:
-    loose = any(allowed > _DOUBTFUL for _, _, allowed in _limits(errors, noise))
-    return factor <= _LITTLE and (loose or factor > 1)
-
-
-def is_perhaps_a_flip(errors: Errors, noise: Errors) -> bool:
-    """Gradients alone differ by more than is allowed, and not by much."""
-    rest = replace(errors, gradients={})
-    return excess(rest, noise)[0] <= 1 < excess(errors, noise)[0] and errors.gradient <= _FLIP
-
-
-def _limits(errors: Errors, noise: Errors) -> Iterator[tuple[str, float, float]]:
-    def allowed(key: Any, of_noise: float) -> float:
-        units = _UNITS * torch.finfo(errors.dtypes.get(key, torch.float32)).eps
-        return max(units, _GROWTH * of_noise, _LEAST)
-
-    # A NaN or an infinity of the noisy run alone allows nothing.
-    def largest(noises: Iterable[float]) -> float:
-        return max(filter(math.isfinite, noises), default=0.0)
-
-    yield "outputs", errors.outputs, allowed("outputs", largest([noise.outputs]))
-    for layer, error in errors.layers.items():
-        yield "a layer", error, allowed(layer, largest([noise.layers.get(layer, 0.0)]))
-    for name, error in errors.buffers.items():
-        yield f"the buffer {name}", error, allowed(name, largest(noise.buffers.values()))
-    # One bound for all: how rounding spreads over them is chance.
-    for name, error in errors.gradients.items():
-        yield f"the gradient of {name}", error, allowed(name, largest(noise.gradients.values()))
-
-
 def _compare(done: Run, reference: Run, errors: Errors) -> None:
     if len(done.outputs) != len(reference.outputs):
         errors.failed = "what the model returns"
@@ -188,24 +141,14 @@ def _compare(done: Run, reference: Run, errors: Errors) -> None:
         errors.failed = "what has a gradient"
         return
     for a, b in zip(done.outputs, reference.outputs):
-        errors.outputs = max(errors.outputs, relative_difference(a, b))
-        _note_dtype(errors, "outputs", a)
+        errors.outputs = max(errors.outputs, errors.of("outputs", a, b))
     for name, buffer in reference.buffers.items():
         # A mean of zero is rounding, of values that are mostly around one.
         floor = _NEGLIGIBLE * buffer.numel() ** 0.5
-        errors.buffers[name] = relative_difference(done.buffers[name], buffer, floor=floor)
-        _note_dtype(errors, name, buffer)
-    scale = max((norm_of(g) for g in reference.gradients.values()), default=0.0)
+        errors.buffers[name] = errors.of(name, done.buffers[name], buffer, floor)
+    floor = _NEGLIGIBLE * max(map(norm_of, reference.gradients.values()), default=0.0)
     for name, gradient in reference.gradients.items():
-        floor = _NEGLIGIBLE * scale
-        errors.gradients[name] = relative_difference(done.gradients[name], gradient, floor=floor)
-        _note_dtype(errors, name, gradient)
-
-
-def _note_dtype(errors: Errors, key: Any, tensor: Tensor) -> None:
-    if tensor.is_floating_point():
-        before = errors.dtypes.get(key, tensor.dtype)
-        errors.dtypes[key] = max(before, tensor.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        errors.gradients[name] = errors.of(name, done.gradients[name], gradient, floor)
 
 
 def _weights(leaf: Tensor) -> Tensor:
@@ -303,8 +246,7 @@ def _recording(
             errors.layers[call[0]] = float("inf")
             return
         for a, b in zip(leaves, expected):
-            before = max(before, relative_difference(a, b))
-            _note_dtype(errors, call[0], b)
+            before = max(before, errors.of(call[0], a, b))
         errors.layers[call[0]] = before
 
     def owner(_: int, before: Key | None, recipe: Recipe | None) -> Key:

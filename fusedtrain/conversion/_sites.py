@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from .. import nn as fused_nn
 from .._graph.flow import Trace, Value
-from .._graph.records import assign
-from .._graph.report import Unchanged, title
+from .._graph.forward import assign
+from .._graph.report import title
 from ..nn.norm import OURS
 from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
@@ -208,9 +208,6 @@ class Site(Unit):
         assert fused is not None
         target = title(fused) if self.becomes_ours else "fusedtrain.functional.batch_norm_act"
         return FusedNorm(self.name, source, target, tuple(parts))
-
-    def unchanged(self, source: str) -> Unchanged:
-        return Unchanged(self.name, source, self.reason)
 
 
 def _chain(first: fx.Node, members: dict[fx.Node, Step]) -> list[fx.Node]:

@@ -15,7 +15,6 @@ from torch import fx, nn
 
 from .._graph.flow import Flow, Trace
 from .._graph.hooks import is_hooked
-from .._graph.report import Unchanged
 from ._source import copied, source_of
 
 
@@ -92,8 +91,8 @@ class Copy:
 @dataclass(eq=False, kw_only=True)
 class Unit:
     """Calls that become one. `module`: the one whose forward calls them, or a norm, by which the
-    unit is chosen and undone. `reason`: why it stays, or lost a part; '' also if another unit does
-    its work."""
+    unit is chosen and undone. `title`: its kind in the report, '' for the class of the module.
+    `reason`: why it stays, or lost a part; '' also if another unit does its work."""
 
     lines: ClassVar[str]  # field of the report where it is fused
     left: ClassVar[str] = ""  # field of the report where it stays
@@ -147,9 +146,6 @@ class Unit:
     def line(self, source: str) -> Any:
         """The entry of the report. `source`: the class of the module before."""
         raise NotImplementedError
-
-    def unchanged(self, source: str) -> Unchanged:
-        return Unchanged(self.name, self.title, self.reason)
 
 
 class Rules:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain._graph.forward import rewritten_of
 from fusedtrain.conversion import _trials
 from helpers.folding import waken
 
@@ -137,6 +138,16 @@ def test_observers_that_grow_at_their_first_call_are_put_back() -> None:
     assert "2" in [entry.name for entry in report.converted]
     for (name, old), (_, new) in zip(before, model.named_buffers(), strict=True):
         assert torch.equal(old, new), name
+
+
+@pytest.mark.parametrize("wrong", [object(), [(2, 3, 8, 8), (2, 3, 8, 8)]])
+def test_an_example_of_another_type_leaves_an_earlier_conversion(wrong: Any) -> None:
+    model = converted()
+    before = rewritten_of(model)
+    with pytest.raises((TypeError, ValueError), match="example_inputs"):
+        fusedtrain.convert(model, wrong)
+    assert before is not None
+    assert rewritten_of(model) is before
 
 
 def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.conversion._candidates import GAINS_NOTHING
+from fusedtrain.conversion._calls import GAINS_NOTHING
 from helpers.conversion import Calls, assert_same, image, results
 
 STAY = {

@@ -127,7 +127,7 @@ def test_a_spelling_is_one_activation_and_equal_to_it(name: str, number: int) ->
     smooth = ~torch.isin(x.detach().abs(), torch.tensor([0.0, 2.0, 3.0], dtype=x.dtype))
     want, got = (torch.autograd.grad(y.sum(), x)[0][smooth] for y in (expected, actual))
     defined = want.isfinite()  # x^3 overflows before tanh is 1
-    # torch's own backward of Hardsigmoid has factors of float32; see _LEAST of _proof.py.
+    # torch's own backward of Hardsigmoid has factors of float32; see _LEAST of _trials.py.
     torch.testing.assert_close(got[defined], want[defined], rtol=2e-7, atol=1e-8)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain._graph.report import Unchanged
-from fusedtrain.conversion._candidates import GAINS_NOTHING
+from fusedtrain.conversion._calls import GAINS_NOTHING
 from helpers.models import timm
 
 

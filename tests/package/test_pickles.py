@@ -72,6 +72,6 @@ def test_functions_are_named_by_their_public_module() -> None:
 
 
 def test_private_names_are_noticed() -> None:
-    from fusedtrain._graph.records import Decision
+    from fusedtrain.conversion._classes import Decision
 
-    assert private_names(pickle.dumps(Decision)) == {"fusedtrain._graph.records"}
+    assert private_names(pickle.dumps(Decision)) == {"fusedtrain.conversion._classes"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fusedtrain
-from fusedtrain.conversion._candidates import GAINS_NOTHING
+from fusedtrain.conversion._calls import GAINS_NOTHING
 from scripts import (
     cifar_efficientnet,
     dcgan,
