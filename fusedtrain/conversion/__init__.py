@@ -42,6 +42,7 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.records import Decision, Record as Record, record_of
 from .._graph.report import shown
+from ..nn.depthwise import DEPTHWISE
 from ..ops.depthwise import is_measured
 from . import _fuse_modules as _fuse_modules
 from ._classes import unlike
@@ -89,15 +90,10 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
-_DEPTHWISE: dict[type, type] = {
-    torch.nn.Conv1d: fused_nn.DepthwiseConv1d,
-    torch.nn.Conv2d: fused_nn.DepthwiseConv2d,
-    torch.nn.Conv3d: fused_nn.DepthwiseConv3d,
-}
 MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
 _FUSED = (
-    *_TORCH.values(), *_DEPTHWISE.values(),
+    *_TORCH.values(), *DEPTHWISE.values(),
     *(getattr(fused_nn, target) for target, _ in _TIMM.values()),
 )  # fmt: skip
 
@@ -134,6 +130,8 @@ def convert(
     With `example_inputs` the model runs forward and backward on it before and after, and a swap
     that changes more than rounding is undone: 32 times what the stock model shows when its layers'
     outputs are off by one unit in the last place. Gradients, buffers and random generators stay.
+    Depthwise convolutions for which torch's kernels are faster in all passes of the example keep
+    their class, if `memory` is "store".
 
     A converted activation may keep its output for backward where torch keeps its input. A model
     that modifies that output in place, `y = act(x); y += z`, raises torch's error then: exclude
@@ -288,7 +286,7 @@ def _decide(module: torch.nn.Module) -> Decision | None:
         return None
     if isinstance(module, _FUSED):
         return Decision(module)
-    kind = next((base for base in _DEPTHWISE if isinstance(module, base)), None)
+    kind = next((base for base in DEPTHWISE if isinstance(module, base)), None)
     if kind is not None:
         return _decide_convolution(module, kind)
     base = next((base for base in cls.__mro__ if base in _TORCH or _key(base) in _TIMM), None)
@@ -308,7 +306,7 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
         return None
     device = module.weight.device.type
     theirs = "" if is_measured(device) else f"torch's own kernels run on {device}"
-    return Decision(module, _DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
+    return Decision(module, DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
 
 
 def _timm_obstacle(module: torch.nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:
