@@ -7,21 +7,24 @@ contestants and gate are in fusedtrain.advisor.bench.depthwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import geometric_mean
 
 import torch
 
 from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
+from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race
+from benchmarks.harness.rows import Row
 from fusedtrain.advisor.bench import Contest
 from fusedtrain.advisor.bench.depthwise import Layer, contest
 from fusedtrain.ops import depthwise
 
 FAMILY = "depthwise"
-REPORT = ops.report(FAMILY)
 OP = "depthwise_conv"
 BATCH = {"cpu": 8, "cuda": 64}
 DTYPES = {
@@ -29,19 +32,59 @@ DTYPES = {
     "cuda": (torch.float16, torch.bfloat16, torch.float32),
 }
 
-LAYERS = (
-    # EfficientNet-B0 and MobileNetV3-L
+NETWORKS = {
+    "EfficientNet-B0": (
     Layer(32, 112, 3), Layer(96, 112, 3, 2), Layer(144, 56, 3), Layer(144, 56, 5, 2),
     Layer(240, 28, 5), Layer(240, 28, 3, 2), Layer(480, 14, 3), Layer(480, 14, 5),
     Layer(672, 14, 5), Layer(672, 14, 5, 2), Layer(1152, 7, 5), Layer(1152, 7, 3),
-    # MobileNetV4-conv-small
+    ),
+    "MobileNetV4-conv-small": (
     Layer(32, 28, 5, 2), Layer(192, 14, 3), Layer(384, 14, 5), Layer(576, 7, 5),
-    # ConvNeXt-T
+    ),
+    "ConvNeXt-T": (
     Layer(96, 56, 7), Layer(192, 28, 7), Layer(384, 14, 7), Layer(768, 7, 7),
-    # RepLKNet, a Conformer, X3D
-    Layer(128, 56, 31), Layer(256, 512, 31, dims=1), Layer(54, 28, 3, dims=3),
-)  # fmt: skip
+    ),
+    "RepLKNet": (Layer(128, 56, 31),),
+    "Conformer, 1-d": (Layer(256, 512, 31, dims=1),),
+    "X3D, 3-d": (Layer(54, 28, 3, dims=3),),
+}  # fmt: skip
+LAYERS = tuple(layer for layers in NETWORKS.values() for layer in layers)
 QUICK = (Layer(16, 28, 3, 2),)
+
+
+def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
+    """Geometric means by network, the layouts side by side. Bars of all layers would be 130."""
+    parts: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        if "eager" in row.ratio:
+            parts.setdefault(row.dtype, {}).setdefault(row.layout, []).append(row)
+    return [[_means(part[name]) for name in LAYOUTS if name in part] for part in parts.values()]
+
+
+def _means(rows: Sequence[Row]) -> Panel:
+    def size(row: Row) -> tuple[str, int, int]:
+        return row.op, *row["shape"][1:3]
+
+    sizes = {
+        name: {(layer.name, layer.channels, layer.side) for layer in layers}
+        for name, layers in NETWORKS.items()
+    } | {"all layers": set(map(size, rows))}
+
+    def mean(network: str, pass_name: str) -> float | None:
+        of_pass = [row for row in rows if row["pass"] == pass_name]
+        ratios = [row.ratio["eager"] for row in of_pass if size(row) in sizes[network]]
+        return geometric_mean(ratios) if ratios else None
+
+    return Panel(
+        f"eager {FASTER}",
+        [*sizes],
+        {p: [mean(name, p) for name in sizes] for p in PASSES},
+        f"{rows[0].layout}: geometric means of each network's layers, {rows[0].dtype}",
+        line=1,
+    )
+
+
+REPORT = replace(ops.report(FAMILY), panels=_panels)
 
 
 @dataclass(frozen=True)

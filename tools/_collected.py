@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+_TIMES = "seconds.json"
+
 
 class Collected:
     """The tests that pytest finds in `tree` by `arguments`.
@@ -66,6 +68,11 @@ class Collected:
             known[:] = [killer, *(k for k in known if k != killer)]
         return killer
 
+    def usual(self, files: Iterable[str]) -> float:
+        """Processor time of these tests in the first run that passed, in seconds."""
+        taken = json.loads(self.log.with_name(_TIMES).read_text())
+        return sum(took for name, took in taken.items() if any(is_of(name, f) for f in files))
+
     def close(self) -> None:
         self._requests.close()
         self._answers.close()
@@ -102,7 +109,7 @@ def _serve(
     assert Path(fusedtrain.__file__).is_relative_to(tree)
 
     # Processor time of each test in the first run that passed: a mutant may loop for ever.
-    taken = log.with_name("seconds.json")
+    taken = log.with_name(_TIMES)
 
     class Plugin:
         failed: IO[str] | None = None

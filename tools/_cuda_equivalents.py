@@ -19,9 +19,35 @@ _UNREAD = "a column beyond those of the block, which nobody reads"
 _MANY = "from 65 shares of a channel on: more than the emulator's two multiprocessors make"
 _DEVICES = "of the 65th GPU of a machine"
 _EXACT = "the quotient is exact below 2^61 all the same"
+_EXACT_32 = "the quotient is exact below 2^30 all the same, and is_small() lets pass less"
+_ONE_STEP = "of a stride of 1 all columns of the kernel are seen, from tap 0 on"
 _DOUBLES = "of doubles nobody asks for vectors: pointers count as not aligned"
 SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _SPEED: {
+        ("depthwise.cuh", "wide_lanes"): (
+            "const int64_t room = kShared / (kBytes * 2 * call.taps());",
+        ),
+        # A wide strip has fewer rows: there are more strips, and those beyond the rows do nothing.
+        ("depthwise.cuh", "launch_walk"): (
+            "Walk<I> w(call, lanes >= 0 ? wide_rows : narrow_rows);",
+        ),
+        ("depthwise.cuh", "is_small"): (
+            "bool small = call.samples * call.channels * call.inputs() <= kMost &&",
+            "bool small = call.samples * 2 * call.channels * call.inputs() < kMost &&",
+            "(call.kernel[d] + 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&",
+        ),
+        ("depthwise_strips.cu", "depthwise_strips"): (
+            "if (!is_small(call) || call.dtype == Dtype::kFloat64 || call.dilation[1] != 1 ||"
+            " stride >= 2)",
+            "if (!known && (stride != 1 || size <= 4)) return false;",
+        ),
+        ("depthwise_weight.cu", "with_kernel"): (
+            "bool known = is_small(call) && call.grad_weight != nullptr && stride < 2 &&",
+        ),
+        ("depthwise_weight.cu", "by_dtype"): (
+            "const bool wide = call.last && false && call.multiplier == 1 && call.channels %"
+            " Vec<S>::kLanes == 0 &&",
+        ),
         ("batch_norm_walk.cuh", "across_for"): (
             "while (best < kWarp && false && best < lines) best *= 2;",
             "for (int fewer = best / 2; fewer > fewest; fewer /= 2)",
@@ -94,6 +120,10 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _ROUND: {
+        ("depthwise.cuh", "first_sum"): ("group = I((blockIdx.x + 1)) % w.groups;",),
+        ("depthwise_weight.cu", "weight_kernel"): (
+            "const I part = I((blockIdx.x + 1)) % w.parts, group = I(blockIdx.x) / w.parts;",
+        ),
         ("batch_norm.cu", "merge_statistics_kernel"): (
             "const int64_t channel = int64_t(blockIdx.x) * kMergeChannels - threadIdx.x %"
             " kMergeChannels;",
@@ -151,6 +181,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _OWN: {
+        ("depthwise_weight.cu", ""): ("for (int d = 0; d <= 3; ++d) {",),
         ("few_bit.cu", "forward_kernel"): (
             "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
         ),
@@ -166,6 +197,10 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _ROOM: {
+        ("depthwise_weight.cu", "depthwise_workspace"): (
+            "if (call.grad_weight == nullptr && false && call.grad_bias == nullptr) return count;",
+        ),
+        ("depthwise_weight.cu", "with_kernel"): ("count = w.groups * 2 * w.numbers;",),
         ("batch_norm_sums.cuh", "shares_of"): (
             "inline int64_t shares_of(const Walk& w) { return 2 * 2 * w.groups * share_width(w); }",
         ),
@@ -175,6 +210,9 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _BEYOND: {
+        ("depthwise.cuh", "launch_walk"): (
+            "launch(wide, ceil_div(w.count, kThreads / lanes) * 2 * w.groups, kThreads, stream,",
+        ),
         ("batch_norm_normalise.cu", "by_dtype"): (
             "launch(kernel_of<Normalise, S>(n.op, w.wide), w.parts.value * 2 * w.groups, kThreads,"
             " stream, 0,",
@@ -203,7 +241,22 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "return formulas::math::abs(error) <= 1.0f ? fmaf(0.5f * guess, error, guess) : guess;",
         ),
     },
-    _UNREAD: {("batch_norm_sums.cuh", "gather"): ("if (in_warp <= across) {",)},
+    _UNREAD: {
+        ("batch_norm_sums.cuh", "gather"): ("if (in_warp <= across) {",),
+        ("depthwise_weight.cu", "add_steps"): (
+            "if (column_tap + j > w.kernel[2] || !within(place, w.in[2])) continue;",
+        ),
+    },
+    _EXACT_32: {
+        ("depthwise.cuh", ""): (
+            "if (bits < 32) factor = uint32_t(((uint64_t(1) << shift) + number + 1) / number);",
+        ),
+    },
+    _ONE_STEP: {
+        ("depthwise_strips.cu", "strips_kernel"): (
+            "if (kBackward && kStride >= 1 && columns.tap + x * kStride >= kTaps) break;",
+        ),
+    },
     _MANY: {
         ("batch_norm_sums.cuh", "for_shares"): (
             "for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i -= kMergeThreads /"

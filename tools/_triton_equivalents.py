@@ -28,6 +28,9 @@ EQUIVALENT: dict[Key, str] = {
     (_CHANNELS, "tile_backward_kernel", "if COUNT >= 1:"):
         "a sum that is not stored (a store would be outside of the shares)",
     (_BITS, "level_of", "if len(LEVELS) > 1:"): "no table has a single level",
+    (f"{FOLDER}/depthwise.py", "depthwise_kernel",
+     "copy = part // PARTS if MULTIPLIER >= 1 else 0"):
+        "without a multiplier there are PARTS parts, and the quotient is 0",
     (_FORMULAS, "hardshrink_backward",
      "return tl.where((saved == 0.0) & (a - saved >= 0.0), 0.0, g)"): "where it counts, saved is 0",
     (_FORMULAS, "softshrink_forward",

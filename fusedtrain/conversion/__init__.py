@@ -84,6 +84,8 @@ def convert(
     With `example_inputs` the model runs forward and backward on it before and after, and a swap
     that changes more than rounding is undone: 32 times what the stock model shows when its layers'
     outputs are off by one unit in the last place. Gradients, buffers and random generators stay.
+    Depthwise convolutions for which torch's kernels are faster in all passes of the example keep
+    their class, if `memory` is "store".
 
     A converted activation may keep its output for backward where torch keeps its input. A model
     that modifies that output in place, `y = act(x); y += z`, raises torch's error then: exclude

@@ -16,6 +16,7 @@ from .._graph.forward import obstacle_of
 from .._graph.hooks import is_hooked
 from .._graph.modules import is_quantized, is_scripted
 from .._graph.report import title
+from ..nn.depthwise import DEPTHWISE
 from ..ops.depthwise import is_measured
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
@@ -56,14 +57,9 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
-_DEPTHWISE: dict[type, type] = {
-    nn.Conv1d: fused_nn.DepthwiseConv1d,
-    nn.Conv2d: fused_nn.DepthwiseConv2d,
-    nn.Conv3d: fused_nn.DepthwiseConv3d,
-}
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
 _FUSED = (
-    *_TORCH.values(), *_DEPTHWISE.values(),
+    *_TORCH.values(), *DEPTHWISE.values(),
     *(getattr(fused_nn, target) for target, _ in _TIMM.values()),
 )  # fmt: skip
 
@@ -136,7 +132,7 @@ def _decide(module: nn.Module) -> Decision | None:
         return None
     if isinstance(module, _FUSED):
         return Decision(module)
-    kind = next((base for base in _DEPTHWISE if isinstance(module, base)), None)
+    kind = next((base for base in DEPTHWISE if isinstance(module, base)), None)
     if kind is not None:
         return _decide_convolution(module, kind)
     base = next((base for base in cls.__mro__ if base in _TORCH or _key(base) in _TIMM), None)
@@ -156,7 +152,7 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
         return None
     device = module.weight.device.type
     theirs = "" if is_measured(device) else f"torch's own kernels run on {device}"
-    return Decision(module, _DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
+    return Decision(module, DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
 
 
 def _timm_obstacle(module: nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:

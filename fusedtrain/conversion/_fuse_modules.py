@@ -12,12 +12,11 @@ from torch import nn
 from .. import nn as fused_nn
 from .._graph.forward import restore
 from .._torch_private import FUSERS
+from ..nn.depthwise import DEPTHWISE
 
 _FUSED: dict[type, type] = {
     nn.ReLU: fused_nn.ReLU,
-    nn.Conv1d: fused_nn.DepthwiseConv1d,
-    nn.Conv2d: fused_nn.DepthwiseConv2d,
-    nn.Conv3d: fused_nn.DepthwiseConv3d,
+    **DEPTHWISE,
     nn.BatchNorm1d: fused_nn.BatchNormAct1d,
     nn.BatchNorm2d: fused_nn.BatchNormAct2d,
     nn.BatchNorm3d: fused_nn.BatchNormAct3d,

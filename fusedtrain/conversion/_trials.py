@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
+from .._graph.hooks import observing
 from .._torch_private import pytree
+from ..nn.depthwise import DEPTHWISE, passes_of
+from ._calls import TORCH_IS_FASTER
 from ._conversion import Conversion
 from ._proof import Errors, Run, run
 from ._report import Layer, Proof
@@ -82,9 +85,27 @@ class _Trials:
         conversion.install()
         watched = conversion.watched()
         conversion.uninstall()
-        self.stock, _ = run(self.model, example, watched)
+        self.stock = self._stock_run(watched)
         _, self.noise = run(self.model, example, watched, self.stock, noise=True)
         self._stock_runs: dict[bool, tuple[Run, Errors]] = {}  # of `_on_copies`
+
+    def _stock_run(self, watched: list[nn.Module]) -> Run:
+        """Leaves depthwise convolutions that gain nothing in it, unless `memory` asks for more than
+        time: recomputed outputs need the class."""
+        entries = self.conversion.activations if self.conversion.memory == "store" else []
+        layers = {id(entry.module) for entry in entries if type(entry.module) in DEPTHWISE}
+        gains: dict[int, bool] = {}
+
+        def leave(module: nn.Module, args: Any, named: Any, _: Any) -> None:
+            if id(module) in layers:
+                use = passes_of(module, args[0] if args else named.get("input"))
+                gains[id(module)] = any(use) or gains.get(id(module), False)
+
+        with observing(lambda *_: None, leave):
+            stock, _ = run(self.model, self.example, watched)
+        idle = [layer for layer, gained in gains.items() if not gained]
+        self.conversion.undone.update(dict.fromkeys(idle, TORCH_IS_FASTER))
+        return stock
 
     def judge(self) -> str:
         """The fault of the conversion, in words; '' if there is none."""

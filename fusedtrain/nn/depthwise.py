@@ -9,7 +9,17 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from torch.nn import functional as torch_functional
 
 from .. import functional as F
+from .._calls import autocasts, is_plain
 from .._graph.fx import module_call
+from ..ops.depthwise import Faster, passes
+
+
+def _padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
+    """The input and padding of the convolution. Padding other than zeros is a copy before it."""
+    if layer.padding_mode == "zeros":
+        return input, layer.padding
+    sides = layer._reversed_padding_repeated_twice
+    return torch_functional.pad(input, sides, mode=layer.padding_mode), 0
 
 
 class _Depthwise:
@@ -38,10 +48,7 @@ class _Depthwise:
         call = module_call(input) if isinstance(input, fx.Proxy) else None
         if call is not None:
             return call
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            sides = self._reversed_padding_repeated_twice
-            input, padding = torch_functional.pad(input, sides, mode=self.padding_mode), 0
+        input, padding = _padded(self, input)
         return self._function(input, self.weight, self.bias, self.stride, padding, self.dilation)
 
 
@@ -86,3 +93,25 @@ class DepthwiseConv3d(_Depthwise, nn.Conv3d):
     """
 
     _function = staticmethod(F.depthwise_conv3d)
+
+
+# torch's class -> ours
+DEPTHWISE: dict[type, type] = {
+    nn.Conv1d: DepthwiseConv1d,
+    nn.Conv2d: DepthwiseConv2d,
+    nn.Conv3d: DepthwiseConv3d,
+}
+
+
+def passes_of(layer: Any, input: Any) -> Faster:
+    """The passes in which our kernels run if a layer of torch's class or of ours is called, whoever
+    asks for gradients."""
+    if not (isinstance(input, Tensor) and is_plain(input)):
+        return Faster(False, False, False)
+    batch = input.detach()
+    if autocasts(batch):
+        batch = batch.to(torch.get_autocast_dtype(batch.device.type))
+    batch, padding = _padded(layer, batch)
+    if batch.dim() < layer.weight.dim():
+        batch = batch.unsqueeze(0)
+    return passes(batch, layer.weight, layer.stride, padding, layer.dilation)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from fusedtrain.conversion._candidates import TORCH_IS_FASTER
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fusedtrain
 from fusedtrain import nn as fused
+from fusedtrain.ops import depthwise as depthwise_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,3 +128,143 @@ def test_hooks_see_what_they_saw() -> None:
         torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
     for ours, torchs in zip(seen[:2], seen[2:], strict=True):
         torch.testing.assert_close(ours, torchs, rtol=1e-10, atol=1e-10)
+
+
+def left_or_not() -> dict[str, tuple[nn.Module, tuple[int, ...], bool]]:
+    """Sizes on both sides of limits of the rule, and whether the layer is left."""
+
+    def conv(kernel: int, kind: type = nn.Conv2d, channels: int = 4, **rest: Any) -> Any:
+        return kind(channels, channels, kernel, groups=channels, **rest)
+
+    return {
+        "small plane": (conv(3, padding=1), (2, 4, 9, 9), True),
+        "one sample": (conv(3, padding=1), (4, 9, 9), True),
+        "large plane": (conv(3, padding=1), (1, 4, 40, 40), False),
+        "gradient of the weight": (conv(5, padding=2), (2, 4, 9, 9), False),
+        "gradient of the input": (conv(3, stride=2).bfloat16(), (2, 4, 9, 9), False),
+        "1-d": (conv(8, nn.Conv1d, padding=4), (2, 4, 99), False),
+        "reflect": (conv(3, padding=1, padding_mode="reflect"), (2, 4, 9, 9), True),
+        "unequal sides": (conv(2, padding="same"), (2, 4, 9, 9), False),
+        # A copy pads unequal sides before the kernel, in our class, too.
+        "reflect, unequal": (conv(2, padding="same", padding_mode="reflect"), (2, 4, 9, 9), True),
+        "float64": (conv(3, padding=1).double(), (2, 4, 9, 9), False),
+        "excluded": (conv(3, padding=1), (2, 4, 9, 9), True),
+    }
+
+
+@pytest.fixture
+def _fast_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch has kernels of float32 and 16 bits on any machine."""
+    fast = lambda dtype: dtype is not torch.float64  # noqa: E731
+    monkeypatch.setattr(depthwise_ops, "_torch_has_kernels", fast)
+    depthwise_ops._plan.cache_clear()
+    yield
+    depthwise_ops._plan.cache_clear()
+
+
+def example(shape: tuple[int, ...], layer: nn.Module) -> Tensor:
+    return torch.randn(shape, dtype=next(layer.parameters()).dtype)
+
+
+@pytest.mark.usefixtures("_fast_torch")
+@pytest.mark.parametrize("name", left_or_not())
+def test_layers_that_gain_nothing_are_left(name: str) -> None:
+    layer, shape, left = left_or_not()[name]
+    model, x = nn.Sequential(layer, nn.Identity()), example(shape, layer)
+    kind, state = type(layer), dict(vars(layer))
+    exclude = ["0"] if name == "excluded" else []
+    report = fusedtrain.convert(model, x, exclude=exclude)
+    assert (type(layer) is kind) == left
+    reasons = [entry.reason for entry in report.left]
+    assert reasons == ["excluded" if exclude else TORCH_IS_FASTER] * left
+    assert (TORCH_IS_FASTER in str(report)) == (left and not exclude)
+    assert len(report) == len(report.converted) == (not left)
+    if left:
+        assert vars(layer) == state
+    assert fusedtrain.revert(model) == (not left)
+    assert type(layer) is kind
+
+
+@pytest.mark.usefixtures("_fast_torch")
+@pytest.mark.parametrize(
+    "options",
+    [{"example_inputs": None}, {"verify": False}, {"memory": "recompute"}, {"memory": "q8"}],
+    ids=str,
+)
+def test_without_an_example_or_with_another_memory_they_are_converted(options: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4))
+    report = fusedtrain.convert(model, **{"example_inputs": (2, 4, 9, 9), **options})
+    assert type(model[0]) is fused.DepthwiseConv2d
+    assert not report.left
+    assert fusedtrain.revert(model) == 1 + (options.get("memory") == "recompute")
+
+
+class Two(nn.Module):
+    """Calls one convolution on a small and another on a large input as well, a third not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.both, self.idle = (nn.Conv2d(4, 4, 3, groups=4) for _ in range(3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        few = input[..., :9, :9]
+        result: Tensor = self.small(input=few) + self.both(few) + self.both(input).mean()
+        return result
+
+
+@pytest.mark.usefixtures("_fast_torch")
+def test_every_call_of_the_example_counts() -> None:
+    model, x = Two(), torch.randn(1, 4, 40, 40)
+    stock = copy.deepcopy(model)
+    for _ in range(2):  # a second convert finds the same, but for what is fused already
+        report = fusedtrain.convert(model, x)
+        assert [(left.name, left.reason) for left in report.left] == [("small", TORCH_IS_FASTER)]
+        assert type(model.small) is nn.Conv2d
+        assert type(model.both) is type(model.idle) is fused.DepthwiseConv2d
+    assert report.already == 2
+    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(one.small) is nn.Conv2d
+        torch.testing.assert_close(one(x), stock(x))
+        assert fusedtrain.revert(one) == 2
+        assert type(one.both) is nn.Conv2d
+    # Without an example nothing is known of the sizes.
+    assert [entry.name for entry in fusedtrain.convert(model).converted] == ["small"]
+    assert fusedtrain.revert(model) == 3
+    report = fusedtrain.convert(model, x, dry_run=True)
+    assert [left.name for left in report.left] == ["small"]
+    assert all(type(part) is nn.Conv2d for part in model.children())
+
+
+@pytest.mark.usefixtures("_fast_torch")
+def test_the_example_may_autocast_and_change_the_layout() -> None:
+    """The class chooses by the dtype and the layout that reach the kernel."""
+
+    class Cast(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                result: Tensor = super().forward(input)
+            return result
+
+    # Contiguous float32 gains.
+    for cls, x in (
+        (Cast, torch.randn(1, 4, 40, 40)),
+        (nn.Sequential, torch.randn(1, 4, 40, 40).contiguous(memory_format=torch.channels_last)),
+    ):
+        model = cls(nn.Conv2d(4, 4, 3, groups=4))
+        report = fusedtrain.convert(model, x)
+        assert [left.reason for left in report.left] == [TORCH_IS_FASTER]
+
+
+@pytest.mark.usefixtures("_fast_torch")
+def test_other_layers_of_the_network_are_converted() -> None:
+    """The norm behind a layer that is left becomes one op all the same."""
+    layers = (nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    model, x = nn.Sequential(*layers), torch.randn(2, 4, 9, 9)
+    stock = copy.deepcopy(model)
+    report = fusedtrain.convert(model, x)
+    assert [norm.name for norm in report.norms] == ["1"]
+    assert [left.name for left in report.left] == ["0"]
+    for ours, torchs in zip(results(model, x), results(stock, x), strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+    assert fusedtrain.revert(model) > 0
+    assert [type(part) for part in model] == [type(part) for part in stock]

@@ -337,6 +337,79 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         assert ("_depthwise_conv_backward" in called) == (some[1] or some[2] or unequal)
 
 
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+# Kernel, outputs a channel and what else differs from a contiguous float32 call; the passes in
+# which ours run: f(orward), i(nput), w(eight). Two lines are the sides of a limit.
+LIMITS: list[tuple[tuple[int, ...], int, dict[str, Any], str]] = [
+    # contiguous planes
+    ((3, 3), 999, {}, ""),
+    ((3, 3), 1000, {}, "fiw"),
+    ((4, 3), 999, {}, ""),
+    ((3, 4), 699, {}, "w"),
+    ((3, 4), 700, {}, "fiw"),
+    ((5, 5), 999, {"stride": (1, 2)}, "w"),
+    ((5, 5), 1000, {"stride": (1, 2)}, "fiw"),
+    ((9, 9), 699, {}, "w"),
+    ((10, 3), 999, {}, "f"),
+    ((3, 3), 999, {"dilation": (1, 2)}, "iw"),
+    ((3, 3), 999, {"dilation": (4, 1)}, "iw"),  # a window of 9
+    ((3, 3), 999, {"dilation": (5, 1)}, "fiw"),
+    ((15, 3), 1000, {}, "fiw"),
+    ((16, 3), 1000, {}, "fw"),
+    ((16, 3), 1000, {"dilation": (1, 2)}, "fiw"),
+    # volumes
+    ((3, 3, 3), 7999, {}, "iw"),
+    ((3, 3, 3), 8000, {}, "fiw"),
+    ((5, 5, 5), 7999, {}, "iw"),
+    # rows
+    ((5,), 1, {}, "fiw"),
+    ((6,), 9999, {}, "w"),
+    ((9,), 1, {}, "w"),
+    ((10,), 1, {}, "fw"),
+    ((6,), 1, {"dilation": (2,)}, "fiw"),
+    # channels_last
+    ((3, 3), 9999, {"last": True}, ""),
+    ((9, 3), 9999, {"last": True}, ""),
+    ((3, 4), 1, {"last": True}, "w"),
+    ((10, 3), 1, {"last": True}, "fi"),
+    ((15, 3), 1, {"last": True}, "fi"),
+    ((16, 3), 1, {"last": True}, "i"),
+    ((3, 3), 1, {"last": True, "dilation": (2, 1)}, "iw"),
+    ((3, 3, 3), 9999, {"last": True}, "iw"),
+    # 16 bits
+    ((3, 3), 3999, {"dtype": BF16}, ""),
+    ((3, 3), 4000, {"dtype": BF16}, "fiw"),
+    ((3, 3), 4000, {"dtype": BF16, "last": True}, ""),
+    ((3, 4), 3999, {"dtype": BF16}, "w"),
+    ((3, 3), 3999, {"dtype": BF16, "stride": (1, 2)}, "i"),
+    ((3, 3), 3999, {"dtype": BF16, "dilation": (1, 2)}, "iw"),
+    ((5,), 4000, {"dtype": BF16}, "w"),
+    ((3,), 4000, {"dtype": BF16}, ""),
+    ((3, 3, 3), 4000, {"dtype": BF16}, "iw"),
+    # torch's plain loops
+    ((1, 1), 1, {}, "fiw"),
+    ((1, 2), 1, {}, ""),
+    ((3, 3), 1, {"dtype": F64}, "fiw"),
+    ((3, 3), 1, {"dtype": torch.float16}, "fiw"),  # of which this oneDNN has none
+]
+
+
+@pytest.mark.parametrize(("kernel", "outputs", "rest", "passes"), LIMITS, ids=str)
+def test_the_limits_of_the_rule(
+    kernel: tuple[int, ...], outputs: int, rest: dict[str, Any], passes: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Numbers that were measured (docs/depthwise.md); whoever changes one changes a line here."""
+    ones = (1,) * len(kernel)
+    call = (rest.get("dtype", F32), kernel, rest.get("stride", ones), rest.get("dilation", ones))
+    monkeypatch.setattr(_depthwise, "mkldnn_is_on", lambda: True)
+    monkeypatch.setattr(_depthwise, "mkldnn_takes", lambda dtype: dtype is BF16)
+    use = _depthwise.faster(*call, outputs, rest.get("last", False))
+    assert "".join(itertools.compress("fiw", use)) == passes
+    monkeypatch.setattr(_depthwise, "mkldnn_is_on", lambda: False)
+    assert all(_depthwise.faster(*call, outputs, rest.get("last", False)))
+
+
 def test_other_devices_run_torchs_kernels() -> None:
     """Nothing was measured on them."""
     x, weight, _ = (t.detach().to("meta") for t in arguments("3x3"))

@@ -263,6 +263,16 @@ def test_other_layouts(ops: Kernels, name: str, last: bool) -> None:
             call.check_backward(ops, change(call.grad))
 
 
+@pytest.mark.parametrize(("channels", "multiplier"), [(35, 1), (136, 1), (8, 2)])
+def test_blocks_of_channels(ops: Kernels, channels: int, multiplier: int) -> None:
+    """A last block with fewer numbers, or fewer vectors (34 and 17 are blocks of 12 and of 9); and
+    as many channels as a vector has, but two outputs of each."""
+    for dtype in (torch.float32, torch.bfloat16):
+        call = Call(square((1, channels, 3, 4), 3, multiplier=multiplier), dtype, True)
+        call.check_forward(ops)
+        call.check_backward(ops)
+
+
 @LAYOUTS
 @pytest.mark.parametrize("name", ["3 x 3", "7 x 7, stride 2, odd padding", "9 x 9", "2 x 2"])
 def test_infinities_reach_what_sees_them(ops: Kernels, name: str, last: bool) -> None:

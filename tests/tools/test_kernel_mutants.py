@@ -165,6 +165,8 @@ tests = Collected(Path({str(tmp_path)!r}), ["tests/test_f.py"])
 kernel = Path({str(kernel)!r})
 file = ["tests/test_f.py"]
 assert tests.run(file, 60) == ""
+assert 0 <= tests.usual(["tests/test_f.py::test_two"]) <= tests.usual(file) < 60
+assert tests.usual(["tests/test_none.py"]) == 0
 kernel.write_text("def f(x): return x - 1\\n")
 assert tests.run(file, 60) == "test_f.py::test_quick"
 assert tests.run(file, 60, ["test_f.py::test_two"]) == "test_f.py::test_two"

@@ -14,7 +14,7 @@ from ... import nn as fused_nn
 from ..._calls import autocasts
 from ..._text import shape_text
 from ...conversion import convert
-from ...ops.depthwise import passes
+from ...nn.depthwise import passes_of
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -104,12 +104,8 @@ def _input(layer: Any, call: Call) -> Tensor:
 
 
 def _gains(layer: Any, call: Call) -> bool:
-    """Whether our kernel runs in a pass of the call. Padding that is not of zeros is a copy before
-    the call, and counts as padding."""
-    batch = _input(layer, call)
-    if batch.dim() < layer.weight.dim():
-        batch = batch.unsqueeze(0)
-    use = passes(batch, layer.weight, layer.stride, layer.padding, layer.dilation)
+    """Whether our kernel runs in a pass of the call."""
+    use = passes_of(layer, _input(layer, call))
     return bool(
         use.forward
         or (use.grad_input and call.input_trains)

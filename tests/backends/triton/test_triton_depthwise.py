@@ -99,15 +99,21 @@ def test_infinities_stay_where_they_are_seen(last: bool, kernels: Any) -> None:
     on_device = [t.to(ops.device) for t in (grad, x, weight)]
     _, grad_weight, _ = ops("depthwise_conv_backward", *on_device, *arguments)
     assert (grad_weight == 35).all()
-    grad[:, :, 2] = torch.inf
-    weight = torch.ones(3, 1, 2, 1)
-    arguments = ((3, 1), (0, 0), (2, 1), last, True, False, False)
-    grad = grad[:, :, :2].contiguous()
-    grad[:, :, 1] = torch.inf
-    on_device = [t.to(ops.device) for t in (grad, x[..., :5].contiguous(), weight)]
+    # A stride passes over infinite columns: nor may lanes beyond the outputs read those.
+    x = torch.ones(1, 3, 7, 9)
+    x[..., 1::2] = torch.inf
+    arguments = ((1, 2), (0, 0), (1, 1), last, False, True, False)
+    on_device = [t.to(ops.device) for t in (grad, x, weight)]
+    assert (ops("depthwise_conv_backward", *on_device, *arguments)[1] == 35).all()
+    weight = torch.ones(3, 1, 1, 2, 1)
+    arguments = ((1, 3, 1), (0, 0, 0), (1, 2, 1), last, True, False, False)
+    grad = torch.ones(1, 3, 2, 2, 5)
+    grad[:, :, 0, 1] = grad[:, :, 1] = torch.inf
+    on_device = [t.to(ops.device) for t in (grad, torch.ones(1, 3, 2, 7, 5), weight)]
     grad_input, _, _ = ops("depthwise_conv_backward", *on_device, *arguments)
-    rows = torch.tensor([1, 0, 1, torch.inf, 0, torch.inf, 0])
-    assert torch.equal(grad_input.cpu(), rows[:, None].expand(1, 3, 7, 5))
+    inf = torch.inf
+    planes = torch.tensor([[1, 0, 1, inf, 0, inf, 0], [inf, 0, inf, inf, 0, inf, 0]])
+    assert torch.equal(grad_input.cpu(), planes[..., None].expand(1, 3, 2, 7, 5))
 
 
 @pytest.mark.slow
