@@ -245,10 +245,11 @@ def _fitting(
         if peak <= limit:
             return chosen, outcome, peak
         target = min(target, outcome.peak) - (peak - limit)
-    least = search.least().peak
+    least, place = search.least()
     among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
     raise ValueError(
-        f"budget: no plan needs less than {memory_text(least + fixed)}{among}; a smaller batch does"
+        f"budget: no plan needs less than {memory_text(least + fixed)}{among}; that much lives at "
+        f"once in {place or 'the model itself'}. A smaller batch needs less"
     )
 
 

@@ -49,12 +49,14 @@ class Step:
 @dataclass
 class Save:
     """A tensor that autograd saves: the step that made it, or -1, and its storage. `made`: moment.
-    `node`: number of the backward node that takes it, in backward's order; -1 if none does."""
+    `node`: number of the backward node that takes it, in backward's order; -1 if none does.
+    `module`: the module that ran."""
 
     step: int
     storage: int
     made: int
     node: int = -1
+    module: str = ""
 
 
 @dataclass
@@ -152,7 +154,8 @@ class _Profiler(Scope):
         recipe: Any = None if source is None else source[0].recipe
         strided = tensor.layout is torch.strided and type(tensor) is Tensor
         storage = self._storage_of(tensor) if strided else self._storage_of(torch.empty(0))
-        save = Save(-1 if recipe is None else recipe.number, storage, self._moment)
+        number = -1 if recipe is None else recipe.number
+        save = Save(number, storage, self._moment, module=self._modules[-1])
         self.profile.saves.append(save)
         if self._meter is not None:
             self._meter.mark()

@@ -18,6 +18,7 @@ class Outcome(NamedTuple):
 
     milliseconds: float
     peak: int
+    moment: int
 
 
 class Simulator:
@@ -26,8 +27,8 @@ class Simulator:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         steps, saves = profile.steps, profile.saves
-        self._first = len(saves) + 1  # the moment of backward's first node
-        self._moments = self._first + profile.nodes
+        self.first = len(saves) + 1  # the moment of backward's first node
+        self._moments = self.first + profile.nodes
         self.bytes = [profile.bytes[step.storage] for step in steps]
         self._saves_of: list[list[int]] = [[] for _ in steps]  # nodes, by step
         self._asks: list[list[int]] = [[] for _ in range(profile.nodes)]  # steps, by node
@@ -78,10 +79,10 @@ class Simulator:
         last = self._moments - 1
         for save in self.profile.saves:
             if save.step < 0 or not chosen[save.step]:
-                hold(save.storage, save.made, last if save.node < 0 else self._first + save.node)
+                hold(save.storage, save.made, last if save.node < 0 else self.first + save.node)
         for number, step in enumerate(self.profile.steps):
             if uses[number]:
-                until = self._first + ends[number]
+                until = self.first + ends[number]
                 for storage in step.reads:
                     hold(storage, step.made, until)
                 for source in step.inputs:
@@ -103,11 +104,19 @@ class Simulator:
         uses, ends = self._uses(chosen)
         kept = self._kept(chosen, uses, ends)
         backward = _Backward(self, chosen, uses)
-        peak = max(map(sum, zip(kept[: self._first], self._rest[: self._first])))
+        totals = list(map(sum, zip(kept, self._rest)))
         for node, asks in enumerate(self._asks):
-            moment = self._first + node
-            peak = max(peak, kept[moment] + self._rest[moment] + backward.run(asks))
-        return Outcome(backward.milliseconds, peak)
+            totals[self.first + node] += backward.run(asks)
+        peak = max(totals)
+        return Outcome(backward.milliseconds, peak, totals.index(peak))
+
+    def place(self, moment: int) -> str:
+        """The module whose forward or backward runs at a moment."""
+        saves = self.profile.saves
+        if moment < self.first:
+            return saves[min(moment, len(saves) - 1)].module
+        node = moment - self.first
+        return next((save.module for save in saves if save.node == node), "")
 
     def _within_depth(self, choice: Sequence[bool]) -> list[bool]:
         chosen, depths = list(choice), [0] * len(choice)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtrain.conversion._candidates import TORCH_IS_FASTER
+from fusedtrain.conversion._calls import TORCH_IS_FASTER
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
