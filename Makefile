@@ -84,12 +84,12 @@ sdist: $(VENV)/.torch  ## dist/*.tar.gz: the sources
 abi-matrix: wheel  ## the wheel under torch 2.10, 2.13, 2.15 and Python 3.10 to 3.14 (downloads gigabytes)
 	$(PY) tools/abi_matrix.py dist/*.whl $(ARGS)
 
-# Tests of what differs between releases of torch: compilers, export, torch.fx, hooks of optimizers, headers.
+# Tests of what differs between releases of torch: compilers, export, torch.fx, hooks of optimizers, the profiler, headers.
 OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops/test_autograd.py tests/ops/test_autograd_cpp.py tests/ops/test_every_function.py tests/ops/test_cpp_nodes.py \
   tests/ops/batch_norm/test_batch_norm_compilers.py tests/ops/batch_norm/test_sync_batch_norm.py \
   tests/conversion/test_convert.py tests/conversion/test_convert_calls.py tests/conversion/test_convert_gates.py tests/conversion/test_convert_norm_stays.py \
   tests/folding/test_fold.py tests/folding/test_fold_activations.py \
-  tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/apex_calls/amp tests/tools/test_laws.py
+  tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/apex_calls/amp tests/advisor/profiling tests/tools/test_laws.py
 
 oldest-torch:  ## build with the oldest supported torch, 2.10, in .venv-oldest and build/oldest; test compilers, export, conversion, optimizers (downloads gigabytes)
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

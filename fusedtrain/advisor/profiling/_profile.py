@@ -49,6 +49,10 @@ class Window:
     def stop(self, steps: int) -> Recording:
         wait_for_device()
         wall_us = (time.perf_counter() - self._begun) * 1e6
+        if not self.here:
+            # Nothing of this thread was seen. Under torch 2.10 and 2.11 `stop` would find no
+            # profiler here, raise, and leave the process without a profiler for good.
+            self.profiler.start_trace()
         self.profiler.stop()
         return recording(self.profiler.events() or (), wall_us, steps)
 

@@ -319,3 +319,6 @@ def test_a_watched_script_that_trains_in_a_thread() -> None:
     assert results["steps"] == 2
     assert next(row for row in results["families"] if row["family"] == "conv")["ms"] > 0
     assert results["top_operators"]
+    with fusedtrain.profile() as p:  # the process still has a profiler
+        _steps(1)()
+    assert p.summary["steps"] == 1
