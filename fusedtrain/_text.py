@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 
 _TIMES = (("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6))
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def time_text(seconds: float) -> str:
@@ -22,6 +24,18 @@ def memory_text(size: float) -> str:
     if size < 1e6:
         return f"{size / 1e3:.3g} kB"
     return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
+
+
+def bytes_in(text: str) -> int:
+    """The size that ``800MB`` or ``4GiB`` stands for.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no size, like '800MB' or '4GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def size_text(numel: int) -> str:

@@ -8,7 +8,6 @@ the bytes that are allocated meanwhile; `_simulate` says which time and peak a c
 from __future__ import annotations
 
 import copy
-import re
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from .._graph.kept import address_of
 from .._graph.tracer import same_generators
 from .._recompute import MemoryPlan, fingerprint
 from .._recompute.plan import PlannedStep
-from .._text import memory_text
+from .._text import bytes_in, memory_text
 from .._torch_private import pytree
 from ..conversion import convert, revert
 from ._meter import Meter
@@ -35,7 +34,6 @@ from ._simulate import Simulator
 
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _TRIES = 5  # of plans that are measured
 _STEPS = 3  # that are timed
 
@@ -152,10 +150,10 @@ def _bytes_of(budget: Any) -> int | float:
             f"budget: expected bytes, text as '4GiB', or a fraction, got {type(budget).__name__}"
         )
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", budget.lower())
-        if match is None or match[2] not in _UNITS:
-            raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'")
-        return int(float(match[1]) * _UNITS[match[2]])
+        try:
+            return bytes_in(budget)
+        except ValueError as error:
+            raise ValueError(f"budget: {error}") from None
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(
             f"budget: a float is a fraction of eager's peak, between 0 and 1, not {budget}; bytes "

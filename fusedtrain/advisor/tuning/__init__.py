@@ -16,7 +16,7 @@ import torch
 
 from ..._text import counted
 from ._budget import Budget, BudgetSpent, parse_budget
-from ._job import LEARNING_RATES, TOKENS, Job, place_of, split
+from ._job import checked_job, place_of
 from ._process import TrialFailed
 from ._recipe import recipe
 from ._report import HEADINGS, TunedTrial, TuneReport, sentences
@@ -101,7 +101,10 @@ def tune(
         )
     names = switches_named(switches)
     limit = Budget(parse_budget(budget) if isinstance(budget, str) else float(budget))
-    job = _job(build_model, example, batch, classes, tokens, loader, optimizer, lr, device, config)
+    job = checked_job(
+        place_of(build_model, "build_model"), example, batch, classes, tokens,
+        place_of(loader, "loader") if loader else "", optimizer, lr, device, config,
+    )  # fmt: skip
     tuner = Tuner(job, limit, begin or (lambda stage: None), compile, os.cpu_count() or 1)
     report = TuneReport(job.model, job.device, memory_means=_MEANS[job.device])
     begun = time.monotonic()
@@ -135,31 +138,3 @@ def _search(tuner: Tuner, names: Collection[str], full: bool, report: TuneReport
     if BATCH in names:
         tuner.try_larger_batch(best)
     tuner.race_plain()
-
-
-def _job(
-    build_model: Any, example: Any, batch: int, classes: int, tokens: int, loader: Any,
-    optimizer: str, lr: float | None, device: str | None, config: Mapping[str, Any] | None,
-) -> Job:  # fmt: skip
-    """Raises what `tune` says."""
-    model = place_of(build_model, "build_model")
-    shape = tuple(int(n) for n in (example.shape if torch.is_tensor(example) else example))
-    if torch.is_tensor(example) and not example.is_floating_point() and not tokens:
-        tokens = int(example.max()) + 1
-    if min(shape, default=0) < 1:
-        raise ValueError(f"example: expected the shape of one sample, got {shape}")
-    if batch < 2:
-        raise ValueError(f"batch: expected 2 or more, for batch norm; got {batch}")
-    if optimizer not in LEARNING_RATES:
-        raise ValueError(f"optimizer: expected sgd or adamw, got {optimizer!r}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: torch sees no CUDA device")
-    if split(model)[0] == "transformers":
-        tokens = tokens or TOKENS
-    return Job(
-        model, shape, batch, classes, tokens, place_of(loader, "loader") if loader else "", device,
-        optimizer, LEARNING_RATES[optimizer] if lr is None else lr, dict(config or {}),
-    )  # fmt: skip

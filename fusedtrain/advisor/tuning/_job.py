@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 LIBRARIES = ("torchvision", "timm", "transformers")
 TOKENS = 100  # token ids for a model of transformers; each vocabulary has as many
 LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
@@ -69,6 +71,37 @@ def split(place: str) -> tuple[str, str]:
             "path.py:FUNCTION"
         )
     return where, name
+
+
+def checked_job(
+    model: str, example: Any, batch: int, classes: int, tokens: int, loader: str, optimizer: str,
+    lr: float | None, device: str | None, config: Mapping[str, Any] | None,
+) -> Job:  # fmt: skip
+    """The job with its defaults filled in. `example`: one sample, or its shape.
+
+    Raises:
+        ValueError: an argument has no sense.
+    """
+    shape = tuple(int(n) for n in (example.shape if torch.is_tensor(example) else example))
+    if torch.is_tensor(example) and not example.is_floating_point() and not tokens:
+        tokens = int(example.max()) + 1
+    if min(shape, default=0) < 1:
+        raise ValueError(f"example: expected the shape of one sample, got {shape}")
+    if batch < 2:
+        raise ValueError(f"batch: expected 2 or more, for batch norm; got {batch}")
+    if optimizer not in LEARNING_RATES:
+        raise ValueError(f"optimizer: expected sgd or adamw, got {optimizer!r}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: torch sees no CUDA device")
+    if split(model)[0] == "transformers":
+        tokens = tokens or TOKENS
+    lr = LEARNING_RATES[optimizer] if lr is None else lr
+    return Job(
+        model, shape, batch, classes, tokens, loader, device, optimizer, lr, dict(config or {})
+    )
 
 
 def load_function(place: str) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ class Trial:
 
     def __init__(self, job: Job, config: Config) -> None:
         self.job, self.config = job, config
-        self._build_model = _model_function(job)
+        self._build_model = model_function(job)
         self._batches: Iterator[Any] | None = None
         self._facts: dict[str, Any] = {}
 
@@ -202,7 +202,8 @@ class Trial:
         raise ValueError(f"{self.job.loader}: it has no batch of {self.config[BATCH]} samples")
 
 
-def _model_function(job: Job) -> Callable[[], Any]:
+def model_function(job: Job) -> Callable[[], Any]:
+    """The function that builds the model of a job."""
     if split(job.model)[0] not in LIBRARIES:
         return load_function(job.model)
     names: dict[str, Any] = {}
