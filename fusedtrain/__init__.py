@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         planning as planning,
     )
     from .advisor.diagnosis import Diagnosis, doctor
+    from .advisor.fitting import FitReport, fit
     from .advisor.profiling import profile
     from .advisor.tuning import TuneReport, tune
     from .conversion import ConversionReport, convert, revert
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _LATER = {
     "advisor": (),
     "advisor.diagnosis": ("Diagnosis", "doctor"),
+    "advisor.fitting": ("FitReport", "fit"),
     "advisor.profiling": ("profile",),
     "advisor.tuning": ("TuneReport", "tune"),
     "apex": (),
@@ -45,6 +47,7 @@ __all__ = [
     "BackendInfo",
     "ConversionReport",
     "Diagnosis",
+    "FitReport",
     "FoldReport",
     "MemoryPlan",
     "MemoryReport",
@@ -56,6 +59,7 @@ __all__ = [
     "convert",
     "doctor",
     "drop_redundant_bias",
+    "fit",
     "fold_conv_bn",
     "fold_frozen_norms",
     "functional",

@@ -26,15 +26,11 @@ def memory_text(size: float) -> str:
     return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
-def bytes_in(text: str) -> int:
-    """The size that ``800MB`` or ``4GiB`` stands for.
-
-    Raises:
-        ValueError: the text is no size.
-    """
+def bytes_in(text: str) -> int | None:
+    """The size that ``800MB`` or ``4GiB`` stands for; None where the text is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", text.lower())
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is no size, like '800MB' or '4GiB'")
+        return None
     return int(float(match[1]) * _UNITS[match[2]])
 
 

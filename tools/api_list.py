@@ -24,6 +24,7 @@ MODULES = (
     "fusedtrain.memory",
     "fusedtrain.planning",
     "fusedtrain.advisor.diagnosis",
+    "fusedtrain.advisor.fitting",
     "fusedtrain.advisor.tuning",
     "fusedtrain.apex.fp16_utils",
     "fusedtrain.apex",
@@ -36,6 +37,7 @@ READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate
 # Names that commands and tests import and users need not: they may change in any version.
 INTERNAL = {
     "fusedtrain.advisor.diagnosis": {"RULES", "Facts", "Rule", "decide"},
+    "fusedtrain.advisor.fitting": {"HEADINGS"},
     "fusedtrain.advisor.tuning": {"HEADINGS", "NAMES", "parse_budget"},
 }
 

@@ -25,6 +25,7 @@ _PLAIN = {
 _WITH_EXTRA = {
     "bench": "fusedtrain's kernels against eager torch on this machine",
     "tune": "which switches make a model train faster on this machine, and the recipe",
+    "fit": "the largest batch, or the fastest way to train one, in so much memory; the plan",
     "profile": "where the time of a training script goes, before and after fusedtrain",
     "doctor": "what costs a training script time, memory or accuracy; a diff that removes it",
 }

@@ -150,10 +150,10 @@ def _bytes_of(budget: Any) -> int | float:
             f"budget: expected bytes, text as '4GiB', or a fraction, got {type(budget).__name__}"
         )
     if isinstance(budget, str):
-        try:
-            return bytes_in(budget)
-        except ValueError as error:
-            raise ValueError(f"budget: {error}") from None
+        size = bytes_in(budget)
+        if size is None:
+            raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'")
+        return size
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(
             f"budget: a float is a fraction of eager's peak, between 0 and 1, not {budget}; bytes "

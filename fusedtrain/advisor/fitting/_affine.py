@@ -1,0 +1,49 @@
+"""Bytes of a step as a function of the batch: a line through two measured batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+MOST = 1 << 16  # samples in a batch
+_GROWTH = 32  # times the largest measured batch, at most, is the next one
+_TRIES = 5  # of steps that are measured
+_CLOSE = 0.02  # a larger batch by less is not worth another step
+
+
+def predicted(peaks: Mapping[int, int], batch: int) -> float:
+    """Bytes of the batch, by the two largest measured ones."""
+    (one, low), (other, high) = sorted(peaks.items())[-2:]
+    return low + (high - low) / (other - one) * (batch - one)
+
+
+def largest_fitting(
+    measure: Callable[[int], int | None], peaks: dict[int, int], limit: int, most: int = MOST
+) -> int:
+    """The largest batch with a measured peak of at most `limit`; 0 without one.
+
+    Args:
+        measure: the peak of a batch in bytes; None where memory was not enough.
+        peaks: by batch, of two at least; measured ones are added.
+    """
+    fitting = [batch for batch, peak in peaks.items() if peak <= limit]
+    low, high = max(fitting, default=0), most + 1
+    if len(fitting) < len(peaks):
+        return low
+    for _ in range(_TRIES):
+        candidate = min(_reached(peaks, limit), _GROWTH * low, high - 1)
+        if candidate - low <= _CLOSE * low:
+            break
+        peak = measure(candidate)
+        if peak is None:
+            high = low + max((candidate - low) // 2, 1)
+            continue
+        peaks[candidate] = peak
+        low, high = (candidate, high) if peak <= limit else (low, candidate)
+    return low
+
+
+def _reached(peaks: Mapping[int, int], limit: int) -> int:
+    """The batch at which the line reaches the limit."""
+    (one, low), (other, high) = sorted(peaks.items())[-2:]
+    slope = max((high - low) / (other - one), 1.0)
+    return other + int((limit - high) // slope)

@@ -1,0 +1,145 @@
+"""The model of a job, trained in one of several ways; the memory and the time of its steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..._graph.forward import set_recomputing
+from ..._recompute import MemoryPlan, fingerprint
+from ...conversion import convert, revert
+from ...planning._meter import Meter
+from ...planning._profile import Running
+from ..tuning._job import Job
+from ..tuning._memory import SHARE, available_memory, fixed_bytes
+
+Way = str | MemoryPlan  # eager, convert, recompute, or a plan
+WAYS = ("eager", "convert", "recompute")
+PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
+_SHARE_OF_GPU = 0.9  # of the free memory, which other steps have cut into pieces
+
+
+class Trainer:
+    """`build_model` makes the model, which returns a tensor [batch, classes, ...]."""
+
+    def __init__(self, job: Job, build_model: Callable[[], nn.Module]) -> None:
+        self.job = job
+        model = build_model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{job.model} returned {type(model).__name__}, not a module")
+        self.model = model.to(job.device).train()
+        revert(self.model)
+        self.fingerprint = fingerprint(self.model)
+        self.device = next((p.device for p in model.parameters()), torch.device(job.device))
+        # Weights stay: many steps on the same samples would end in NaN, or in zero gradients.
+        optimizers = {
+            "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
+            "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.0),
+        }
+        self._optimizer = optimizers[job.optimizer]()
+        self._converted = False
+        self._samples: tuple[Tensor, Tensor] | None = None
+        self._target: tuple[int, list[int]] = self._probed()
+        self._step(*self._data(PROBES[0]))  # the optimizer makes its states
+        self._optimizer.zero_grad()
+        self._states = fixed_bytes(self.model, self._optimizer)
+        self._each = sum(tensor.nbytes for tensor in self._data(PROBES[0])) // PROBES[0]
+        self.available = self._available()
+
+    def switch(self, way: Way) -> None:
+        """From now on the model trains in this way."""
+        if way == "eager":
+            revert(self.model)
+            self._converted = False
+            return
+        if not self._converted:
+            convert(self.model, memory="recompute")
+            self._converted = True
+        set_recomputing(self.model, way if isinstance(way, MemoryPlan) else way == "recompute")
+
+    def fixed(self, batch: int) -> int:
+        """Bytes of parameters, buffers, the optimizer's states, inputs and targets."""
+        return self._states + self._each * batch
+
+    def peak(self, batch: int) -> int:
+        """The most bytes at a moment of a step, `fixed` included."""
+        data = self._data(batch)
+        with Meter(self.device) as meter:
+            self._step(*data)
+        self._optimizer.zero_grad()
+        return meter.peak + self.fixed(batch)
+
+    def seconds(self, batch: int) -> float:
+        """The time of a step."""
+        data = self._data(batch)
+        self._synchronize()
+        begun = time.perf_counter()
+        self._step(*data)
+        self._synchronize()
+        return time.perf_counter() - begun
+
+    def forget(self) -> None:
+        """Frees what a step that did not fit has left."""
+        self._optimizer.zero_grad()
+        self._samples = None
+        torch.accelerator.empty_cache()
+
+    def begin(self, batch: int) -> Running:
+        """A forward that is about to run."""
+        inputs, targets = self._data(batch)
+        return Running(lambda: self._loss(inputs, targets), [inputs, targets])
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> None:
+        self._optimizer.zero_grad()
+        self._loss(inputs, targets).backward()
+        self._optimizer.step()
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        output = self.model(inputs)
+        return nn.functional.cross_entropy(getattr(output, "logits", output), targets)
+
+    def _probed(self) -> tuple[int, list[int]]:
+        """Classes and the target's shape beside the batch."""
+        with torch.no_grad():
+            output = self.model(self._inputs(PROBES[0]))
+        output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor) or output.dim() < 2 or len(output) != PROBES[0]:
+            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise TypeError(
+                f"{self.job.model}: for {PROBES[0]} samples the model returns {shape}; fit trains "
+                "classifiers, which return a tensor [batch, classes, ...]"
+            )
+        return output.shape[1], list(output.shape[2:])
+
+    def _inputs(self, batch: int) -> Tensor:
+        shape = (batch, *self.job.input)
+        if self.job.tokens:
+            return torch.randint(self.job.tokens, shape, device=self.job.device)
+        return torch.randn(shape, device=self.job.device)
+
+    def _data(self, batch: int) -> tuple[Tensor, Tensor]:
+        if self._samples is None or len(self._samples[0]) != batch:
+            self._samples = None  # two batches are never in memory together
+            classes, rest = self._target
+            targets = torch.randint(classes, (batch, *rest), device=self.job.device)
+            self._samples = self._inputs(batch), targets
+        return self._samples
+
+    def _synchronize(self) -> None:
+        if self.device.index is not None:
+            torch.accelerator.synchronize(self.device)
+
+    def _available(self) -> int | None:
+        """Bytes that a step may take here, `fixed` of the smallest batch included."""
+        if self.device.index is not None:
+            torch.accelerator.empty_cache()
+            free = int(_SHARE_OF_GPU * torch.cuda.mem_get_info(self.device)[0])
+        else:
+            memory = available_memory()
+            if memory is None:
+                return None
+            free = int(SHARE * memory)
+        return free + self.fixed(PROBES[0])

@@ -1,0 +1,142 @@
+"""``fit``: the largest batch, or the fastest way to train a batch, in so much memory."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from sys import stderr
+from typing import Any
+
+import click
+import torch
+
+from .. import __version__
+from .._text import bytes_in, memory_text, shape_text
+from ..advisor.fitting import HEADINGS, FitReport, fit
+from ..advisor.tuning._job import split
+from ._exit import Exit
+from ._output import (
+    Column,
+    NewFile,
+    Outputs,
+    Report,
+    Table,
+    output_options,
+    progress,
+    say,
+    today,
+)
+from .tune import Setting, Shape
+
+LEGEND = (
+    "peak: parameters, buffers, inputs, gradients, the optimizer's states, everything that a step "
+    "keeps for backward or makes meanwhile. Times are medians; the ways took turns."
+)
+
+
+class Size(click.ParamType[int]):
+    """A size of memory: 800MB, 4GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        size = value if isinstance(value, int) else bytes_in(str(value))
+        if size is None:
+            self.fail(f"{value!r} is no size, like '800MB' or '4GiB'", param, ctx)
+        if size < 1:
+            self.fail(f"{value} is no memory; a step needs more than 0 bytes", param, ctx)
+        return size
+
+
+@click.command(epilog="Exit codes: 0 done; 1 nothing fits; 2 wrong usage; 3 the model does not "
+               "import or raises; 4 stopped early (Ctrl-C), what was measured is "
+               "shown.")  # fmt: skip
+@click.argument("model")
+@click.option("--input", "shape", type=Shape(), required=True, help="Of one sample: 3x224x224.")
+@click.option("--memory", type=Size(), required=True, help="For a step: 800MB, 4GiB.")
+@click.option("--batch", type=click.IntRange(2),
+              help="The fastest way to train this one.  [default: the largest]")  # fmt: skip
+@click.option("--classes", type=click.IntRange(2), default=1000, show_default=True,
+              help="Of a model of torchvision, timm or transformers.")  # fmt: skip
+@click.option("--tokens", type=click.IntRange(1), help="Inputs are integers below this number.")
+@click.option("--config", type=Setting(), multiple=True,
+              help="For transformers: hidden_size=128; may be repeated.")  # fmt: skip
+@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
+@click.option("--save", type=NewFile(), help="Write the plan into this JSON file.")
+@output_options
+def command(
+    model: str, shape: tuple[int, ...], memory: int, batch: int | None, classes: int,
+    tokens: int | None, config: Sequence[tuple[str, Any]], optimizer: str, device: str | None,
+    save: Path | None, outputs: Outputs,
+) -> int:  # fmt: skip
+    """Finds the largest batch of MODEL that trains in so much memory, or the fastest way to train
+    a batch: eager PyTorch, convert, convert(memory="recompute"), or a plan of what is recomputed.
+
+    MODEL: torchvision:resnet50, timm:efficientnet_b0, transformers:BertConfig, or
+    path.py:build_model, a function without arguments that returns a module.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device cuda: torch sees no CUDA device; leave --device out")
+    try:
+        place = split(model)[0]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if place.endswith(".py") and not Path(place).is_file():
+        raise click.UsageError(f"there is no file {place}; MODEL is path.py:FUNCTION")
+    failure: Exception | None = None
+    with progress("fit") as begins, redirect_stdout(stderr):
+        try:
+            seen = fit(
+                model, shape, memory, batch=batch, classes=classes, tokens=tokens or 0,
+                optimizer=optimizer, device=device, config=dict(config), begin=begins,
+            )  # fmt: skip
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        say("".join(traceback.format_exception(failure)).rstrip("\n"))
+        say(f"fit: {model}: {type(failure).__name__}: {failure}")
+        return Exit.SCRIPT_RAISED
+    outputs.write(_report(seen, optimizer, shape))
+    _save(seen, save)
+    if seen.partial:
+        return Exit.STOPPED
+    return Exit.DONE if any(row.fits for row in seen.rows) else Exit.FOUND
+
+
+def _save(seen: FitReport, path: Path | None) -> None:
+    if path is None:
+        return
+    if seen.plan is None:
+        say(f"{path} is not written: no plan fits")
+        return
+    try:
+        seen.plan.save(path)
+    except OSError as error:
+        say(f"{path} is not written: {error}")
+    else:
+        say(f"{path} is written: convert(model, memory=MemoryPlan.load({str(path)!r}))")
+
+
+def _report(seen: FitReport, optimizer: str, shape: Sequence[int]) -> Report:
+    facts = {
+        "device": seen.device,
+        "torch": torch.__version__,
+        "fusedtrain": __version__,
+        "threads": str(torch.get_num_threads()),
+        "input": f"{shape_text(shape)}, {optimizer}, fp32",
+        "memory": memory_text(seen.memory),
+        "date": today(),
+    }
+    columns = [Column(name, left=name in ("way", "")) for name in HEADINGS]
+    return Report(
+        f"fusedtrain fit {seen.model}",
+        {name: value for name, value in seen.to_json().items() if name != "partial"},
+        [Table("", columns, seen.table())] if seen.rows else [],
+        [*([LEGEND] if seen.rows else []), *seen.summary],
+        facts,
+        None,
+        seen.partial,
+    )

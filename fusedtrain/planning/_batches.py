@@ -1,0 +1,113 @@
+"""Plans of one model for batches that need not fit without a plan: profiles of two small batches,
+extrapolated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from .._recompute import MemoryPlan
+from . import _fitting, _steps
+from ._profile import Profile, Running, profile
+from ._search import Search
+from ._simulate import Outcome, Simulator
+
+_LOWEST = 16  # choices by which the largest batch is predicted
+
+
+class BatchPlanner:
+    """`model`: converted with `memory="recompute"`, and set not to recompute. `begin(batch)`: the
+    forward of that batch. `batches`: a small and a larger one, which are run.
+
+    Raises:
+        ValueError: the two batches call different functions.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        begin: Callable[[int], Running],
+        device: torch.device,
+        batches: tuple[int, int],
+    ) -> None:
+        self._batches, self._device = batches, device
+        self._small, self._large = (
+            profile(model, partial(begin, batch), device) for batch in batches
+        )
+        if _structure(self._small) != _structure(self._large):
+            raise ValueError("model: forwards of two batches call different functions")
+
+    def largest(self, limit: Callable[[int], int], most: int) -> int:
+        """The largest batch up to `most` with a simulated peak of at most `limit(batch)`, or 0."""
+        search = Search(Simulator(self.profile(4 * self._batches[1])))
+        search.run()
+        ordered = sorted(search.simulated, key=lambda choice: search.simulated[choice].peak)
+
+        def fits(batch: int) -> bool:
+            simulator = Simulator(self.profile(batch))
+            peaks = (simulator.run(choice).peak for choice in ordered[:_LOWEST])
+            return min(peaks) <= limit(batch)
+
+        low, high = 0, most + 1
+        batch = min(self._batches[1], most)
+        while high - low > 1:
+            low, high = (batch, high) if fits(batch) else (low, batch)
+            batch = min(2 * low, most) if high > most else (low + high) // 2
+        return low
+
+    def plan(
+        self,
+        batch: int,
+        limit: int,
+        measure: Callable[[MemoryPlan], int],
+        show: Callable[[str], None],
+    ) -> MemoryPlan:
+        """The fastest plan with a peak of at most `limit`; `measure` runs a step under it. The plan
+        lacks the model's fingerprint, eager's peak and the time of a step.
+
+        Raises:
+            ValueError: no plan has so low a peak.
+        """
+        scaled = self.profile(batch)
+        search = Search(Simulator(scaled))
+        show("choices")
+        search.run()
+
+        def made(chosen: tuple[bool, ...], outcome: Outcome, peak: int) -> MemoryPlan:
+            return MemoryPlan(
+                "", limit, peak, outcome.peak, 0, max(scaled.totals), 0.0, outcome.milliseconds,
+                self._device.type, _steps(scaled, chosen),
+            )  # fmt: skip
+
+        nothing = Outcome(0.0, 0)
+        return made(
+            *_fitting(search, limit, 0, show, lambda chosen: measure(made(chosen, nothing, 0)))
+        )
+
+    def profile(self, batch: int) -> Profile:
+        """The profile of a batch: bytes and milliseconds are affine functions of the batch."""
+        small, large = self._small, self._large
+        first, second = self._batches
+        share = (batch - first) / (second - first)
+
+        def at(one: float, other: float) -> float:
+            return max(one + (other - one) * share, 0)
+
+        return replace(
+            large,
+            bytes=[round(at(*pair)) for pair in zip(small.bytes, large.bytes)],
+            totals=[round(at(*pair)) for pair in zip(small.totals, large.totals)],
+            steps=[
+                replace(step, milliseconds=at(other.milliseconds, step.milliseconds))
+                for other, step in zip(small.steps, large.steps)
+            ],
+        )
+
+
+def _structure(profile: Profile) -> tuple[list[str], int, int, int]:
+    ops = [step.op for step in profile.steps]
+    return ops, len(profile.bytes), len(profile.totals), profile.nodes

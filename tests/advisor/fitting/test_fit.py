@@ -1,0 +1,178 @@
+"""`fit`: batches and peaks within the memory, the plan, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedtrain
+from fusedtrain.advisor.fitting import FitRow
+from fusedtrain.advisor.fitting._affine import largest_fitting, predicted
+from fusedtrain.advisor.fitting._report import sentences
+from fusedtrain.advisor.fitting._trainer import Trainer
+from fusedtrain.planning._meter import Meter
+from helpers.planned_networks import Convolutions
+
+SAMPLE = (3, 16, 16)
+MEMORY = 3_000_000
+
+
+def build() -> nn.Module:
+    return Convolutions(8, 4)
+
+
+@pytest.fixture(scope="module")
+def largest() -> fusedtrain.FitReport:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    report = fusedtrain.fit(build, SAMPLE, MEMORY, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.set_num_threads(threads)
+    return report
+
+
+def test_the_largest_batches_fit_and_larger_ones_do_not(largest: fusedtrain.FitReport) -> None:
+    rows = {row.way: row for row in largest.rows}
+    assert list(rows) == ["eager", "convert", "recompute", "plan"]
+    assert rows["eager"].batch < rows["convert"].batch < rows["recompute"].batch
+    assert rows["recompute"].batch < rows["plan"].batch
+    for row in rows.values():
+        assert row.fits
+        assert row.measured
+        assert 0.9 * MEMORY < row.peak <= MEMORY
+        assert row.seconds is not None
+        assert row.image == row.seconds / row.batch
+    batch, most = rows["plan"].batch, rows["eager"].batch
+    won = f"plan: batch {batch} instead of {most} in 3 MB, "
+    assert any(line.startswith(won) for line in largest.summary)
+    assert won in str(largest)
+
+
+def test_the_plan_has_the_peak_that_was_reported(largest: fusedtrain.FitReport) -> None:
+    assert largest.plan is not None
+    assert largest.plan.recomputed
+    row = largest.rows[-1]
+    model, x = build(), torch.randn(row.batch, *SAMPLE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fusedtrain.convert(model, memory=largest.plan)
+    y = torch.randint(4, (row.batch,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    states = [s["momentum_buffer"] for s in optimizer.state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states, x, y]
+    with Meter(torch.device("cpu")) as meter:
+        step()
+    assert meter.peak + sum(t.nbytes for t in tensors) == row.peak
+    assert abs(largest.plan.predicted - largest.plan.peak) <= 0.05 * largest.plan.peak
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages: list[str] = []
+    report = fusedtrain.fit(
+        build, torch.randn(SAMPLE), "700kB", batch=8, optimizer="adamw", device="cpu",
+        begin=stages.append,
+    )  # fmt: skip
+    assert [(row.way, row.batch) for row in report.rows] == [
+        (way, 8) for way in ("eager", "convert", "recompute", "plan")
+    ]
+    fits = {row.way: row.fits for row in report.rows}
+    assert fits["plan"]
+    assert not fits["eager"]
+    assert report.summary[0].startswith("The fastest way to train batch 8 in 700 kB: ")
+    assert report.summary[0].endswith("eager does not fit.")
+    assert stages[0] == "the model"
+    # Where memory is short, larger steps are predicted and not run.
+    tried: list[int] = []
+    peak = Trainer.peak
+    monkeypatch.setattr(Trainer, "_available", lambda self: 400_000)
+    monkeypatch.setattr(Trainer, "peak", lambda self, n: tried.append(n) or peak(self, n))
+    short = fusedtrain.fit(build, SAMPLE, "700kB", batch=32, optimizer="adamw", device="cpu")
+    assert max(tried) == 4
+    for row in short.rows:
+        assert not row.measured
+        assert row.seconds is None
+    assert short.plan is None
+    assert short.summary[0].startswith("No way trains batch 32 in 700 kB: the lowest peak is")
+    assert "larger ones are predicted, not tried" in short.summary[-1]
+    assert short.rows[0].peak == pytest.approx(4 * report.rows[0].peak, rel=0.2)
+
+
+def test_lines() -> None:
+    def bytes_of(batch: int) -> int:  # workspaces of large batches are not on the line
+        return 1000 + 70 * batch + (5000 if batch > 100 else 0)
+
+    measured: list[int] = []
+
+    def measure(batch: int) -> int:
+        measured.append(batch)
+        return bytes_of(batch)
+
+    for limit in (1200, 3000, 8000, 20_000, 1_000_000):
+        measured.clear()
+        batch = largest_fitting(measure, {2: bytes_of(2), 4: bytes_of(4)}, limit)
+        if limit == 1200:
+            assert batch == 2
+            continue
+        assert bytes_of(batch) <= limit
+        assert bytes_of(round(1.03 * batch) + 1) > limit
+        assert len(measured) <= 5
+    assert largest_fitting(measure, {2: 50, 4: 60}, 40) == 0
+    assert predicted({2: 10, 4: 14, 8: 22}, 16) == 38
+    # An allocator that refuses a batch that was predicted to fit.
+    assert 4 <= largest_fitting(lambda n: None if n > 30 else 10 * n, {2: 20, 4: 40}, 1000) <= 30
+
+
+def test_words() -> None:
+    eager, plan = FitRow("eager", 40, 4, True, 4.0), FitRow("plan", 96, 4, True, 10.368)
+    assert sentences([eager, plan], 4 * 10**9, None)[0] == (
+        "plan: batch 96 instead of 40 in 4.00 GB, 1.08x of the time an image."
+    )
+    assert sentences([plan], 4 * 10**9, None) == [
+        "plan: batch 96 in 4.00 GB, where eager fits none."
+    ]
+    assert "no other way fits a larger one" in sentences([eager], 10**9, None)[0]
+    assert sentences([eager], 10**9, 40) == ["The fastest way to train batch 40 in 1.00 GB: eager."]
+
+
+def failing() -> nn.Module:
+    raise KeyError("in build")
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Flatten(0))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (TypeError, "memory: expected bytes", {"memory": 0.5}),
+        (ValueError, "memory: 'much' is no size", {"memory": "much"}),
+        (ValueError, "memory: must be positive", {"memory": 0}),
+        (TypeError, "batch: expected an int", {"batch": 2.0}),
+        (ValueError, "batch: expected 2 or more", {"batch": 1}),
+        (TypeError, "build_model: expected a function", {"build_model": 3}),
+        (ValueError, "expected torchvision:NAME", {"build_model": "resnet50"}),
+        (ValueError, "example: expected the shape", {"example": (0, 3)}),
+        (ValueError, "optimizer: expected sgd", {"optimizer": "lion"}),
+        (ValueError, "device: expected cpu", {"device": "tpu"}),
+        (TypeError, "returned int, not a module", {"build_model": int}),
+        (TypeError, "fit trains classifiers", {"build_model": flat, "example": (2,)}),
+        (KeyError, "in build", {"build_model": failing}),
+    ],
+)
+def test_bad_input(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    words = {"build_model": build, "example": SAMPLE, "memory": MEMORY, "device": "cpu"}
+    with pytest.raises(error, match=text):
+        fusedtrain.fit(**{**words, **arguments})

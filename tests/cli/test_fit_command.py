@@ -1,0 +1,101 @@
+"""`fusedtrain fit`: its table, the plan that it saves, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedtrain
+from fusedtrain.cli import main
+from fusedtrain.cli._exit import Exit
+
+SOURCE = """
+import torch
+
+def build_model():
+    print("printed by the model")
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU()]
+    layers += [torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(8 * 12 * 12, 5))
+
+def broken():
+    raise KeyError("the layer is broken")
+"""
+WORDS = ("--input", "3x16x16", "--device", "cpu")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "network.py").write_text(SOURCE)
+    return str(tmp_path / "network.py")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_table_json_and_plan(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    words = ["fit", f"{place}:build_model", *WORDS, "--batch", "8", "--save", str(saved)]
+    assert main([*words, "--memory", "1MB", "--json"]) == Exit.DONE
+    captured = capsys.readouterr()
+    seen = json.loads(captured.out)
+    assert seen["memory"] == 10**6
+    assert seen["partial"] is None
+    assert [row["way"] for row in seen["rows"]] == ["eager", "convert", "recompute", "plan"]
+    assert all(row["batch"] == 8 and row["peak"] > 0 for row in seen["rows"])
+    assert captured.err.startswith("fit: the model\n")
+    assert "printed by the model" in captured.err
+    assert f"{saved} is written" in captured.err
+    names: dict[str, object] = {}
+    exec(SOURCE, names)
+    model = names["build_model"]()  # type: ignore[operator]
+    fusedtrain.convert(model, memory=fusedtrain.MemoryPlan.load(saved))
+    model(torch.randn(8, 3, 16, 16)).sum().backward()
+    capsys.readouterr()
+    # Far too little: everything is shown, and the exit code says that nothing fits.
+    saved.unlink()
+    assert main([*words, "--memory", "100kB"]) == Exit.FOUND
+    captured = capsys.readouterr()
+    assert re.search(r"^way +batch +a step +an image +peak +fits", captured.out, re.MULTILINE)
+    assert "No way trains batch 8 in 100 kB: the lowest peak is" in captured.out
+    assert "is not written: no plan fits" in captured.err
+    assert not saved.exists()
+
+
+def test_the_model_raises(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", f"{place}:broken", *WORDS, "--memory", "1MB"]
+    assert main(words) == Exit.SCRIPT_RAISED
+    err = capsys.readouterr().err
+    assert 'raise KeyError("the layer is broken")' in err
+    assert err.splitlines()[-1].endswith("KeyError: 'the layer is broken'")
+
+
+@pytest.mark.parametrize(
+    ("words", "blame"),
+    [
+        (["m:f", "--memory", "1GB"], "Missing option '--input'"),
+        (["m:f", "--input", "3x8x8"], "Missing option '--memory'"),
+        (["m:f", *WORDS, "--memory", "much"], "'much' is no size, like '800MB' or '4GiB'"),
+        (["m:f", *WORDS, "--memory", "0"], "a step needs more than 0 bytes"),
+        (["m:f", "--input", "3xx", "--memory", "1GB"], "3xx is no shape of a sample"),
+        (["m:f", *WORDS, "--memory", "1GB", "--batch", "1"], "1 is not in the range x>=2"),
+        (["resnet50", *WORDS, "--memory", "1GB"], "expected torchvision:NAME"),
+        (["/no/m.py:f", *WORDS, "--memory", "1GB"], "there is no file /no/m.py"),
+        (["m:f", *WORDS, "--memory", "1GB", "--save", "/no/a.json"], "there is no folder /no"),
+    ],
+)
+def test_wrong_use(
+    words: list[str],
+    blame: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["fit", *words]) == Exit.USAGE
+    captured = capsys.readouterr()
+    assert blame in re.sub(r"[│╭╰─\s]+", " ", captured.err)
+    assert captured.out == ""
