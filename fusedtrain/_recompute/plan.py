@@ -37,6 +37,10 @@ class MemoryPlan:
     the plan; `predicted`: simulated; `eager_peak` and `store_peak`: measured of the stock model,
     and of `convert(model)`. `milliseconds`: of a forward and backward of `convert(model)`;
     `extra_milliseconds`: predicted for what is recomputed.
+
+    The timelines are simulated bytes at up to 400 points of forward and backward, of which
+    `backward_at` is the first of backward: `timeline_store` of `convert(model)`; `timeline` under
+    the plan, by area, the sum of all areas being the bytes.
     """
 
     model: str  # the fingerprint of the model
@@ -49,6 +53,9 @@ class MemoryPlan:
     extra_milliseconds: float
     device: str
     steps: list[PlannedStep] = field(default_factory=list)
+    timeline_store: list[int] = field(default_factory=list)
+    timeline: dict[str, list[int]] = field(default_factory=dict)
+    backward_at: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -69,20 +76,33 @@ class MemoryPlan:
             f"backward recomputes {self.recomputed} of {len(self.steps)} outputs, "
             f"{extra:.0%} more time ({self.extra_milliseconds:.1f} ms)",
         ]
-        kinds: dict[str, list[float]] = {}
-        for step in self.steps:
-            row = kinds.setdefault(step.op, [0, 0, 0, 0.0])
-            row[0] += 1
-            if step.recompute:
-                row[1] += 1
-                row[2] += step.bytes
-                row[3] += step.milliseconds
-        largest = sorted(kinds.items(), key=lambda item: -item[1][2])
         rows = [("op", "recomputed", "bytes", "time")]
-        for op, (count, chosen, size, ms) in largest[:_ROWS]:
-            if chosen:
-                rows.append((op, f"{chosen:.0f} of {count:.0f}", _megabytes(size), f"{ms:.1f} ms"))
+        for op, count, chosen, size, ms in self.kinds()[:_ROWS]:
+            rows.append((op, f"{chosen} of {count}", _megabytes(size), f"{ms:.1f} ms"))
         return "\n".join([*lines, *(column_lines(rows, words=(0,)) if len(rows) > 1 else ())])
+
+    def kinds(self) -> list[tuple[str, int, int, int, float]]:
+        """Rows of recomputed ops, the most bytes first: op, outputs, recomputed ones, their
+        bytes and milliseconds."""
+        rows = []
+        for op in dict.fromkeys(step.op for step in self.steps):
+            outputs = [step for step in self.steps if step.op == op]
+            chosen = [step for step in outputs if step.recompute]
+            size, ms = sum(s.bytes for s in chosen), sum(s.milliseconds for s in chosen)
+            if chosen:
+                rows.append((op, len(outputs), len(chosen), size, ms))
+        return sorted(rows, key=lambda row: -row[3])
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a picture with matplotlib: memory over a step, without and with the plan, and the
+        ops that are recomputed. The suffix of `path` is the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .picture import draw
+
+        draw(self, path)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

@@ -31,6 +31,7 @@ from ._meter import Meter
 from ._profile import Profile, Running, profile
 from ._search import Search
 from ._simulate import Simulator
+from ._timeline import timelines
 
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
@@ -129,6 +130,7 @@ def plan_memory(
     return MemoryPlan(
         fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
         milliseconds, outcome.milliseconds, device.type, _steps(measured, chosen),
+        **timelines(search.simulator, chosen),
     )  # fmt: skip
 
 

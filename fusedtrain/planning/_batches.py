@@ -15,6 +15,7 @@ from . import _fitting, _steps
 from ._profile import Profile, Running, profile
 from ._search import Search
 from ._simulate import Outcome, Simulator
+from ._timeline import timelines
 
 _LOWEST = 16  # choices by which the largest batch is predicted
 
@@ -83,10 +84,11 @@ class BatchPlanner:
                 self._device.type, _steps(scaled, chosen),
             )  # fmt: skip
 
-        nothing = Outcome(0.0, 0)
-        return made(
-            *_fitting(search, limit, 0, show, lambda chosen: measure(made(chosen, nothing, 0)))
+        nothing = Outcome(0.0, 0, 0)
+        chosen, outcome, peak = _fitting(
+            search, limit, 0, show, lambda chosen: measure(made(chosen, nothing, 0))
         )
+        return replace(made(chosen, outcome, peak), **timelines(search.simulator, chosen))
 
     def profile(self, batch: int) -> Profile:
         """The profile of a batch: bytes and milliseconds are affine functions of the batch."""

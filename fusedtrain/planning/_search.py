@@ -32,7 +32,7 @@ class Search:
     """All choices that were simulated, for one profile."""
 
     def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
+        self.simulator = simulator
         self.simulated: dict[Choice, Outcome] = {}
         steps, sizes = simulator.profile.steps, simulator.bytes
         # An output whose bytes are nothing is never worth a recipe.
@@ -60,8 +60,8 @@ class Search:
     def least(self) -> tuple[int, str]:
         """The lowest peak, and the module that runs then."""
         outcome = min(self.simulated.values(), key=lambda outcome: outcome.peak)
-        place = self._simulator.place(outcome.moment)
-        forward = outcome.moment < self._simulator.first
+        place = self.simulator.place(outcome.moment)
+        forward = outcome.moment < self.simulator.first
         return (
             outcome.peak,
             f"the {'forward' if forward else 'backward'} of {place}" if place else "",
@@ -121,7 +121,7 @@ class Search:
 
     def _simulate(self, chosen: Choice) -> Outcome:
         if chosen not in self.simulated:
-            self.simulated[chosen] = self._simulator.run(chosen)
+            self.simulated[chosen] = self.simulator.run(chosen)
         return self.simulated[chosen]
 
     def _follow(self, start: Choice) -> None:
@@ -136,7 +136,7 @@ class Search:
 
     def _segmented(self) -> list[Choice]:
         """For each number of segments, all but the tensors that cross the cuts."""
-        steps, sizes = self._simulator.profile.steps, self._simulator.bytes
+        steps, sizes = self.simulator.profile.steps, self.simulator.bytes
         last_use = list(range(len(steps)))
         for number, step in enumerate(steps):
             for source in step.inputs:

@@ -6,7 +6,7 @@ last one; a recipe keeps what it is computed from until its last user has run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .._recompute.planned import LONGEST_PLANNED
@@ -70,6 +70,13 @@ class Simulator:
 
     def _kept(self, chosen: list[bool], uses: list[int], ends: list[int]) -> list[int]:
         """Bytes of storages that autograd, recipes or the forward hold, by moment."""
+        start, end = self._spans(chosen, uses, ends)
+        return self._summed(zip(self.profile.bytes, start, end))
+
+    def _spans(
+        self, chosen: list[bool], uses: list[int], ends: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """By storage, the moments from and to which it is held."""
         start, end = self._held[0][:], self._held[1][:]
 
         def hold(storage: int, since: int, until: int) -> None:
@@ -88,8 +95,11 @@ class Simulator:
                 for source in step.inputs:
                     if not chosen[source]:
                         hold(self.profile.steps[source].storage, step.made, until)
+        return start, end
+
+    def _summed(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
         changes = [0] * (self._moments + 1)
-        for size, since, until in zip(self.profile.bytes, start, end):
+        for size, since, until in spans:
             if size and until >= since:
                 changes[since] += size
                 changes[until + 1] -= size
@@ -109,6 +119,21 @@ class Simulator:
             totals[self.first + node] += backward.run(asks)
         peak = max(totals)
         return Outcome(backward.milliseconds, peak, totals.index(peak))
+
+    def areas(self, choice: Sequence[bool], groups: Sequence[str]) -> dict[str, list[int]]:
+        """Bytes by moment that are kept of each group, `groups` by storage; recomputed outputs; and
+        the rest: gradients, and what ops allocate while they run."""
+        chosen = self._within_depth(choice)
+        uses, ends = self._uses(chosen)
+        spans: dict[str, list[tuple[int, int, int]]] = {}
+        held = zip(groups, self.profile.bytes, *self._spans(chosen, uses, ends))
+        for name, size, since, until in held:
+            if size:
+                spans.setdefault(name, []).append((size, since, until))
+        backward = _Backward(self, chosen, uses)
+        recomputed = [0] * self.first + [backward.run(asks) for asks in self._asks]
+        kept = {name: self._summed(rows) for name, rows in spans.items()}
+        return {**kept, "recomputed": recomputed, "gradients and the rest": self._rest}
 
     def place(self, moment: int) -> str:
         """The module whose forward or backward runs at a moment."""

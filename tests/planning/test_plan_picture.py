@@ -1,0 +1,69 @@
+"""The timelines of a plan, and its picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedtrain import MemoryPlan, plan_memory
+from fusedtrain.planning._profile import Profile, Save, Step
+from fusedtrain.planning._simulate import Simulator
+from fusedtrain.planning._timeline import timelines
+from helpers.commands import assert_png
+from helpers.planned_networks import Convolutions, Skips
+
+
+@pytest.fixture(scope="module")
+def plan() -> MemoryPlan:
+    torch.manual_seed(0)
+    return plan_memory(Skips(), torch.randn(4, 3, 32, 32), 0.7)
+
+
+def test_timelines(plan: MemoryPlan, tmp_path: Path) -> None:
+    totals = [sum(values) for values in zip(*plan.timeline.values())]
+    assert max(totals) == plan.predicted
+    assert max(plan.timeline_store) == plan.store_peak
+    assert len(totals) == len(plan.timeline_store) <= 400
+    assert 0 < plan.backward_at < len(totals)
+    *modules, recomputed, rest = plan.timeline
+    assert (recomputed, rest) == ("recomputed", "gradients and the rest")
+    assert {"first", "back_first"} <= set(modules)
+    assert len(modules) <= 7
+    assert not any(plan.timeline[recomputed][: plan.backward_at])
+    assert any(plan.timeline[recomputed])
+    plan.save(tmp_path / "plan.json")
+    assert MemoryPlan.load(tmp_path / "plan.json") == plan
+
+
+def test_many_moments_keep_their_maxima() -> None:
+    count = 700
+    profile = Profile(bytes=[4] * count, nodes=count, totals=list(range(5000, 5001 + 2 * count)))
+    for number in range(count):
+        inputs = [number - 1] if number else []
+        profile.steps.append(Step("op", f"{number}", number, inputs, [], number, number + 1, 1.0))
+        profile.saves.append(Save(number, number, number, count - 1 - number))
+    simulator, chosen = Simulator(profile), [number % 2 > 0 for number in range(count)]
+    fields = timelines(simulator, chosen)
+    totals = [sum(values) for values in zip(*fields["timeline"].values())]
+    assert 200 < len(totals) <= 400
+    assert max(totals) == simulator.run(chosen).peak
+    assert max(fields["timeline_store"]) == max(profile.totals)
+
+
+def test_picture(plan: MemoryPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.plot(tmp_path / "plan.png")
+    assert_png(tmp_path / "plan.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"MemoryPlan\.plot needs matplotlib"):
+        plan.plot(tmp_path / "plan.png")
+
+
+def test_a_plan_without_recomputation_has_a_picture(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    stored = plan_memory(Convolutions(4, 2), torch.randn(2, 3, 8, 8), 1.0)
+    assert not stored.recomputed
+    stored.plot(tmp_path / "plan.png")
+    assert_png(tmp_path / "plan.png")
