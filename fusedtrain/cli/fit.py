@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from sys import stderr
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -29,6 +29,9 @@ from ._output import (
     today,
 )
 from .tune import Setting, Shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEGEND = (
     "peak: parameters, buffers, inputs, gradients, the optimizer's states, everything that a step "
@@ -91,7 +94,8 @@ def command(
         try:
             seen = fit(
                 model, shape, memory, batch=batch, classes=classes, tokens=tokens or 0,
-                optimizer=optimizer, device=device, config=dict(config), begin=begins,
+                optimizer=optimizer, device=device, config=dict(config),
+                curve=bool(outputs.plot or outputs.html), begin=begins,
             )  # fmt: skip
         except Exception as error:
             failure = error
@@ -137,6 +141,42 @@ def _report(seen: FitReport, optimizer: str, shape: Sequence[int]) -> Report:
         [Table("", columns, seen.table())] if seen.rows else [],
         [*([LEGEND] if seen.rows else []), *seen.summary],
         facts,
-        None,
+        (lambda: _figure(seen)) if seen.curve else None,
         seen.partial,
     )
+
+
+# --- the chart ---
+
+_COLOURS = {"eager": "#5f6b76", "convert": "#3b6fb6", "recompute": "#8c3b63",
+            "checkpoint": "#2f7d5b"}  # fmt: skip
+
+
+def _figure(seen: FitReport) -> Figure:
+    """Time of a step over its peak: a line of plans, a point for each other way."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    scale, unit = (1e9, "GB") if max(row.peak for row in seen.curve) >= 1e9 else (1e6, "MB")
+    plans = sorted((row.peak / scale, 1e3 * (row.seconds or 0)) for row in seen.curve
+                   if row.way == "plan")  # fmt: skip
+    if plans:
+        axes.plot(*zip(*plans), "o-", color="#e08a1e", label="plans", zorder=3)
+    for row in seen.curve:
+        if row.way in _COLOURS:
+            place = (row.peak / scale, 1e3 * (row.seconds or 0))
+            label = "torch.utils.checkpoint" if row.way == "checkpoint" else row.way
+            axes.plot(*place, "D", color=_COLOURS[row.way], markersize=9, label=label)
+    right = 1.1 * max(row.peak for row in seen.curve) / scale
+    if seen.memory / scale < right:
+        label = f"--memory: {memory_text(seen.memory)}"
+        axes.axvline(seen.memory / scale, color="#b3261e", linewidth=1.2, label=label)
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1.1e3 * max(row.seconds or 0.0 for row in seen.curve))
+    axes.set_xlabel(f"peak of a step, {unit}")
+    axes.set_ylabel("time of a step, ms")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    axes.set_title(f"{seen.model}, batch {seen.curve[0].batch}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

@@ -12,6 +12,7 @@ import torch
 import fusedtrain
 from fusedtrain.cli import main
 from fusedtrain.cli._exit import Exit
+from helpers.commands import assert_png
 
 SOURCE = """
 import torch
@@ -40,13 +41,19 @@ def test_table_json_and_plan(
 ) -> None:
     saved = tmp_path / "plan.json"
     words = ["fit", f"{place}:build_model", *WORDS, "--batch", "8", "--save", str(saved)]
-    assert main([*words, "--memory", "1MB", "--json"]) == Exit.DONE
+    picture = tmp_path / "curve.png"
+    assert main([*words, "--memory", "1MB", "--json", "--plot", str(picture)]) == Exit.DONE
+    assert_png(picture)
     captured = capsys.readouterr()
     seen = json.loads(captured.out)
     assert seen["memory"] == 10**6
     assert seen["partial"] is None
     assert [row["way"] for row in seen["rows"]] == ["eager", "convert", "recompute", "plan"]
     assert all(row["batch"] == 8 and row["peak"] > 0 for row in seen["rows"])
+    ways = [row["way"] for row in seen["curve"]]
+    assert ways[:4] == ["eager", "convert", "recompute", "plan"]
+    peaks = [row["peak"] for row in seen["curve"][3:]]
+    assert peaks == sorted(peaks, reverse=True)
     assert captured.err.startswith("fit: the model\n")
     assert "printed by the model" in captured.err
     assert f"{saved} is written" in captured.err

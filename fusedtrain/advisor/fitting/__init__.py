@@ -1,7 +1,7 @@
 """`fit`: the largest batch, or the fastest way to train a batch, in so much memory.
 
 `_trainer` runs steps and counts their memory, `_affine` predicts the memory of other batches,
-`_fitter` has the order, `_report` the words.
+`_fitter` has the order, `_checkpoint` a rival for the curve, `_report` the words.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def fit(
     optimizer: str = "sgd",
     device: str | None = None,
     config: Mapping[str, Any] | None = None,
+    curve: bool = False,
     begin: Callable[[str], None] | None = None,
 ) -> FitReport:
     """Finds the largest batch that trains in so much memory, or the fastest way to train a batch.
@@ -58,6 +59,8 @@ def fit(
         optimizer: "sgd" (momentum 0.9) or "adamw", of torch.optim.
         device: "cpu" or "cuda"; cuda if there is one.
         config: for ``transformers:``, arguments of the configuration.
+        curve: also time the ways to train the batch of the first row, with plans of eight budgets
+            and torch.utils.checkpoint around the blocks, for a picture of time over peak.
         begin: called with the name of each stage when it begins.
 
     Returns:
@@ -94,7 +97,7 @@ def fit(
         report = FitReport(job.model, device_name(job.device), size)
         fitter = Fitter(Trainer(job, build), report, batch, begin)
         try:
-            fitter.run()
+            fitter.run(curve)
         except KeyboardInterrupt:
             report.partial = "stopped"
         fitter.finish()

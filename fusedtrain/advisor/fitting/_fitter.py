@@ -13,6 +13,7 @@ from ..._recompute import MemoryPlan
 from ..._text import memory_text
 from ...planning._batches import BatchPlanner
 from ._affine import MOST, largest_fitting, predicted
+from ._checkpoint import blocks_of
 from ._report import FitReport, FitRow, sentences
 from ._trainer import PROBES, WAYS, Trainer, Way
 
@@ -21,6 +22,7 @@ _ROUNDS = 5  # in which each way is timed once, at most
 _SECONDS = 60.0  # for these rounds, more or less
 _LESS = 0.95  # of a batch for which no plan was found is tried next
 _TRIES = 4  # of plans
+_BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of a curve: of eager's peak beside `fixed`
 
 
 @dataclass
@@ -45,8 +47,10 @@ class Fitter:
         self._peaks: dict[str, dict[int, int]] = {}
         self._candidates: list[_Candidate] = []
         self._notes: list[str] = []
+        self._planner: BatchPlanner | None = None
+        self._curve: list[_Candidate] = []
 
-    def run(self) -> None:
+    def run(self, curve: bool) -> None:
         trainer = self._trainer
         for way in WAYS:
             self._begin(f"{way}: the memory of {PROBES[0]} and {PROBES[1]} samples")
@@ -57,7 +61,9 @@ class Fitter:
             else:
                 self._add(way, self._batch)
         self._add_plan()
-        self._time()
+        self._time(self._candidates)
+        if curve and self._planner is not None:
+            self._add_curve(self._planner)
         if self._safe < self._limit:
             self._notes.append(
                 f"A step may take {memory_text(self._safe)} here, less than "
@@ -67,6 +73,7 @@ class Fitter:
     def finish(self) -> None:
         """Writes rows and summary, of whatever was measured."""
         self._report.rows = [_timed(one) for one in self._candidates]
+        self._report.curve = [row for row in map(_timed, self._curve) if row.seconds]
         self._report.summary = sentences(self._report.rows, self._limit, self._batch) + self._notes
         for one in self._candidates:
             if isinstance(one.way, MemoryPlan) and one.row.measured:
@@ -108,6 +115,7 @@ class Fitter:
         except (RuntimeError, ValueError) as error:
             self._notes.append(f"No plan was made: {error}.")
             return
+        self._planner = planner
         if batch is None:
             self._begin("plan: the largest batch")
             largest = planner.largest(lambda number: limit - trainer.fixed(number), MOST)
@@ -153,9 +161,34 @@ class Fitter:
             self._trainer.forget()
             return None
 
-    def _time(self) -> None:
+    def _add_curve(self, planner: BatchPlanner) -> None:
+        """Ways to train the batch of the first row, and plans of falling budgets."""
+        trainer, batch = self._trainer, self._candidates[0].row.batch
+        fixed = trainer.fixed(batch)
+        ways = [*WAYS, *(["checkpoint"] if blocks_of(trainer.model) else [])]
+        if predicted(self._peaks["eager"], batch) > self._safe:
+            ways = ways[2:]  # these need less memory
+        for way in ways:
+            self._begin(f"curve: {way}")
+            trainer.switch(way)
+            if (peak := self._peak(batch)) is not None:
+                row = FitRow(way, batch, peak, peak <= self._limit)
+                self._curve.append(_Candidate(row, way))
+        trainer.switch("convert")
+        eager = predicted(self._peaks["eager"], batch) - fixed
+        for share in _BUDGETS:
+            try:
+                plan = self._planned(planner, batch, int(share * eager))
+            except ValueError:
+                break
+            peak = plan.peak + fixed
+            row = FitRow("plan", batch, peak, peak <= self._limit, remark=f"budget {share}")
+            self._curve.append(_Candidate(row, plan))
+        self._time(self._curve)
+
+    def _time(self, candidates: list[_Candidate]) -> None:
         """Each way takes a step in turn, so that a busy machine slows all of them."""
-        candidates = [one for one in self._candidates if one.row.measured]
+        candidates = [one for one in candidates if one.row.measured]
         begun = time.monotonic()
         for number in range(_ROUNDS):
             if number and (time.monotonic() - begun) * (number + 1) / number > _SECONDS:

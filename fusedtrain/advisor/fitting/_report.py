@@ -17,7 +17,8 @@ class FitRow:
     """One way to train a batch.
 
     Args:
-        way: "eager", "convert", "recompute" or "plan".
+        way: "eager", "convert", "recompute" or "plan"; of a curve also "checkpoint",
+            torch.utils.checkpoint around each block.
         batch: samples in a step.
         peak: the most bytes at a moment of a step: parameters, buffers, inputs, gradients, the
             optimizer's states, everything kept for backward or made meanwhile.
@@ -53,6 +54,7 @@ class FitReport:
         plan: of the row "plan", for `convert(model, memory=plan)`; None without one.
         summary: what was won, in sentences.
         partial: why rows are missing; empty where all are there.
+        curve: where it was asked for, the ways to train one batch, with plans of several budgets.
     """
 
     model: str
@@ -62,12 +64,16 @@ class FitReport:
     plan: MemoryPlan | None = None
     summary: list[str] = field(default_factory=list)
     partial: str = ""
+    curve: list[FitRow] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The report as values of JSON's types, without the plan."""
-        rows = [{**vars(row), "image": row.image if row.seconds else None} for row in self.rows]
+        rows, curve = (
+            [{**vars(row), "image": row.image if row.seconds else None} for row in some]
+            for some in (self.rows, self.curve)
+        )
         names = ("model", "device", "memory", "summary", "partial")
-        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+        return {**{name: getattr(self, name) for name in names}, "rows": rows, "curve": curve}
 
     def table(self) -> list[list[str]]:
         """The rows as text; `HEADINGS` are the names of the columns."""

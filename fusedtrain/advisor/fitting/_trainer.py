@@ -15,8 +15,9 @@ from ...planning._meter import Meter
 from ...planning._profile import Running
 from ..tuning._job import Job
 from ..tuning._memory import SHARE, available_memory, fixed_bytes
+from ._checkpoint import blocks_of, checkpoint_blocks, restore_blocks
 
-Way = str | MemoryPlan  # eager, convert, recompute, or a plan
+Way = str | MemoryPlan  # eager, convert, recompute, checkpoint, or a plan
 WAYS = ("eager", "convert", "recompute")
 PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
 _SHARE_OF_GPU = 0.9  # of the free memory, which other steps have cut into pieces
@@ -41,6 +42,7 @@ class Trainer:
         }
         self._optimizer = optimizers[job.optimizer]()
         self._converted = False
+        self._checkpointed: list[nn.Module] = []
         self._samples: tuple[Tensor, Tensor] | None = None
         self._target: tuple[int, list[int]] = self._probed()
         self._step(*self._data(PROBES[0]))  # the optimizer makes its states
@@ -51,9 +53,14 @@ class Trainer:
 
     def switch(self, way: Way) -> None:
         """From now on the model trains in this way."""
-        if way == "eager":
+        restore_blocks(self._checkpointed)
+        self._checkpointed = []
+        if way in ("eager", "checkpoint"):
             revert(self.model)
             self._converted = False
+            if way == "checkpoint":
+                self._checkpointed = blocks_of(self.model)
+                checkpoint_blocks(self._checkpointed)
             return
         if not self._converted:
             convert(self.model, memory="recompute")

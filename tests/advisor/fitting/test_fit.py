@@ -11,6 +11,11 @@ from torch import nn
 import fusedtrain
 from fusedtrain.advisor.fitting import FitRow
 from fusedtrain.advisor.fitting._affine import largest_fitting, predicted
+from fusedtrain.advisor.fitting._checkpoint import (
+    blocks_of,
+    checkpoint_blocks,
+    restore_blocks,
+)
 from fusedtrain.advisor.fitting._report import sentences
 from fusedtrain.advisor.fitting._trainer import Trainer
 from fusedtrain.planning._meter import Meter
@@ -176,3 +181,29 @@ def test_bad_input(error: type[Exception], text: str, arguments: dict[str, Any])
     words = {"build_model": build, "example": SAMPLE, "memory": MEMORY, "device": "cpu"}
     with pytest.raises(error, match=text):
         fusedtrain.fit(**{**words, **arguments})
+
+
+def test_blocks_that_are_checkpointed() -> None:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.part(x)
+
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    model = nn.Sequential(nn.Linear(4, 4), stages, nn.Linear(4, 4))
+    blocks = blocks_of(model)
+    assert [type(one) for one in blocks] == 4 * [Block]
+    assert len(blocks_of(nn.Sequential(block(), block()))) == 2
+    assert not blocks_of(block())
+    x = torch.randn(2, 4)
+    y = model(x)
+    checkpoint_blocks(blocks)
+    assert torch.equal(model(x), y)
+    restore_blocks(blocks)
+    assert not any("forward" in vars(one) for one in blocks)
