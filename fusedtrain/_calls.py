@@ -47,13 +47,16 @@ def takes(tensor: Tensor) -> bool:
     return is_plain(tensor) and not traced()
 
 
+def autocast_is_on(device_type: str) -> bool:
+    return autocast_is_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def autocasts(input: Tensor, device_type: str = "") -> bool:
     """Whether autocast casts this input: a floating tensor (on `device_type`), but not float64."""
     return (
         isinstance(input, Tensor)
         and device_type in ("", input.device.type)
-        and autocast_is_available(input.device.type)
-        and torch.is_autocast_enabled(input.device.type)
+        and autocast_is_on(input.device.type)
         and input.is_floating_point()
         and input.dtype is not torch.float64
     )

@@ -87,6 +87,7 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view
 # The number of this thread's running backward pass; -1 outside of backward. Under
 # torch.utils.checkpoint, and in reversible networks, a forward runs inside of backward.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
+profiler_is_running: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009
 # The node of backward that runs; and a mark of a storage that does not keep its memory.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 StorageWeakRef = torch.multiprocessing.reductions.StorageWeakRef

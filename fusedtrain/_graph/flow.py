@@ -202,6 +202,8 @@ def _trace_once(
         tracer.guessed = tracer.guessed or "its forward stores something"
     if has_with(forward):
         tracer.guessed = tracer.guessed or "its forward has a with statement"
+    if tracer.seen.enters:
+        tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
     return graph, tracer
 
 

@@ -69,6 +69,9 @@ class Replacement:
         return types.MethodType(function, self)
 
 
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
 class Rewritten(Replacement):
     """A forward from source, which runs where nobody can tell it from that of the class.
 
@@ -125,6 +128,7 @@ class Rewritten(Replacement):
         self.recomputes: bool | MemoryPlan = state["recomputes"]
         self._class_forward: Callable[..., Any] = type(state["module"]).forward
         self._warned = False
+        self._attention: list[nn.Module] | None = None
         self.function = self._compiled()
         code = self.function.__code__
         self.arguments = code.co_varnames[: code.co_argcount]
@@ -150,9 +154,28 @@ class Rewritten(Replacement):
         function = self.function if self.stands_in() else _of_class
         if self.recomputes and not is_fx_tracing():
             plan = self.recomputes if isinstance(self.recomputes, MemoryPlan) else None
+            if plan is not None and self._takes_shortcuts():
+                return function(module, *args, **kwargs)
             with recompute(plan):
                 return function(module, *args, **kwargs)
         return function(module, *args, **kwargs)
+
+    def _takes_shortcuts(self) -> bool:
+        """Whether a part in eval mode takes torch's fast path, which a plan would switch off."""
+        module: Any = self._module()
+        if self._attention is None:
+            self._attention = [m for m in module.modules() if isinstance(m, _WITH_FAST_PATH)]
+        if all(part.training for part in self._attention):
+            return False
+        if torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the memory plan is not followed while an nn.MultiheadAttention or "
+                "nn.TransformerEncoder is in eval mode: its fast path computes other numbers than "
+                "the functions that the plan knows",
+                stacklevel=level_outside(),
+            )
+        return True
 
     def stands_in(self) -> bool:
         """Whether the source may run now in the place of the forward of the class."""

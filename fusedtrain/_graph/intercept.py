@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from .._torch_private import CALL_CODES, FxPatcher, set_fx_patcher
@@ -31,6 +32,15 @@ _MACHINERY = frozenset(
     function.__code__
     for function in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
 ).union(CALL_CODES)
+# Entered by a helper of the forward, too, and where the state is what they would make of it now.
+_CONTEXTS = frozenset(
+    method.__code__
+    for method in (
+        torch.autocast.__enter__, torch.no_grad.__enter__, torch.enable_grad.__enter__,
+        torch.inference_mode.__enter__, torch.set_grad_enabled.__init__,
+        torch.autograd.graph.saved_tensors_hooks.__enter__,
+    )
+)  # fmt: skip
 _GETATTR, _CALL_CODE = nn.Module.__getattr__, nn.Module.__call__.__code__
 _plain = object.__getattribute__
 _one_at_a_time, _depth = threading.RLock(), 0
@@ -82,6 +92,7 @@ class Interceptor:
         self.reads, self.listens = Reads(), False
         self.originals: dict[int, nn.Module] = {}  # modules by the ids of their clones
         self.thread = threading.get_ident()
+        self.enters = False  # whether a context of torch was entered that a graph does not record
         self.asks_mode = False  # whether the training flag of a module was read
         self._frames: list[types.FrameType] = []  # of code with variables of enclosing functions
         self.methods: dict[str, Any] = {}  # of nn.Module: those that torch.fx would set
@@ -128,6 +139,8 @@ class Interceptor:
 
     def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
         names = frame.f_globals
+        if event == "call" and frame.f_code in _CONTEXTS:
+            self.enters = True
         if event != "call" or is_library(names.get("__name__")):
             return
         first: Any = next(iter(frame.f_locals.values()), None)

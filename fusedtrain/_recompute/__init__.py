@@ -113,6 +113,8 @@ class recompute:
 def _enter(plan: MemoryPlan | None) -> Scope | None:
     if traced() or not saved_tensors_hooks_allowed():
         return None
+    if plan is not None and not torch.is_grad_enabled():
+        return None  # torch's own shortcuts of inference ask for modes
     top, observer = top_saved_tensors_hooks(True), None
     if top is not None:
         account = getattr(top[0], "__self__", None)

@@ -12,8 +12,8 @@ from .plan import MemoryPlan, op_name
 from .recipes import Observer, Scope
 from .torch_calls import TorchCall
 
-# Recipes in a row: a chain is computed by recursion, four Python frames a recipe.
-LONGEST_PLANNED = 150
+# Recipes in a row: a chain is computed by recursion, three Python frames a recipe of 1000.
+LONGEST_PLANNED = 100
 
 
 class Planned(Scope):
@@ -45,7 +45,10 @@ class Planned(Scope):
         constants: tuple[Any, ...] = (),
         dropped: Sequence[Tensor | None] = (),
     ) -> None:
-        if self._next >= len(self._steps) or self._steps[self._next].op != op_name(function):
+        name = op_name(function)
+        while self._next < len(self._steps) and self._steps[self._next].op == "dropout" != name:
+            self._next += 1  # in eval mode a dropout gives its input
+        if self._next >= len(self._steps) or self._steps[self._next].op != name:
             self._depart(function)
             return
         chosen = self._steps[self._next].recompute

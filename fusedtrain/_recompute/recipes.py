@@ -248,13 +248,16 @@ def unpack(packed: Saved | _Use) -> Tensor:
 Observer = Callable[[Tensor, "Recipe | None"], None]
 
 
+Marked = tuple["weakref.ref[Tag]", "weakref.ref[Tensor]"]
+
+
 class Scope:
     """The state of one entered `recompute`."""
 
     longest = LONGEST
 
     def __init__(self, observer: Observer | None = None) -> None:
-        self._tags: list[weakref.ref[Tag]] = []
+        self._tags: list[Marked] = []
         self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
 
@@ -307,17 +310,19 @@ class Scope:
 
     def close(self) -> None:
         """Drops the recipes of living outputs: after the scope nothing is packed."""
-        for ref in self._tags:
-            tag = ref()
+        for tag_ref, output_ref in self._tags:
+            tag, output = tag_ref(), output_ref()
             if tag is not None:
                 tag.recipe = None
+            if output is not None and getattr(output, _TAG, None) is tag:
+                vars(output).pop(_TAG, None)
 
 
-def mark(output: Tensor, recipe: Any) -> weakref.ref[Tag]:
+def mark(output: Tensor, recipe: Any) -> Marked:
     """Tags an output with its recipe."""
     tag = Tag(recipe, output._version)
     setattr(output, _TAG, tag)
-    return weakref.ref(tag)
+    return weakref.ref(tag), weakref.ref(output)
 
 
 def tagged(tensor: Tensor) -> tuple[Tag, Tensor] | None:

@@ -7,6 +7,7 @@ while it is entered, and nothing is patched. Only forwards that follow a memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._calls import autocasts
+from .._calls import autocast_is_on, autocasts
+from .._torch_private import backward_number
 
 # Functions whose output follows from their arguments alone, as a tensor of its own.
 _NAMES = (
@@ -42,8 +44,15 @@ RECOMPUTABLE = frozenset(
     for owner in _OWNERS
     if callable(function := getattr(owner, name, None))
 )
-_RANDOM = frozenset({F.dropout, torch.dropout})
+_DROPOUT = frozenset({F.dropout, torch.dropout})
 _ATTENTION = F.scaled_dot_product_attention
+# The choice of attention kernels, by torch.nn.attention.sdpa_kernel, for CPUs as well.
+_KERNELS = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
 # Autocast casts the arguments of these; a cast of an activation is a tensor that backward needs.
 _CASTS = frozenset(
     getattr(owner, name)
@@ -70,7 +79,8 @@ class TorchCall:
     """A call of a function of torch, without its tensors."""
 
     __slots__ = (
-        "_args", "_autocast", "_function", "_grads", "_kwargs", "_state", "geometry", "name",
+        "_args", "_autocast", "_function", "_grads", "_kernels", "_kwargs", "_state", "geometry",
+        "name",
     )  # fmt: skip
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -80,44 +90,48 @@ class TorchCall:
         self._autocast: Any = None
         self._state: Any = None  # of the generator, for a random function
         self._grads: tuple[bool, ...] = ()
+        self._kernels: tuple[bool, ...] = ()
         self.geometry: Any = None  # of the tensor that the function makes and returns a view of
 
     def note_context(self, tensors: list[Tensor]) -> None:
-        """Notes autocast, the generator, whether attention trains: the output depends on these."""
+        """Notes autocast, the generator, which tensors train (torch chooses kernels of products,
+        attention and poolings by that), the choice of attention kernels: bits depend on these."""
         device = tensors[0].device
+        self._grads = tuple(tensor.requires_grad for tensor in tensors)
         if any(autocasts(tensor) for tensor in tensors):
-            self._autocast = (device.type, torch.get_autocast_dtype(device.type))
-        if self._function in _RANDOM:
-            self._state = (device, _generator_state(device))
+            self._autocast = torch.get_autocast_dtype(device.type)
         if self._function is _ATTENTION:
-            self._grads = tuple(tensor.requires_grad for tensor in tensors)
+            self._kernels = tuple(enabled() for enabled, _ in _KERNELS)
+        if self._is_random():
+            self._state = _generator_state(device)
+
+    def _is_random(self) -> bool:
+        if self._function is not _ATTENTION:
+            return self._function in _DROPOUT
+        share = self._args[4] if len(self._args) > 4 else self._kwargs.get("dropout_p", 0.0)
+        return bool(share)
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        output = self._output(tensors)
+        device = tensors[0].device
+        leaves = [t.detach().requires_grad_(g) for t, g in zip(tensors, self._grads)]
+        dtype = self._autocast
+        with ExitStack() as context:
+            context.enter_context(torch.enable_grad())
+            if dtype is not None:
+                context.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
+            elif autocast_is_on(device.type):
+                context.enter_context(torch.autocast(device.type, enabled=False))
+            if self._state is not None:
+                context.callback(_set_generator_state, device, _generator_state(device))
+                _set_generator_state(device, self._state)
+            for (enabled, enable), wanted in zip(_KERNELS, self._kernels):
+                if enabled() != wanted:
+                    context.callback(enable, not wanted)
+                    enable(wanted)
+            values = iter(leaves)
+            output = self._function(*_filled(self._args, values), **_filled(self._kwargs, values))
+            output = output.detach()
         return output if self.geometry is None else output.as_strided(*self.geometry)
-
-    def _output(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        if self._grads:  # the kernel of attention depends on them
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_(g) for t, g in zip(tensors, self._grads)]
-                return self._run(iter(leaves)).detach()
-        if self._state is None:
-            return self._run(iter(tensors))
-        device, state = self._state
-        now = _generator_state(device)
-        try:
-            _set_generator_state(device, state)
-            return self._run(iter(tensors))
-        finally:
-            _set_generator_state(device, now)
-
-    def _run(self, tensors: Any) -> Any:
-        args, kwargs = _filled(self._args, tensors), _filled(self._kwargs, tensors)
-        if self._autocast is None:
-            return self._function(*args, **kwargs)
-        device, dtype = self._autocast
-        with torch.autocast(device, dtype, cache_enabled=False):
-            return self._function(*args, **kwargs)
 
 
 def _without_tensors(value: Any) -> Any:
@@ -150,6 +164,15 @@ def _tensors_of(value: Any, into: list[Tensor]) -> list[Tensor]:
         for item in value.values():
             _tensors_of(item, into)
     return into
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return (
+        (kind is Tensor or kind is torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_inference()
+    )
 
 
 def _made(output: Any, tensors: list[Tensor]) -> Tensor | None:
@@ -192,11 +215,13 @@ class TorchCalls(TorchFunctionMode):
         # Dynamo follows this method for what is compiled within, and finds the first line only.
         if torch.compiler.is_compiling() or func not in RECOMPUTABLE or "out" in kwargs:
             return func(*args, **kwargs)
-        scope = self._scope() if torch.is_grad_enabled() else None
+        # Within backward a recipe calls, or a checkpoint, whose tensors nobody keeps.
+        is_forward = torch.is_grad_enabled() and backward_number() == -1
+        scope = self._scope() if is_forward else None
         if scope is None:
             return func(*args, **kwargs)
         tensors = _tensors_of((args, kwargs), [])
-        if not tensors or not all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
+        if not tensors or not all(map(_is_usual, tensors)):
             return func(*args, **kwargs)
         if func in _CASTS:
             args, kwargs, tensors = self._cast(scope, args, kwargs, tensors)
@@ -220,6 +245,7 @@ class TorchCalls(TorchFunctionMode):
         for tensor in tensors:
             if tensor.grad_fn is not None and autocasts(tensor) and tensor.dtype is not dtype:
                 call = TorchCall(Tensor.to, (tensor, dtype), {})
+                call.note_context([tensor])
                 wide, tensor = tensor, tensor.to(dtype)
                 scope.tag(tensor, call, [wide])
             cast.append(tensor)

@@ -25,7 +25,7 @@ from .._graph.tracer import same_generators
 from .._recompute import MemoryPlan, fingerprint
 from .._recompute.plan import PlannedStep
 from .._text import bytes_in, memory_text
-from .._torch_private import pytree
+from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._meter import Meter
 from ._profile import Profile, Running, profile
@@ -95,6 +95,8 @@ def plan_memory(
         >>> report = fusedtrain.convert(model, x, memory=plan)
     """
     _check(model, loss, optimizer)
+    if profiler_is_running():
+        raise RuntimeError("plan_memory: torch's profiler runs, and the plan needs it: plan before")
     allowed = _bytes_of(budget)
     original = original_of(model, "plan_memory")
     example = example_for(original, example_inputs)
@@ -107,7 +109,12 @@ def plan_memory(
         arguments, named = arguments_of(example)
         leaves = pytree.tree_leaves((arguments, named))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return Running(lambda: _loss_of(twin(*arguments, **named), loss), inputs)
+
+        def forward() -> tuple[Any, Tensor]:
+            output = twin(*arguments, **named)
+            return output, _loss_of(output, loss)
+
+        return Running(forward, inputs)
 
     with same_generators(), without_compiled_code(twin), torch.enable_grad():
         show("eager PyTorch on the example")
@@ -153,7 +160,7 @@ def _bytes_of(budget: Any) -> int | float:
         )
     if isinstance(budget, str):
         size = bytes_in(budget)
-        if size is None:
+        if not size:
             raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'")
         return size
     if isinstance(budget, float) and not 0 < budget <= 1:
@@ -180,14 +187,15 @@ def _loss_of(output: Any, loss: Loss | None) -> Tensor:
 
 def _step(model: nn.Module, running: Running) -> None:
     model.zero_grad(set_to_none=True)
-    running.forward().backward()
+    output, loss = running.forward()
+    loss.backward()
+    del output
 
 
 def _peak(model: nn.Module, begin: Callable[[], Running], device: torch.device) -> int:
     running = begin()
-    model.zero_grad(set_to_none=True)
     with Meter(device) as meter:
-        running.forward().backward()
+        _step(model, running)
     model.zero_grad(set_to_none=True)
     return meter.peak
 
@@ -267,7 +275,7 @@ def _fixed_bytes(
 ) -> int:
     """Bytes of parameters, buffers, inputs, and the optimizer's states after a step."""
     tensors = [*model.parameters(), *model.buffers(), *inputs]
-    size = sum({address_of(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    size = sum({address_of(t): _nbytes(t) for t in tensors}.values())
     if optimizer is None:
         return size
     if not optimizer.state:
@@ -275,10 +283,19 @@ def _fixed_bytes(
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
-        optimizer.step()
+        try:
+            optimizer.step()
+        except TypeError as error:  # it wants a closure, as LBFGS does
+            raise ValueError(
+                "optimizer: its states are not known before its first step; take a step first"
+            ) from error
     leaves = pytree.tree_leaves(list(optimizer.state.values()))
     states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return size + sum({address_of(t): t.untyped_storage().nbytes() for t in states}.values())
+    return size + sum({address_of(t): _nbytes(t) for t in states}.values())
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if address_of(tensor) else 0
 
 
 class _Progress:

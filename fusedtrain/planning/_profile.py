@@ -44,6 +44,7 @@ class Step:
     made: int
     died: int = -1
     milliseconds: float = 0.0
+    stays: bool = True  # nothing that the output is computed from is modified later
 
 
 @dataclass
@@ -71,9 +72,10 @@ class Profile:
 
 
 class Running(NamedTuple):
-    """A forward that is about to run, which returns the loss, and its input tensors."""
+    """A forward that is about to run, and its input tensors. It returns output and loss, as a
+    training loop holds both during backward."""
 
-    forward: Callable[[], Tensor]
+    forward: Callable[[], tuple[Any, Tensor]]
     inputs: list[Tensor]
 
 
@@ -96,12 +98,14 @@ class _Profiler(Scope):
         self._storages: dict[int, int] = {}
         self._alive: list[Any] = []  # keeps the addresses of storages from being reused
         self._modules: list[str] = [""]
-        self._takes: list[int] = []  # saves, in the order of backward
         self._nodes: list[Any] = []
+        self._sources: list[tuple[Step, Tensor, int]] = []  # of a step: a tensor, its version
         for tensor in besides:
             self.profile.bytes[self._storage_of(tensor)] = 0
 
     def _storage_of(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
+            tensor = torch.empty(0)  # sparse ones count as nothing
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -144,6 +148,7 @@ class _Profiler(Scope):
         self._tags.append(mark(output, _Mark(number)))
         self._alive.append(weakref.ref(output, lambda _: self._note_death(step)))
         if self._meter is None:
+            self._sources += [(step, t.detach(), t._version) for t in tensors if t is not None]
             step.milliseconds = _time(lambda: function(*tensors, *constants), output.device)
 
     def _note_death(self, step: Step) -> None:
@@ -152,8 +157,7 @@ class _Profiler(Scope):
     def pack(self, tensor: Tensor) -> Any:
         source = tagged(tensor)
         recipe: Any = None if source is None else source[0].recipe
-        strided = tensor.layout is torch.strided and type(tensor) is Tensor
-        storage = self._storage_of(tensor) if strided else self._storage_of(torch.empty(0))
+        storage = self._storage_of(tensor)
         number = -1 if recipe is None else recipe.number
         save = Save(number, storage, self._moment, module=self._modules[-1])
         self.profile.saves.append(save)
@@ -178,6 +182,9 @@ class _Profiler(Scope):
         end = len(profile.saves) + profile.nodes
         for step in profile.steps:
             step.died = end if step.died < 0 else step.died
+        for step, tensor, version in self._sources:
+            step.stays = step.stays and tensor._version == version
+        self._sources.clear()
         if self._meter is not None:
             profile.totals = self._meter.peaks
         self._alive.clear()
@@ -228,13 +235,14 @@ def _synchronize(device: torch.device) -> None:
 def profile(model: nn.Module, step: Callable[[], Running], device: torch.device) -> Profile:
     """The profile of a forward, which returns the loss, and its backward."""
     timed = _run(model, step(), None)
+    running = step()
     with Meter(device) as meter:
-        measured = _run(model, step(), meter)
+        measured = _run(model, running, meter)
     measured.totals = meter.peaks
     if [one.op for one in measured.steps] != [one.op for one in timed.steps]:
         raise RuntimeError("model: two forwards on the same example call different functions")
     for one, other in zip(measured.steps, timed.steps):
-        one.milliseconds = other.milliseconds
+        one.milliseconds, one.stays = other.milliseconds, other.stays
     return measured
 
 
@@ -243,9 +251,9 @@ def _run(model: nn.Module, running: Running, meter: Meter | None) -> Profile:
     besides = [*model.parameters(), *model.buffers(), *running.inputs]
     profiler = _Profiler(besides, meter)
     with profiler.entered(model):
-        loss = running.forward()
+        output, loss = running.forward()
     loss.backward()
-    del loss
+    del output, loss
     result = profiler.finish()
     model.zero_grad(set_to_none=True)
     return result

@@ -37,7 +37,7 @@ class Search:
         steps, sizes = simulator.profile.steps, simulator.bytes
         # An output whose bytes are nothing is never worth a recipe.
         least = sum(sizes) // 10_000
-        self._worth = [size > least for size in sizes]
+        self._worth = [size > least and step.stays for size, step in zip(sizes, steps)]
         self._by_density = sorted(
             (number for number, worth in enumerate(self._worth) if worth),
             key=lambda number: steps[number].milliseconds / sizes[number],
@@ -80,24 +80,31 @@ class Search:
         def key(outcome: Outcome) -> Key:
             return max(outcome.peak, budget), outcome.milliseconds
 
-        self._improve(key)
+        self._improve(key, list(self.simulated), self._by_density[::-1])
 
     def deepen(self) -> None:
-        """Simulates neighbours of the choices with the lowest peaks."""
-        self._improve(lambda outcome: (outcome.peak, outcome.milliseconds))
+        """Simulates neighbours of the choices with the lowest peaks, by bytes alone: whatever the
+        times are, two runs find the same."""
+        sizes = self.simulator.bytes
+        order = sorted(self._by_density, key=lambda number: (-sizes[number], number))
+        starts = [tuple(self._worth), *self._segmented()]
+        self._improve(lambda outcome: (outcome.peak, 0.0), starts, order)
 
-    def _improve(self, key: Callable[[Outcome], Key]) -> None:
-        """Goes from the best choices to better neighbours, while there are some."""
-        ordered = sorted(self.simulated.items(), key=lambda item: (key(item[1]), item[0]))
+    def _improve(
+        self, key: Callable[[Outcome], Key], choices: list[Choice], order: list[int]
+    ) -> None:
+        """Goes from the best of the choices to better neighbours, while there are some."""
+        simulated = [(choice, self._simulate(choice)) for choice in choices]
+        simulated.sort(key=lambda item: (key(item[1]), item[0]))
         starts: list[tuple[Choice, Outcome]] = []
-        for start, outcome in ordered:
+        for start, outcome in simulated:
             if all(_differences(start, other) > len(start) // 8 for other, _ in starts):
                 starts.append((start, outcome))
             if len(starts) == _STARTS:
                 break
         for start, outcome in starts:
             chosen, best, left = start, key(outcome), _NEIGHBOURS
-            for number in itertools.cycle(self._by_density[::-1]):
+            for number in itertools.cycle(order):
                 if left <= 0:
                     break
                 left -= 1

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fusedtrain.conversion._calls import TORCH_IS_FASTER
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fusedtrain
 from fusedtrain import nn as fused
+from fusedtrain.conversion._calls import TORCH_IS_FASTER
 from fusedtrain.ops import depthwise as depthwise_ops
 
 pytestmark = pytest.mark.usefixtures("one_thread")

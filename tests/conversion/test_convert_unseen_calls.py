@@ -120,3 +120,29 @@ def test_untraceable_caller(way: str) -> None:
         torch.testing.assert_close(output, expected)
     parts = sum(len(norm.parts) for norm in report.norms) + len(report.products)
     assert parts == 3, str(report)  # two activations of norms, and a gate
+
+
+def _in_float32(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return layer(x.float())
+
+
+class InFloat32(nn.Module):
+    """A helper switches autocast off, which is off while the model is converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(_in_float32(self.one, x)))
+
+
+def test_contexts_that_a_helper_enters_stay() -> None:
+    torch.manual_seed(0)
+    model, x = InFloat32(), torch.randn(4, 8)
+    stock = copy.deepcopy(model)
+    report = fusedtrain.convert(model, x)
+    assert "no_grad, autocast" in str(report)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(x), stock(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,16 +98,19 @@ class Trainer:
     def begin(self, batch: int) -> Running:
         """A forward that is about to run."""
         inputs, targets = self._data(batch)
-        return Running(lambda: self._loss(inputs, targets), [inputs, targets])
+        return Running(lambda: self._outcome(inputs, targets), [inputs, targets])
 
     def _step(self, inputs: Tensor, targets: Tensor) -> None:
         self._optimizer.zero_grad()
-        self._loss(inputs, targets).backward()
+        output, loss = self._outcome(inputs, targets)
+        loss.backward()
         self._optimizer.step()
+        del output  # training loops hold it as long
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _outcome(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Tensor]:
         output = self.model(inputs)
-        return nn.functional.cross_entropy(getattr(output, "logits", output), targets)
+        logits = getattr(output, "logits", output)
+        return output, nn.functional.cross_entropy(logits, targets)
 
     def _probed(self) -> tuple[int, list[int]]:
         """Classes and the target's shape beside the batch."""

@@ -69,7 +69,8 @@ def test_the_plan_has_the_peak_that_was_reported(largest: fusedtrain.FitReport) 
 
     def step() -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        output = model(x)  # held during backward, as in training loops
+        nn.functional.cross_entropy(output, y).backward()
         optimizer.step()
 
     step()

@@ -1,0 +1,213 @@
+"""Recipes of torch's functions: the same kernel, random numbers and context as in the forward."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as T
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fusedtrain
+from fusedtrain.planning._profile import Running, profile
+
+
+class Two(nn.Module):
+    """A function between two linear layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], width: int, last: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(last, 3)
+        self.bare = nn.Linear(6, 6, bias=False)
+        self.weight = nn.Parameter(torch.randn(5, 6))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.function(self, self.first(x))))
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+
+
+def attention(_: Two, x: Tensor, dropout: float = 0.0) -> Tensor:
+    q, k, v = heads(x)
+    y = T.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    return y.transpose(1, 2).flatten(2)
+
+
+def by_math(module: Two, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return attention(module, x)
+
+
+def without_autocast(module: Two, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return T.linear(x.float(), module.bare.weight)
+
+
+FUNCTIONS: dict[str, tuple[Any, int, int]] = {
+    "attention": (attention, 24, 8),
+    "attention with dropout": (lambda m, x: attention(m, x, 0.3), 24, 8),
+    "attention by math": (by_math, 24, 8),
+    "pool of a transposed tensor": (
+        lambda m, x: T.max_pool1d(x.transpose(1, 2), 2).transpose(1, 2), 6, 6,
+    ),
+    "product folded by requires_grad": (lambda m, x: torch.matmul(m.weight, x.mT).mT, 6, 5),
+    "linear without bias, transposed": (lambda m, x: m.bare(x.mT.contiguous().mT), 6, 6),
+    "autocast off within": (without_autocast, 6, 6),
+    "dropouts": (lambda m, x: T.dropout(x, 0.2) + T.dropout(x, 0.5), 6, 6),
+    "sums and casts": (lambda m, x: (x.double() * 2 + x).float() - x.mean(), 6, 6),
+    "concatenation with itself": (lambda m, x: torch.cat([x, x, -x], -1), 6, 18),
+    "in place": (lambda m, x: (x * 2).mul_(3).relu_(), 6, 6),
+}  # fmt: skip
+
+
+def all_recomputed(model: nn.Module, x: Any) -> nn.Module:
+    """A copy that recomputes all that a plan can."""
+    plan = fusedtrain.plan_memory(model, x, 10**9)
+    steps = [step._replace(recompute=True) for step in plan.steps]
+    planned = copy.deepcopy(model)
+    fusedtrain.convert(planned, memory=replace(plan, steps=steps))
+    return planned
+
+
+def run(model: nn.Module, x: Any, forward: Any, backward: Any) -> list[Tensor]:
+    torch.manual_seed(1)
+    with forward:
+        output = model(x)
+    with backward:
+        output.float().square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [output.detach(), *gradients, torch.get_rng_state()]
+
+
+def no_context() -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("forward", [no_context, autocast])
+@pytest.mark.parametrize("backward", [no_context, autocast])
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_same_bits(name: str, forward: Any, backward: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Two(*FUNCTIONS[name]), torch.randn(4, 7, 8)
+    with forward():
+        planned = all_recomputed(model, x)
+    store = copy.deepcopy(model)
+    fusedtrain.convert(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = run(planned, x, forward(), backward())
+    theirs = run(store, x, forward(), backward())
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2).requires_grad_(requires_grad=False)
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+        padding[:, -2:] = True
+        x = self.encoder(x, src_key_padding_mask=padding)
+        return self.two(torch.tanh(self.one(x) * 2))
+
+
+def test_fast_path_of_torch_stays() -> None:
+    torch.manual_seed(0)
+    model, x = Frozen(), torch.randn(4, 7, 8)
+    model.encoder.eval()
+    planned = all_recomputed(model, x)
+    with pytest.warns(UserWarning, match="not followed while"):
+        output = planned(x)
+    assert torch.equal(output, model(x))
+    planned.eval(), model.eval()
+    with torch.no_grad():
+        assert torch.equal(planned(x), model(x))
+
+
+class Moving(nn.Module):
+    """A buffer that a sum reads, and that changes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) - self.mean)
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+def test_inputs_that_change_later_are_not_planned() -> None:
+    torch.manual_seed(0)
+    model, x = Moving(), torch.randn(64, 32)
+    measured = profile(model, lambda: Running(lambda: (None, model(x).sum()), [x]), x.device)
+    stays = {(step.op, step.stays) for step in measured.steps}
+    assert ("sub", False) in stays
+    assert ("linear", True) in stays
+    assert ("sub", True) not in stays
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(torch.sparse.mm(self.edges, self.one(x)) * 2))
+
+
+def test_sparse_buffers() -> None:
+    torch.manual_seed(0)
+    model, x = Graph(), torch.randn(6, 8)
+    planned = all_recomputed(model, x)
+    fusedtrain.convert(model)
+    ours, theirs = (run(m, x, nullcontext(), nullcontext()) for m in (planned, model))
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_the_example_is_no_part_of_the_step() -> None:
+    """An input that is larger than all that is kept."""
+    model, x = nn.Sequential(nn.Linear(512, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(256, 512)
+    plan = fusedtrain.plan_memory(model, x, 1.0)
+    assert plan.peak <= plan.eager_peak
+    assert abs(plan.predicted - plan.peak) <= 0.05 * plan.peak
+
+
+def test_outputs_carry_no_recipe_out_of_the_forward() -> None:
+    model, x = Two(*FUNCTIONS["dropouts"]), torch.randn(4, 7, 8)
+    output = all_recomputed(model, x)(x)
+    file = io.BytesIO()
+    torch.save(output, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), output)
+
+
+def test_refusals() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    with pytest.raises(ValueError, match="optimizer: its states are not known"):
+        fusedtrain.plan_memory(model, x, 0.9, optimizer=torch.optim.LBFGS(model.parameters()))
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profiler, pytest.raises(RuntimeError, match="profiler runs"):
+        fusedtrain.plan_memory(model, x, 0.9)
