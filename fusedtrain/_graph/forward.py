@@ -325,7 +325,9 @@ def is_changed(module: nn.Module) -> bool:
 
 def set_recomputing(module: nn.Module, wanted: bool | MemoryPlan) -> None:
     """Whether a model's forward, rewritten or not, runs within `fusedtrain.recompute`, and by which
-    plan."""
+    plan. One that recomputes nothing costs nothing."""
+    if isinstance(wanted, MemoryPlan) and not wanted.recomputed:
+        wanted = False
     now = rewritten_of(module)
     if (now is not None and now.recomputes) == wanted:
         return

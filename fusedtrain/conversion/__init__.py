@@ -168,7 +168,7 @@ def convert(
     else:
         conversion.keep_few_bits()
         if plan is not None:
-            set_recomputing(model, plan if plan.recomputed else False)
+            set_recomputing(model, plan)
     return report
 
 
