@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from sys import stderr
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,7 +90,7 @@ def command(
     if place.endswith(".py") and not Path(place).is_file():
         raise click.UsageError(f"there is no file {place}; MODEL is path.py:FUNCTION")
     failure: Exception | None = None
-    with progress("fit") as begins, redirect_stdout(stderr):
+    with progress("fit") as begins, redirect_stdout(sys.stderr):
         try:
             seen = fit(
                 model, shape, memory, batch=batch, classes=classes, tokens=tokens or 0,
