@@ -32,10 +32,15 @@ class Planned(Scope):
 
     def wants(self, function: Callable[..., Any]) -> bool:
         """Whether the output of the call that is about to run is to be recomputed."""
-        if self._next >= len(self._steps):
-            return False
-        step = self._steps[self._next]
-        return step.recompute and step.op == op_name(function)
+        return self._knows(op_name(function)) and self._steps[self._next].recompute
+
+    def _knows(self, name: str) -> bool:
+        """Whether the plan's next step is of this function. In eval mode a dropout gives its input,
+        and has no step."""
+        steps = self._steps
+        while self._next < len(steps) and steps[self._next].op == "dropout" != name:
+            self._next += 1
+        return self._next < len(steps) and steps[self._next].op == name
 
     def tag(
         self,
@@ -45,10 +50,7 @@ class Planned(Scope):
         constants: tuple[Any, ...] = (),
         dropped: Sequence[Tensor | None] = (),
     ) -> None:
-        name = op_name(function)
-        while self._next < len(self._steps) and self._steps[self._next].op == "dropout" != name:
-            self._next += 1  # in eval mode a dropout gives its input
-        if self._next >= len(self._steps) or self._steps[self._next].op != name:
+        if not self._knows(op_name(function)):
             self._depart(function)
             return
         chosen = self._steps[self._next].recompute

@@ -116,6 +116,19 @@ def test_same_bits(name: str, forward: Any, backward: Any) -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
+def test_eval_mode_has_no_dropouts() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.SiLU(), nn.Dropout(0.2)]
+    model, x = nn.Sequential(*layers, nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 7, 8)
+    planned = all_recomputed(model, x).eval()
+    store = copy.deepcopy(model).eval()
+    fusedtrain.convert(store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ours = run(planned, x, nullcontext(), nullcontext())
+    assert all(map(torch.equal, ours, run(store, x, nullcontext(), nullcontext())))
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
