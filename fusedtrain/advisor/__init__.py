@@ -1,7 +1,8 @@
-"""Programs that look at a user's script or model and advise: `doctor`, `profile`, `tune`, `bench`.
+"""Programs that look at a user's script or model and advise: `doctor`, `profile`, `tune`, `fit`,
+`bench`.
 
-`diagnosis` is `doctor`, `profiling` is `profile`, `tuning` is `tune`. `bench` has the clock and the
-gate of every timing and the contestants of the command `bench`. `_scripts` runs a user's script in
-a fresh process and ends it after so many steps; `_child` starts such processes; `_watch` has what
-several of them see of a run.
+`diagnosis` is `doctor`, `profiling` is `profile`, `tuning` is `tune`, `fitting` is `fit`. `bench`
+has the clock and the gate of every timing and the contestants of the command `bench`. `_scripts`
+runs a user's script in a fresh process and ends it after so many steps; `_child` starts such
+processes; `_watch` has what several of them see of a run.
 """

@@ -40,10 +40,11 @@ def fit(
     """Finds the largest batch that trains in so much memory, or the fastest way to train a batch.
 
     Tries eager PyTorch, `convert`, `convert(memory="recompute")` and a plan of
-    :func:`fusedtrain.plan_memory`'s kind, all in fp32 with the bits of the same losses. Two small
-    batches predict the bytes of others, steps of the predicted batch correct them. A step that is
-    predicted above the memory that is available is never tried: half of it on the CPU, nine tenths
-    of the free memory of a GPU. Runs in this process, and takes as much memory as the largest step.
+    :func:`fusedtrain.plan_memory`'s kind, all in fp32; the last three have the same losses, bit for
+    bit. Two small batches predict the bytes of others, steps of the predicted batch correct them. A
+    step that is predicted above the memory that is available is never tried: half of it on the CPU,
+    nine tenths of the free memory of a GPU. Runs in this process, and takes as much memory as the
+    largest step.
 
     Args:
         build_model: a function without arguments that returns a module; or ``"path.py:FUNCTION"``,
