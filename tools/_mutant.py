@@ -74,6 +74,8 @@ class Kind(Protocol):
 
     # Mutants that change nothing that can be seen, and why.
     EQUIVALENT: Mapping[Key, str]
+    # The options of pytest that select its tests.
+    CHOSEN: list[str]
 
     def mutants(self, root: Path) -> list[Mutant]:
         """All of them, in a fixed order."""

@@ -6,7 +6,7 @@ mutants are equivalent, and why. Works in a temporary copy of the repository, as
 default of each function one mutant of each sort is tried; `--all` tries every one. Exits with 1
 where one survived.
 
-    python tools/mutants.py [--only triton] [-k chain] [--shard 1/4] [--seconds 60] [--list]
+    python tools/mutants.py [--only triton] [-k chain] [--shard 1/4] [--cases few] [--list]
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def try_all(judge: Judge, mutants: list[Mutant], tree: Path) -> list[Mutant]:
 def run(name: str, arguments: argparse.Namespace) -> list[str]:
     """Errors, surviving mutants among them."""
     kind: Kind = kind_of(name)
+    if arguments.cases:
+        kind.CHOSEN.append(f"--cases={arguments.cases}")
     everything = kind.mutants(ROOT)
     stale = set(kind.EQUIVALENT) - {m.key for m in everything}
     wrong = [f"{name}: no such mutant is made, strike it from EQUIVALENT: {k}" for k in stale]
@@ -128,6 +130,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=120, help="the limit of a mutant, of the processor"
     )
+    parser.add_argument("--cases", help="tier of the tests (docs/testing.md)")
     parser.add_argument("--all", action="store_true", help="not one of each sort alone")
     parser.add_argument("--list", action="store_true", help="do not run them")
     arguments = parser.parse_args()
