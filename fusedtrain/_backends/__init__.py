@@ -9,7 +9,8 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -348,9 +349,18 @@ def local_ranks() -> int:
     return max(int(count), 1) if count.isdecimal() else 1
 
 
-def environment(**defaults: str) -> dict[str, str]:
-    """The environment for a child process: this one's, with the defaults where it says nothing."""
-    return {**defaults, **os.environ}
+@contextmanager
+def quiet_kineto() -> Iterator[None]:
+    """Keeps Kineto from writing two lines to stderr for each use of the profiler. Kineto reads the
+    variable once, when the process profiles for the first time."""
+    name = "KINETO_LOG_LEVEL"
+    added = name not in os.environ
+    os.environ.setdefault(name, "99")
+    try:
+        yield
+    finally:
+        if added:
+            os.environ.pop(name, None)
 
 
 def processor() -> str:

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .._backends import environment
 from ._child import command
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
@@ -93,9 +92,7 @@ def in_fresh_process(
         words = command(module, str(task), script, *arguments)
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
-        # Kineto would otherwise write two lines to stderr for each use of the profiler.
-        settings = environment(KINETO_LOG_LEVEL="99")
-        process = subprocess.Popen(words, stdout=output, env=settings)
+        process = subprocess.Popen(words, stdout=output)
         interrupted = False
         try:
             status = _wait(process, Path(folder, "results.json"))

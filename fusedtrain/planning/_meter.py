@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._backends import quiet_kineto
+
 _MARK = "fusedtrain mark"
 
 
@@ -29,7 +31,8 @@ class Meter:
         if self._index is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
-            self._profile.__enter__()
+            with quiet_kineto():
+                self._profile.__enter__()
             self.mark()
         else:
             torch.accelerator.synchronize(self._index)

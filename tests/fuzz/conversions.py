@@ -106,9 +106,11 @@ torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 """
 
 
-def _program(network: Network, convert: str, mode: str = "", limit: str = "1e-7") -> str:
+def _program(
+    network: Network, convert: str, mode: str = "", limit: str = "1e-7", may_raise: bool = False
+) -> str:
     rounds = limit != "0"
-    may_raise = rounds and any(
+    may_raise |= rounds and any(
         call in convert for call in ("convert(twin", "fold_frozen_norms(twin")
     )
     return _PROGRAM.format(
@@ -136,6 +138,33 @@ def store_and_recompute(draw: Callable[..., Any]) -> str:
     """Not a bit may differ."""
     convert = "fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')"
     return _program(drawn(Pick(draw)), convert, limit="0")
+
+
+_PLANNED = """\
+budget, chosen = {budget}, random.Random({seed})
+example = inputs[0].clone()
+loss = lambda y: (y * y.detach().tanh()).mean()
+try:
+    plan = fusedtrain.plan_memory(twin, example, budget, loss=loss)
+except ValueError as error:
+    assert "no plan needs less than" in str(error), error
+    plan = fusedtrain.plan_memory(twin, example, "1GiB", loss=loss)
+assert plan.peak <= plan.budget
+if {shuffled}:
+    plan.steps = [step._replace(recompute=chosen.random() < 0.6) for step in plan.steps]
+fusedtrain.convert(net)
+fusedtrain.convert(twin, memory=plan)"""
+
+
+@st.composite
+def planned(draw: Callable[..., Any]) -> str:
+    """A plan within its budget, or one of random decisions: not a bit may differ."""
+    pick = Pick(draw)
+    network = drawn(pick)
+    budget, shuffled = pick(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3), pick(False, True)
+    plan = _PLANNED.format(budget=budget, seed=pick(*range(20)), shuffled=shuffled)
+    # A plan of random decisions recomputes from what is modified later: torch's error.
+    return "import random\n" + _program(network, plan, limit="0", may_raise=shuffled)
 
 
 @st.composite
@@ -182,6 +211,7 @@ PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     "convert recompute": partial(converted, "recompute", False),
     "convert inplace": partial(converted, "inplace", False),
     "store and recompute": store_and_recompute,
+    "plan_memory": planned,
     "fold_conv_bn": folded,
     "fold_frozen_norms": tuned,
     "drop_redundant_bias": without_bias,

@@ -30,7 +30,7 @@ MODULES = {
         "nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())", "nn.MaxPool2d(3, 1, 1)",
         "nn.Sequential(nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Conv2d(4, 4, 1))",
         "nn.Dropout(0.25)", "fusedtrain.nn.DropPath(0.25)", "nn.Dropout(0.0, inplace=True)",
-        "nn.AvgPool2d(3, 1, 1)",
+        "nn.AvgPool2d(3, 1, 1)", "nn.GroupNorm(2, 4)", "nn.LayerNorm([6, 5])", "nn.Linear(5, 5)",
     ),
     "gate": (
         _POOLED + "nn.Sigmoid())", _POOLED + "nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Hardsigmoid())",
@@ -51,6 +51,13 @@ WRITES = (
     "N.dropout({a}, 0.25, self.training, inplace=True)",
 )  # fmt: skip
 SUMS = ("{b} + {a}", "{a} + {b}", "{b}.add_({a})", "torch.add({b}, {a})")
+# Functions of torch alone, which `convert` leaves and a memory plan can recompute.
+MIXTURES = (
+    "torch.cat([{a}[:, :2], {b}[:, 2:]], 1)", "N.avg_pool2d({a}, 3, 1, 1)", "{a}.mT.reshape({a}.shape)",
+    "N.scaled_dot_product_attention({a}, {b}, {b})", "{a} @ ({b}.mT @ {b}).softmax(-1)",
+    "torch.where({a} > 0, {a}, {b})", "N.dropout({a}, 0.25, self.training)", "{a} - {b}.mean(1, True)",
+    "N.layer_norm({a}, (5,))", "N.max_pool2d({a}, 3, 1, 1)", "{a}.view_as({b}) * 0.5", "{a} ** 2",
+)  # fmt: skip
 HOOKS = (
     "register_forward_hook(lambda m, args, out: out * 1.5)",
     "register_forward_pre_hook(lambda m, args: (args[0] * 1.5,))",
@@ -100,7 +107,7 @@ class Network:
     def statement(self) -> None:
         """Any; a sum with the output of a norm more often than the others."""
         kinds = ("norm", "residual", "residual", "residual", "act", "gate", "scale", "mix", "write",
-                 "sum", "buffer")  # fmt: skip
+                 "sum", "torch", "buffer")  # fmt: skip
         a, b, kind = self.any(), self.any(), self.pick(*kinds)
         if kind == "norm":
             self.new(f"self.{self.module('norm')}(self.{self.module('conv')}({a}))")
@@ -124,6 +131,8 @@ class Network:
             self.write(a)
         elif kind == "sum":
             self.new(self.pick(*SUMS, "{a} + {a}").format(a=a, b=b))
+        elif kind == "torch":
+            self.new(self.pick(*MIXTURES).format(a=a, b=b))
         else:
             norm = self.module("norm")
             if "track" not in self.modules[norm]:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from torch.profiler import ProfilerActivity
 from torch.utils.hooks import RemovableHandle
 
+from ..._backends import quiet_kineto
 from ._families import OPTIMIZER_RANGE
 from ._lines import Lines
 from ._records import Recording, recording
@@ -37,7 +38,8 @@ class Window:
 
     def start(self) -> None:
         wait_for_device()
-        self.profiler.start()
+        with quiet_kineto():
+            self.profiler.start()
         self._thread = threading.current_thread()
         self._begun = time.perf_counter()
 

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from typing import Any
 
-from ..._backends import environment
 from .._child import command
 from ._job import Job, search_path
 from ._switches import Config
@@ -46,7 +45,7 @@ class Process:
         self._process = subprocess.Popen(
             command(f"{__package__}", task),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._printed, text=True,
-            env=environment(), start_new_session=True,
+            start_new_session=True,
         )  # fmt: skip
         self._answers: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
