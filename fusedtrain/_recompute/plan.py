@@ -12,7 +12,7 @@ from torch import nn
 
 from .._text import column_lines
 
-_FORMAT = 1  # of the file
+_FORMAT = 2  # of the file
 _ROWS = 12  # of the table
 
 
@@ -38,6 +38,8 @@ class MemoryPlan:
     and of `convert(model)`. `milliseconds`: of a forward and backward of `convert(model)`;
     `extra_milliseconds`: predicted for what is recomputed.
 
+    `batch`: of the example; 0 if its tensors have no first dimension in common.
+
     The timelines are simulated bytes at up to 400 points of forward and backward, of which
     `backward_at` is the first of backward: `timeline_store` of `convert(model)`; `timeline` under
     the plan, by area, the sum of all areas being the bytes.
@@ -56,6 +58,8 @@ class MemoryPlan:
     timeline_store: list[int] = field(default_factory=list)
     timeline: dict[str, list[int]] = field(default_factory=dict)
     backward_at: int = 0
+    batch: int = 0
+    lines: list[tuple[float, float]] = field(default_factory=list)  # see peak_at
 
     def __repr__(self) -> str:
         return (
@@ -68,6 +72,31 @@ class MemoryPlan:
         """The number of outputs that backward recomputes."""
         return sum(step.recompute for step in self.steps)
 
+    def peak_at(self, batch: int) -> int:
+        """The predicted peak of a step of another batch under this plan, without parameters,
+        buffers and inputs, as `peak`.
+
+        The bytes of each moment of the step are taken as a line over the batch, through the example
+        and its first half. Batches below that half may need more, and so may larger tensors for
+        which a library takes another kernel.
+
+        Args:
+            batch: samples.
+
+        Raises:
+            ValueError: `batch` is below 1; or the plan knows the example alone: its tensors have
+                no first dimension in common, model or loss raised for half of it, or called other
+                functions.
+        """
+        if batch < 1:
+            raise ValueError(f"batch: must be at least 1, not {batch}")
+        if not self.lines:
+            raise ValueError(
+                "batch: the plan knows the peak of its example alone; plan with inputs whose first "
+                "dimension is the batch, at least 2, and a loss that takes any batch"
+            )
+        return round(max(base + each * batch for base, each in self.lines))
+
     def __str__(self) -> str:
         extra = self.extra_milliseconds / self.milliseconds if self.milliseconds else 0.0
         lines = [
@@ -76,6 +105,9 @@ class MemoryPlan:
             f"backward recomputes {self.recomputed} of {len(self.steps)} outputs, "
             f"{extra:.0%} more time ({self.extra_milliseconds:.1f} ms)",
         ]
+        if self.lines:
+            each = (self.peak_at(2 * self.batch) - self.peak_at(self.batch)) / self.batch
+            lines.append(f"batch {self.batch}; a sample more takes {_megabytes(each)}")
         rows = [("op", "recomputed", "bytes", "time")]
         for op, count, chosen, size, ms in self.kinds()[:_ROWS]:
             rows.append((op, f"{chosen} of {count}", _megabytes(size), f"{ms:.1f} ms"))
@@ -121,6 +153,7 @@ class MemoryPlan:
             content = json.loads(Path(path).read_text())
             version = content.pop("fusedtrain_memory_plan")
             steps = [PlannedStep(*step) for step in content.pop("steps")]
+            content["lines"] = [tuple(line) for line in content["lines"]]
             plan = cls(**content, steps=steps)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"path: {path} has no memory plan ({error})") from error

@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from .._text import bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._meter import Meter
-from ._profile import Profile, Running, profile
+from ._profile import Profile, Running, metered, profile, structure
 from ._search import Search
-from ._simulate import Simulator
+from ._simulate import Simulator, peak_lines
 from ._timeline import timelines
 
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
@@ -105,8 +106,10 @@ def plan_memory(
     device = next((t.device for t in twin.parameters()), torch.device("cpu"))
     show = _Progress()
 
-    def begin() -> Running:
+    def begin(samples: int = 0) -> Running:
         arguments, named = arguments_of(example)
+        if samples:
+            arguments, named = pytree.tree_map(partial(_first, samples), (arguments, named))
         leaves = pytree.tree_leaves((arguments, named))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -132,12 +135,16 @@ def plan_memory(
             search, limit, fixed if isinstance(allowed, int) else 0, show,
             lambda chosen: _measured(twin, measured, chosen, begin, device),
         )  # fmt: skip
+        chosen, outcome, peak = plan
+        batch = _batch_of(begin().inputs)
+        show("half of the example")
+        half = _half(twin, begin, batch, device, measured)
     show("")
-    chosen, outcome, peak = plan
     return MemoryPlan(
         fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
         milliseconds, outcome.milliseconds, device.type, _steps(measured, chosen),
-        **timelines(search.simulator, chosen),
+        **timelines(search.simulator, chosen), batch=batch,
+        lines=peak_lines(chosen, (batch // 2, half), (batch, measured)) if half else [],
     )  # fmt: skip
 
 
@@ -211,6 +218,33 @@ def _milliseconds(model: nn.Module, begin: Callable[[], Running], device: torch.
         times.append(time.perf_counter() - start)
     model.zero_grad(set_to_none=True)
     return statistics.median(times) * 1e3
+
+
+def _batch_of(inputs: list[Tensor]) -> int:
+    """The first dimension that all inputs share, or 0."""
+    sizes = {len(tensor) if tensor.dim() else 0 for tensor in inputs}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _first(samples: int, leaf: Any) -> Any:
+    return leaf[:samples] if isinstance(leaf, Tensor) else leaf
+
+
+def _half(
+    model: nn.Module,
+    begin: Callable[[int], Running],
+    batch: int,
+    device: torch.device,
+    whole: Profile,
+) -> Profile | None:
+    """The profile of the first half of the example; None if it tells nothing of other batches."""
+    if batch < 2:
+        return None
+    try:
+        half = metered(model, begin(batch // 2), device)
+    except Exception:  # of the user's model or loss, which need not take another batch
+        return None
+    return half if structure(half) == structure(whole) else None
 
 
 def _measured(

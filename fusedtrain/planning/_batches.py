@@ -12,9 +12,9 @@ from torch import nn
 
 from .._recompute import MemoryPlan
 from . import _fitting, _steps
-from ._profile import Profile, Running, profile
+from ._profile import Profile, Running, profile, structure
 from ._search import Search
-from ._simulate import Outcome, Simulator
+from ._simulate import Outcome, Simulator, peak_lines
 from ._timeline import timelines
 
 _LOWEST = 16  # choices by which the largest batch is predicted
@@ -39,7 +39,7 @@ class BatchPlanner:
         self._small, self._large = (
             profile(model, partial(begin, batch), device) for batch in batches
         )
-        if _structure(self._small) != _structure(self._large):
+        if structure(self._small) != structure(self._large):
             raise ValueError("model: forwards of two batches call different functions")
 
     def largest(self, limit: Callable[[int], int], most: int) -> int:
@@ -88,7 +88,13 @@ class BatchPlanner:
         chosen, outcome, peak = _fitting(
             search, limit, 0, show, lambda chosen: measure(made(chosen, nothing, 0))
         )
-        return replace(made(chosen, outcome, peak), **timelines(search.simulator, chosen))
+        first, second = zip(self._batches, (self._small, self._large))
+        return replace(
+            made(chosen, outcome, peak),
+            batch=batch,
+            lines=peak_lines(chosen, first, second),
+            **timelines(search.simulator, chosen),
+        )
 
     def profile(self, batch: int) -> Profile:
         """The profile of a batch: bytes and milliseconds are affine functions of the batch."""
@@ -108,8 +114,3 @@ class BatchPlanner:
                 for other, step in zip(small.steps, large.steps)
             ],
         )
-
-
-def _structure(profile: Profile) -> tuple[list[str], int, int, int]:
-    ops = [step.op for step in profile.steps]
-    return ops, len(profile.bytes), len(profile.totals), profile.nodes

@@ -235,15 +235,26 @@ def _synchronize(device: torch.device) -> None:
 def profile(model: nn.Module, step: Callable[[], Running], device: torch.device) -> Profile:
     """The profile of a forward, which returns the loss, and its backward."""
     timed = _run(model, step(), None)
-    running = step()
-    with Meter(device) as meter:
-        measured = _run(model, running, meter)
-    measured.totals = meter.peaks
+    measured = metered(model, step(), device)
     if [one.op for one in measured.steps] != [one.op for one in timed.steps]:
         raise RuntimeError("model: two forwards on the same example call different functions")
     for one, other in zip(measured.steps, timed.steps):
         one.milliseconds, one.stays = other.milliseconds, other.stays
     return measured
+
+
+def metered(model: nn.Module, running: Running, device: torch.device) -> Profile:
+    """The profile without times."""
+    with Meter(device) as meter:
+        measured = _run(model, running, meter)
+    measured.totals = meter.peaks
+    return measured
+
+
+def structure(profile: Profile) -> tuple[list[str], int, int, int]:
+    """Forwards with equal structures call the same functions."""
+    ops = [step.op for step in profile.steps]
+    return ops, len(profile.bytes), len(profile.totals), profile.nodes
 
 
 def _run(model: nn.Module, running: Running, meter: Meter | None) -> Profile:

@@ -6,6 +6,7 @@ last one; a recipe keeps what it is computed from until its last user has run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -110,6 +111,12 @@ class Simulator:
         return kept
 
     def run(self, choice: Sequence[bool]) -> Outcome:
+        totals, milliseconds = self.totals(choice)
+        peak = max(totals)
+        return Outcome(milliseconds, peak, totals.index(peak))
+
+    def totals(self, choice: Sequence[bool]) -> tuple[list[int], float]:
+        """Bytes by moment, and milliseconds of recomputation."""
         chosen = self._within_depth(choice)
         uses, ends = self._uses(chosen)
         kept = self._kept(chosen, uses, ends)
@@ -117,8 +124,7 @@ class Simulator:
         totals = list(map(sum, zip(kept, self._rest)))
         for node, asks in enumerate(self._asks):
             totals[self.first + node] += backward.run(asks)
-        peak = max(totals)
-        return Outcome(backward.milliseconds, peak, totals.index(peak))
+        return totals, backward.milliseconds
 
     def areas(self, choice: Sequence[bool], groups: Sequence[str]) -> dict[str, list[int]]:
         """Bytes by moment that are kept of each group, `groups` by storage; recomputed outputs; and
@@ -208,3 +214,33 @@ class _Backward:
         self._holders[number] -= 1
         if not self._holders[number]:
             self._alive -= self._bytes[number]
+
+
+def peak_lines(
+    choice: Sequence[bool], small: tuple[int, Profile], large: tuple[int, Profile]
+) -> list[tuple[float, float]]:
+    """Lines whose largest value at a batch is the peak there: bytes of no batch, and bytes a
+    sample. Two batches with their profiles show how the bytes of each moment grow."""
+    (first, one), (second, other) = small, large
+    totals = (Simulator(profile).totals(choice)[0] for profile in (one, other))
+    slopes: dict[float, float] = {}
+    for less, more in zip(*totals):
+        slope = (more - less) / (second - first)
+        slopes[slope] = max(slopes.get(slope, -math.inf), less - slope * first)
+    hull: list[tuple[float, float]] = []
+    for slope, base in sorted(slopes.items()):
+        while hull and (
+            base >= hull[-1][0] or (len(hull) > 1 and _hidden(*hull[-2:], base, slope))
+        ):
+            hull.pop()
+        hull.append((base, slope))
+    return hull
+
+
+def _hidden(
+    left: tuple[float, float], middle: tuple[float, float], base: float, slope: float
+) -> bool:
+    """Whether the middle one of three lines, of rising slopes, is nowhere the largest."""
+    meets_left = (left[0] - middle[0]) * (slope - middle[1])
+    meets_right = (middle[0] - base) * (middle[1] - left[1])
+    return meets_right <= meets_left

@@ -21,7 +21,7 @@ from fusedtrain._torch_private import top_saved_tensors_hooks
 from fusedtrain.planning._meter import Meter
 from fusedtrain.planning._profile import Profile, Save, Step
 from fusedtrain.planning._search import Search
-from fusedtrain.planning._simulate import Simulator
+from fusedtrain.planning._simulate import Simulator, peak_lines
 from helpers.planned_networks import EXAMPLES, Attention, Convolutions
 
 
@@ -73,6 +73,32 @@ def test_bits_and_peak(planned: tuple[str, MemoryPlan]) -> None:
     assert peak <= plan.budget
     assert abs(peak - plan.predicted) <= 0.05 * peak
     assert plan.peak <= 0.72 * plan.eager_peak
+
+
+def test_peaks_of_other_batches(planned: tuple[str, MemoryPlan]) -> None:
+    name, plan = planned
+    model, x = made(name)
+    assert (plan.batch, plan.peak_at(len(x))) == (len(x), plan.predicted)
+    fusedtrain.convert(model, memory=plan)
+    for times in (2, 5):
+        larger = torch.cat([x] * times)
+        peak = peak_of(model, larger)
+        model.zero_grad()
+        assert abs(plan.peak_at(len(larger)) - peak) <= 0.03 * peak
+
+
+def test_a_plan_that_knows_its_example_alone() -> None:
+    model, x = made("convolutions")
+    target = torch.randn(len(x), 4)
+
+    def loss(y: Tensor) -> Tensor:
+        return (y.reshape(4, 4) - target).square().mean()
+
+    plan = plan_memory(model, x, 0.9, loss=loss)
+    with pytest.raises(ValueError, match="batch: the plan knows the peak of its example alone"):
+        plan.peak_at(8)
+    with pytest.raises(ValueError, match="batch: must be at least 1"):
+        plan.peak_at(0)
 
 
 def test_the_model_stays_and_revert_undoes(planned: tuple[str, MemoryPlan]) -> None:
@@ -259,7 +285,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no memory plan"):
         MemoryPlan.load(path)
     plan.save(path)
-    path.write_text(path.read_text().replace('_plan": 1', '_plan": 9'))
+    path.write_text(path.read_text().replace('_plan": 2', '_plan": 9'))
     with pytest.raises(ValueError, match="of format 9"):
         MemoryPlan.load(path)
 
@@ -275,6 +301,20 @@ def chain(sizes: list[int], costs: list[float]) -> Profile:
     stored = Simulator(profile)
     profile.totals = [-rest for rest in stored._rest]
     return profile
+
+
+def test_peak_lines_are_the_largest_of_all_moments() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        sizes = [torch.randint(1, 50, (12,), generator=generator).tolist() for _ in range(2)]
+        small, large = (chain(row, [1.0] * 12) for row in sizes)
+        choice = (torch.rand(12, generator=generator) < 0.5).tolist()
+        one, other = (Simulator(profile).totals(choice)[0] for profile in (small, large))
+        lines = peak_lines(choice, (2, small), (5, large))
+        for batch in (0, 2, 3, 5, 40):
+            expected = max(a + (b - a) / 3 * (batch - 2) for a, b in zip(one, other))
+            result = max(base + each * batch for base, each in lines)
+            assert result == pytest.approx(expected)
 
 
 def test_search_is_near_the_best_of_all_choices() -> None:
