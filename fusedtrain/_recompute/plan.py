@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._text import column_lines
+from .._text import column_lines, memory_text
 
 _FORMAT = 2  # of the file
 _ROWS = 12  # of the table
@@ -100,17 +100,17 @@ class MemoryPlan:
     def __str__(self) -> str:
         extra = self.extra_milliseconds / self.milliseconds if self.milliseconds else 0.0
         lines = [
-            f"peak of a step {_megabytes(self.peak)} of {_megabytes(self.budget)} allowed: "
-            f"{self.peak / max(self.eager_peak, 1):.2f}x of eager's {_megabytes(self.eager_peak)}",
+            f"peak of a step {memory_text(self.peak)} of {memory_text(self.budget)} allowed: "
+            f"{self.peak / max(self.eager_peak, 1):.2f}x of eager's {memory_text(self.eager_peak)}",
             f"backward recomputes {self.recomputed} of {len(self.steps)} outputs, "
             f"{extra:.0%} more time ({self.extra_milliseconds:.1f} ms)",
         ]
         if self.lines:
             each = (self.peak_at(2 * self.batch) - self.peak_at(self.batch)) / self.batch
-            lines.append(f"batch {self.batch}; a sample more takes {_megabytes(each)}")
+            lines.append(f"batch {self.batch}; a sample more takes {memory_text(each)}")
         rows = [("op", "recomputed", "bytes", "time")]
         for op, count, chosen, size, ms in self.kinds()[:_ROWS]:
-            rows.append((op, f"{chosen} of {count}", _megabytes(size), f"{ms:.1f} ms"))
+            rows.append((op, f"{chosen} of {count}", memory_text(size), f"{ms:.1f} ms"))
         return "\n".join([*lines, *(column_lines(rows, words=(0,)) if len(rows) > 1 else ())])
 
     def kinds(self) -> list[tuple[str, int, int, int, float]]:
@@ -162,10 +162,6 @@ class MemoryPlan:
                 f"path: {path} has a memory plan of format {version}, not {_FORMAT}: plan once more"
             )
         return plan
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.1f} MB"
 
 
 def fingerprint(model: nn.Module) -> str:

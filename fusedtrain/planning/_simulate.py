@@ -229,18 +229,14 @@ def peak_lines(
         slopes[slope] = max(slopes.get(slope, -math.inf), less - slope * first)
     hull: list[tuple[float, float]] = []
     for slope, base in sorted(slopes.items()):
-        while hull and (
-            base >= hull[-1][0] or (len(hull) > 1 and _hidden(*hull[-2:], base, slope))
-        ):
+        line = (base, slope)
+        while hull and (base >= hull[-1][0] or (len(hull) > 1 and _hidden(hull[-2:], line))):
             hull.pop()
-        hull.append((base, slope))
+        hull.append(line)
     return hull
 
 
-def _hidden(
-    left: tuple[float, float], middle: tuple[float, float], base: float, slope: float
-) -> bool:
-    """Whether the middle one of three lines, of rising slopes, is nowhere the largest."""
-    meets_left = (left[0] - middle[0]) * (slope - middle[1])
-    meets_right = (middle[0] - base) * (middle[1] - left[1])
-    return meets_right <= meets_left
+def _hidden(two: list[tuple[float, float]], third: tuple[float, float]) -> bool:
+    """Whether the second of three lines, of rising slopes, is nowhere the largest."""
+    (left, least), (middle, medium), (right, most) = *two, third
+    return (middle - right) * (medium - least) <= (left - middle) * (most - medium)

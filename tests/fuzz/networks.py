@@ -53,10 +53,11 @@ WRITES = (
 SUMS = ("{b} + {a}", "{a} + {b}", "{b}.add_({a})", "torch.add({b}, {a})")
 # Functions of torch alone, which `convert` leaves and a memory plan can recompute.
 MIXTURES = (
-    "torch.cat([{a}[:, :2], {b}[:, 2:]], 1)", "N.avg_pool2d({a}, 3, 1, 1)", "{a}.mT.reshape({a}.shape)",
+    "torch.cat([{a}[:, :2], {b}[:, 2:]], 1)", "N.avg_pool2d({a}, 3, 1, 1)", "{a} ** 2",
     "N.scaled_dot_product_attention({a}, {b}, {b})", "{a} @ ({b}.mT @ {b}).softmax(-1)",
-    "torch.where({a} > 0, {a}, {b})", "N.dropout({a}, 0.25, self.training)", "{a} - {b}.mean(1, True)",
-    "N.layer_norm({a}, (5,))", "N.max_pool2d({a}, 3, 1, 1)", "{a}.view_as({b}) * 0.5", "{a} ** 2",
+    "torch.where({a} > 0, {a}, {b})", "N.dropout({a}, 0.25, self.training)",
+    "N.layer_norm({a}, (5,))", "{a}.mT.reshape({a}.shape)", "N.max_pool2d({a}, 3, 1, 1)",
+    "{a}.view_as({b}) * 0.5", "{a} - {b}.mean(1, True)",
 )  # fmt: skip
 HOOKS = (
     "register_forward_hook(lambda m, args, out: out * 1.5)",

@@ -20,6 +20,7 @@ from ..._graph.compiled import original_of
 from ..._text import shape_text
 from ..._torch_private import BatchNormBase
 from ...ops.depthwise import is_measured
+from .._memory import machine_memory, peak_of_process
 from .._watch import Site, parameters_of, without_parts
 from . import _trials
 from ._depthwise import slow_layers
@@ -86,8 +87,11 @@ def _machine(facts: Facts, watch: Watch) -> None:
     facts.assumed = watch.assumed and not on_gpu
     if on_gpu:
         facts.capability = torch.cuda.get_device_capability()
+        facts.peak, facts.memory = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     elif watch.assumed:
         facts.capability = _ASSUMED
+    if not on_gpu:
+        facts.peak, facts.memory = peak_of_process(), machine_memory()
     facts.gpus = torch.cuda.device_count()
     affinity = getattr(os, "sched_getaffinity", None)
     facts.cores = len(affinity(0)) if affinity else os.cpu_count() or 1

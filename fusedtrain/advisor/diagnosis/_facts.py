@@ -164,6 +164,8 @@ class Facts:
     operators: float = 0.0  # a step
     elements: float = 0.0  # the median of the operators' outputs
     operator: float = 0.0  # seconds of the smallest operator
+    peak: int | None = None  # the most bytes at once: allocated on the GPU, resident on the CPU
+    memory: int | None = None  # bytes of the GPU, or of the machine
     model_site: Site | None = None
     loaders: list[Loader] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)

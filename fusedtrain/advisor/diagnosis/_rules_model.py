@@ -23,6 +23,7 @@ from ._rule import (
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
 _SAVED = 0.01  # of the bytes kept
 _GAIN = 0.05  # of a step
+_FULL = 0.8  # of the memory
 _SAME_CALL = "Nothing more: the fusedtrain.convert that `convert-fuses` asks for does this, too."
 
 
@@ -130,6 +131,18 @@ def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
         )
 
 
+def nearly_full(rule: Rule, facts: Facts) -> Iterator[Finding]:
+    if not facts.peak or not facts.memory or facts.peak < _FULL * facts.memory or facts.assumed:
+        return
+    where = "the GPU" if facts.on_gpu else "this machine"
+    yield rule.finding(
+        facts.model_site,
+        f"{memory_text(facts.peak)} of {memory_text(facts.memory)} of {where} were in use at once",
+        facts.peak / facts.memory,
+        Cost(NOT_MEASURED, "a larger batch, or a longer sequence, ends the run", bytes=facts.peak),
+    )
+
+
 def slow_depthwise(rule: Rule, facts: Facts) -> Iterator[Finding]:
     for model in facts.depthwise:
         gain = min(model.now - model.converted, facts.step)
@@ -221,6 +234,14 @@ RULES = (
         "Call fusedtrain.convert(model, example).",
         fusable,
         ("eager", "trials"),
+    ),
+    Rule(
+        "memory-nearly-full",
+        "memory is nearly full",
+        "the most bytes in use at once, from 80 % of the memory of the GPU or the machine on",
+        "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of the "
+        "memory; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
+        nearly_full,
     ),
     Rule(
         "slow-depthwise",

@@ -14,8 +14,8 @@ from ..._recompute import MemoryPlan, fingerprint
 from ...conversion import convert, revert
 from ...planning._meter import Meter
 from ...planning._profile import Running
+from .._memory import SHARE, available_memory, fixed_bytes
 from ..tuning._job import Job
-from ..tuning._memory import SHARE, available_memory, fixed_bytes
 from ._checkpoint import blocks_of, checkpoint_blocks, restore_blocks
 
 Way = str | MemoryPlan  # eager, convert, recompute, checkpoint, or a plan

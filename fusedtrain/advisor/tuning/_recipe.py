@@ -60,6 +60,8 @@ def setup(job: Job, config: Config, lr: float) -> str:
     lines += ["model = build_model().to(device).train()", *code.get("model", ())]
     for options in code.get("convert", ()):
         lines.append(f"example = {_example(job)}")
+        for plan in code.get("plan", ()):
+            lines += _within(code, plan)
         extra = f", {options}" if options else ""
         lines.append(f"fusedtrain.convert(model, example{extra})")
     lines += _optimizer(job, code, lr)
@@ -68,6 +70,12 @@ def setup(job: Job, config: Config, lr: float) -> str:
         lines.append(f"scaler = {scaler.replace('torch.', 'fusedtrain.') if ours else scaler}")
     lines += [*code.get("compile", ()), "criterion = torch.nn.CrossEntropyLoss()"]
     return "\n".join(lines)
+
+
+def _within(code: dict[str, list[str]], line: str) -> list[str]:
+    """The line in the context of forward, if there is one."""
+    contexts = code.get("context", ())
+    return [f"with {contexts[0]}:", f"    {line}"] if contexts else [line]
 
 
 def _optimizer(job: Job, code: dict[str, list[str]], lr: float) -> list[str]:
@@ -95,8 +103,7 @@ def step(job: Job, config: Config) -> str:
         f"targets = targets.to(device{blocking})",
     ]
     loss = f"loss = criterion({output}, targets)"
-    contexts = code.get("context", ())
-    lines += [f"with {contexts[0]}:", f"    {loss}"] if contexts else [loss]
+    lines += _within(code, loss)
     lines.append("optimizer.zero_grad()")
     if "scaler" in code:
         lines += ["scaler.scale(loss).backward()", "scaler.step(optimizer)", "scaler.update()"]

@@ -103,6 +103,8 @@ SWITCHES = (
     Switch("fusedtrain", (
         Value("off"),
         Value("convert", {"convert": ""}),
+        Value("convert + plan", {"convert": "memory=plan",
+                                 "plan": "plan = fusedtrain.plan_memory(model, example, 0.8)"}),
         Value("convert + recompute", {"convert": 'memory="recompute"'}),
     )),
     Switch("optimizer", (

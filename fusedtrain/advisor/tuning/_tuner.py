@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._text import memory_text, time_text
+from .._memory import SHARE, available_memory
 from ._budget import Budget, BudgetSpent
 from ._check import SEEDS, STEPS, Reference
 from ._job import Job
-from ._memory import SHARE, available_memory
 from ._process import Process, TrialFailed
 from ._race import LEAST, TURN, Race, race, rounds_in, verdict
 from ._report import TunedTrial

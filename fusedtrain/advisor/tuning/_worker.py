@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ..._graph.kept import kept_bytes
+from .._memory import fixed_bytes
 from ..bench.clock import device_name
 from ._job import LIBRARIES, Job, load_function, split
-from ._memory import fixed_bytes
 from ._recipe import loader_call, model_source, trial
 from ._switches import BATCH, Config, plain
 

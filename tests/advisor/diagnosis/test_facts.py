@@ -25,7 +25,7 @@ LINE = Site(__file__, 1, "main")
 LOADER = Loader(LINE, 0, False, batches=10, wait=6e-3)
 DEPTHWISE = Depthwise("Net", LINE, 3, "block.0 (8x16x28x28)", now=5e-3, converted=2e-3)
 ADAM = Optimizer(LINE, "AdamW", True, None, None, 100, 10**8, 5e-3)
-MB = 10**6
+MB, GB = 10**6, 10**9
 
 
 def gpu(**facts: Any) -> Facts:
@@ -61,6 +61,8 @@ CASES: list[tuple[str, Facts, Facts]] = [
      gpu(matmuls={"float32": 80.0}, autocast={}, capability=(6, 1))),
     ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=0.6)),
     ("slow-16-bit-convolutions", cpu(half_ratio=2.5), cpu(half_ratio=2.5, half_convolutions=0)),
+    ("memory-nearly-full", gpu(peak=70 * GB, memory=80 * GB), gpu(peak=60 * GB, memory=80 * GB)),
+    ("memory-nearly-full", cpu(peak=13 * GB, memory=16 * GB), cpu(peak=13 * GB, memory=None)),
     ("slow-depthwise", cpu(depthwise=[DEPTHWISE]), cpu(depthwise=[replace(DEPTHWISE, now=2.4e-3)])),
     ("slow-depthwise", cpu(depthwise=[DEPTHWISE]), cpu(depthwise=[DEPTHWISE], timed=0)),
     ("clip-before-unscale", gpu(clips=[Event(LINE, "clamped", 1, MB)]), gpu()),

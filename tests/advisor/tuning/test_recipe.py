@@ -11,8 +11,8 @@ import torch
 import tuned_models as models
 
 from fusedtrain._graph.kept import kept_bytes
+from fusedtrain.advisor._memory import fixed_bytes
 from fusedtrain.advisor.tuning._job import Job, load_function, place_of
-from fusedtrain.advisor.tuning._memory import fixed_bytes
 from fusedtrain.advisor.tuning._recipe import recipe, scaled_rate, trial
 from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Facts, code_of, plain
 
@@ -72,17 +72,21 @@ def test_fp16_scales_the_loss_with_the_scaler_of_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "factor", "words"),
-    [("sgd", 4, "linear, with warm-up (Goyal"), ("adamw", 2, "the square root (Malladi")],
-)
+    ("optimizer", "factor", "words", "memory"),
+    [("sgd", 4, "linear, with warm-up (Goyal", "recompute"),
+     ("adamw", 2, "the square root (Malladi", "plan")],
+)  # fmt: skip
 def test_the_whole_recipe_runs_and_has_the_rule_for_the_batch(
-    optimizer, factor, words, tmp_path, monkeypatch
+    optimizer, factor, words, memory, tmp_path, monkeypatch
 ):
     job = Job("tuned_models.py:build_model", (3, 8, 8), 4, optimizer=optimizer, lr=0.01)
     config = {**plain(16), "precision": "bf16", "channels_last": "on", "optimizer": "fusedtrain"}
-    config["fusedtrain"] = "convert + recompute"
+    config["fusedtrain"] = f"convert + {memory}"
     text = recipe(job, config, [], 5)
     assert words in text
+    if memory == "plan":
+        assert ":\n    plan = fusedtrain.plan_memory(model, example, " in text  # within autocast
+        text = recipe(job, {**config, "precision": "fp32"}, [], 5)
     (tmp_path / "recipe.py").write_text(text)
     monkeypatch.syspath_prepend(str(HERE.parent))
     names = runpy.run_path(str(tmp_path / "recipe.py"))

@@ -55,6 +55,7 @@ def test_greedy_keeps_what_is_faster_and_tries_each_value_from_the_best_so_far()
         "precision bf16",
         "channels_last on",
         "fusedtrain convert",
+        "fusedtrain convert + plan",
         "fusedtrain convert + recompute",
         "optimizer torch, fused=True",
         "optimizer fusedtrain",

@@ -10,7 +10,8 @@ from torch import nn
 
 def build_model():
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout(0.1),
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.SiLU(),
+        nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout(0.1),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
     )  # fmt: skip
 
