@@ -169,3 +169,17 @@ def visible_devices() -> list[int] | list[str]:
     """The devices of CUDA_VISIBLE_DEVICES, without starting CUDA."""
     devices: list[int] | list[str] = torch.cuda._parse_visible_devices()
     return devices
+
+
+def compiled_within(model: nn.Module, budget: float) -> Callable[..., Any]:
+    """The model compiled by Inductor for an `activation_memory_budget`: 1 stores what backward
+    needs, 0 recomputes all. A backend of its own: code of another budget is not taken."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs)
+
+    compiled: Callable[..., Any] = torch.compile(model, backend=backend)
+    return compiled

@@ -69,11 +69,14 @@ class Size(click.ParamType[int]):
 @click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
 @click.option("--save", type=NewFile(), help="Write the plan into this JSON file.")
+@click.option("--compile", "compiled", is_flag=True,
+              help="Adds torch.compile with four activation memory budgets to the chart of "
+              "--plot; each is compiled, in a minute or more.")  # fmt: skip
 @output_options
 def command(
     model: str, shape: tuple[int, ...], memory: int, batch: int | None, classes: int,
     tokens: int | None, config: Sequence[tuple[str, Any]], optimizer: str, device: str | None,
-    save: Path | None, outputs: Outputs,
+    save: Path | None, compiled: bool, outputs: Outputs,
 ) -> int:  # fmt: skip
     """Finds the largest batch of MODEL that trains in so much memory, or the fastest way to train
     a batch: eager PyTorch, convert, convert(memory="recompute"), or a plan of what is recomputed.
@@ -95,7 +98,7 @@ def command(
             seen = fit(
                 model, shape, memory, batch=batch, classes=classes, tokens=tokens or 0,
                 optimizer=optimizer, device=device, config=dict(config),
-                curve=bool(outputs.plot or outputs.html), begin=begins,
+                curve=bool(outputs.plot or outputs.html), compiled=compiled, begin=begins,
             )  # fmt: skip
         except Exception as error:
             failure = error
@@ -148,8 +151,11 @@ def _report(seen: FitReport, optimizer: str, shape: Sequence[int]) -> Report:
 
 # --- the chart ---
 
-_COLOURS = {"eager": "#5f6b76", "convert": "#3b6fb6", "recompute": "#8c3b63",
-            "checkpoint": "#2f7d5b"}  # fmt: skip
+_COLOURS = {"eager": "#5f6b76", "convert": "#3b6fb6", "recompute": "#8c3b63"}
+# Lines of several points: label, colour, marker; by how the names of their ways begin.
+_LINES = {"plan": ("plans", "#e08a1e", "o"),
+          "checkpoint": ("torch.utils.checkpoint, every 1, 2, 4 blocks", "#2f7d5b", "s"),
+          "torch.compile": ("torch.compile, budgets", "#7a5cc0", "^")}  # fmt: skip
 
 
 def _figure(seen: FitReport) -> Figure:
@@ -159,15 +165,18 @@ def _figure(seen: FitReport) -> Figure:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     scale, unit = (1e9, "GB") if max(row.peak for row in seen.curve) >= 1e9 else (1e6, "MB")
-    plans = sorted((row.peak / scale, 1e3 * (row.seconds or 0)) for row in seen.curve
-                   if row.way == "plan")  # fmt: skip
-    if plans:
-        axes.plot(*zip(*plans), "o-", color="#e08a1e", label="plans", zorder=3)
+    for begin, (label, colour, marker) in _LINES.items():
+        points = sorted(
+            (row.peak / scale, 1e3 * (row.seconds or 0))
+            for row in seen.curve
+            if row.way.startswith(begin)
+        )
+        if points:
+            axes.plot(*zip(*points), f"{marker}-", color=colour, label=label, zorder=3)
     for row in seen.curve:
         if row.way in _COLOURS:
             place = (row.peak / scale, 1e3 * (row.seconds or 0))
-            label = "torch.utils.checkpoint" if row.way == "checkpoint" else row.way
-            axes.plot(*place, "D", color=_COLOURS[row.way], markersize=9, label=label)
+            axes.plot(*place, "D", color=_COLOURS[row.way], markersize=9, label=row.way)
     right = 1.1 * max(row.peak for row in seen.curve) / scale
     if seen.memory / scale < right:
         label = f"--memory: {memory_text(seen.memory)}"

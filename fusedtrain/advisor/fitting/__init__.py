@@ -35,6 +35,7 @@ def fit(
     device: str | None = None,
     config: Mapping[str, Any] | None = None,
     curve: bool = False,
+    compiled: bool = False,
     begin: Callable[[str], None] | None = None,
 ) -> FitReport:
     """Finds the largest batch that trains in so much memory, or the fastest way to train a batch.
@@ -61,7 +62,9 @@ def fit(
         device: "cpu" or "cuda"; cuda if there is one.
         config: for ``transformers:``, arguments of the configuration.
         curve: also time the ways to train the batch of the first row, with plans of eight budgets
-            and torch.utils.checkpoint around the blocks, for a picture of time over peak.
+            and torch.utils.checkpoint around every block, every 2nd and every 4th one, for a
+            picture of time over peak.
+        compiled: of a curve also torch.compile with four activation memory budgets, each compiled.
         begin: called with the name of each stage when it begins.
 
     Returns:
@@ -98,7 +101,7 @@ def fit(
         report = FitReport(job.model, device_name(job.device), size)
         fitter = Fitter(Trainer(job, build), report, batch, begin)
         try:
-            fitter.run(curve)
+            fitter.run(curve, compiled)
         except KeyboardInterrupt:
             report.partial = "stopped"
         fitter.finish()

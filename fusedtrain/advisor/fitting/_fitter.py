@@ -15,7 +15,7 @@ from ...planning._batches import BatchPlanner
 from ._affine import MOST, largest_fitting, predicted
 from ._checkpoint import blocks_of
 from ._report import FitReport, FitRow, sentences
-from ._trainer import PROBES, WAYS, Trainer, Way
+from ._trainer import CHECKPOINTS, COMPILED, PROBES, WAYS, Trainer, Way
 
 _PROFILED = 32  # samples in the larger batch that is profiled, at most
 _ROUNDS = 5  # in which each way is timed once, at most
@@ -50,7 +50,7 @@ class Fitter:
         self._planner: BatchPlanner | None = None
         self._curve: list[_Candidate] = []
 
-    def run(self, curve: bool) -> None:
+    def run(self, curve: bool, compiled: bool) -> None:
         trainer = self._trainer
         for way in WAYS:
             self._begin(f"{way}: the memory of {PROBES[0]} and {PROBES[1]} samples")
@@ -63,7 +63,7 @@ class Fitter:
         self._add_plan()
         self._time(self._candidates)
         if curve and self._planner is not None:
-            self._add_curve(self._planner)
+            self._add_curve(self._planner, compiled)
         if self._safe < self._limit:
             self._notes.append(
                 f"A step may take {memory_text(self._safe)} here, less than "
@@ -161,16 +161,19 @@ class Fitter:
             self._trainer.forget()
             return None
 
-    def _add_curve(self, planner: BatchPlanner) -> None:
+    def _add_curve(self, planner: BatchPlanner, compiled: bool) -> None:
         """Ways to train the batch of the first row, and plans of falling budgets."""
         trainer, batch = self._trainer, self._candidates[0].row.batch
         fixed = trainer.fixed(batch)
-        ways = [*WAYS, *(["checkpoint"] if blocks_of(trainer.model) else [])]
+        blocks = len(blocks_of(trainer.model))
+        ways = [*WAYS, *(way for way, every in CHECKPOINTS.items() if blocks > every - 1)]
         if predicted(self._peaks["eager"], batch) > self._safe:
             ways = ways[2:]  # these need less memory
-        for way in ways:
+        for way in [*ways, *(COMPILED if compiled else ())]:
             self._begin(f"curve: {way}")
             trainer.switch(way)
+            if way in COMPILED:
+                trainer.seconds(batch)  # is compiled, and takes memory for that
             if (peak := self._peak(batch)) is not None:
                 row = FitRow(way, batch, peak, peak <= self._limit)
                 self._curve.append(_Candidate(row, way))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..._graph.forward import set_recomputing
 from ..._recompute import MemoryPlan, fingerprint
+from ..._torch_private import compiled_within
 from ...conversion import convert, revert
 from ...planning._meter import Meter
 from ...planning._profile import Running
@@ -20,6 +21,9 @@ from ._checkpoint import blocks_of, checkpoint_blocks, restore_blocks
 
 Way = str | MemoryPlan  # eager, convert, recompute, checkpoint, or a plan
 WAYS = ("eager", "convert", "recompute")
+# Rivals of plans on a curve: one block of so many is checkpointed; budgets of torch.compile.
+CHECKPOINTS = {"checkpoint": 1, "checkpoint, every 2nd block": 2, "checkpoint, every 4th block": 4}
+COMPILED = {f"torch.compile, budget {budget}": budget for budget in (1.0, 0.5, 0.25, 0.0)}
 PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
 _SHARE_OF_GPU = 0.9  # of the free memory, which other steps have cut into pieces
 
@@ -44,6 +48,8 @@ class Trainer:
         self._optimizer = optimizers[job.optimizer]()
         self._converted = False
         self._checkpointed: list[nn.Module] = []
+        self._call: Callable[..., Any] = self.model
+        self._compiled: dict[str, Callable[..., Any]] = {}
         self._samples: tuple[Tensor, Tensor] | None = None
         self._target: tuple[int, list[int]] = self._probed()
         self._step(*self._data(PROBES[0]))  # the optimizer makes its states
@@ -56,12 +62,17 @@ class Trainer:
         """From now on the model trains in this way."""
         restore_blocks(self._checkpointed)
         self._checkpointed = []
-        if way in ("eager", "checkpoint"):
+        self._call = self.model
+        if isinstance(way, str) and way not in WAYS[1:]:
             revert(self.model)
             self._converted = False
-            if way == "checkpoint":
-                self._checkpointed = blocks_of(self.model)
+            if way in CHECKPOINTS:
+                self._checkpointed = blocks_of(self.model)[:: CHECKPOINTS[way]]
                 checkpoint_blocks(self._checkpointed)
+            if way in COMPILED:
+                if way not in self._compiled:
+                    self._compiled[way] = compiled_within(self.model, COMPILED[way])
+                self._call = self._compiled[way]
             return
         if not self._converted:
             convert(self.model, memory="recompute")
@@ -75,6 +86,7 @@ class Trainer:
     def peak(self, batch: int) -> int:
         """The most bytes at a moment of a step, `fixed` included."""
         data = self._data(batch)
+        self._optimizer.zero_grad()  # gradients of an earlier step would be freed under the meter
         with Meter(self.device) as meter:
             self._step(*data)
         self._optimizer.zero_grad()
@@ -108,7 +120,7 @@ class Trainer:
         del output  # training loops hold it as long
 
     def _outcome(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Tensor]:
-        output = self.model(inputs)
+        output = self._call(inputs)
         logits = getattr(output, "logits", output)
         return output, nn.functional.cross_entropy(logits, targets)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedtrain
-from fusedtrain.advisor.fitting import FitRow
+from fusedtrain.advisor.fitting import FitRow, _trainer
 from fusedtrain.advisor.fitting._affine import largest_fitting, predicted
 from fusedtrain.advisor.fitting._checkpoint import (
     blocks_of,
@@ -208,3 +208,21 @@ def test_blocks_that_are_checkpointed() -> None:
     assert torch.equal(model(x), y)
     restore_blocks(blocks)
     assert not any("forward" in vars(one) for one in blocks)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rivals_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of steps that were timed before do not lower a peak, and each budget of
+    torch.compile is compiled once."""
+    budgets: list[float] = []
+
+    def compiled_within(model: nn.Module, budget: float) -> nn.Module:
+        budgets.append(budget)
+        return model
+
+    monkeypatch.setattr(_trainer, "compiled_within", compiled_within)
+    report = fusedtrain.fit(build, SAMPLE, MEMORY, batch=8, device="cpu", curve=True, compiled=True)
+    curve = {row.way: row for row in report.curve}
+    assert budgets == list(_trainer.COMPILED.values())
+    for way in ("eager", *_trainer.COMPILED):
+        assert curve[way].peak == report.rows[0].peak
