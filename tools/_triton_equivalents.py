@@ -27,6 +27,14 @@ EQUIVALENT: dict[Key, str] = {
         "a sum that is not stored (a store would be outside of the shares)",
     (_CHANNELS, "tile_backward_kernel", "if COUNT >= 1:"):
         "a sum that is not stored (a store would be outside of the shares)",
+    (_MEMORY, "read_state", "codes = tl.load(state + at, mask=inside, other=1)"):
+        "what is outside is in no sum, and `write_state` takes 0 for it",
+    (f"{FOLDER}/split_weights.py", "split_bfloat16",
+     "lower = (bits - (upper >> 16)).to(tl.int32, bitcast=True) >> (16 - BITS)"):
+        "`upper` has 16 bits, and the correction is stored without those above its own",
+    (f"{FOLDER}/split_weights.py", "split_bfloat16",
+     "lower = (bits + (upper << 16)).to(tl.int32, bitcast=True) >> (16 - BITS)"):
+        "the correction is stored without the bits above its own",
     (_BITS, "level_of", "if len(LEVELS) > 1:"): "no table has a single level",
     (f"{FOLDER}/depthwise.py", "depthwise_kernel",
      "copy = part // PARTS if MULTIPLIER >= 1 else 0"):
