@@ -336,7 +336,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         BLOCKS, "f(i, smaller(length, end - i));", "f(i, smaller(length, end - i) / 2 * 2);"),
     "blocks of a chunk start anew": (
         BLOCKS, "b.average.open(t.average, t.average_dtype, i, n);",
-        "b.average.open(t.average, t.average_dtype, i % kChunk, n);"),
+        "b.average.open(t.average, t.average_dtype, i % 16384, n);"),
 }  # fmt: skip
 EQUIVALENT: dict[Key, str] = {}
 # Another process for each instruction set would tell nothing new, nor would other kernels.
