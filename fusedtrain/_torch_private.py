@@ -99,6 +99,11 @@ pop_saved_tensors_hooks = _hooks._pop_saved_tensors_default_hooks
 saved_tensors_hooks_allowed: Callable[[], bool] = getattr(_hooks, "_saved_tensors_hooks_is_enabled")  # noqa: B009
 
 # Gradients of torch.autograd.grad(is_grads_batched=True) hide a batch dimension from kernels.
+# How many of the modes follow this thread, and one of them, from the outermost on.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode: Callable[[int], Any] = torch._C._get_function_stack_at
+# Within it no TorchFunctionMode and no __torch_function__ is asked.
+without_torch_function = torch._C.DisableTorchFunction
 is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -36,7 +36,7 @@ from .recipes import (
     tagged as tagged,
     unpack,
 )
-from .torch_calls import TorchCalls
+from .torch_calls import TorchCalls, planned as planned
 
 
 def scope() -> Scope | None:

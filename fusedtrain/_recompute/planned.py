@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch_private import without_torch_function
 from .plan import MemoryPlan, op_name
-from .recipes import Observer, Scope
+from .recipes import Observer, Saved, Scope, Use
 from .torch_calls import TorchCall
 
 # Recipes in a row: a chain is computed by recursion, three Python frames a recipe of 1000.
@@ -56,7 +57,13 @@ class Planned(Scope):
         chosen = self._steps[self._next].recompute
         self._next += 1
         if chosen:
-            super().tag(output, function, tensors, constants)
+            with without_torch_function():
+                super().tag(output, function, tensors, constants)
+
+    def pack(self, tensor: Tensor) -> Saved | Use:
+        # TorchCalls would be handed each attribute that this asks for, in 7 us.
+        with without_torch_function():
+            return super().pack(tensor)
 
     def _depart(self, function: Callable[..., Any]) -> None:
         if self._steps:

@@ -207,7 +207,7 @@ def _nothing() -> None:
     return None
 
 
-class _Use:
+class Use:
     """A recipe in place of a saved tensor; `_view` is the geometry if that is a view."""
 
     __slots__ = ("_shape", "_task", "_version", "_view", "_witness", "recipe")
@@ -238,7 +238,7 @@ class _Use:
 _take_outside_of_graphs = disable_dynamo(lambda packed: packed.take())
 
 
-def unpack(packed: Saved | _Use) -> Tensor:
+def unpack(packed: Saved | Use) -> Tensor:
     if torch.compiler.is_compiling():
         value: Tensor = _take_outside_of_graphs(packed)
         return value
@@ -261,14 +261,14 @@ class Scope:
         self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
 
-    def pack(self, tensor: Tensor) -> Saved | _Use:
+    def pack(self, tensor: Tensor) -> Saved | Use:
         source = tagged(tensor)
         if source is not None:
             tag, output = source
             assert tag.recipe is not None
             if self._observer is not None:
                 self._observer(tensor, tag.recipe)
-            return _Use(tag.recipe, tag, output, tensor)
+            return Use(tag.recipe, tag, output, tensor)
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             self._plain.add(tensor.data_ptr())
         if self._observer is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._calls import autocast_is_on, autocasts
-from .._torch_private import backward_number
+from .._torch_private import backward_number, function_mode, function_modes
 
 # Functions whose output follows from their arguments alone, as a tensor of its own.
 _NAMES = (
@@ -198,6 +198,11 @@ def _set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def planned() -> bool:
+    """Whether a `TorchCalls` follows this thread, and no other mode."""
+    return function_modes() == 1 and type(function_mode(0)) is TorchCalls
 
 
 class TorchCalls(TorchFunctionMode):

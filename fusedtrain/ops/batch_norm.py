@@ -9,10 +9,15 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import has_torch_function as _has_any
 
-from .. import _backends, _calls
+from .. import _backends, _calls, _recompute
 from .._calls import KERNEL_DTYPES
 from .._graph.fx import handle as _handle
-from .._torch_private import is_exporting, transformed, verify_batch_size
+from .._torch_private import (
+    is_exporting,
+    transformed,
+    verify_batch_size,
+    without_torch_function,
+)
 from ..reference.batch_norm import Norm, eager, move
 from ..reference.dtypes import wide_of
 from ..reference.pointwise import INDEX, POINTWISE, Pointwise
@@ -159,32 +164,38 @@ def usual(
         )  # fmt: skip
         if result is not NotImplemented:
             return result
-    # Autocast may want softplus in float32.
-    fits = activation.op != _SOFTPLUS and not transformed() and _fits(
-        input, residual, branch_scale, weight, bias, running_mean, running_var, training, momentum,
-        eps,
-    )  # fmt: skip
-    records = (
-        fits
-        and torch.is_grad_enabled()
-        and (
-            input.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (residual is not None and residual.requires_grad)
-        )
-    )
-    if fits and not records:
-        output: Tensor = _forward(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, *activation,
-        )[0]  # fmt: skip
-        return output
-    if records and not torch.is_inference_mode_enabled() and not input.is_inference():
-        settings = (running_mean, running_var, training, momentum, eps)
-        return _apply(input, residual, branch_scale, weight, bias, settings, activation)
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
+    if _recompute.planned():  # each attribute of a tensor would take 7 us
+        with without_torch_function():
+            output = _fitting(input, residual, norm, activation)
+    else:
+        output = _fitting(input, residual, norm, activation)
+    if output is not None:
+        return output
     return _unusual(input, residual, norm, activation, overwrite_input=False)
+
+
+def _fitting(
+    input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise
+) -> Tensor | None:
+    """The output of a usual call; None for another one."""
+    # Autocast may want softplus in float32.
+    fits = activation.op != _SOFTPLUS and not transformed() and _fits(input, residual, *norm)
+    if not fits:
+        return None
+    weight, bias = norm.weight, norm.bias
+    records = torch.is_grad_enabled() and (
+        input.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    )
+    if not records:
+        output: Tensor = _forward(input, residual, *norm, *activation)[0]
+        return output
+    if torch.is_inference_mode_enabled() or input.is_inference():
+        return None
+    return _apply(input, residual, *norm[:3], norm[3:], activation)
 
 
 def run(

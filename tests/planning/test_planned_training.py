@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,7 @@ def accumulated(model: nn.Module, batches: Tensor) -> Trained:
 
 def in_parallel(rank: int, model: nn.Module, batches: Tensor) -> Trained:
     """Gradients that are averaged while backward goes on; the plan travels with the model."""
+    model = copy.deepcopy(model)  # torch.multiprocessing hands both ranks the same memory
     ranks = DistributedDataParallel(model)
     optimizer = fusedtrain.optim.SGD(ranks.parameters(), lr=0.1)
     losses = []
