@@ -153,7 +153,9 @@ def _report(results: Sequence[Result], peak: float, options: Options, kind: str)
         tables,
         notes,
         facts,
-        (lambda: roofline(timed, bandwidth, peak, facts["device"])) if timed else None,
+        (lambda: roofline(timed, bandwidth, peak, facts["device"]))
+        if any(result.operations for result in timed)
+        else None,
     )
 
 
