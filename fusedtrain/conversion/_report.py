@@ -148,15 +148,15 @@ class Proof:
             rounding = f"yes (largest {error:.1e}, rounding alone {noise:.1e})"
         else:
             rounding = "yes (no difference)"
-        if memory == "q8":
-            rounding += "; derivatives in 8 bits come on top, an approximation"
         ratio = self.saved_after / self.saved_before if self.saved_before else 1.0
-        if ratio < _SAVES:
+        if memory == "q8":
+            rounding += "; 8-bit derivatives, an approximation, come on top"
+            saved = "saved: fusedtrain.memory_report(model, example) counts the 8 bits"
+        elif ratio < _SAVES:
             saved = f"saved: backward keeps {ratio:.2f}x of the bytes"
         else:
-            saved = "nothing saved" + (
-                ": try memory='recompute'" if memory == "store" and norms else ""
-            )
+            advice = ": try memory='recompute'" if memory == "store" and norms else ""
+            saved = f"nothing saved{advice}"
         return [f"within rounding: {rounding}", saved]
 
     def __str__(self) -> str:
