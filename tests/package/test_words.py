@@ -39,7 +39,8 @@ REMAINING = {
     "docs/troubleshooting.md",
     "docs/tune.md",
 }
-PAGES = sorted({"README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))} - GENERATED)
+GUIDES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md"), ROOT / "README.md"]
+PAGES = sorted({path.relative_to(ROOT).as_posix() for path in GUIDES} - GENERATED)
 
 
 def words(text: str) -> int:
@@ -57,13 +58,13 @@ def prose(text: str) -> str:
 
 
 def cells(text: str) -> list[str]:
-    rows = re.findall(r"^\|.*\|$", prose(text), re.M)
+    rows = re.findall(r"^ *\|.*\|$", prose(text), re.M)
     return [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
 
 def sentences(text: str) -> list[str]:
     """Sentences outside of tables. Headings, paragraphs and items of lists end one."""
-    text = re.sub(r"^(\|.*\||#+ .*)$", "\n", prose(text), flags=re.M)
+    text = re.sub(r"^( *\|.*\||#+ .*)$", "\n", prose(text), flags=re.M)
     parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|(?<=[.?!])[)*\"']*\s+", text)
     return [" ".join(part.split()) for part in parts if part.strip()]
 
