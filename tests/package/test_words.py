@@ -18,11 +18,8 @@ GENERATED = {"docs/api.md", "docs/benchmarks.md", "docs/experiments.md"}
 REMAINING = {
     "docs/apex.md",
     "docs/backends.md",
-    "docs/batch_norm.md",
-    "docs/chains.md",
     "docs/cli.md",
     "docs/coming_from_timm.md",
-    "docs/convert.md",
     "docs/depthwise.md",
     "docs/distributed.md",
     "docs/doctor.md",
@@ -31,12 +28,9 @@ REMAINING = {
     "docs/gpu.md",
     "docs/huggingface.md",
     "docs/images.md",
-    "docs/install.md",
     "docs/lightning.md",
     "docs/memory.md",
-    "docs/optimizers.md",
     "docs/testing.md",
-    "docs/troubleshooting.md",
     "docs/tune.md",
 }
 GUIDES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md"), ROOT / "README.md"]
