@@ -1,7 +1,7 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
 python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
-python -m benchmarks.report --docs    # writes docs/benchmarks.md and README's table
+python -m benchmarks.report --docs    # writes docs/benchmarks.md, docs/charts, README's table
 
 Each family of benchmarks has a chart of its own beside that of the activations:
 CHART-amp-step.png, CHART-batch-norm.png and so on.
@@ -20,6 +20,7 @@ from benchmarks.harness.chart import draw
 from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
+from benchmarks.harness.summary_charts import charts
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", nargs="*", type=Path, help="JSON files of rows")
     parser.add_argument(
-        "--docs", action="store_true", help="write docs/benchmarks.md and the table in README"
+        "--docs", action="store_true", help="write docs/benchmarks.md, docs/charts, README's table"
     )
     parser.add_argument("--family", action="append", help="only this one (repeatable)")
     parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("either --docs, which takes the stored results, or files of results")
     if options.docs:
         for path, text in docs().items():
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
         return 0
@@ -108,7 +110,9 @@ def docs() -> dict[Path, str]:
         if rows
     }
     page, readme = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+    drawn = {ROOT / "docs" / "charts" / f"{n}.svg": text for n, text in charts(parts).items()}
     return {
+        **drawn,
         page: render(TEMPLATE.read_text(encoding="utf-8"), parts, page.parent),
         readme: replace_generated(readme.read_text(encoding="utf-8"), headlines(parts)),
     }
