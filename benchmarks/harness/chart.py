@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ class Panel:
         line: where no difference is.
         intervals: who -> the ends of a bar's interval, for each group.
         missing: who has no bar in any group -> why.
+        most: longer bars are cut here.
     """
 
     label: str
@@ -55,6 +57,7 @@ class Panel:
     line: float | None = None
     intervals: Mapping[str, Sequence[tuple[float, float] | None]] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
+    most: float = math.inf
 
     @property
     def height(self) -> float:

@@ -20,6 +20,9 @@ _FILLS = {
     "eager": ("#b8bec6", "#6b737d"), "fused": ("#b8bec6", "#6b737d"),
     "fusedtrain": ("#1b6ca8", "#4a9edb"), "store": ("#8ec1e8", "#2f6d9e"),
     "recompute": ("#1b6ca8", "#4a9edb"), "compile": ("#e8a33d", "#d18f2c"),
+    "forward+backward": ("#1b6ca8", "#4a9edb"), "forward": ("#8ec1e8", "#2f6d9e"),
+    "backward": ("#cfe3f4", "#274b67"), "Apex's calls": ("#1b6ca8", "#4a9edb"),
+    "own step": ("#8ec1e8", "#2f6d9e"), "own, max_grad_norm": ("#cfe3f4", "#274b67"),
 }  # fmt: skip
 _OTHERS = (("#7a8793", "#9aa7b3"), ("#c9b48a", "#9c8555"), ("#9fc5a4", "#5f8f66"))
 NAMES = {
@@ -64,9 +67,10 @@ def _style(colors: dict[str, tuple[str, str]]) -> str:
         "<style>text{font:13px -apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif;"
         "fill:#1f2328}.title{font-weight:600;font-size:14px}.small,.note{font-size:11px;"
         "fill:#59636e}.value{font-size:12px}.card{fill:#fff;stroke:#d1d9e0}.axis{stroke:#59636e}"
+        ".cut{stroke:#fff;stroke-width:1.6;fill:none}"
         f".range{{stroke:#1f2328;stroke-width:1.3}}{light}"
         "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}.small,.note{fill:#9198a1}"
-        ".card{fill:#15191f;stroke:#3d444d}.axis{stroke:#9198a1}.range{stroke:#f0f6fc}"
+        ".card{fill:#15191f;stroke:#3d444d}.axis{stroke:#9198a1}.range{stroke:#f0f6fc}.cut{stroke:#15191f}"
         f"{dark}}}</style>\n"
         '<rect class="card" x="0.5" y="0.5" width="99.8%" height="99.8%" rx="6"/>'
     )
@@ -78,8 +82,11 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
     top += HEADING if panel.title else 0
     body.append(_text(EDGE, top + 11, panel.label, "small"))
     top += LINE
-    body += _legend(panel, top, colors)
-    top += LEGEND
+    if len(panel.series) + len(panel.missing) > 1:
+        body += _legend(panel, top, colors)
+        top += LEGEND
+    else:
+        top += 4
     texts = [
         panel.text(who, group, value)
         for who, values in panel.series.items()
@@ -87,12 +94,7 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
         if value is not None
     ]
     room = WIDTH - LABELS - EDGE - 12 - max(map(len, texts), default=0) * 12 * _CHARACTER
-    most = max(
-        [v for values in panel.series.values() for v in values if v is not None]
-        + [high for ends in panel.intervals.values() for end in ends if end for high in end[1:]],
-        default=1.0,
-    )
-    scale = room / (most or 1.0)
+    scale = room / (_longest(panel) or 1.0)
     if panel.line is not None:
         body.append(_line(LABELS + panel.line * scale, top, _height(panel)))
     for group, name in enumerate(panel.groups):
@@ -106,6 +108,13 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
             bar_top += BAR
         top += height + GAP
     return body, top + 4
+
+
+def _longest(panel: Panel) -> float:
+    """The number at the right end: of the longest bar or interval that is not cut."""
+    values = [v for values in panel.series.values() for v in values if v is not None]
+    ends = [high for of_who in panel.intervals.values() for end in of_who if end for high in end]
+    return min(panel.most, max([*values, *ends], default=1.0))
 
 
 def _bars_of(panel: Panel, group: int) -> list[str]:
@@ -130,14 +139,18 @@ def _line(x: float, top: float, height: float) -> str:
 def _bar(
     panel: Panel, who: str, group: int, length: float, top: float, scale: float, color: int
 ) -> list[str]:
-    middle = top + BAR / 2
+    middle, most = top + BAR / 2, _longest(panel) * scale
+    cut, length = length > most + 0.01, min(length, most)
     body = [
         f'<rect class="b{color}" x="{LABELS}" y="{top + 1:.1f}" width="{max(length, 1):.1f}" '
         f'height="{BAR - 2}"/>'
     ]
     ends = panel.intervals.get(who, [None] * (group + 1))[group]
+    if cut:
+        way = f"M{LABELS + length - 12:.1f} {top + BAR:.1f}l5 -{BAR}m3 0l-5 {BAR}"
+        body.append(f'<path class="cut" d="{way}"/>')
     if ends:
-        low, high = (LABELS + end * scale for end in ends)
+        low, high = (LABELS + min(end * scale, most) for end in ends)
         body.append(
             f'<path class="range" d="M{low:.1f} {middle:.1f}H{high:.1f}M{low:.1f} {middle - 3:.1f}'
             f'v6M{high:.1f} {middle - 3:.1f}v6"/>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -60,3 +61,11 @@ def test_the_interval_is_drawn_on_the_scale_of_the_bars() -> None:
     left, right = map(float, re.findall(r'class="range" d="M([\d.]+) [\d.]+H([\d.]+)', text)[0])
     eager = bars(text)[0][1]
     assert right - left == pytest.approx(2.5 * eager / 2, abs=0.2)
+
+
+def test_a_bar_beyond_the_most_is_cut() -> None:
+    limited = replace(panel(), most=1.0)
+    text = chart([limited])
+    assert text.count('class="cut"') == 1
+    assert len({length for _, length in bars(text)}) == 1
+    assert 'class="cut"' not in chart([panel()])
