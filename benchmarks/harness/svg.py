@@ -19,6 +19,7 @@ _CHARACTER = 0.54  # mean width of a character, of its size
 _FILLS = {
     "eager": ("#b8bec6", "#6b737d"), "fused": ("#b8bec6", "#6b737d"),
     "fusedtrain": ("#1b6ca8", "#4a9edb"), "store": ("#8ec1e8", "#2f6d9e"),
+    "here": ("#1b6ca8", "#4a9edb"), "published": ("#b8bec6", "#6b737d"),
     "recompute": ("#1b6ca8", "#4a9edb"), "compile": ("#e8a33d", "#d18f2c"),
     "forward+backward": ("#1b6ca8", "#4a9edb"), "forward": ("#8ec1e8", "#2f6d9e"),
     "backward": ("#cfe3f4", "#274b67"), "Apex's calls": ("#1b6ca8", "#4a9edb"),
@@ -93,10 +94,11 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
         for group, value in enumerate(values)
         if value is not None
     ]
-    room = WIDTH - LABELS - EDGE - 12 - max(map(len, texts), default=0) * 12 * _CHARACTER
+    left = _labels(panel)
+    room = WIDTH - left - EDGE - 12 - max(map(len, texts), default=0) * 12 * _CHARACTER
     scale = room / (_longest(panel) or 1.0)
     if panel.line is not None:
-        body.append(_line(LABELS + panel.line * scale, top, _height(panel)))
+        body.append(_line(left + panel.line * scale, top, _height(panel)))
     for group, name in enumerate(panel.groups):
         there = _bars_of(panel, group)
         height = _group_height(panel, group)
@@ -108,6 +110,12 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
             bar_top += BAR
         top += height + GAP
     return body, top + 4
+
+
+def _labels(panel: Panel) -> int:
+    """Where bars begin: to the right of the names."""
+    longest = max(len(line) for name in panel.groups for line in name.split("\n")[:1])
+    return min(max(LABELS, EDGE + 8 + round(longest * 13 * _CHARACTER)), WIDTH // 2)
 
 
 def _longest(panel: Panel) -> float:
@@ -141,23 +149,24 @@ def _bar(
 ) -> list[str]:
     middle, most = top + BAR / 2, _longest(panel) * scale
     cut, length = length > most + 0.01, min(length, most)
+    left = _labels(panel)
     body = [
-        f'<rect class="b{color}" x="{LABELS}" y="{top + 1:.1f}" width="{max(length, 1):.1f}" '
+        f'<rect class="b{color}" x="{left}" y="{top + 1:.1f}" width="{max(length, 1):.1f}" '
         f'height="{BAR - 2}"/>'
     ]
     ends = panel.intervals.get(who, [None] * (group + 1))[group]
     if cut:
-        way = f"M{LABELS + length - 12:.1f} {top + BAR:.1f}l5 -{BAR}m3 0l-5 {BAR}"
+        way = f"M{left + length - 12:.1f} {top + BAR:.1f}l5 -{BAR}m3 0l-5 {BAR}"
         body.append(f'<path class="cut" d="{way}"/>')
     if ends:
-        low, high = (LABELS + min(end * scale, most) for end in ends)
+        low, high = (left + min(end * scale, most) for end in ends)
         body.append(
             f'<path class="range" d="M{low:.1f} {middle:.1f}H{high:.1f}M{low:.1f} {middle - 3:.1f}'
             f'v6M{high:.1f} {middle - 3:.1f}v6"/>'
         )
-        length = max(length, high - LABELS)
+        length = max(length, high - left)
     value = panel.series[who][group] or 0.0
-    return [*body, _text(LABELS + length + 6, middle + 4, panel.text(who, group, value), "value")]
+    return [*body, _text(left + length + 6, middle + 4, panel.text(who, group, value), "value")]
 
 
 def _names(name: str, middle: float) -> list[str]:
