@@ -136,12 +136,9 @@ def _markdown(report: Report, rows: Sequence[Row]) -> str:
             f"| op | {' | '.join(columns)} |",
             f"| --- | --- |{' ---: |' * (len(columns) - 1)}",
         ]
-        before = ""
         for row in sorted(section, key=lambda row: (name(row), row["pass"])):
-            cells = [name(row) if name(row) != before else "", *_cells(row, rivals)]
-            cells += [_kept_text(row)] * kept
+            cells = [name(row), *_cells(row, rivals), *[_kept_text(row)] * kept]
             lines.append(f"| {' | '.join(cells)} |")
-            before = name(row)
         lines += UNCERTAIN * any(row.noisy for row in section)
         parts.append("\n".join(lines) + "\n")
     parts += _networks([row for row in rows if row.model and "eager" in row.ratio])

@@ -12,7 +12,7 @@ from html import escape
 
 from benchmarks.harness.chart import Panel
 
-WIDTH, LABELS, EDGE = 720, 206, 14  # pixels: the chart, the names of groups, its border
+WIDTH, LABELS, EDGE = 660, 206, 14  # pixels: the chart, the names of groups, its border
 BAR, GAP, HEADING, LEGEND, LINE = 14, 11, 24, 22, 17  # heights
 _CHARACTER = 0.54  # mean width of a character, of its size
 # Fills, on light and on dark.
@@ -84,8 +84,8 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
     body.append(_text(EDGE, top + 11, panel.label, "small"))
     top += LINE
     if len(panel.series) + len(panel.missing) > 1:
-        body += _legend(panel, top, colors)
-        top += LEGEND
+        legend, top = _legend(panel, top, colors)
+        body += legend
     else:
         top += 4
     texts = [
@@ -176,17 +176,22 @@ def _names(name: str, middle: float) -> list[str]:
     return [_text(EDGE, middle - 2, first), _text(EDGE, middle + 12, second, "small")]
 
 
-def _legend(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> list[str]:
+def _legend(
+    panel: Panel, top: float, colors: dict[str, tuple[str, str]]
+) -> tuple[list[str], float]:
+    """Its elements, and where the bars begin."""
     body, left = [], float(EDGE)
     for who in (*panel.series, *panel.missing):
         text = NAMES.get(who, who) + (": " + panel.missing[who] if who in panel.missing else "")
-        color = [*colors].index(who)
+        color, width = [*colors].index(who), 16 + len(text) * 12 * _CHARACTER + 16
+        if left > EDGE and left + width > WIDTH:
+            left, top = EDGE, top + LEGEND - 4
         body.append(
             f'<rect class="b{color}" x="{left:.1f}" y="{top + 3:.1f}" width="11" height="11"/>'
         )
         body.append(_text(left + 16, top + 12.5, text, "value"))
-        left += 16 + len(text) * 12 * _CHARACTER + 16
-    return body
+        left += width
+    return body, top + LEGEND
 
 
 def _text(x: float, y: float, text: str, name: str = "") -> str:

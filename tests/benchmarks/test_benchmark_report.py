@@ -96,7 +96,7 @@ def test_markdown(results: Callable[..., Path], capsys: Any) -> None:
     assert table[0] == "| op | pass | time | GB/s (% copy) | vs eager | vs compile |"
     assert table[2:] == [
         "| mish | forward | 1 ms | 8.4 (100 %) | 3.00x | 1.25x |",
-        "|  | forward+backward | 1 ms | 21.0 (250 %) | 4.00x |  |",
+        "| mish | forward+backward | 1 ms | 21.0 (250 %) | 4.00x |  |",
         "| silu | forward | 1 ms | 8.4 (100 %) | 1.00x |  |",
     ]
     assert report.main([str(path), "--markdown", "--numel", "1024"]) == 0
