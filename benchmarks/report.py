@@ -1,7 +1,7 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
 python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
-python -m benchmarks.report --docs    # writes docs/benchmarks.md and README's table
+python -m benchmarks.report --docs    # writes docs/benchmarks*, docs/charts, README's table
 
 Each family of benchmarks has a chart of its own beside that of the activations:
 CHART-amp-step.png, CHART-batch-norm.png and so on.
@@ -20,12 +20,14 @@ from benchmarks.harness.chart import draw
 from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
+from benchmarks.harness.summary_charts import charts
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
-TEMPLATE = ROOT / "benchmarks" / "page.md"  # of docs/benchmarks.md
+TEMPLATES = ROOT / "benchmarks" / "pages"  # of docs/benchmarks.md and docs/benchmarks/
+SUMMARY = "summary"  # the template of docs/benchmarks.md
 NOT_STORED = ("-quick", "-some", "-user")  # results of runs that the docs do not show
 
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", nargs="*", type=Path, help="JSON files of rows")
     parser.add_argument(
-        "--docs", action="store_true", help="write docs/benchmarks.md and the table in README"
+        "--docs", action="store_true", help="write docs/benchmarks*, docs/charts, README's table"
     )
     parser.add_argument("--family", action="append", help="only this one (repeatable)")
     parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("either --docs, which takes the stored results, or files of results")
     if options.docs:
         for path, text in docs().items():
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
         return 0
@@ -99,19 +102,16 @@ def read(results: Sequence[Path]) -> dict[str, list[Row]]:
 def docs() -> dict[Path, str]:
     """Files that --docs writes, each with its text."""
     files = [path for path in sorted(STORED.glob("*.json")) if not path.stem.endswith(NOT_STORED)]
-    pngs = [path.with_suffix(".png") for path in files]
-    parts = {
-        family: Part(
-            report_of(family), rows, [p for png in pngs if (p := chart(png, family)).exists()]
-        )
-        for family, rows in read(files).items()
-        if rows
+    parts = {family: Part(report_of(family), rows) for family, rows in read(files).items() if rows}
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.md")}
+    folder, readme = ROOT / "docs", ROOT / "README.md"
+    pages = {
+        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): text
+        for name, text in render(templates, parts).items()
     }
-    page, readme = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-    return {
-        page: render(TEMPLATE.read_text(encoding="utf-8"), parts, page.parent),
-        readme: replace_generated(readme.read_text(encoding="utf-8"), headlines(parts)),
-    }
+    drawn = {folder / "charts" / f"{name}.svg": text for name, text in charts(parts).items()}
+    table = replace_generated(readme.read_text(encoding="utf-8"), headlines(parts))
+    return {**drawn, **pages, readme: table}
 
 
 def chart(path: Path, family: str) -> Path:

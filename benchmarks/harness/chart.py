@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ class Panel:
         title: above the panel.
         text: at the end of a bar, from who, group and number.
         line: where no difference is.
+        intervals: who -> the ends of a bar's interval, for each group.
+        missing: who has no bar in any group -> why.
+        most: longer bars are cut here.
     """
 
     label: str
@@ -51,6 +55,9 @@ class Panel:
     title: str = ""
     text: Callable[[str, int, float], str] = lambda who, group, value: f"{value:.2f}"
     line: float | None = None
+    intervals: Mapping[str, Sequence[tuple[float, float] | None]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    most: float = math.inf
 
     @property
     def height(self) -> float:

@@ -93,13 +93,12 @@ def test_markdown(results: Callable[..., Path], capsys: Any) -> None:
     assert report.main([str(path), "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 4
-    assert table[0].startswith(
-        "| op | forward GB/s (% of copy) | forward vs eager | forward vs com"
-    )
-    assert table[2] == "| mish | 8.4 (100 %) | 3.00x | 1.25x | 21.0 (250 %) | 4.00x |  |"
-    assert table[3] == "| silu | 8.4 (100 %) | 1.00x |  |  |  |  |"
-    assert {line.count("|") for line in table} == {8}
+    assert table[0] == "| op | pass | time | GB/s (% copy) | vs eager | vs compile |"
+    assert table[2:] == [
+        "| mish | forward | 1 ms | 8.4 (100 %) | 3.00x | 1.25x |",
+        "| mish | forward+backward | 1 ms | 21.0 (250 %) | 4.00x |  |",
+        "| silu | forward | 1 ms | 8.4 (100 %) | 1.00x |  |",
+    ]
     assert report.main([str(path), "--markdown", "--numel", "1024"]) == 0
     assert "mish" not in capsys.readouterr().out
 
@@ -161,8 +160,8 @@ def test_rows_of_a_busy_machine_are_marked(results: Callable[..., Path], capsys:
     assert [op for op, line in lines.items() if "noisy" in line] == ["mish", "relu"]
     assert report.main([str(path), "--markdown"]) == 0
     text = capsys.readouterr().out
-    assert "| relu | 2.8 (100 %) \\* |" in text
-    assert "| silu | 8.4 (100 %) |" in text
+    marked = [line.split("|")[1].strip() for line in text.splitlines() if " \\* |" in line]
+    assert marked == ["relu"]
 
 
 # --- the batch norms of networks ---
@@ -214,7 +213,9 @@ def test_markdown_of_batch_norms(tmp_path: Path, capsys: Any) -> None:
     path = write(tmp_path / "r.json", [STANDARD, *layers])
     assert report.main([str(path), "--markdown"]) == 0
     table = [x for x in capsys.readouterr().out.splitlines() if x.startswith("|")]
-    assert table[2] == "| bn_silu channels_last | 308.3 (200 %) | 2.00x | 3.00x |"
+    assert table[2] == (
+        "| bn_silu channels_last | forward+backward | 1 ms | 308.3 (200 %) | 2.00x | 3.00x |"
+    )
     assert table[5] == (
         "| resnet50, batch 8 | float32 | contiguous | forward+backward | 2 | 4.00x | "
         "2.00x (bn_relu 64x112x112) |"
