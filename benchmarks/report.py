@@ -21,7 +21,7 @@ from benchmarks.harness import svg
 from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
-from benchmarks.harness.summary_charts import charts
+from benchmarks.harness.summary_charts import charts, with_gpus
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
@@ -106,13 +106,16 @@ def docs() -> dict[Path, str]:
     parts = {family: Part(report_of(family), rows) for family, rows in read(files).items() if rows}
     templates = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.md")}
     folder, readme = ROOT / "docs", ROOT / "README.md"
+    drawn = charts(parts)
     pages = {
-        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): text
+        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): with_gpus(
+            text, drawn.keys()
+        )
         for name, text in render(templates, parts).items()
     }
-    drawn = {folder / "charts" / f"{name}.svg": text for name, text in charts(parts).items()}
+    pictures = {folder / "charts" / f"{name}.svg": text for name, text in drawn.items()}
     table = replace_generated(readme.read_text(encoding="utf-8"), headlines(parts))
-    return {**drawn, **pages, readme: table}
+    return {**pictures, **pages, readme: table}
 
 
 def chart(path: Path, family: str) -> Path:
