@@ -16,9 +16,6 @@ from helpers import ROOT
 SENTENCE, CELL = 30, 25  # words, at most
 GENERATED = {"docs/api.md", "docs/benchmarks.md", "docs/experiments.md"}
 REMAINING = {
-    "docs/apex.md",
-    "docs/cli.md",
-    "docs/doctor.md",
     "docs/gpu.md",
     "docs/memory.md",
     "docs/testing.md",
