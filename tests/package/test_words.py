@@ -16,22 +16,9 @@ from helpers import ROOT
 SENTENCE, CELL = 30, 25  # words, at most
 GENERATED = {"docs/api.md", "docs/benchmarks.md", "docs/experiments.md"}
 REMAINING = {
-    "docs/apex.md",
-    "docs/backends.md",
-    "docs/cli.md",
-    "docs/coming_from_timm.md",
-    "docs/depthwise.md",
-    "docs/distributed.md",
-    "docs/doctor.md",
-    "docs/export.md",
-    "docs/folding.md",
     "docs/gpu.md",
-    "docs/huggingface.md",
-    "docs/images.md",
-    "docs/lightning.md",
     "docs/memory.md",
     "docs/testing.md",
-    "docs/tune.md",
 }
 GUIDES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md"), ROOT / "README.md"]
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in GUIDES} - GENERATED)
