@@ -57,11 +57,11 @@ def too_long(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_sentence_is_long(name: str) -> None:
-    found = too_long(Path(ROOT / name).read_text())
+    long_ones = too_long(Path(ROOT / name).read_text())
     if name in REMAINING:
-        assert found, f"{name} keeps the limits: take it off REMAINING"
+        assert long_ones, f"{name} keeps the limits: take it off REMAINING"
     else:
-        assert not found, f"at most {SENTENCE} words a sentence, {CELL} a cell of a table"
+        assert not long_ones, f"at most {SENTENCE} words a sentence, {CELL} a cell of a table"
 
 
 @pytest.mark.parametrize(
