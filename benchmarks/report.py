@@ -1,10 +1,10 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
-python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
+python -m benchmarks.report RESULTS.json [...] [--svg CHART.svg] [--markdown] [--fail-slower]
 python -m benchmarks.report --docs    # writes docs/benchmarks*, docs/charts, README's table
 
 Each family of benchmarks has a chart of its own beside that of the activations:
-CHART-amp-step.png, CHART-batch-norm.png and so on.
+CHART-amp-step.svg, CHART-batch-norm.svg and so on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.harness.chart import draw
+from benchmarks.harness import svg
 from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
-from benchmarks.harness.summary_charts import charts
+from benchmarks.harness.summary_charts import charts, with_gpus
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--docs", action="store_true", help="write docs/benchmarks*, docs/charts, README's table"
     )
     parser.add_argument("--family", action="append", help="only this one (repeatable)")
-    parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
+    parser.add_argument("--svg", type=Path, help="draw the bar chart into this file")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables only")
     parser.add_argument("--dtype", action="append", help="--markdown: default float32")
     parser.add_argument("--numel", action="append", type=int, help="--markdown: default 2^20, 2^23")
@@ -76,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(texts), end="")
     else:
         _show(parts, limits)
-    if options.png:
-        _draw(parts, options.png)
+    if options.svg:
+        _draw(parts, options.svg)
     slower = any(report_of(f).loses_to(row, limits) for f, rows in parts.items() for row in rows)
     return int(options.fail_slower and slower)
 
@@ -105,13 +106,16 @@ def docs() -> dict[Path, str]:
     parts = {family: Part(report_of(family), rows) for family, rows in read(files).items() if rows}
     templates = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.md")}
     folder, readme = ROOT / "docs", ROOT / "README.md"
+    drawn = charts(parts)
     pages = {
-        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): text
+        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): with_gpus(
+            text, drawn.keys()
+        )
         for name, text in render(templates, parts).items()
     }
-    drawn = {folder / "charts" / f"{name}.svg": text for name, text in charts(parts).items()}
+    pictures = {folder / "charts" / f"{name}.svg": text for name, text in drawn.items()}
     table = replace_generated(readme.read_text(encoding="utf-8"), headlines(parts))
-    return {**drawn, **pages, readme: table}
+    return {**pictures, **pages, readme: table}
 
 
 def chart(path: Path, family: str) -> Path:
@@ -132,19 +136,18 @@ def _show(parts: dict[str, list[Row]], limits: Limits) -> None:
         print(summary(report_of(family), rows, limits))
 
 
-def _draw(parts: dict[str, list[Row]], png: Path) -> None:
-    try:
-        for family, rows in parts.items():
-            panels = [
-                (machine, figure_row)
-                for machine, members in groupby(rows, key=lambda row: row.machine)
-                for figure_row in report_of(family).panels(list(members))
-            ]
-            path = chart(png, family)
-            draw(panels, path)
-            print(f"chart: {path}", file=sys.stderr)
-    except ImportError:
-        print("matplotlib is not installed: no chart", file=sys.stderr)
+def _draw(parts: dict[str, list[Row]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for family, rows in parts.items():
+        panels = [
+            replace(panel, label=f"{panel.label}; {machine}")
+            for machine, members in groupby(rows, key=lambda row: row.machine)
+            for figure_row in report_of(family).panels(list(members))
+            for panel in figure_row
+        ]
+        place = chart(path, family)
+        place.write_text(svg.chart(panels), encoding="utf-8")
+        print(f"chart: {place}", file=sys.stderr)
 
 
 if __name__ == "__main__":

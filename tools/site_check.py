@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _browser import Browser, browser, find
+from _browser import Browser, BrowserError, browser, find
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (1280, 500)  # pixels: a laptop, and a phone or half a window
@@ -149,8 +149,11 @@ def main(arguments: list[str] | None = None) -> int:
     if program:
         if options.pictures:
             options.pictures.mkdir(parents=True, exist_ok=True)
-        with browser(program) as page:
-            faults += unreadable(site, page, options.pictures)
+        try:
+            with browser(program) as page:
+                faults += unreadable(site, page, options.pictures)
+        except BrowserError as error:
+            faults.append(f"{program}: {error}")
     else:
         print("site_check: no Chromium is installed; tables, code and buttons are not looked at")
     print(*faults, sep="\n", end="\n" * bool(faults))

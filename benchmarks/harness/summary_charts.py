@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -23,44 +24,89 @@ NETWORKS = {
 BOTH = "forward+backward"
 MEMORY = ("store", "fusedtrain")  # of the family "memory": its names of our two settings
 MOST = 3.0  # times as long as eager's: longer bars are cut
+_IMAGE = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)?charts/)(\w+)\.svg\)$", re.M)
 BUSY = "*: measured while the machine was busy; the ratio is uncertain."
 HOW = "Shorter is faster. 1.5x: {base} takes 1.5 times as long (99 % interval)"
 
 
 def charts(parts: Mapping[str, Part]) -> dict[str, str]:
-    """The text of each chart, by its name."""
-    makers = {
-        "folding": ("conv_bn", _folding),
-        "memory": ("memory", _memory),
-        "optimizers": ("amp_step", _optimizers),
-        "apex": ("apex", _apex),
-        "batch_norm": ("batch_norm", _batch_norm),
-        "activations": ("activations", _activations),
-        "activations_all": ("activations", _all_activations),
-        "host": ("host", _host),
-        "chains": ("chains", _chains),
-        "few_bit": ("few_bit", _few_bit),
-        "pool": ("pool", _pool),
-        "depthwise": ("depthwise", _depthwise),
-        "images": ("images", _images),
+    """The text of each chart, by its name; those of a GPU end in the name of the device."""
+    rows = [row for part in parts.values() for row in part.rows]
+    gpus = [*dict.fromkeys(row.device for row in rows if row.device_type != "cpu")]
+    unmeasured = [] if gpus else ["GPUs: not measured yet."]
+    drawn = _charts({family: _of_cpu(part) for family, part in parts.items()}, "", unmeasured)
+    for device in gpus:
+        kept = {
+            family: replace(part, rows=[row for row in part.rows if row.device == device])
+            for family, part in parts.items()
+        }
+        drawn |= _charts(kept, f"-{_slug(device)}", [])
+    return drawn
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def with_gpus(text: str, names: Collection[str]) -> str:
+    """A page with the charts of GPUs below those of the CPU."""
+
+    def image(match: re.Match[str]) -> str:
+        alt, folder, name = match.groups()
+        also = sorted(n for n in names if n.startswith(f"{name}-"))
+        return "\n\n".join([match[0], *(f"![{alt}, {n}]({folder}{n}.svg)" for n in also)])
+
+    return _IMAGE.sub(image, text)
+
+
+def _of_cpu(part: Part) -> Part:
+    """The rows of the CPU that has most."""
+    devices: dict[str, list[Row]] = {}
+    for row in part.rows:
+        if row.device_type == "cpu":
+            devices.setdefault(row.device, []).append(row)
+    return replace(part, rows=max(devices.values(), key=len, default=[]))
+
+
+def _charts(parts: Mapping[str, Part], suffix: str, remarks: Sequence[str]) -> dict[str, str]:
+    makers: dict[str, tuple[Callable[..., Drawing], list[str]]] = {
+        "whole_step": (_whole_step, ["conv_bn", "memory"]),
+        "folding": (_folding, ["conv_bn"]),
+        "memory": (_memory, ["memory"]),
+        "optimizers": (_optimizers, ["amp_step"]),
+        "apex": (_apex, ["apex"]),
+        "batch_norm": (_batch_norm, ["batch_norm"]),
+        "activations": (_activations, ["activations"]),
+        "activations_all": (_all_activations, ["activations"]),
+        "host": (_host, ["host"]),
+        "chains": (_chains, ["chains"]),
+        "few_bit": (_few_bit, ["few_bit"]),
+        "pool": (_pool, ["pool"]),
+        "depthwise": (_depthwise, ["depthwise"]),
+        "images": (_images, ["images"]),
     }
-    drawn = {name: _drawn(*make(parts[family])) for name, (family, make) in makers.items()}
-    steps = [row for row in parts["conv_bn"].rows if row["job"] == "train"]
-    memory = parts["memory"].rows
-    panels = [
-        _times("A whole training step: forward, backward, optimizer", steps, _step_label),
-        _largest_batches(memory),
-    ]
-    return {"whole_step": _drawn(panels, [*steps, *memory]), **drawn}
+    drawn = {}
+    for name, (make, families) in makers.items():
+        of_name = [parts[family] for family in families if family in parts and parts[family].rows]
+        if len(of_name) == len(families):
+            panels, rows = make(*of_name)
+            panels = [panel for panel in panels if panel.groups]
+            if panels:
+                drawn[name + suffix] = _drawn(panels, rows, remarks)
+    return drawn
 
 
-def _drawn(panels: Sequence[Panel], rows: Sequence[Row]) -> str:
+def _drawn(panels: Sequence[Panel], rows: Sequence[Row], remarks: Sequence[str]) -> str:
     """The panels with device, release and days of the rows."""
-    machines = dict.fromkeys(f"{r.device}, {r.threads} threads, torch {r.torch}" for r in rows)
+    machines = dict.fromkeys(
+        f"{r.device}{f', {r.threads} threads' * (r.device_type == 'cpu')}, torch {r.torch}"
+        for r in rows
+    )
     days = " and ".join(sorted({row.date[:10] for row in rows}))
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-    notes = [f"{'; '.join(machines)}, {dtypes}; measured {days}. GPUs: not measured yet."]
-    return chart(panels, [*[BUSY] * any(row.noisy for row in rows), *notes])
+    notes = [*[BUSY] * any(row.noisy for row in rows)]
+    measured = f"{'; '.join(machines)}, {dtypes}; measured {days}."
+    return chart(panels, [*notes, " ".join([measured, *remarks])])
 
 
 # --- panels ---
@@ -142,7 +188,7 @@ def _largest_batches(rows: Sequence[Row]) -> Panel:
     """By `memory="store"` and `"recompute"`, in the memory of eager's batch."""
     return Panel(
         "Images; more is better",
-        [f"{NETWORKS[row.model]}\n{row.layout}, {row['pixels']} px" for row in rows],
+        [f"{_network(row)}\n{row.layout}, {row['pixels']} px" for row in rows],
         _by_memory(rows, lambda row, who: row["fits"].get(who)),
         title="The largest batch that trains in the memory of eager's",
         text=lambda who, group, value: f"{value:.0f}",
@@ -157,9 +203,13 @@ def _by_memory(
     return {name: values for name, values in series.items() if any(values)}
 
 
+def _network(row: Row) -> str:
+    return NETWORKS.get(row.model, row.model)
+
+
 def _step_label(row: Row) -> str:
     size = f"{row.layout}, {row['batch']} x {row['pixels']} px"
-    return f"{NETWORKS[row.model]}, {row['optimizer']}\n{size}"
+    return f"{_network(row)}, {row['optimizer']}\n{size}"
 
 
 def _chosen(part: Part, **fields: object) -> list[Row]:
@@ -171,16 +221,33 @@ def _chosen(part: Part, **fields: object) -> list[Row]:
     return [r for r in part.rows if all(value(r, name) == v for name, v in fields.items())]
 
 
+def _largest(rows: Sequence[Row]) -> list[Row]:
+    """The largest size of each op and layout."""
+    most: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        key = row.op, row.layout
+        if key not in most or row.numel > most[key].numel:
+            most[key] = row
+    return [*most.values()]
+
+
 # --- families ---
 
 Drawing = tuple[list[Panel], Sequence[Row]]
+
+
+def _whole_step(networks: Part, memory: Part) -> Drawing:
+    steps = _chosen(networks, job="train")
+    title = "A whole training step: forward, backward, optimizer"
+    panels = [_times(title, steps, _step_label), _largest_batches(memory.rows)]
+    return panels, [*steps, *memory.rows]
 
 
 def _folding(part: Part) -> Drawing:
     folded, frozen = _chosen(part, job="inference"), _chosen(part, job="tune")
 
     def label(row: Row) -> str:
-        return f"{NETWORKS[row.model]}\n{row.layout}, {row['batch']} x {row['pixels']} px"
+        return f"{_network(row)}\n{row.layout}, {row['batch']} x {row['pixels']} px"
 
     kept = Panel(
         "MB; less is better",
@@ -201,7 +268,7 @@ def _memory(part: Part) -> Drawing:
     rows = part.rows
 
     def label(row: Row) -> str:
-        return f"{NETWORKS[row.model]}\n{row.layout}, {row['batch']} x {row['pixels']} px"
+        return f"{_network(row)}\n{row.layout}, {row['batch']} x {row['pixels']} px"
 
     def bytes_panel(what: str, title: str) -> Panel:
         def text(who: str, group: int, value: float) -> str:
@@ -260,10 +327,11 @@ def _apex(part: Part) -> Drawing:
 
 
 def _batch_norm(part: Part) -> Drawing:
-    rows = _chosen(part, model="", dtype="float32", **{"pass": BOTH}, shape=[32, 96, 56, 56])
+    rows = _largest(_chosen(part, model="", dtype="float32", **{"pass": BOTH}))
     names = {"bn_relu": "BN + ReLU", "bn_silu": "BN + SiLU", "bn_add_relu": "BN + add + ReLU",
              "frozen_bn_relu": "frozen BN + ReLU"}  # fmt: skip
-    title = "Batch norm with what follows it, [32, 96, 56, 56], forward and backward"
+    size = f", {rows[0]['shape']}" if rows else ""
+    title = f"Batch norm with what follows it{size}, forward and backward"
     ops = _times(title, rows, lambda row: f"{names[row.op]}\n{row.layout}")
     layers = [row for row in part.rows if row.model and row.op != "bn"]
     return [ops, _layers(layers)], [*rows, *layers]
@@ -273,7 +341,7 @@ def _layers(rows: Sequence[Row]) -> Panel:
     """Geometric means over the norms of networks that something follows."""
     kinds: dict[str, list[float]] = {}
     for row in rows:
-        name = f"{NETWORKS[row.model]}, batch {row['shape'][0]}\n{row.layout}"
+        name = f"{_network(row)}, batch {row['shape'][0]}\n{row.layout}"
         kinds.setdefault(name, []).append(row.ratio["eager"])
     means = [geometric_mean(ratios) for ratios in kinds.values()]
 
@@ -308,7 +376,7 @@ def _op(row: Row) -> str:
 def _host(part: Part) -> Drawing:
     rows = [
         row
-        for row in _chosen(part, device="AMD EPYC")
+        for row in part.rows
         if row["pass"] in (BOTH, "clip") and row.layout in ("contiguous", "") and not row.model
     ]
     title = "A call on a tensor of 64 numbers, forward and backward: time on the host"
@@ -316,11 +384,7 @@ def _host(part: Part) -> Drawing:
 
 
 def _chains(part: Part) -> Drawing:
-    rows = [
-        row
-        for row in _chosen(part, dtype="float32", **{"pass": BOTH})
-        if row["shape"][0] in (55, 111, 4096)
-    ]
+    rows = _largest(_chosen(part, dtype="float32", **{"pass": BOTH}))
     title = "Chains of 2^24 elements, forward and backward"
     return [_times(title, rows, lambda row: f"{row.op}\n{row.layout or 'rows'}")], rows
 

@@ -1,4 +1,4 @@
-"""Bar charts of the documentation, as SVG text.
+"""Bar charts as SVG text.
 
 The same numbers give the same bytes everywhere, so a test can tell a stale chart. (A chart of
 matplotlib differs with its release and with the fonts of the machine.) A chart has a background of
@@ -81,8 +81,9 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
     """Its elements, and where the next panel begins."""
     body = [_text(EDGE, top + 14, panel.title, "title")] if panel.title else []
     top += HEADING if panel.title else 0
-    body.append(_text(EDGE, top + 11, panel.label, "small"))
-    top += LINE
+    for line in _wrapped(panel.label, (WIDTH - 2 * EDGE) / 11):
+        body.append(_text(EDGE, top + 11, line, "small"))
+        top += LINE
     if len(panel.series) + len(panel.missing) > 1:
         legend, top = _legend(panel, top, colors)
         body += legend
@@ -114,7 +115,7 @@ def _panel(panel: Panel, top: float, colors: dict[str, tuple[str, str]]) -> tupl
 
 def _labels(panel: Panel) -> int:
     """Where bars begin: to the right of the names."""
-    longest = max(len(line) for name in panel.groups for line in name.split("\n")[:1])
+    longest = max((len(name.partition("\n")[0]) for name in panel.groups), default=0)
     return min(max(LABELS, EDGE + 8 + round(longest * 13 * _CHARACTER)), WIDTH // 2)
 
 

@@ -26,6 +26,7 @@ def test_the_docs_show_the_stored_results() -> None:
     assert {"benchmarks.md", "README.md", "whole_step.svg"} < {path.name for path in pages}
     docs = report.ROOT / "docs"
     written = {*(docs / "charts").iterdir(), *(docs / "benchmarks").iterdir()}
+    written -= {docs / "charts" / "rounding.svg"}  # of examples/rounding.py
     assert written == {path for path in pages if path.parent.name in ("charts", "benchmarks")}
     for path, text in pages.items():
         if path.read_text(encoding="utf-8") != text:

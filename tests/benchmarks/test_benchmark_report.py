@@ -109,10 +109,12 @@ def test_chart(results: Callable[..., Path], tmp_path: Path) -> None:
         ("mish", "forward+backward", N, STEADY, {"eager": times(4), "compile": times(2)}),
     )
     other = results(("silu", "forward", 2**10, STEADY, {"eager": times(1)}), name="other.json")
-    png = tmp_path / "charts" / "bars.png"
-    assert report.main([str(one), str(other), "--png", str(png)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
-    assert png.stat().st_size > 10_000
+    drawn = tmp_path / "charts" / "bars.svg"
+    assert report.main([str(one), str(other), "--svg", str(drawn)]) == 0
+    assert drawn.read_text().startswith("<svg ")
+    words = drawn.read_text()
+    assert ">4.00<" in words
+    assert ">mish<" in words
 
 
 def test_no_rows(results: Callable[..., Path]) -> None:
@@ -224,14 +226,13 @@ def test_markdown_of_batch_norms(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_chart_of_batch_norms(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     layer = norm_row("bn", "contiguous", "resnet50", SMALL, {"eager": 2.0})
     for name, rows in (("bars", [STANDARD, layer]), ("layers", [layer])):
         path = write(tmp_path / "r.json", rows)
-        assert report.main([str(path), "--png", str(tmp_path / f"{name}.png")]) == 0
-        chart = tmp_path / f"{name}-batch-norm.png"
-        assert chart.read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "bars.png").exists()
+        assert report.main([str(path), "--svg", str(tmp_path / f"{name}.svg")]) == 0
+        chart = tmp_path / f"{name}-batch-norm.svg"
+        assert chart.read_text().startswith("<svg ")
+    assert not (tmp_path / "bars.svg").exists()
 
 
 def test_rows_of_another_day_keep_their_date(tmp_path: Path) -> None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks import report
 from benchmarks.harness.chart import Panel
+from benchmarks.harness.page import Part
+from benchmarks.harness.rows import load, make_row
+from benchmarks.harness.summary_charts import charts, with_gpus
 from benchmarks.harness.svg import WIDTH, chart
+from helpers.benchmarks import STEADY, times, write
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -69,3 +75,29 @@ def test_a_bar_beyond_the_most_is_cut() -> None:
     assert text.count('class="cut"') == 1
     assert len({length for _, length in bars(text)}) == 1
     assert 'class="cut"' not in chart([panel()])
+
+
+def test_a_gpu_has_charts_of_its_own(tmp_path: Path) -> None:
+    gpu = "NVIDIA H100"
+    infos = [
+        make_row(
+            "activations", "cpu", {"fusedtrain": STEADY, "eager": times(ratio)}, op="mish",
+            dtype="float32", numel=2**23, **{"pass": "forward+backward"},
+        ) | {"device": device, "device_type": kind}
+        for kind, device, ratio in (("cpu", "a CPU", 2.0), ("cuda", gpu, 3.0))
+    ]  # fmt: skip
+    rows = load([write(tmp_path / "rows.json", infos)])
+    family = report.report_of("activations")
+    drawn = charts({"activations": Part(family, rows)})
+    assert drawn.keys() == {"activations", "activations-nvidia-h100"}
+    assert "2.00x" in drawn["activations"]
+    assert gpu not in drawn["activations"]
+    assert "3.00x" in drawn["activations-nvidia-h100"]
+    assert not any("not measured yet" in text for text in drawn.values())
+    alone = charts({"activations": Part(family, rows[:1])})
+    assert "GPUs: not measured yet." in alone["activations"]
+    page = with_gpus("a\n\n![Mish](../charts/activations.svg)\n\nb\n", drawn)
+    assert page == (
+        "a\n\n![Mish](../charts/activations.svg)\n\n"
+        "![Mish, activations-nvidia-h100](../charts/activations-nvidia-h100.svg)\n\nb\n"
+    )
