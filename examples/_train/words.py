@@ -44,8 +44,8 @@ def result(
         times: of a step of the two, as ratios to the eager one's.
         passed: whether all checks of the run passed.
     """
-    apart = max(curve_difference(mode, eager) for mode in (plain, again))
-    losses = f"the same as eager's, to rounding ({apart:.2g} apart at most)"
+    distance = max(curve_difference(mode, eager) for mode in (plain, again))
+    losses = f"the same as eager's, to rounding ({distance:.2g} apart at most)"
     kept = again.saved_bytes / eager.saved_bytes
     images = fitting_batch(again, eager, batch)
     return [

@@ -56,10 +56,10 @@ def loss_of(output: Tensor, boxes: Tensor) -> Tensor:
     rows, columns = (boxes[:, :2] / CELL).long().clamp(max=SIZE // CELL - 1).unbind(1)
     present = torch.zeros_like(output[:, 0])
     present[number, rows, columns] = 1.0
-    found = nn.functional.binary_cross_entropy_with_logits(output[:, 0], present)
+    presence = nn.functional.binary_cross_entropy_with_logits(output[:, 0], present)
     predicted = output[number, 1:, rows, columns]
     target = torch.cat([boxes[:, :2] / CELL % 1, boxes[:, 2:] / SIZE], 1)
-    return found + nn.functional.smooth_l1_loss(predicted, target)
+    return presence + nn.functional.smooth_l1_loss(predicted, target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
