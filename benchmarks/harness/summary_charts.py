@@ -26,6 +26,7 @@ MEMORY = ("store", "fusedtrain")  # of the family "memory": its names of our two
 MOST = 3.0  # times as long as eager's: longer bars are cut
 _IMAGE = re.compile(r"^!\[([^\]]*)\]\(((?:\.\./)?charts/)(\w+)\.svg\)$", re.M)
 BUSY = "*: measured while the machine was busy; the ratio is uncertain."
+BUSY_ROWS = "Some of the rows were measured while the machine was busy."
 HOW = "Shorter is faster. 1.5x: {base} takes 1.5 times as long (99 % interval)"
 
 
@@ -104,7 +105,8 @@ def _drawn(panels: Sequence[Panel], rows: Sequence[Row], remarks: Sequence[str])
     )
     days = " and ".join(sorted({row.date[:10] for row in rows}))
     dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-    notes = [*[BUSY] * any(row.noisy for row in rows)]
+    text = chart(panels)
+    notes = [BUSY if " *<" in text else BUSY_ROWS] * any(row.noisy for row in rows)
     measured = f"{'; '.join(machines)}, {dtypes}; measured {days}."
     return chart(panels, [*notes, " ".join([measured, *remarks])])
 
