@@ -6,7 +6,7 @@ own, on gradients that are restored before every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -164,6 +164,14 @@ def _each(values: Mapping[str, Any], form: str, unit: float = 1) -> str:
     return " / ".join(format(values[w] / unit, form) for w in LISTED if w in values)
 
 
+def _speed_text(row: Row) -> str:
+    return f"{row['gb_per_s']['fusedtrain']:.1f} ({row['percent_of_copy']:.0f} %)"
+
+
+def _ratio_and_interval(rival: str) -> Callable[[Row], str]:
+    return lambda row: f"{ratio_text(rival)(row)} ({interval_text(rival)(row)})"
+
+
 def _loses_to(row: Row, limits: Limits) -> str | None:
     """The fastest of torch's ways if it is faster, or the own step beyond the promise."""
     best = row.strongest(RIVALS)
@@ -221,14 +229,11 @@ REPORT = Report(
         Column("script", lambda row: row.op, left=True),
         Column("job", lambda row: row["job"], left=True),
         Column("ms", lambda row: _each(row.ns, ".3g", 1e6)),
-        Column("GB/s", lambda row: f"{row['gb_per_s']['fusedtrain']:.1f}"),
-        Column("% copy", lambda row: f"{row['percent_of_copy']:.0f}"),
+        Column("GB/s (% copy)", _speed_text),
         Column("host us", lambda row: _each(row["host_ns"], ".0f", 1e3)),
         Column("launches", lambda row: _each(row["counts"], ".0f") + counted(row)),
-        Column("vs own", ratio_text(OWN)),
-        Column("99 %", interval_text(OWN)),
-        Column("vs fused", ratio_text("fused")),
-        Column("99 %", interval_text("fused")),
+        Column("vs own (99 %)", _ratio_and_interval(OWN)),
+        Column("vs fused (99 %)", _ratio_and_interval("fused")),
         Column("vs max_grad_norm", ratio_text(INSIDE)),
     ),
     key=lambda row: (MODELS.index(row.model), row.op, list(JOBS).index(row["job"])),

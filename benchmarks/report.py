@@ -1,10 +1,10 @@
 """Show benchmark results: a table, a Markdown table, a bar chart, and what is slower than eager.
 
-python -m benchmarks.report RESULTS.json [...] [--png CHART.png] [--markdown] [--fail-slower]
-python -m benchmarks.report --docs    # writes docs/benchmarks.md and README's table
+python -m benchmarks.report RESULTS.json [...] [--svg CHART.svg] [--markdown] [--fail-slower]
+python -m benchmarks.report --docs    # writes docs/benchmarks*, docs/charts, README's table
 
 Each family of benchmarks has a chart of its own beside that of the activations:
-CHART-amp-step.png, CHART-batch-norm.png and so on.
+CHART-amp-step.svg, CHART-batch-norm.svg and so on.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.harness.chart import draw
+from benchmarks.harness import svg
 from benchmarks.harness.page import Part, choose, headlines, render, replace_generated
 from benchmarks.harness.rows import Row, load
 from benchmarks.harness.store import FAMILIES
+from benchmarks.harness.summary_charts import charts, with_gpus
 from benchmarks.harness.tables import Limits, Report, show, summary
 
 MAIN = "activations"  # whose chart has the device's name alone
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "benchmarks" / "results"
-TEMPLATE = ROOT / "benchmarks" / "page.md"  # of docs/benchmarks.md
+TEMPLATES = ROOT / "benchmarks" / "pages"  # of docs/benchmarks.md and docs/benchmarks/
+SUMMARY = "summary"  # the template of docs/benchmarks.md
 NOT_STORED = ("-quick", "-some", "-user")  # results of runs that the docs do not show
 
 
@@ -36,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", nargs="*", type=Path, help="JSON files of rows")
     parser.add_argument(
-        "--docs", action="store_true", help="write docs/benchmarks.md and the table in README"
+        "--docs", action="store_true", help="write docs/benchmarks*, docs/charts, README's table"
     )
     parser.add_argument("--family", action="append", help="only this one (repeatable)")
-    parser.add_argument("--png", type=Path, help="draw the bar chart into this file")
+    parser.add_argument("--svg", type=Path, help="draw the bar chart into this file")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables only")
     parser.add_argument("--dtype", action="append", help="--markdown: default float32")
     parser.add_argument("--numel", action="append", type=int, help="--markdown: default 2^20, 2^23")
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("either --docs, which takes the stored results, or files of results")
     if options.docs:
         for path, text in docs().items():
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
         return 0
@@ -73,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(texts), end="")
     else:
         _show(parts, limits)
-    if options.png:
-        _draw(parts, options.png)
+    if options.svg:
+        _draw(parts, options.svg)
     slower = any(report_of(f).loses_to(row, limits) for f, rows in parts.items() for row in rows)
     return int(options.fail_slower and slower)
 
@@ -99,19 +103,19 @@ def read(results: Sequence[Path]) -> dict[str, list[Row]]:
 def docs() -> dict[Path, str]:
     """Files that --docs writes, each with its text."""
     files = [path for path in sorted(STORED.glob("*.json")) if not path.stem.endswith(NOT_STORED)]
-    pngs = [path.with_suffix(".png") for path in files]
-    parts = {
-        family: Part(
-            report_of(family), rows, [p for png in pngs if (p := chart(png, family)).exists()]
+    parts = {family: Part(report_of(family), rows) for family, rows in read(files).items() if rows}
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.md")}
+    folder, readme = ROOT / "docs", ROOT / "README.md"
+    drawn = charts(parts)
+    pages = {
+        folder / ("benchmarks.md" if name == SUMMARY else f"benchmarks/{name}.md"): with_gpus(
+            text, drawn.keys()
         )
-        for family, rows in read(files).items()
-        if rows
+        for name, text in render(templates, parts).items()
     }
-    page, readme = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
-    return {
-        page: render(TEMPLATE.read_text(encoding="utf-8"), parts, page.parent),
-        readme: replace_generated(readme.read_text(encoding="utf-8"), headlines(parts)),
-    }
+    pictures = {folder / "charts" / f"{name}.svg": text for name, text in drawn.items()}
+    table = replace_generated(readme.read_text(encoding="utf-8"), headlines(parts))
+    return {**pictures, **pages, readme: table}
 
 
 def chart(path: Path, family: str) -> Path:
@@ -132,19 +136,18 @@ def _show(parts: dict[str, list[Row]], limits: Limits) -> None:
         print(summary(report_of(family), rows, limits))
 
 
-def _draw(parts: dict[str, list[Row]], png: Path) -> None:
-    try:
-        for family, rows in parts.items():
-            panels = [
-                (machine, figure_row)
-                for machine, members in groupby(rows, key=lambda row: row.machine)
-                for figure_row in report_of(family).panels(list(members))
-            ]
-            path = chart(png, family)
-            draw(panels, path)
-            print(f"chart: {path}", file=sys.stderr)
-    except ImportError:
-        print("matplotlib is not installed: no chart", file=sys.stderr)
+def _draw(parts: dict[str, list[Row]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for family, rows in parts.items():
+        panels = [
+            replace(panel, label=f"{panel.label}; {machine}")
+            for machine, members in groupby(rows, key=lambda row: row.machine)
+            for figure_row in report_of(family).panels(list(members))
+            for panel in figure_row
+        ]
+        place = chart(path, family)
+        place.write_text(svg.chart(panels), encoding="utf-8")
+        print(f"chart: {place}", file=sys.stderr)
 
 
 if __name__ == "__main__":

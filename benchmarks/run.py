@@ -3,7 +3,7 @@
     python -m benchmarks.run [--device cuda] [--quick] [--family NAME] [--op NAME] [--fail-slower]
                              [pytest options]
 
-The results go to $RESULTS_DIR (default benchmarks/results) as <device>.json and <device>.png. Each
+The results go to $RESULTS_DIR (default benchmarks/results) as <device>.json and <device>.svg. Each
 family of benchmarks runs in a process of its own. A row is stored as soon as it is measured, in the
 place of the one of its name; rows of the family that a run to its end has not measured are dropped.
 """
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     put(path, {"benchmarks": []})  # the report wants a file, also where all ops are wrong
     show = [str(path)]
     if not options.no_chart:
-        show.append(f"--png={path.with_suffix('.png')}")
+        show.append(f"--svg={path.with_suffix('.svg')}")
     show += [f"--family={family}" for family in done]
     if options.fail_slower:
         show.append("--fail-slower")

@@ -11,7 +11,8 @@
 
 Modes: fp32 eager; AMP eager; AMP with fusedtrain's layers, optimizer and GradScaler; the same with
 outputs computed again in backward. They take turns, one step each on the same batch, so that a slow
-moment of the machine hits all of them. The last lines say what was won.
+moment of the machine hits all of them. The first lines say what
+will happen, the last three what was won.
 --frozen-norms then takes the weights that fp32 eager has reached and fine-tunes them with frozen
 batch norms, in eager torch and with fusedtrain.fold_frozen_norms. --memory then trains in float32
 from the first weights: eager, with each way to keep what backward needs, and with
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -62,6 +64,7 @@ from _train.modes import (
 from _train.optimizers import Settings, Stepper, updates
 from _train.options import DTYPES, parse
 from _train.report import Report, progress_bar
+from _train.words import how_long, what_will_happen
 
 # Left out of the timing: allocator, oneDNN and cuDNN caches fill up, torch.compile compiles.
 WARM_UP = 3
@@ -84,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.rank == 0:
         report.show()
         report.write(args.output)
+        report.show_result()
     return 0 if report.passed else 1
 
 
@@ -117,6 +121,8 @@ def run(args: argparse.Namespace, data: Data, world: World) -> Report:
     steps = args.epochs * (len(loader) // args.accumulate)
     steps = min(steps, args.steps or steps)
     report = Report(args, modes, world.size, WARM_UP)
+    if world.rank == 0:
+        print(what_will_happen(args.model, args.data, steps, [mode.name for mode in modes]))
     with progress_bar(visible=world.rank == 0 and not args.no_progress) as progress:
         report.checks += _train(args, modes, steps, args.lr, loader, data, world, progress)
         if args.frozen_norms:
@@ -155,7 +161,11 @@ def _train(
     checks = _probe(args, modes, data, world)
     task = progress.add_task("training", total=steps, note="")
     for number, batches in zip(range(steps), _batches(args, loader, data, world), strict=False):
+        start = time.perf_counter()
         losses = world.average(_turns(modes, batches, number, lr, steps))
+        if number == 1 and world.rank == 0:  # the first step fills caches
+            seconds = time.perf_counter() - start
+            progress.console.print(how_long(seconds, steps - 2), highlight=False)
         for mode, loss in zip(modes, losses, strict=True):
             mode.losses.append(loss)
         note = "loss " + " | ".join(f"{loss:.3f}" for loss in losses)

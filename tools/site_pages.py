@@ -9,6 +9,7 @@ docs/api.md lists the public names; each of its sections becomes a page of docst
 
 from __future__ import annotations
 
+import html
 import logging
 import os
 import posixpath
@@ -28,6 +29,13 @@ API = "api.md"
 # Where a module and its function share a name, griffe finds the module.
 _FUNCTIONS = {"fusedtrain.zero_grad": "fusedtrain.optim.zero_grad.zero_grad"}
 _LINK = re.compile(r"(\]\()(?!https?:|mailto:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
+
+_PHONE = 52  # characters in a row of a table on a screen of 500 pixels
+_TABLE = re.compile(r"<table>.*?</table>", re.S)
+_HEADER = re.compile(r"<th\b[^>]*>(.*?)</th>", re.S)
+_ROW = re.compile(r"<tr>(?:(?!<th\b|</tr>).)*</tr>", re.S)
+_CELL = re.compile(r"<td\b[^>]*>(.*?)</td>", re.S)
+_OPENING = re.compile(r"<td\b([^>]*)>")
 
 # Place in docs/ (as mkdocs names pages) of a page made here: path in the repository.
 _origins: dict[str, str] = {}
@@ -178,6 +186,33 @@ def _link_names(markdown: str) -> str:
             line = f"| [`{row[1]}`][{_address(module, row[1])}] |" + line[row.end() :]
         lines.append(line)
     return "\n".join(lines)
+
+
+def on_page_content(output: str, page: Any, config: Any, files: Files) -> str:
+    """The page with tables that a phone can show: docs/style.css makes a block of each row."""
+    return _TABLE.sub(lambda match: stackable(match[0]), output)
+
+
+def stackable(table: str) -> str:
+    """A table that is wider than a phone with the names of columns in its cells."""
+    names = [_words(cell) for cell in _HEADER.findall(table)]
+    rows = [_CELL.findall(row) for row in _ROW.findall(table)]
+    widths = [
+        max(map(len, " ".join([name, *(_words(row[n]) for row in rows if len(row) > n)]).split()))
+        for n, name in enumerate(names)
+    ]  # of the longest word: a column cannot be narrower
+    if sum(widths) + 3 * len(widths) <= _PHONE:
+        return table
+
+    def label_row(row: re.Match[str]) -> str:
+        labels = iter(names)
+        return _OPENING.sub(lambda m: f'<td data-label="{next(labels, "")}"{m[1]}>', row[0])
+
+    return _ROW.sub(label_row, table.replace("<table>", "<table data-stacked>", 1))
+
+
+def _words(cell: str) -> str:
+    return html.escape(html.unescape(re.sub("<[^>]+>", "", cell)).strip()) or "-"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

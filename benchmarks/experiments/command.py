@@ -2,7 +2,7 @@
 
     python -m benchmarks.experiments [NAME ...] [--device cuda] [--quick] [--resume] [--seed 0]
     python -m benchmarks.experiments --list
-    python -m benchmarks.experiments --docs    # writes docs/experiments.md
+    python -m benchmarks.experiments --docs    # writes docs/experiments.md and docs/experiments/
 
 Results go to $RESULTS_DIR/experiments/<device>.json (default benchmarks/results), each run as soon
 as it is measured. Exit code: 0, 1 after an experiment that failed, 2 after a wrong option, 130
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--also", type=Path, help="a folder that gets the same results")
     parser.add_argument("--list", action="store_true", help="names and questions")
-    parser.add_argument("--docs", action="store_true", help="write docs/experiments.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/experiments*")
     options = parser.parse_args(arguments)
     names = present()
     unknown = [name for name in options.names if name not in names]
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [name for name in names if name in (options.names or names)]
     screen = Screen()
     if options.docs:
-        screen.line(f"wrote {write_docs()}")
+        for path in write_docs():
+            screen.line(f"wrote {path}")
         return 0
     if options.list:
         for name in chosen:
@@ -81,16 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_all(chosen, settings, screen, options.resume, options.also)
 
 
-def write_docs() -> Path:
-    """Writes docs/experiments.md; returns the path from the root of the repository."""
-    from benchmarks.experiments.page import PAGE, ROOT
+def write_docs() -> list[str]:
+    """Writes docs/experiments.md and docs/experiments/; returns the paths in docs/."""
+    from benchmarks.experiments.page import DOCS
 
-    PAGE.write_text(docs(), encoding="utf-8")
-    return PAGE.relative_to(ROOT)
+    files = docs()
+    for name, text in files.items():
+        (DOCS / name).parent.mkdir(exist_ok=True)
+        (DOCS / name).write_text(text, encoding="utf-8")
+    return [*files]
 
 
-def docs() -> str:
-    """The text of docs/experiments.md."""
+def docs() -> dict[str, str]:
+    """The text of docs/experiments.md and of the files in docs/experiments/."""
     from benchmarks.experiments import page, store
 
     experiments = [experiment_of(name) for name in present()]

@@ -1,19 +1,26 @@
-"""An experiment in words and tables: on the screen, and in docs/experiments.md."""
+"""An experiment in words and tables: on the screen, and in docs/experiments.md with its pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.experiments.experiment import Experiment, Run, Verdict
 from benchmarks.experiments.store import Result
+from benchmarks.harness.chart import Panel
+from benchmarks.harness.svg import chart
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEMPLATE = Path(__file__).with_name("page.md")
-PAGE = ROOT / "docs" / "experiments.md"
+DOCS = ROOT / "docs"
+SUMMARY = "experiments.md"
 PLACE = "{{ experiments }}"
 ABSENT = "-"
+RATIOS = ("gain", "cost")  # columns whose published numbers can be compared with ours in a chart
+MOST_BARS = 16  # in a chart
+PAGE_WIDTH, BORDERS = 96, 3  # characters: of a row of a table on the site, of a cell's two borders
 
 
 class Table(NamedTuple):
@@ -101,20 +108,56 @@ def machine_words(result: Result) -> str:
 
 def render(
     template: str, experiments: Sequence[Experiment], devices: Sequence[Mapping[str, Result]]
-) -> str:
-    """The page: the line ``{{ experiments }}`` becomes a section for each experiment.
+) -> dict[str, str]:
+    """The files, by their paths in docs/: the summary, where the line ``{{ experiments }}`` becomes
+    a chart and a question for each experiment; a page and a chart of each experiment.
 
     Raises:
         ValueError: the template has no such line, or more than one.
     """
     if template.splitlines().count(PLACE) != 1:
         raise ValueError(f"the template must have one line {PLACE}")
-    sections = [
-        "\n\n".join(_section(e, [device[e.name] for device in devices if e.name in device]))
-        for e in experiments
-    ]
+    files, sections = {}, []
+    for experiment in experiments:
+        name = experiment.name
+        results = [device[name] for device in devices if name in device]
+        drawn = _drawn(experiment, results)
+        title, *rest = _section(experiment, results)
+        picture = [f"![{experiment.title}]({name}.svg)"] * bool(drawn)
+        files[f"experiments/{name}.md"] = "\n\n".join([title, *picture, *rest]) + "\n"
+        if drawn:
+            files[f"experiments/{name}.svg"] = drawn
+        picture = [f"![{experiment.title}](experiments/{name}.svg)"] * bool(drawn)
+        link = f"[Runs and verdicts](experiments/{name}.md)."
+        sections += [f"## {experiment.title}", experiment.question, *picture, link]
     overview = [_overview(device, experiments) for device in devices]
-    return template.replace(PLACE, "\n\n".join([*overview, *sections]))
+    return {SUMMARY: template.replace(PLACE, "\n\n".join([*overview, *sections])), **files}
+
+
+def _drawn(experiment: Experiment, results: Sequence[Result]) -> str:
+    """A chart of the column that the publication has as a ratio, or of the first column."""
+    published = [key for key in RATIOS if _published(experiment, key)]
+    key = (published or [*experiment.columns])[0]
+    panels = []
+    for result in results:
+        runs = {run.label: run.numbers for run in result.runs if key in run.numbers}
+        if not 1 < len(runs) <= MOST_BARS:
+            continue
+        theirs = {k: v for of in _published(experiment, key).values() for k, v in of.items()}
+        labels = [*dict.fromkeys([*runs, *(theirs if key in RATIOS else ())])]
+        column = experiment.columns[key]
+        digits = max(column.digits, 1)
+        series = {"here": [runs.get(label, {}).get(key) for label in labels]}
+        if theirs and key in RATIOS:
+            series["published"] = [theirs.get(label) for label in labels]
+        label = f"{column.name}; {machine_words(result)}"
+        text = partial(_bar_text, digits)
+        panels.append(Panel(label, labels, series, experiment.title, text))
+    return chart(panels) if panels else ""
+
+
+def _bar_text(digits: int, who: str, group: int, value: float) -> str:
+    return f"{value:,.{digits}f}"
 
 
 def _overview(device: Mapping[str, Result], experiments: Sequence[Experiment]) -> str:
@@ -122,7 +165,7 @@ def _overview(device: Mapping[str, Result], experiments: Sequence[Experiment]) -
     judged = [(e, device[e.name]) for e in experiments if e.name in device]
     lines = [f"| {_device(device)}: claim | holds here |", "| --- | --- |"]
     for experiment, result in judged:
-        place = f"[{experiment.title}](#{_anchor(experiment.title)})"
+        place = f"[{experiment.title}](experiments/{experiment.name}.md)"
         answers = {True: "yes", False: "**no**", None: "cannot be told"}
         lines += [
             f"| {place}: {_escaped(claim.text)} | {answers[verdict.holds]} |"
@@ -135,12 +178,6 @@ def _device(device: Mapping[str, Result]) -> str:
     return str(next(iter(device.values())).machine["device"]) if device else ""
 
 
-def _anchor(heading: str) -> str:
-    """Anchor of a heading, as web sites make it of Markdown."""
-    kept = (c for c in heading.lower() if c.isalnum() or c in " -_")
-    return "".join(kept).replace(" ", "-")
-
-
 def _lacking(results: Sequence[Result]) -> str:
     """On which kinds of devices the experiment is not measured, in words."""
     types = {result.machine["device_type"] for result in results}
@@ -149,7 +186,7 @@ def _lacking(results: Sequence[Result]) -> str:
 
 
 def _section(experiment: Experiment, results: Sequence[Result]) -> Iterator[str]:
-    yield f"## {experiment.title}"
+    yield f"# {experiment.title}"
     yield experiment.question
     yield "\n".join(f"- Published ({c.where}): {c.text}" for c in experiment.claims)
     for result in results:
@@ -179,9 +216,23 @@ def _escaped(text: str) -> str:
 
 
 def _markdown(cells: Table) -> str:
-    lines = [
-        cells.headings,
-        ["---" if number in cells.words else "---:" for number in range(len(cells.headings))],
-        *cells.rows,
-    ]
-    return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in lines)
+    """Tables that fit a page: the columns beyond its width are in a table of their own."""
+    widths = [
+        max(map(len, " ".join(column).split()), default=0) + BORDERS
+        for column in zip(cells.headings, *cells.rows, strict=True)
+    ]  # a column is as wide as its longest word
+    parts: list[list[int]] = [[]]
+    for number in range(1, len(widths)):
+        if widths[0] + sum(widths[n] for n in [*parts[-1], number]) > PAGE_WIDTH:
+            parts.append([])
+        parts[-1].append(number)
+    return "\n\n".join(_table_of(cells, [0, *numbers]) for numbers in parts)
+
+
+def _table_of(cells: Table, numbers: Sequence[int]) -> str:
+    """The columns with these numbers."""
+    rule = ["---" if number in cells.words else "---:" for number in numbers]
+    lines = [[line[number] for number in numbers] for line in (cells.headings, *cells.rows)]
+    return "\n".join(
+        f"| {' | '.join(map(_escaped, line))} |" for line in (lines[0], rule, *lines[1:])
+    )

@@ -119,45 +119,36 @@ def _worst_small(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-# --- Markdown: a line for each op, its passes side by side ---
+# --- Markdown: a line for each op and pass ---
 
 
 def _markdown(report: Report, rows: Sequence[Row]) -> str:
     """The layers of a network are one line of a table of their own."""
     parts = []
     for first, section in sections(report, [row for row in rows if not row.model]):
-        passes = sorted({row["pass"] for row in section})
         rivals = [rival for rival in RIVALS if any(rival in row.ratio for row in section)]
-        columns = [
-            f"{pass_name} {what}"
-            for pass_name in passes
-            for what in ("GB/s (% of copy)", *(f"vs {rival}" for rival in rivals))
-        ]
+        columns = ["pass", "time", "GB/s (% copy)", *(f"vs {rival}" for rival in rivals)]
         kept = any(map(_kept_text, section))
         columns += ["kept B / eager's"] * kept
         lines = [
             f"{report.title(first)}, {first.machine}",
             "",
             f"| op | {' | '.join(columns)} |",
-            f"| --- |{' ---: |' * len(columns)}",
+            f"| --- | --- |{' ---: |' * (len(columns) - 1)}",
         ]
-        for op, members in groupby(section, key=name):
-            of_op = {row["pass"]: row for row in members}
-            cells = [cell for p in passes for cell in _of_pass(of_op.get(p), rivals)]
-            cells += [_kept_text(next(iter(of_op.values())))] * kept
-            lines.append(f"| {op} | {' | '.join(cells)} |")
+        for row in sorted(section, key=lambda row: (name(row), row["pass"])):
+            cells = [name(row), *_cells(row, rivals), *[_kept_text(row)] * kept]
+            lines.append(f"| {' | '.join(cells)} |")
         lines += UNCERTAIN * any(row.noisy for row in section)
         parts.append("\n".join(lines) + "\n")
     parts += _networks([row for row in rows if row.model and "eager" in row.ratio])
     return "\n".join(parts)
 
 
-def _of_pass(row: Row | None, rivals: Sequence[str]) -> list[str]:
-    if row is None:
-        return [""] * (1 + len(rivals))
-    mark = " \\*" * row.noisy
-    speed = f"{row['gb_per_s']['fusedtrain']:.1f} ({row['percent_of_copy']:.0f} %){mark}"
-    return [speed, *(ratio_text(rival)(row) for rival in rivals)]
+def _cells(row: Row, rivals: Sequence[str]) -> list[str]:
+    speed = f"{row['gb_per_s']['fusedtrain']:.1f} ({row['percent_of_copy']:.0f} %)"
+    time = time_text(row.ns["fusedtrain"] / 1e9) + " \\*" * row.noisy
+    return [row["pass"], time, speed, *(ratio_text(rival)(row) for rival in rivals)]
 
 
 def _networks(rows: Sequence[Row]) -> list[str]:

@@ -1,12 +1,10 @@
-"""docs/benchmarks.md and README's rows: prose that is written by hand, tables of the results."""
+"""docs/benchmarks.md, docs/benchmarks/ and README's rows: prose by hand, tables of the results."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness.rows import Row
@@ -21,11 +19,10 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Part:
-    """A family: how its rows are shown, the rows, and the charts that were drawn of them."""
+    """A family: how its rows are shown, and the rows."""
 
     report: Report
     rows: Sequence[Row]
-    charts: Sequence[Path] = ()
 
 
 def choose(part: Part, dtypes: Sequence[str], sizes: Sequence[int]) -> list[Row]:
@@ -35,46 +32,45 @@ def choose(part: Part, dtypes: Sequence[str], sizes: Sequence[int]) -> list[Row]
     return [row for row in part.rows if all(vars(row)[name] in chosen[name] for name in by)]
 
 
-def render(template: str, parts: Mapping[str, Part], folder: Path) -> str:
-    """The page: each line ``{{ FAMILY DTYPE ... SIZE ... }}`` becomes the family's section.
+def render(templates: Mapping[str, str], parts: Mapping[str, Part]) -> dict[str, str]:
+    """The pages: each line ``{{ FAMILY DTYPE ... SIZE ... }}`` becomes the family's section.
 
     Args:
-        template: the page's text.
+        templates: the text of each page.
         parts: the families that have rows.
-        folder: of the page; its links start there.
 
     Raises:
-        ValueError: the template names a family that has no rows, or lacks one that has some.
+        ValueError: the templates name a family that has no rows, or lack one that has some.
     """
-    places = {place[1] for place in _PLACE.finditer(template)}
+    places = {place[1] for text in templates.values() for place in _PLACE.finditer(text)}
     if places != parts.keys():
         difference = ", ".join(sorted(places ^ parts.keys()))
-        raise ValueError(f"either the template or the results lack: {difference}")
+        raise ValueError(f"either the templates or the results lack: {difference}")
 
     def section(place: re.Match[str]) -> str:
         words = place[2].split()
         sizes = [int(word) for word in words if _NUMBER.fullmatch(word)]
         dtypes = [word for word in words if not _NUMBER.fullmatch(word)] or ["float32"]
-        return _section(parts[place[1]], dtypes, sizes, folder)
+        return _section(parts[place[1]], dtypes, sizes)
 
-    return _PLACE.sub(section, template)
+    return {name: _PLACE.sub(section, text) for name, text in templates.items()}
 
 
-def _section(part: Part, dtypes: Sequence[str], sizes: Sequence[int], folder: Path) -> str:
-    """Tables, legend, charts, and the rows that are slower than a rival."""
-    report, rows = part.report, choose(part, dtypes, sizes)
-    pieces = [report.markdown(report, rows).strip(), report.legend(rows)]
-    for chart in part.charts:
-        link = Path(os.path.relpath(chart, folder)).as_posix()
-        pieces.append(f"![{report.name}: {chart.stem}]({link})")
+def _section(part: Part, dtypes: Sequence[str], sizes: Sequence[int]) -> str:
+    """The rows that are slower than a rival, tables, legend."""
+    report = part.report
+    rows = choose(part, dtypes, sizes)
     slower = sum(report.loses_to(row, Limits()) is not None for row in part.rows)
-    pieces += [
-        f"<details><summary>All {len(part.rows)} rows in numbers, and the {slower} that are slower "
-        "than a rival</summary>",
-        f"```text\n{summary(report, part.rows, Limits())}\n```",
-        "</details>",
-    ]
-    return "\n\n".join(pieces)
+    return "\n\n".join(
+        [
+            f"<details><summary>All {len(part.rows)} rows in numbers, and the {slower} that are "
+            "slower than a rival</summary>",
+            f"```text\n{summary(report, part.rows, Limits())}\n```",
+            "</details>",
+            report.markdown(report, rows).strip(),
+            report.legend(rows),
+        ]
+    )
 
 
 # --- README's rows ---

@@ -33,7 +33,7 @@ from _train.tables import (
     surroundings,
     wide_console,
 )
-from _train.words import what_was_won
+from _train.words import result, what_was_won
 
 
 @contextmanager
@@ -144,6 +144,14 @@ class Report:
             for mode in self.modes
             if mode.fused and not mode.frozen and mode.reference is not None
         ]
+
+    def show_result(self) -> None:
+        """The last three lines: losses, memory and time of the fused modes."""
+        plain, *_, again = [m for m in self.modes if m.fused and not m.frozen and not m.memory]
+        eager = next(mode for mode in self.modes if mode.name == again.reference)
+        times = [self.seconds(mode) / self.seconds(eager) for mode in (plain, again)]
+        batch = self.args.batch_size
+        print(*result(plain, again, eager, batch, (times[0], times[1]), self.passed), sep="\n")
 
     def _table(self) -> Table:
         caption = (

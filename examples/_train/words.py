@@ -1,6 +1,8 @@
-"""Results of a run, in a sentence a mode."""
+"""A run in words: what will happen, what each mode has won, and the result in three lines."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -11,6 +13,47 @@ from _train.modes import Mode
 LITTLE = 0.9
 # Parameters with fewer elements have float32 states, also with state_dtype="q8".
 LEAST_CODED = 4096
+
+
+def what_will_happen(model: str, data: str, steps: int, modes: Sequence[str]) -> str:
+    """The first lines of a run."""
+    return (
+        f"Training {model} on {data}: {steps} steps in each of {len(modes)} modes, in turns on the "
+        f"same batches.\nModes: {', '.join(modes)}.\nThen a table, checks, a picture, and the "
+        "result in three lines. How long: see the line after step 2."
+    )
+
+
+def how_long(seconds: float, steps: int) -> str:
+    """The time that is left, by one step of all modes."""
+    left = seconds * steps
+    about = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} seconds"
+    return f"A step of all modes took {seconds:.1f} s: about {about} of training to go."
+
+
+def result(
+    plain: Mode, again: Mode, eager: Mode, batch: int, times: tuple[float, float], passed: bool
+) -> list[str]:
+    """The last three lines of a run: losses, memory, time.
+
+    Args:
+        plain: the fused mode that stores outputs.
+        again: the one that recomputes them.
+        eager: the mode that both are compared with.
+        batch: images of a micro-batch.
+        times: of a step of the two, as ratios to the eager one's.
+        passed: whether all checks of the run passed.
+    """
+    distance = max(curve_difference(mode, eager) for mode in (plain, again))
+    losses = f"the same as eager's, to rounding ({distance:.2g} apart at most)"
+    kept = again.saved_bytes / eager.saved_bytes
+    images = fitting_batch(again, eager, batch)
+    return [
+        f"Losses: {losses if passed else 'NOT shown to be the same; see FAILED above'}.",
+        f"Memory: with recompute backward keeps {kept:.2f}x of eager's bytes; {images} images fit "
+        f"where {batch} did.",
+        f"Time: a step takes {times[0]:.2f}x of eager's time, with recompute {times[1]:.2f}x.",
+    ]
 
 
 def what_was_won(
@@ -73,8 +116,8 @@ def why_little(net: nn.Module) -> str:
     activations = [m for m in net.modules() if type(m).__module__ == nn.ReLU.__module__]
     if activations and all(isinstance(m, nn.ReLU) for m in activations):
         return (
-            "Little changes while outputs are stored: of a ReLU torch keeps only the output, "
-            "which the next convolution keeps anyway. Of SiLU, Hardswish or GELU it keeps the "
-            "input, too: --model efficientnet_b0."
+            "Little changes while outputs are stored: torch keeps one tensor for a ReLU and the "
+            "next convolution. For SiLU, Hardswish or GELU torch keeps two: "
+            "--model efficientnet_b0."
         )
     return ""

@@ -18,13 +18,14 @@ COLORS = {
     "norm": "#c2571a",
     "amp-step": "#2e8540",
     "conv": "#7a3e9d",
+    "depthwise": "#2a9d9d",
     "chains": "#b0892f",
 }
 GREY = "#8a8a8a"
 
 
 def roofline(results: Sequence[Result], bandwidth: float, peak: float, device: str) -> Figure:
-    """A point for each row, and the two roofs that were measured in the same run.
+    """A point for each row, which has counted operations, and the two roofs of the same run.
 
     ``bandwidth`` in GB/s, of a copy; ``peak`` in operations/s, of a matrix product (NaN: no roof).
     """
@@ -32,10 +33,9 @@ def roofline(results: Sequence[Result], bandwidth: float, peak: float, device: s
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    points = [r for r in results if r.operations]
-    for family in dict.fromkeys(r.entry.family for r in points):
-        _points(axes, family, [r for r in points if r.entry.family == family])
-    places = [r.operations / r.bytes for r in points] or [1.0]
+    for family in dict.fromkeys(r.entry.family for r in results):
+        _points(axes, family, [r for r in results if r.entry.family == family])
+    places = [r.operations / r.bytes for r in results]
     left, right = min(places) / 3, max(places) * 3
     if not math.isnan(peak):
         right = max(right, 3 * peak / (bandwidth * 1e9))

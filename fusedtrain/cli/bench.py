@@ -142,7 +142,7 @@ def _report(results: Sequence[Result], peak: float, options: Options, kind: str)
         if result.wrong:
             notes.append(f"WRONG, not timed: {result.entry}: {result.wrong}")
         notes += [f"{result.entry}: {w} left out: {why}" for w, why in result.left_out.items()]
-    timed = [result for result in results if not result.wrong]
+    points = [result for result in results if result.operations and not result.wrong]
     return Report(
         "fusedtrain bench",
         {
@@ -153,7 +153,7 @@ def _report(results: Sequence[Result], peak: float, options: Options, kind: str)
         tables,
         notes,
         facts,
-        (lambda: roofline(timed, bandwidth, peak, facts["device"])) if timed else None,
+        (lambda: roofline(points, bandwidth, peak, facts["device"])) if points else None,
     )
 
 

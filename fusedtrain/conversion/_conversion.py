@@ -26,6 +26,7 @@ from .._torch_private import BatchNormBase
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
+from ._biases import idle_biases
 from ._branches import find_branches
 from ._calls import (
     GAINS_NOTHING,
@@ -261,6 +262,7 @@ class Conversion:
             len(self.flow.names), len(self.flow.traces), len(self.flow.failed)
         )
         report.overwriting = [site.name for site in self.plan.sites if site.overwrites]
+        report.idle_biases = idle_biases(self.flow, self.norms)
         report.rewritten = [self.flow.names[id(m)] for m in self.rewritten if m not in done]
         return report
 

@@ -39,21 +39,23 @@ def can_overwrite(effects: Effects, norm: nn.Module, steps: Sequence[Step]) -> b
         return False
     if all_are_hooked():
         return False
-    made = all(_is_made_for_it(*call) for call in calls)
+    made = all(maker_for(*call) is not None for call in calls)
     values = [(step.trace, node) for step in steps for node in step.nodes][-1:] or calls
     return bool(calls) and made and not any(effects.is_overwritten(*value) for value in values)
 
 
-def _is_made_for_it(trace: Trace, node: fx.Node) -> bool:
+def maker_for(trace: Trace, node: fx.Node) -> nn.Module | None:
+    """The convolution or linear layer that made the input of a call for this call alone."""
     value = node.args[0] if len(node.args) == 1 and not node.kwargs else None
     maker = trace.callee(value)
     if trace.inexact or maker is None or not isinstance(value, fx.Node) or len(value.users) != 1:
-        return False
+        return None
     if "forward" in vars(maker) or is_hooked(maker):
-        return False
+        return None
     # Convolutions do not save their output.
     base = next((base for base in CONVOLUTIONS if isinstance(maker, base)), None)
     # A subclass may do something of its own with its output.
-    return base is not None and all(
+    is_plain = base is not None and all(
         getattr(type(maker), name, None) is getattr(base, name, None) for name in _CALLED
     )
+    return maker if is_plain else None

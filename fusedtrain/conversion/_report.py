@@ -16,6 +16,7 @@ _NO_OUTPUTS = "unknown (nothing compared: the model returns no tensors)"
 _NO_GRADIENTS = (
     "unknown (nothing compared: no parameter has one; is this inference mode, or is all frozen?)"
 )
+_SAVES = 0.995  # of the bytes kept before: below it, convert has saved memory
 _HELP = """\
   what would help: activations as modules or as calls of torch.nn.functional, in forwards that
   torch.fx can trace; batch norms with an activation after them; see docs/convert.md"""
@@ -131,6 +132,33 @@ class Proof:
     outputs: int = 1
     gradients: int = 1
 
+    def verdict(self, memory: str, norms: bool) -> list[str]:
+        """The result in words, for somebody who reads the last lines alone.
+
+        Args:
+            memory: of `convert`.
+            norms: whether batch norms were fused, whose outputs can be recomputed.
+        """
+        error, noise = max(
+            (self.output_error, self.output_noise), (self.gradient_error, self.gradient_noise)
+        )
+        if not (self.outputs or self.gradients):
+            rounding = "unknown (nothing compared)"
+        elif error:
+            rounding = f"yes (largest {error:.1e}, rounding alone {noise:.1e})"
+        else:
+            rounding = "yes (no difference)"
+        ratio = self.saved_after / self.saved_before if self.saved_before else 1.0
+        if memory == "q8":
+            rounding += "; 8-bit derivatives, an approximation, come on top"
+            saved = "saved: fusedtrain.memory_report(model, example) counts the 8 bits"
+        elif ratio < _SAVES:
+            saved = f"saved: backward keeps {ratio:.2f}x of the bytes"
+        else:
+            advice = ": try memory='recompute'" if memory == "store" and norms else ""
+            saved = f"nothing saved{advice}"
+        return [f"within rounding: {rounding}", saved]
+
     def __str__(self) -> str:
         saved = _megabytes(self.saved_before, self.saved_after)
         errors = (
@@ -156,7 +184,8 @@ class ConversionReport:
     call what is one op now. `overwriting` names the batch norms whose output takes the
     place of their input. `calls` has the activations that forwards compute with functions and that
     fused ones compute now, `left_calls` those that stay (`type` is the function), `left_products`
-    the products with a gate that stay (`type` is the gate). `looked_at` counts what was searched.
+    the products with a gate that stay (`type` is the gate). `idle_biases` names convolutions whose
+    bias a batch norm takes away again. `looked_at` counts what was searched.
     `memory` and `dry_run` are what was asked for. `proof` is None where the model was not run, and
     `unproven` says why. The length is the number of changed modules.
 
@@ -181,6 +210,7 @@ class ConversionReport:
     left_calls: list[Unchanged] = field(default_factory=list)
     left_products: list[Unchanged] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)
+    idle_biases: list[str] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
     memory: str = "store"
     looked_at: LookedAt = field(default_factory=LookedAt)
@@ -244,7 +274,23 @@ class ConversionReport:
         if not (self or self.products or self.branches):
             lines += self._nothing(bool(helps))
         lines += helps
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._verdict()])
+
+    def _verdict(self) -> list[str]:
+        """The last lines: what came of it, in words."""
+        changed = self or self.already or self.products or self.branches
+        lines = (
+            self.proof.verdict(self.memory, bool(self.norms or self.already))
+            if self.proof is not None and changed
+            else []
+        )
+        if self.idle_biases:
+            count = len(self.idle_biases)
+            biases = (
+                "1 bias before a norm does" if count == 1 else f"{count} biases before norms do"
+            )
+            lines.append(f"{biases} nothing: drop_redundant_bias before convert")
+        return lines
 
     def _left(self) -> tuple[tuple[list[Unchanged], str, str], ...]:
         return (

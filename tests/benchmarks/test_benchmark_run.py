@@ -146,7 +146,7 @@ def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
         assert "data" not in entry["stats"]
     assert "node" not in store.read(path)["machine_info"]
     assert "batch norm, " in output
-    assert [chart.name for chart in tmp_path.glob("*.png")] == [f"{path.stem}-batch-norm.png"]
+    assert [chart.name for chart in tmp_path.glob("*.svg")] == [f"{path.stem}-batch-norm.svg"]
 
 
 @pytest.mark.parametrize("option", ["--threads=1", "--gates-only"])

@@ -375,20 +375,29 @@ def result_of(device_type: str, **fields: Any) -> store.Result:
     return store.Result(machine, "2026-11-23T10:00:00+00:00", "Nothing is trained.", **values)
 
 
-def test_the_page() -> None:
+def test_the_pages() -> None:
     devices = [
         {"one": result_of("cpu")},
         {"two": result_of("cuda", verdicts=[], error="RuntimeError: a | b")},
     ]
     experiments = [made_up("one"), made_up("two"), made_up("three")]
-    text = page.render("# Title\n\n{{ experiments }}\n", experiments, devices)
-    overview, one, two, three = text.split("## Title of ")
+    files = page.render("# Title\n\n{{ experiments }}\n", experiments, devices)
+    summary, one, two, three = (
+        files[name]
+        for name in (
+            "experiments.md", "experiments/one.md", "experiments/two.md", "experiments/three.md",
+        )
+    )  # fmt: skip
+    overview, *sections = summary.split("\n## ")
     assert overview.startswith(
         "# Title\n\n| Chip: claim | holds here |\n| --- | --- |\n| [Title of"
     )
-    assert overview.count("(#title-of-one)") == len(experiments[0].claims)
-    assert "(#title-of-two)" not in overview  # it failed: there is no verdict
-    assert one.startswith("one\n\nIs A faster?\n\n- Published (GTX 980")
+    assert overview.count("(experiments/one.md)") == len(experiments[0].claims)
+    assert "(experiments/two.md)" not in overview  # it failed: there is no verdict
+    assert sections[0].startswith("Title of one\n\nIs A faster?\n\n![Title of one](")
+    assert "](experiments/three.md)" in sections[2]
+    assert "![" not in sections[2]  # nothing is measured
+    assert one.startswith("# Title of one\n\n![Title of one](one.svg)\n\nIs A faster?\n\n- Pub")
     assert "**Chip, 2 threads, torch 2.13.0, 2026-11-23.** Nothing is trained." in one
     assert "| a | 1.26 | 3.00 | 2,000 | - |  |" in one
     assert "- A takes 3 ms and C takes 4. **Holds here:** A takes 1.26 ms." in one
@@ -399,17 +408,33 @@ def test_the_page() -> None:
     assert "The experiment failed: RuntimeError: a \\| b" in two
     assert "Not measured yet on a CPU." in two
     assert "Not measured yet on a CPU and a GPU." in three
+    assert ">1.26<" in files["experiments/one.svg"]
+    assert "experiments/three.svg" not in files
     cut = page.render(
         "{{ experiments }}", experiments[:1], [{"one": result_of("cpu", verdicts=[])}]
     )
-    assert "stopped before its end" in cut
+    assert "stopped before its end" in cut["experiments/one.md"]
     with pytest.raises(ValueError, match="one line"):
         page.render("# Title\n", experiments, devices)
 
 
+def test_a_wide_table_is_cut_into_tables_that_fit() -> None:
+    headings = ["run", *(f"column{number}" for number in range(20))]
+    text = page._markdown(page.Table(headings, [[str(n) for n in range(21)]], {0}))
+    tables = text.split("\n\n")
+    assert len(tables) > 1
+    assert all(part.startswith("| run | ") for part in tables)
+    columns = [name for part in tables for name in part.split("\n")[0].split(" | ")[1:]]
+    assert [name.removesuffix(" |") for name in columns] == headings[1:]
+
+
 def test_the_docs_show_the_stored_results() -> None:
-    if page.PAGE.read_text(encoding="utf-8") != command.docs():
-        pytest.fail("docs/experiments.md: python -m benchmarks.experiments --docs", pytrace=False)
+    files = command.docs()
+    folder = {f"experiments/{path.name}" for path in (page.DOCS / "experiments").iterdir()}
+    assert folder == files.keys() - {page.SUMMARY}
+    stale = [n for n, text in files.items() if (page.DOCS / n).read_text(encoding="utf-8") != text]
+    if stale:
+        pytest.fail(f"{stale}: python -m benchmarks.experiments --docs", pytrace=False)
 
 
 def test_smoke_tests_are_not_in_the_docs(tmp_path: Path) -> None:

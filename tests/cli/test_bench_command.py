@@ -28,6 +28,7 @@ from fusedtrain.advisor.bench.clock import Effort
 from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.cli import bench, main
 from fusedtrain.cli._exit import Exit
+from fusedtrain.cli._roofline import roofline
 from helpers.commands import Page, assert_png, fusedtrain, parsed
 
 BRIEF = Effort(min_rounds=3, max_rounds=3, seconds=0.0, sample_ns=1.0)
@@ -223,6 +224,28 @@ def test_what_was_measured_before_ctrl_c_is_shown(
     assert len(report["rows"]) == 1
     assert report["matmul_operations_per_s"] is None
     assert_png(plot)
+
+
+def test_a_roofline_has_points_of_every_family() -> None:
+    rows = [
+        replace(_result(1.5), entry=replace(_result(1.5).entry, family=family), operations=2.0e6)
+        for family in FAMILIES
+    ]
+    figure = roofline(rows, 10.0, 1e9, "a device")
+    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert names == [*FAMILIES, "eager torch"]
+
+
+def test_rows_without_operations_make_no_roofline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        bench, "measure", lambda entry, device, effort: replace(_result(1.5), operations=0.0)
+    )
+    plot = tmp_path / "roof.png"
+    assert main(["bench", "activations", "--quick", "--plot", str(plot)]) == Exit.DONE
+    assert "there is nothing to draw" in capsys.readouterr().err
+    assert not plot.exists()
 
 
 def test_sizes() -> None:

@@ -196,6 +196,7 @@ def test_report_text() -> None:
         "  not run on an example (example_inputs=None)",
         "left 1 module",
         "  1 x torch.nn.BatchNorm2d: PReLU has no kernel inside of batch norm (2)",
+        "6 biases before norms do nothing: drop_redundant_bias before convert",
     ]
     report = fusedtrain.convert(nn.Sequential(Block()), image(channels=4))
     assert repr(report) == "ConversionReport(converted=1, norms=2, left=0, already=0)"

@@ -136,3 +136,44 @@ def test_the_proof_of_a_model_that_returns_no_tensor() -> None:
         model_of(lambda self, x: frozenset([self.net(x)]), net=small()), image()
     )
     assert "of outputs unknown (nothing compared: the model returns no tensors)" in str(report)
+
+
+def test_the_last_lines_are_the_verdict() -> None:
+    """In words: whether the numbers agree, what is saved, and what else helps."""
+    net = small()
+    report = fusedtrain.convert(net, image())
+    proof = report.proof
+    assert proof is not None
+    rounding, saved, *biases = str(report).splitlines()[-3:]
+    error, noise = max(
+        (proof.output_error, proof.output_noise), (proof.gradient_error, proof.gradient_noise)
+    )
+    assert rounding == f"within rounding: yes (largest {error:.1e}, rounding alone {noise:.1e})"
+    assert saved.startswith(f"saved: backward keeps {proof.saved_after / proof.saved_before:.2f}x")
+    assert biases == ["1 bias before a norm does nothing: drop_redundant_bias before convert"]
+
+
+def test_the_verdict_says_what_saves_memory() -> None:
+    norm = nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    net = norm.append(nn.Conv2d(4, 4, 1))
+    text = str(fusedtrain.convert(net, image()))
+    assert text.splitlines()[-1] == "nothing saved: try memory='recompute'"
+    again = str(fusedtrain.convert(net, image(), memory="recompute"))
+    assert "saved: backward keeps 0." in again.splitlines()[-1]
+    without = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.GELU())
+    assert str(fusedtrain.convert(without, image())).splitlines()[-1] == "nothing saved"
+    assert "approximation" in str(fusedtrain.convert(without, image(), memory="q8"))
+    assert "within rounding" not in str(fusedtrain.convert(nn.Linear(2, 2), torch.ones(1, 2)))
+
+
+def test_idle_biases_are_those_that_drop_redundant_bias_takes() -> None:
+    def block(**options: Any) -> list[nn.Module]:
+        return [nn.Conv2d(3, 3, 1, **options), nn.BatchNorm2d(3), nn.ReLU()]
+
+    net = nn.Sequential(*block(), *block(bias=False), *block(), nn.Conv2d(3, 3, 1), *block())
+    net[7].eval()  # the bias before a frozen norm is trained
+    net[10].bias.requires_grad_(False)
+    twin = copy.deepcopy(net)
+    report = fusedtrain.convert(net)
+    taken = [pair.conv for pair in fusedtrain.drop_redundant_bias(twin).folded]
+    assert report.idle_biases == [name for name in taken if name != "10"] == ["0"]

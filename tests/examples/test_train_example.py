@@ -63,7 +63,8 @@ def test_the_last_lines_say_what_was_won(
         tmp_path, *options, "--steps", "2", "--batch-size", "8", "--test-images", "8"
     )
     assert status == 0, failed(results)
-    words = words_of(capsys.readouterr().out, "AMP bf16 fusedtrain + recompute")
+    printed = capsys.readouterr().out
+    words = words_of(printed, "AMP bf16 fusedtrain + recompute")
     _, eager, _, again = results["modes"]
     kept = again["saved_for_backward_mb"] / eager["saved_for_backward_mb"]
     assert kept < 0.45
@@ -76,6 +77,20 @@ def test_the_last_lines_say_what_was_won(
     assert batch is not None
     assert float(batch[1]) == pytest.approx(int(batch[2]) / 8, abs=0.06)
     assert int(batch[2]) == pytest.approx(8 / kept, rel=0.1)
+    first = printed.splitlines()[0]
+    assert first.startswith("Training efficientnet_b0 on digits: 2 steps in each of 4 modes")
+    assert "A step of all modes took " in printed
+    times = [mode["ms_per_step"] for mode in results["modes"]]
+    assert printed.splitlines()[-2:] == [
+        f"Memory: with recompute backward keeps {kept:.2f}x of eager's bytes; {batch[2]} images "
+        "fit where 8 did.",
+        f"Time: a step takes {times[2] / times[1]:.2f}x of eager's time, with recompute "
+        f"{times[3] / times[1]:.2f}x.",
+    ]
+    apart = max(mode["max_loss_difference"] for mode in results["modes"][2:])
+    assert printed.splitlines()[-3] == (
+        f"Losses: the same as eager's, to rounding ({apart:.2g} apart at most)."
+    )
     assert "Little changes" not in words
 
 
@@ -85,7 +100,7 @@ def test_of_relus_the_words_say_why_little_changes(
 ) -> None:
     run(tmp_path, "--steps", "1")
     words = words_of(capsys.readouterr().out, "AMP bf16 fusedtrain")
-    assert "Little changes while outputs are stored: of a ReLU" in words
+    assert "Little changes while outputs are stored: torch keeps one tensor for a ReLU" in words
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_after_a_step_of_ours_gradients_are_as_backward_left_them(
     """The statement of docs/optimizers.md under its first example."""
     text = (ROOT / "docs/optimizers.md").read_text()
     first = text.split("```python")[1].split("Arguments, defaults")[0]
-    assert "After `scaler.step` a `.grad` holds what backward has left: the gradient times" in first
+    assert "After `scaler.step`, `.grad` is still scaled and unclipped" in first
     p, q = parameters(torch.float32), parameters(torch.float32)
     left = after_a_step(make(name, p, max_grad_norm=0.5), p, kind, bad)
     give_gradients(q, 0, 1024.0)

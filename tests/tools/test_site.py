@@ -66,3 +66,13 @@ def test_docstrings_become_markdown() -> None:
         "See `torch.x`.\n\nExample:\n"
         "    ```pycon\n    >>> a = 1\n    >>> a\n    1\n    ```\n\n\nMore:\n"
     )
+
+
+def test_a_wide_table_can_be_stacked() -> None:
+    head = "<table><thead><tr><th>op</th><th align='right'><code>a&lt;b</code></th></tr></thead>"
+    narrow = f"{head}<tbody><tr><td>x</td><td>y z</td></tr></tbody></table>"
+    assert site_pages.stackable(narrow) == narrow
+    long = "y" * 60
+    wide = site_pages.stackable(narrow.replace("y z", long))
+    assert wide.startswith("<table data-stacked><thead><tr><th>op</th>")
+    assert f'<td data-label="op">x</td><td data-label="a&lt;b">{long}</td>' in wide
