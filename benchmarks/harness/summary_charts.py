@@ -119,7 +119,8 @@ def _times(
     base: Sequence[str] = ("eager",),
     others: Sequence[str] = ("compile",),
 ) -> Panel:
-    """The times of rivals and fusedtrain, in units of the base's; a row has one of the bases."""
+    """The times of rivals and fusedtrain, in units of the base's (left out: rows without one)."""
+    rows = [row for row in rows if any(who in row.ratio for who in base)]
 
     def base_of(row: Row) -> str:
         return next(who for who in base if who in row.ratio)
@@ -165,7 +166,8 @@ def _gains(
     def rival(row: Row) -> str:
         return (best and row.strongest()) or "eager"
 
-    rows = sorted(rows, key=lambda row: -row.ratio[rival(row)])
+    rows = [row for row in rows if rival(row) in row.ratio]
+    rows.sort(key=lambda row: -row.ratio[rival(row)])
 
     def text(who: str, group: int, value: float) -> str:
         row = rows[group]

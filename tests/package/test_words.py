@@ -19,7 +19,8 @@ REMAINING = {
     "docs/gpu.md",
     "docs/memory.md",
 }
-GUIDES = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md"), ROOT / "README.md"]
+FOLDERS = ("docs", "docs/recipes", "benchmarks/pages")
+GUIDES = [*(path for name in FOLDERS for path in (ROOT / name).glob("*.md")), ROOT / "README.md"]
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in GUIDES} - GENERATED)
 
 
