@@ -117,4 +117,5 @@ def race(pytestconfig: pytest.Config) -> Race:
     # An installed pytest-benchmark takes its own option, which once was the one to be used here.
     off = pytestconfig.getoption("--gates-only") or hasattr(pytestconfig, "workerinput")
     off = off or pytestconfig.getoption("--benchmark-disable", default=False)
-    return Race(clock, effort, device, off, bool(pytestconfig.getoption("--profile")))
+    profiled, first = (bool(pytestconfig.getoption(name)) for name in ("--profile", "--first"))
+    return Race(clock, effort, device, off, profiled, first)

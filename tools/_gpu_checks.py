@@ -37,9 +37,6 @@ NCU = (
 )  # fmt: skip
 
 
-# --- the machine ---
-
-
 def test_backends() -> None:
     """The kernels that the GPU will run."""
     info = fusedtrain.backend_info()
@@ -62,11 +59,8 @@ def test_copy() -> None:
     source = torch.ones(COPIED // 4, device="cuda")
     target = torch.empty_like(source)
     nanoseconds = min(cuda_clock(lambda: target.copy_(source), 1) for _ in range(10))
-    speed, words = 2 * COPIED / nanoseconds, torch.cuda.get_device_name().split()
-    published = [
-        g.bandwidth / 1e9 for g in GPUS if g.arch == _arch() and g.name.split()[0] in words
-    ]
-    peak = published[0] if published else 0.0
+    speed = 2 * COPIED / nanoseconds
+    peak = _published()
     print(f"\ncopy of 2 GB: {speed:.0f} GB/s read and written; published: {peak:.0f}")
     assert speed > LEAST_COPY * peak
 
@@ -74,7 +68,16 @@ def test_copy() -> None:
 @on_gpu
 def test_predictions() -> None:
     """The numbers that the first table puts beside the measured ones."""
+    if not _published():
+        pytest.skip("nothing is predicted for this GPU")
     assert _predicted()
+
+
+def _published() -> float:
+    """GB/s of this GPU's memory by its maker; 0.0 where it is not in the list."""
+    words = torch.cuda.get_device_name().split()
+    known = [g for g in GPUS if g.arch == _arch() and g.name.split()[0] in words]
+    return known[0].bandwidth / 1e9 if known and "PCIe" not in words else 0.0
 
 
 def _arch() -> str:
@@ -83,9 +86,6 @@ def _arch() -> str:
 
 def _predicted() -> _gpu_numbers.Predictions:
     return _gpu_numbers.predicted(torch.cuda.get_device_name(), _arch())
-
-
-# --- the worst kernels ---
 
 
 @on_gpu
@@ -103,12 +103,10 @@ def test_ncu(place: int) -> None:
     print(f"\nncu: {row.name}: {row.share:.0%} of {row.guess:.0f} GB/s")
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", row.name]
     command = [program, *NCU, *run, "--device=cuda", "--first", "--profile"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **out, text=True, check=False)  # type: ignore[call-overload]
     print(done.stdout)
     assert "==PROF== Profiling" in done.stdout
-
-
-# --- memory plans ---
 
 
 def _resnet() -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
@@ -153,9 +151,6 @@ def check_plan(model: nn.Module, example: Any, loss: Callable[[Any], Tensor], bu
     print("\nMB:", ", ".join(f"{size / 1e6:.1f} {what}" for what, size in sizes.items()))
     assert peak <= 1.02 * plan.budget
     return peak
-
-
-# --- published experiments ---
 
 
 @pytest.mark.parametrize("name", NAMES)

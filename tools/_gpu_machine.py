@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -53,10 +54,8 @@ class Machine:
         return max(1, min(8, cores, self.memory // (8 << 30))) if self.gpu else min(2, cores)
 
     def __str__(self) -> str:
-        python = f"torch {self.torch}, Python {sys.version.split()[0]}"
-        if not self.gpu:
-            return f"no GPU is seen, so everything that needs one is skipped; {python}"
-        return f"{self.gpu}, sm_{self.arch}, {python}"
+        name = f"{self.gpu}, sm_{self.arch}" if self.gpu else "no GPU: what needs one is skipped"
+        return f"{name}, torch {self.torch}, Python {sys.version.split()[0]}"
 
 
 @functools.cache
@@ -85,24 +84,15 @@ def why_not(backend: str) -> str:
     return str(answer[backend])
 
 
-def kernels(gpu: str) -> str:
-    """Whether the GPU runs the CUDA kernels, for the first line of each part."""
-    why = why_not("cuda")
-    return f"{'GPU run without ' * bool(gpu)}_C_cuda.so: {why}" if why else "_C_cuda.so is loaded"
-
-
 def find(program: str) -> str:
     """A program of the CUDA toolkit, nvcc as setup.py finds it, the others on PATH or beside nvcc;
     "" where there is none."""
-    setup = setup_module()
-    try:
-        nvcc = str(setup.nvcc())
-    except setup.CannotBuild:
-        nvcc = ""
-    if program == "nvcc":
-        return nvcc
-    places = os.pathsep.join((os.environ.get("PATH", os.defpath), str(Path(nvcc).resolve().parent)))
-    return shutil.which(program, path=places) or ""
+    nvcc = ""
+    with contextlib.suppress(setup_module().CannotBuild):
+        nvcc = str(setup_module().nvcc())
+    beside = str(Path(nvcc).resolve().parent)
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    return nvcc if program == "nvcc" else shutil.which(program, path=path) or ""
 
 
 def tree_key(m: Machine) -> str:

@@ -18,7 +18,7 @@ Predictions = Mapping[tuple[str, str, str, str], float]  # of occupancy.predicti
 
 
 class Measured(NamedTuple):
-    """A benchmark's row that has a bandwidth. `is_first`: measured first, with a cold L2 cache."""
+    """A benchmark's row that has a bandwidth. `is_first`: one that `make gpu` begins with."""
 
     kind: tuple[str, str, str, str]  # family, op, pass, dtype
     size: str
@@ -48,7 +48,7 @@ def measured(path: Path, predictions: Predictions) -> list[Measured]:
             rows.append(Measured(
                 (family, op, way, dtype), f"{size} {info.get('layout', '')}".strip(), speed,
                 info.get("percent_of_copy", 0.0), predictions.get((family, "", way, dtype), 0.0),
-                numel, bool(info.get("l2_flushed")), entry["fullname"],
+                numel, bool(info.get("first")), entry["fullname"],
             ))  # fmt: skip
     return rows
 

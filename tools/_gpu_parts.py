@@ -124,7 +124,7 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
     # On the CPU the benchmarks are a smoke test, which has no rival that is compiled.
     compiled = [_benchmark(m, "compile", family, "--only-compile") for family in FAMILIES]
     ordered = (
-        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 90),
+        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 120),
         Part("gpu", [Step("gpu", [*many, GPU_FILES], "cuda", environment=on_cuda)], 240),
         Part("memcheck", [memcheck], 180, refused),
         Part("rows", [_first(m)], 300, no_gpu),
@@ -173,7 +173,7 @@ def _first(m: Machine) -> Step:
 def _benchmark(m: Machine, kind: str, family: str, *options: str) -> Step:
     command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-vv",
                f"--also={STATE_RESULTS}", f"--family={family}", *options]  # fmt: skip
-    command += ["--device", "cuda"] if m.gpu else ["--quick"]
+    command += ["--device", "cuda", "--flush-l2"] if m.gpu else ["--quick"]
     return Step(f"{kind} {family}", command, patience=300.0)
 
 

@@ -63,6 +63,10 @@ class Progress:
     def bad(self) -> list[str]:
         return [name for name, e in self.results.items() if e["outcome"] in TAGS]
 
+    @property
+    def passed(self) -> list[Event]:
+        return [e for e in self.results.values() if e["outcome"] not in TAGS]
+
 
 class Journal:
     """Events in one file or several equal ones."""
@@ -134,7 +138,9 @@ class Journal:
             words = "the sources have changed: " * bool(trees)
             if trees and keep:
                 steps = {e["step"]: self.progress(e["step"]) for e in kept}
-                kept = [e for name, p in steps.items() for e in _passed(name, p)]
+                # A finding of compute-sanitizer belongs to no test: all of its step run again.
+                alarms = [n for n, p in steps.items() if any(f"{n}: exit" in b for b in p.bad)]
+                kept = [e for n, p in steps.items() if n not in alarms for e in p.passed]
                 words += "what passed is kept, what failed runs again"
             else:
                 kept, words = [], words + "from the beginning"
@@ -164,13 +170,6 @@ class Journal:
             suite.attrib |= {"tests": str(len(suite)), "failures": failures, "errors": errors}
             suite.set("skipped", skipped)
         write(path, ElementTree.tostring(root, encoding="unicode") + "\n")
-
-
-def _passed(step: str, p: Progress) -> list[Event]:
-    """The results to keep; the names of all tests are collected again."""
-    # A finding of compute-sanitizer belongs to no test: all of its step run again.
-    alarm = any(name.startswith(f"{step}: exit") for name in p.bad)
-    return [e for name, e in p.results.items() if name not in p.bad and not alarm]
 
 
 def write(path: Path, text: str) -> None:

@@ -27,25 +27,15 @@ say = partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Step:
-    """Tests that are run by one command.
+    """Tests that are run by one command."""
 
-    Attributes:
-        name: in the journal and the results.
-        command: what runs pytest, without the options of the plugin.
-        kind: of tests (tools/_gpu_plugin.py), "" for all.
-        sample: whether a sample of the tests will do.
-        environment: settings of its processes.
-        patience: seconds after which a test hangs.
-        alarm: the exit code by which the command says that it found something, beside failed tests.
-    """
-
-    name: str
-    command: Sequence[str]
-    kind: str = ""
-    sample: bool = False
+    name: str  # in the journal and the results
+    command: Sequence[str]  # runs pytest, without the options of the plugin
+    kind: str = ""  # of tests (tools/_gpu_plugin.py), "" for all
+    sample: bool = False  # whether a sample of the tests will do
     environment: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 180.0
-    alarm: int | None = None
+    patience: float = 180.0  # seconds after which a test hangs
+    alarm: int | None = None  # the exit code that says: something is wrong beside failed tests
 
 
 @dataclass

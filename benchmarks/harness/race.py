@@ -49,6 +49,7 @@ class Race:
         device: "cpu" or "cuda".
         is_off: the gates are all that runs.
         is_profiled: fusedtrain's call runs once between the profiler's marks, and the test skips.
+        is_first: the row is one that `make gpu` begins with.
         entry: the row as files of results have it, but for its name; empty until it is made.
     """
 
@@ -57,6 +58,7 @@ class Race:
     device: str
     is_off: bool = False
     is_profiled: bool = False
+    is_first: bool = False
     entry: dict[str, Any] = field(default_factory=dict)
 
     def samples(
@@ -80,7 +82,8 @@ class Race:
     def finish(self, family: str, samples: Mapping[str, Sequence[float]], **extra: Any) -> None:
         """Makes the row."""
         flushed = isinstance(self.clock, FlushingCudaClock)
-        row = make_row(family, self.device, samples, l2_flushed=flushed, **extra)
+        extra |= {"l2_flushed": flushed, **({"first": True} if self.is_first else {})}
+        row = make_row(family, self.device, samples, **extra)
         seconds = [1e-9 * ns for ns in samples["fusedtrain"]]
         stats = {"min": min(seconds), "max": max(seconds), "mean": mean(seconds)}
         stats |= {"median": median(seconds), "rounds": len(seconds)}

@@ -107,7 +107,7 @@ def rows(path: Path, first: bool = False) -> list[str]:
     for op, numel, speed in (("a", 10, 900.0), ("b", 7, 50.0), ("a", 1000, 580.0)):
         info = {"op": op, "pass": "forward", "dtype": "float16", "numel": numel,
                 "gb_per_s": {"fusedtrain": speed}, "percent_of_copy": 80.0,
-                "l2_flushed": first}  # fmt: skip
+                "first": first}  # fmt: skip
         entries.append(
             {"fullname": f"benchmarks/bench_pool.py::t[{op}{numel}]", "extra_info": info}
         )

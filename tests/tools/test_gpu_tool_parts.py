@@ -54,7 +54,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Parts:
     monkeypatch.setattr(gpu, "parts", lambda m, whole: parts)
     monkeypatch.setattr(gpu, "predicted", lambda name, arch: {})
     monkeypatch.setattr(_gpu_machine, "build", lambda c, m, end: "done")
-    monkeypatch.setattr(_gpu_machine, "kernels", lambda gpu: "GPU run without _C_cuda.so: why")
+    monkeypatch.setattr(_gpu_machine, "why_not", lambda backend: "why")
     monkeypatch.setattr(_gpu_machine, "tree_key", lambda m: "tree")
     return parts
 
@@ -274,10 +274,9 @@ def test_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _gpu_machine.why_not("reference") == ""
     answer = {"cuda": "cuda: not loaded: no nvcc"}
     monkeypatch.setattr(_gpu_machine, "_ask", lambda code: answer)
-    words = "GPU run without _C_cuda.so: cuda: not loaded: no nvcc"
-    assert _gpu_machine.kernels("H200") == words
+    assert _gpu_machine.why_not("cuda") == "cuda: not loaded: no nvcc"
     monkeypatch.setattr(_gpu_machine, "_ask", lambda code: "Traceback\nImportError: no torch")
-    assert "ImportError: no torch" in _gpu_machine.kernels("H200")
+    assert "ImportError: no torch" in _gpu_machine.why_not("cuda")
     for size, most in {80: 8, 24: 3, 6: 1}.items():
         m = dataclasses.replace(H200, memory=size << 30)
         assert 1 <= m.workers == min(most, os.cpu_count() or 2)
