@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from _gpu_machine import Machine, find
 from _gpu_plugin import NO_GPU
-from _gpu_steps import Step, pytest_command
+from _gpu_steps import Context, Step, pytest_command
 from _test_files import all_located, files, located
 from benchmarks.experiments import NAMES
 from benchmarks.harness.store import FAMILIES as ALL_FAMILIES
@@ -160,6 +160,14 @@ def _sanitized(program: str, tool: str) -> Step:
     options = ["--error-exitcode", str(FOUND), "--print-limit", "20", *pytest_command(), *tests]
     command = [program, "--tool", tool, *options]
     return Step(tool, command, "", False, environment, 300.0, FOUND)
+
+
+def sanitizer_refuses(c: Context, deadline: float) -> bool:
+    """Whether compute-sanitizer does not know this device or driver, which is no fault."""
+    code = "import torch; torch.ones(3, device='cuda').sum().item()"
+    probe = [find("compute-sanitizer"), "--error-exitcode", "1", sys.executable, "-c", code]
+    code, cut = c.run(probe, min(deadline, c.clock() + 120), {})
+    return code != 0 and not cut
 
 
 def _first(m: Machine) -> Step:

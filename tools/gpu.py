@@ -27,7 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import _gpu_machine
 from _gpu_numbers import measured, predicted, table
-from _gpu_parts import PART, STATE_RESULTS, Part, parts
+from _gpu_parts import PART, STATE_RESULTS, Part, parts, sanitizer_refuses
 from _gpu_plugin import Journal
 from _gpu_steps import LEAST, ROOT, Context, run_step, say
 from benchmarks.experiments import FOLDER
@@ -82,6 +82,10 @@ def call(c: Context, m: _gpu_machine.Machine, name: str, keep: bool, whole: bool
 def run_part(c: Context, part: Part, deadline: float) -> bool:
     """Runs the steps of a part that are not done; returns whether the time was up before."""
     cut = False
+    new = not any(c.journal.progress(step.name).results for step in part.steps)
+    probed = part.name in ("memcheck", "sanitize") and part.steps and new
+    if probed and sanitizer_refuses(c, deadline):
+        part.skip, part.steps = "compute-sanitizer does not run here", []
     if part.skip:
         say(f"  skipped: {part.skip}")
     for step in part.steps:

@@ -53,6 +53,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Parts:
     parts = _gpu_parts.parts(H200, False)
     monkeypatch.setattr(gpu, "parts", lambda m, whole: parts)
     monkeypatch.setattr(gpu, "predicted", lambda name, arch: {})
+    monkeypatch.setattr(gpu, "sanitizer_refuses", lambda c, deadline: False)
     monkeypatch.setattr(_gpu_machine, "build", lambda c, m, end: "done")
     monkeypatch.setattr(_gpu_machine, "why_not", lambda backend: "why")
     monkeypatch.setattr(_gpu_machine, "tree_key", lambda m: "tree")
@@ -182,6 +183,16 @@ def test_the_first_table_comes_within_16_minutes(
     order = list(dict.fromkeys(part_of[step] for step, _, _ in c.ran))
     assert order == ["networks", *limits, *list(h200)[len(limits) + 1 :]]
     assert all(c.journal.progress(step).done for step in part_of)
+
+
+def test_a_sanitizer_that_refuses_the_device_is_no_failure(
+    tmp_path: Path, h200: Parts, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "sanitizer_refuses", lambda c, deadline: True)
+    c = Simulated(tmp_path, monkeypatch, {})
+    assert c.call() == 0
+    assert not {"memcheck", "racecheck"} & {step for step, _, _ in c.ran}
+    assert capfd.readouterr().out.count("skipped: compute-sanitizer does not run here") == 2
 
 
 def test_a_quick_part_leaves_its_time_to_the_next(
