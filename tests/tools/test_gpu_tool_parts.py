@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import os
@@ -400,12 +399,13 @@ def test_a_plan_is_checked(
 ) -> None:
     layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for _ in range(4)]
     model, x = nn.Sequential(*sum(layers, ())), torch.randn(2, 8, 32, 32)
-    stock = copy.deepcopy(model)
     peak = _gpu_checks.check_plan(model, x, torch.sum, 0.8)
     assert f"{peak / 1e6:.1f} in training" in capfd.readouterr().out
-    monkeypatch.setattr(_gpu_checks, "most_allocated", lambda step, device: (2 * peak, 0))
+    plan = SimpleNamespace(eager_peak=peak, budget=peak // 2, predicted=peak, peak=peak)
+    planner = SimpleNamespace(plan_memory=lambda *a, **k: plan, convert=lambda *a, **k: None)
+    monkeypatch.setattr(_gpu_checks, "fusedtrain", planner)
     with pytest.raises(AssertionError):
-        _gpu_checks.check_plan(stock, x, torch.sum, 0.8)
+        _gpu_checks.check_plan(model, x, torch.sum, 0.5)
 
 
 def test_ncu_looks_at_the_worst_rows(
