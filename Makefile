@@ -12,8 +12,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test test-all kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
-  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean \
-  oldest-torch gpu gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest
+  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean oldest-torch gpu
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -149,8 +148,7 @@ GPU_PYTHON ?= python3
 gpu:  ## everything that needs a GPU, or what is left of it; log, tests, numbers into RESULTS_DIR (ARGS="--minutes 9")
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $(ARGS)
 
-# A part alone: the tests on CUDA, on Triton, the benchmarks, the experiments, compute-sanitizer, torch.compile, the rest.
-gpu-build gpu-cuda gpu-triton gpu-bench gpu-experiments gpu-sanitize gpu-compile gpu-rest: gpu-%:
+gpu-%:  # a part alone (docs/gpu.md)
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $* $(ARGS)
 
 clean:  ## remove what was built; the environment stays

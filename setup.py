@@ -18,6 +18,7 @@ Environment:
     MAX_JOBS             compilers at a time (default: ninja's choice).
 """
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -86,6 +87,16 @@ autograd_build = _load(ROOT / "fusedtrain/_backends/autograd_build.py")
 ninja_build = _load(ROOT / "tools/ninja_build.py")
 CannotBuild = autograd_build.CannotBuild
 PORTABLE = os.environ.get("FUSEDTRAIN_PORTABLE") == "1"
+
+
+def sources_key() -> str:
+    """A key of all that _C.so and _C_cuda.so are made of; tools/gpu.py compares it."""
+    kinds = {".h", ".cpp", ".cu", ".cuh"}
+    sources = [p for p in CSRC.rglob("*") if p.suffix in kinds and p.parent.name != "autograd"]
+    state = hashlib.sha256()
+    for path in sorted([*sources, ROOT / "setup.py", ROOT / "tools/ninja_build.py"]):
+        state.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return state.hexdigest()[:16]
 
 
 def torch_folder() -> Path:
@@ -371,7 +382,7 @@ class BuildKernels(build_ext):
         # Not setuptools' own temporary folder: pip makes a new one each time, ninja keeps this one.
         work = ROOT / "build" / "ninja"
         asked = "cuda" in required
-        record: dict[str, object] = {}
+        record: dict[str, object] = {"sources": sources_key()}
         files = {"cpu": "_C.so", "cuda": "_C_cuda.so", "autograd": autograd_build.NAME}
         builds = {
             "cpu": partial(build_cpu, package / files["cpu"], work),

@@ -23,6 +23,7 @@ REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))
 SIZES = tuple(2**power for power in (10, 16, 20, 23, 25))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_OPS = ("mish", "relu")
+FIRST_OPS, FIRST_SIZE = ("relu", "silu", "gelu", "mish"), 2**27
 # torch.compile builds a kernel per size, dtype and pass: 1 to 2 s each on the CPU.
 COMPILED_SIZES = (2**20, 2**23)
 # Unless --full: on the CPU float16 moves the bytes of bfloat16 and costs a quarter of the run.
@@ -41,6 +42,9 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op}-{self.pass_name}-{dtype_name(self.dtype)}-{self.numel}"
+
+
+FIRST = [Case(FIRST_SIZE, torch.bfloat16, op, part) for op in FIRST_OPS for part in TENSORS]
 
 
 def select(options: Options) -> list[Case]:

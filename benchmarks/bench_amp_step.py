@@ -48,6 +48,11 @@ class Case:
         return f"{self.op}-{self.job}-{self.kind}-{self.model}"
 
 
+FIRST = [
+    Case("resnet50", "adamw", kind, "check") for kind in KINDS if kind != "bfloat16"
+]  # fmt: skip
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run, those of one network and dtype together."""
     if options.quick:

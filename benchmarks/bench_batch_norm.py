@@ -30,11 +30,13 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "cuda": ((32, 96, 56, 56), (256, 96, 56, 56)),  # the smaller fits into the L2 cache
 }
 QUICK_SHAPE = (2, 16, 14, 14)
-# In which a device trains. The second only at the last shape; torch.compile, which takes 5 s and
-# more a row on the CPU, there in the first, forward+backward. --full has all with all.
-DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYER_BATCHES = (8, 32)
+# In which a device trains. The others only at the last shape; torch.compile, which takes 5 s and
+# more a row on the CPU, there in the first, forward+backward. --full has all with all.
+DTYPES = {"cpu": ALL_DTYPES[:2], "cuda": (torch.bfloat16, torch.float16, torch.float32)}
+# Layers of networks. On CUDA smaller batches would stay in the L2 cache.
+LAYER_BATCHES = {"cpu": (8, 32), "cuda": (256,)}
+FIRST_SHAPES = ((256, 64, 56, 56), (256, 1024, 14, 14), (256, 2048, 7, 7))
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,14 @@ class Case:
         size = shape_text(self.shape)
         parts = (self.model, self.op, self.pass_name, dtype_name(self.dtype), self.layout, size)
         return "-".join(filter(None, parts))
+
+
+FIRST = [
+    Case("bn_relu", shape, torch.bfloat16, layout, pass_name)
+    for shape in FIRST_SHAPES
+    for layout in LAYOUTS
+    for pass_name in PASSES
+]
 
 
 def select(options: Options) -> list[Case]:
@@ -93,15 +103,16 @@ def _standard(options: Options) -> list[Case]:
 
 
 def _of_networks(options: Options) -> list[Case]:
+    dtype = DTYPES[options.device][0]
     return [
         Case(
-            layer.op, (batch, *layer[1:]), torch.float32, layout, pass_name, network,
+            layer.op, (batch, *layer[1:]), dtype, layout, pass_name, network,
             options.compiled and options.full,
         )
         for network in shapes.NORM_NETWORKS
         if not options.models or network in options.models
         for layer in shapes.distinct_norms(network)
-        for batch in LAYER_BATCHES
+        for batch in LAYER_BATCHES[options.device]
         for layout in LAYOUTS
         for pass_name in (PASSES if options.full else PASSES[1:])
     ]  # fmt: skip

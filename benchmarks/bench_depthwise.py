@@ -27,6 +27,7 @@ from fusedtrain.ops import depthwise
 FAMILY = "depthwise"
 OP = "depthwise_conv"
 BATCH = {"cpu": 8, "cuda": 64}
+CUDA_GATE = 4  # images that the gate looks at: the CPU computes them in float64
 DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float16, torch.bfloat16, torch.float32),
@@ -106,6 +107,9 @@ class Case:
         return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
 
 
+FIRST = [Case(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2], False) for name in LAYOUTS]
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
     --full has it everywhere."""
@@ -130,9 +134,11 @@ def _contest(
     layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
 ) -> Contest:
     """All passes."""
+    gate = 0
     if device != "cpu":  # where torch's kernels run until ours are measured
         depthwise._EVERYWHERE = True
-    return contest(Work(device, dtype, compiled=with_compile), layer, batch, layout)
+        gate = CUDA_GATE
+    return contest(Work(device, dtype, compiled=with_compile), layer, batch, layout, gate)
 
 
 def test_depthwise(race: Race, case: Case) -> None:

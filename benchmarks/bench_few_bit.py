@@ -69,6 +69,9 @@ class Case:
         return f"{self.op}-{self.save}-{self.pass_name}-{dtype_name(self.dtype)}-2^{exponent}"
 
 
+FIRST = [Case("gelu", "q4", 2**27, torch.bfloat16, name, False) for name in PASSES[:2]]
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run; those of an activation together. torch.compile takes part in the first
     dtype, at the larger size; --full has it everywhere."""

@@ -92,6 +92,9 @@ class Case:
         return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
 
 
+FIRST = [Case(LAYERS[0], 128, torch.bfloat16, name, PASSES[2], False) for name in LAYOUTS]
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
     --full has it everywhere."""

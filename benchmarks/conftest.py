@@ -49,6 +49,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--threads", type=int, default=0, help="torch's threads; 0 leaves its default")
     group.addoption("--flush-l2", action="store_true", help="CUDA: cold L2 cache before each call")
+    group.addoption(
+        "--first", action="store_true", help="CUDA: the few large rows that `make gpu` begins with"
+    )
+    group.addoption(
+        "--profile", action="store_true", help="CUDA: one call of fusedtrain's, for ncu; no time"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,7 +83,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ops=tuple(option("--op")),
         models=tuple(option("--model")),
     )
-    metafunc.parametrize("case", metafunc.module.select(options), ids=str)
+    module, first = metafunc.module, option("--first")
+    cases = getattr(module, "FIRST", ()) if first else module.select(options)
+    metafunc.parametrize("case", cases, ids=str)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -88,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unknown = sorted(set(config.getoption(option)) - known)
         if unknown:
             raise pytest.UsageError(f"{option}: no benchmark of {', '.join(unknown)}")
-    kept = items[:]
+    kept = [i for i in items if not config.getoption("--first") or hasattr(i.module, "FIRST")]  # type: ignore[attr-defined]
     if config.getoption("--only-compile"):
         kept = [i for i in kept if getattr(i.callspec.params["case"], "compiled", False)]  # type: ignore[attr-defined]
     if families := config.getoption("--family"):
@@ -109,4 +117,5 @@ def race(pytestconfig: pytest.Config) -> Race:
     # An installed pytest-benchmark takes its own option, which once was the one to be used here.
     off = pytestconfig.getoption("--gates-only") or hasattr(pytestconfig, "workerinput")
     off = off or pytestconfig.getoption("--benchmark-disable", default=False)
-    return Race(clock, effort, device, off)
+    profiled, first = (bool(pytestconfig.getoption(name)) for name in ("--profile", "--first"))
+    return Race(clock, effort, device, off, profiled, first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -16,7 +18,7 @@ from typing import Any
 from _gpu_steps import ROOT, Context, say
 from _sanitized import setup_module
 
-# Runs in another process, since a process that has started CUDA keeps memory of the GPU.
+# Run in another process, since a process that has started CUDA keeps memory of the GPU.
 ASK = """
 import json, torch
 facts = ["", "", torch.__version__, 0]
@@ -25,10 +27,10 @@ if torch.cuda.is_available():
     facts = [torch.cuda.get_device_name(), arch, torch.__version__, torch.cuda.mem_get_info()[1]]
 print(json.dumps(facts))
 """
-ASK_BACKEND = """
+ASK_BACKENDS = """
 import json, fusedtrain
-backend = fusedtrain.backend_info().backends["cuda"]
-print(json.dumps([backend.loaded, str(backend)]))
+backends = fusedtrain.backend_info().backends
+print(json.dumps({name: "" if b.loaded else f"{name}: {b}" for name, b in backends.items()}))
 """
 
 
@@ -52,12 +54,11 @@ class Machine:
         return max(1, min(8, cores, self.memory // (8 << 30))) if self.gpu else min(2, cores)
 
     def __str__(self) -> str:
-        python = f"torch {self.torch}, Python {sys.version.split()[0]}"
-        if not self.gpu:
-            return f"no GPU is seen, so everything that needs one is skipped; {python}"
-        return f"{self.gpu}, sm_{self.arch}, {python}"
+        name = f"{self.gpu}, sm_{self.arch}" if self.gpu else "no GPU: what needs one is skipped"
+        return f"{name}, torch {self.torch}, Python {sys.version.split()[0]}"
 
 
+@functools.cache
 def _ask(code: str) -> Any:
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False,
@@ -75,74 +76,68 @@ def machine() -> Machine:
     return Machine(*facts)
 
 
-def kernels(gpu: str) -> str:
-    """Whether the GPU runs the CUDA kernels, for the first line of each part."""
-    answer = _ask(ASK_BACKEND)
+def why_not(backend: str) -> str:
+    """Why a backend is not loaded; "" where it is."""
+    answer = _ask(ASK_BACKENDS)
     if isinstance(answer, str):
         return f"fusedtrain cannot be imported: {answer.splitlines()[-1] if answer else '?'}"
-    loaded, words = answer
-    without = "GPU run without " if gpu and not loaded else ""
-    return f"{without}_C_cuda.so{':' if without else ''} {words}"
+    return str(answer[backend])
 
 
-def find_nvcc() -> str:
-    """nvcc, found as setup.py finds it; "" where there is none."""
-    setup = setup_module()
-    try:
-        return str(setup.nvcc())
-    except setup.CannotBuild:
-        return ""
-
-
-def find_sanitizer() -> str:
-    """compute-sanitizer, on PATH or beside nvcc."""
-    beside = str(Path(find_nvcc()).resolve().parent)
+def find(program: str) -> str:
+    """A program of the CUDA toolkit, nvcc as setup.py finds it, the others on PATH or beside nvcc;
+    "" where there is none."""
+    nvcc = ""
+    with contextlib.suppress(setup_module().CannotBuild):
+        nvcc = str(setup_module().nvcc())
+    beside = str(Path(nvcc).resolve().parent)
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
-    return shutil.which("compute-sanitizer", path=path) or ""
-
-
-def _hash(folders: tuple[str, ...], files: tuple[str, ...], *more: str) -> str:
-    """A key of the sources in some folders, some files, and other facts."""
-    state = hashlib.sha256("\0".join(more).encode())
-    kinds = {".py", ".h", ".cpp", ".cu", ".cuh"}
-    sources = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in kinds]
-    for path in sorted([*sources, *(ROOT / file for file in files)]):
-        state.update(f"{path.relative_to(ROOT)}\0".encode())
-        state.update(path.read_bytes())
-    return state.hexdigest()[:16]
+    return nvcc if program == "nvcc" else shutil.which(program, path=path) or ""
 
 
 def tree_key(m: Machine) -> str:
     """A key of test results: they do not hold for other sources, another GPU or torch."""
-    folders = ("csrc", "fusedtrain", "tests", "benchmarks")
-    return _hash(folders, ("setup.py",), m.gpu, m.torch)
+    state = hashlib.sha256(f"{m.gpu}\0{m.torch}".encode())
+    kinds = {".py", ".h", ".cpp", ".cu", ".cuh"}
+    folders = [ROOT / name for name in ("csrc", "fusedtrain", "tests", "benchmarks")]
+    sources = [p for folder in folders for p in folder.rglob("*") if p.suffix in kinds]
+    for path in sorted([*sources, ROOT / "setup.py"]):
+        state.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def unfit(m: Machine) -> str:
+    """Why the files that are there must be built again; "" where they will do.
+
+    They may come from another machine: the two with the stable ABI serve every torch and Python.
+    Their sources are known by the contents: a copy of the checkout may have new times.
+    """
+    package, has_nvcc = ROOT / "fusedtrain", bool(find("nvcc"))
+    record = package / "_build_info.json"
+    built = json.loads(record.read_text()) if record.exists() else {}
+    if built.get("sources") != setup_module().sources_key():
+        return "no files of these sources are there"
+    if has_nvcc and not (package / "_C_cuda.so").exists():
+        return "_C_cuda.so is missing"
+    return why_not("cpu") or (why_not("cuda") if m.gpu and has_nvcc else "")
 
 
 def build(c: Context, m: Machine, deadline: float) -> str:
-    """In place, for this GPU alone; without one for all.
-
-    What is built already is known by the contents of the sources: a copy of the checkout may have
-    new times, by which ninja would build everything again.
+    """In place, for this GPU alone; without one for all. Files that will do are taken.
 
     Returns:
         "done", "cut" (the objects that are there stay) or "broken".
     """
-    compiler = find_nvcc()
-    files = ("setup.py", "tools/ninja_build.py")
-    key = _hash(("csrc",), files, m.arch, m.torch, compiler, sys.version)
-    stamp = c.state / "built"
-    names = ("_C.so", "_build_info.json", *(["_C_cuda.so"] if compiler else []))
-    there = stamp.exists() and all((ROOT / "fusedtrain" / name).exists() for name in names)
-    if there and stamp.read_text() == key:
-        say("built already")
-        return "done"
-    code, cut = c.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], deadline,
-        {"FUSEDTRAIN_REQUIRE": "cpu,cuda" if compiler else "cpu",
-         **({"FUSEDTRAIN_CUDA_ARCHS": m.arch} if m.arch else {})},
-    )  # fmt: skip
-    if code == 0:
-        stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(key)
-        return "done"
-    return "cut" if cut else "broken"
+    if why := unfit(m):
+        say(f"build: {why}")
+        environment = {"FUSEDTRAIN_REQUIRE": "cpu,cuda" if find("nvcc") else "cpu"}
+        environment |= {"FUSEDTRAIN_CUDA_ARCHS": m.arch} if m.arch else {}
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        code, cut = c.run(command, deadline, environment)
+        _ask.cache_clear()
+        return "done" if code == 0 else "cut" if cut else "broken"
+    say("build: the files are there, of these sources")
+    if why_not("autograd"):  # that file is for one torch and one Python; its lack is no failure
+        c.run([sys.executable, "-m", "fusedtrain", "build-autograd"], deadline, {})
+        _ask.cache_clear()
+    return "done"

@@ -2,41 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import occupancy
+from _gpu_plugin import write
 
-HEAD = ("family", "op", "pass", "dtype", "elements", "GB/s", "% copy", "predicted", "of it")
+KEPT = occupancy.ROOT / "build/gpu"
+HEAD = ("family", "op", "pass", "dtype", "size", "GB/s", "% copy", "predicted", "of it")
+FAR = 0.25  # from the prediction, either way
+Predictions = Mapping[tuple[str, str, str, str], float]  # of occupancy.predictions()
 
 
-def table(path: Path, predictions: Mapping[tuple[str, str, str, str], float]) -> list[str]:
-    """Lines: what was measured, and the prediction in GB/s where there is one.
+class Measured(NamedTuple):
+    """A benchmark's row that has a bandwidth. `is_first`: one that `make gpu` begins with."""
 
-    Args:
-        path: of the rows.
-        predictions: by family, "", pass and dtype, as occupancy.predictions() has them.
-    """
-    largest: dict[tuple[str, ...], tuple[int, float, float]] = {}
+    kind: tuple[str, str, str, str]  # family, op, pass, dtype
+    size: str
+    speed: float  # GB/s
+    percent: float  # of a copy
+    guess: float  # GB/s, 0.0 where nothing is predicted
+    numel: int
+    is_first: bool
+    name: str  # of the test
+
+    @property
+    def share(self) -> float:
+        """Speed over the prediction, or over a copy's where there is none."""
+        return self.speed / self.guess if self.guess else self.percent / 100
+
+
+def measured(path: Path, predictions: Predictions) -> list[Measured]:
+    """The rows of a file of results: networks and peaks of memory have no bandwidth."""
+    rows = []
     for entry in json.loads(path.read_text())["benchmarks"] if path.exists() else []:
         info = entry["extra_info"]
-        speed = info.get("gb_per_s", {}).get("fusedtrain")
-        if speed is None:
-            continue  # networks and peaks of memory have no bandwidth
-        family = entry["fullname"].partition("bench_")[2].partition(".py")[0]
-        key = (family, *(str(info.get(k, "")) for k in ("op", "pass", "dtype")))
-        row = (int(info.get("numel", 0)), float(speed), float(info.get("percent_of_copy", 0)))
-        largest[key] = max(largest.get(key, row), row)
-    if not largest:
+        if speed := info.get("gb_per_s", {}).get("fusedtrain"):
+            family = entry["fullname"].partition("bench_")[2].partition(".py")[0]
+            op, way, dtype = (str(info.get(key, "")) for key in ("op", "pass", "dtype"))
+            numel = int(info.get("numel", 0))
+            size = "x".join(map(str, info.get("shape", ()))) or str(numel)
+            rows.append(Measured(
+                (family, op, way, dtype), f"{size} {info.get('layout', '')}".strip(), speed,
+                info.get("percent_of_copy", 0.0), predictions.get((family, "", way, dtype), 0.0),
+                numel, bool(info.get("first")), entry["fullname"],
+            ))  # fmt: skip
+    return rows
+
+
+def worst(rows: list[Measured], count: int) -> list[Measured]:
+    """First rows that are the furthest below their predictions."""
+    return sorted((r for r in rows if r.is_first), key=lambda r: r.share)[:count]
+
+
+def table(rows: list[Measured], first: bool) -> list[str]:
+    """Lines of the first rows, or of the largest of each kind of the others: measurement beside
+    prediction, and a question for each row that is far from it."""
+    shown = sorted((row for row in rows if row.is_first == first), key=lambda row: row.numel)
+    shown = shown if first else list({row.kind: row for row in shown}.values())
+    lines, questions = [], []
+    for r in sorted(shown):
+        beside = (f"{r.guess:.0f}", f"{r.share:.0%}") if r.guess else ("-", "-")
+        lines.append((*r.kind, r.size, f"{r.speed:.1f}", f"{r.percent:.0f}", *beside))
+        if r.guess and abs(r.share - 1) > FAR:
+            questions.append(
+                f"EXPLAIN: {' '.join(r.kind)} {r.size}: {r.speed:.0f} GB/s measured, {r.guess:.0f} "
+                f"predicted, {r.share - 1:+.0%}: find the reason, and write it into docs/gpu.md"
+            )
+    if not lines:
         return ["measured and predicted: no row of bandwidth yet"]
-    lines = []
-    for (family, op, way, dtype), (numel, speed, percent) in sorted(largest.items()):
-        guess = predictions.get((family, "", way, dtype))
-        beside = (f"{guess:.0f}", f"{100 * speed / guess:.0f}%") if guess else ("-", "-")
-        measured = (str(numel), f"{speed:.1f}", f"{percent:.0f}")
-        lines.append((family, op, way, dtype, *measured, *beside))
-    return [
-        "measured GB/s of the largest row of a kind, and the prediction (computed, not measured)",
-        *occupancy.table(HEAD, lines, markdown=False).splitlines(),
-    ]
+    text = occupancy.table(HEAD, lines, markdown=False).splitlines()
+    return ["measured GB/s, and the prediction (computed, not measured)", *text, *questions]
+
+
+def predicted(gpu: str, arch: str) -> Predictions:
+    """Predictions for the library that is built, kept: its machine code takes half a minute."""
+    library = occupancy.LIBRARY.read_bytes() if occupancy.LIBRARY.exists() else b""
+    path = KEPT / f"predictions-{hashlib.sha256(library + gpu.encode()).hexdigest()[:16]}.json"
+    if library and not path.exists():
+        try:
+            speeds = occupancy.predictions(gpu, arch)
+        except Exception as error:  # whatever it is, the measurements are worth a table
+            print(f"no predictions: {error}", flush=True)
+            return {}
+        write(path, json.dumps([[*kind, speed] for kind, speed in speeds.items()]))
+    kept = json.loads(path.read_text()) if library else []
+    return {(family, op, way, dtype): speed for family, op, way, dtype, speed in kept}

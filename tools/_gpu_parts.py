@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from _gpu_experiments import OPTIONS
-from _gpu_machine import Machine, find_sanitizer
+from _gpu_machine import Machine, find
 from _gpu_plugin import NO_GPU
 from _gpu_steps import Context, Step, pytest_command
 from _test_files import all_located, files, located
@@ -60,117 +60,133 @@ for _kernels, _file, _test in (row.split(maxsplit=2) for row in _SANITIZED.strip
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # compute-sanitizer's exit code where it found something
 STATE_RESULTS = "build/gpu/results"  # what $RESULTS_DIR has, where the next call finds it
+OPTIONS = "FUSEDTRAIN_EXPERIMENT_OPTIONS"  # as tools/_gpu_checks.py reads them
+GPU_FILES = "tests/backends/gpu"
 BACKEND_TESTS = all_located(
     (
         "test_gpu", "test_gpu_graphs", "test_gpu_optimizers", "test_gpu_amp", "test_autograd",
         "test_every_function", "test_activations",
     )
 )  # fmt: skip
-FIRST = ("amp_step", "batch_norm")  # benchmarks that the project stands or falls with
-FAMILIES = (*FIRST, *(name for name in ALL_FAMILIES if name not in FIRST))
+# Benchmarks: whole networks, those that the project stands or falls with, the others.
+FAMILIES = tuple(dict.fromkeys(("conv_bn", "memory", "amp_step", "batch_norm", *ALL_FAMILIES)))
+NETWORKS = 2
+PART = 540  # seconds at a time
 
 
 @dataclass
 class Part:
-    """Steps that are one after another; ``skip`` says why there are none here."""
+    """Steps that are one after another; ``skip`` says why there are none here.
+
+    A call first goes through the parts that have ``seconds``, until they have had so many in all
+    calls together, then through all that are not done. docs/gpu.md says what each is for.
+    """
 
     name: str
-    title: str
     steps: list[Step]
+    seconds: int = 0
     skip: str = ""
 
 
 def files_of(kind: str) -> list[str]:
-    """The files that have tests of the kind: to collect them all takes 20 s a process."""
+    """The files that have tests of the kind: to collect them all takes 20 s a process. Those of
+    GPU_FILES on CUDA are a part of their own."""
     marks = r"\bBACKENDS\b" + (r"|^ON_THE_GPU_TOO\b" if kind == "cuda" else "")
     return [
         located(name)
         for name, path in files().items()
         if not path.name.startswith(NO_GPU)
+        and (kind != "cuda" or GPU_FILES not in path.as_posix())
         and (path.name.startswith(("test_gpu", f"test_{kind}"))
              or re.search(marks, path.read_text(), re.M))
     ]  # fmt: skip
 
 
 def parts(m: Machine, whole: bool) -> dict[str, Part]:
-    """All parts in their order: first those that only this machine can run.
+    """All parts in their order: first those that teach the most in the shortest time.
 
     Args:
         m: the machine.
         whole: every case of the Triton tests rather than a sample.
     """
     many = pytest_command(m.workers)
-    gpu, sanitizer = bool(m.gpu), find_sanitizer()
+    gpu, sanitizer = bool(m.gpu), find("compute-sanitizer")
     backend = "FUSEDTRAIN_TEST_GPU_BACKEND"  # test_gpu.py insists on this backend
     on_cuda = {backend: "cuda"} if gpu else {}
     on_triton = {"FUSEDTRAIN_BACKEND": "triton", backend: "triton"} if gpu else {}
-    every, cases = (" whole", "every case") if whole else ("", "a sample of the cases")
+    every, plain = " whole" * whole, "--no-compile"
     no_gpu = "" if gpu else "no GPU"
+    refused = no_gpu or ("" if sanitizer else "compute-sanitizer is not found")
+    memcheck, *others = (_sanitized(sanitizer, tool) for tool in TOOLS)
+    bench = [_benchmark(m, "bench", family, plain) for family in FAMILIES]
+    some = _benchmark(m, "bench", "activations", plain, "--op=mish", "--op=silu", "--op=relu")
+    bench += [replace(some, name="bench triton", environment=on_triton)] if gpu else []
+    # On the CPU the benchmarks are a smoke test, which has no rival that is compiled.
+    compiled = [_benchmark(m, "compile", family, "--only-compile") for family in FAMILIES]
     ordered = (
-        Part("cuda", "tests/backends/gpu and the kernel tests on CUDA", [
-            Step("cuda", [*many, *files_of("cuda")], "cuda", environment=on_cuda),
-        ]),
-        Part("triton", f"the Triton kernels, {cases}", [
+        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 120),
+        Part("gpu", [Step("gpu", [*many, GPU_FILES], "cuda", environment=on_cuda)], 240),
+        Part("memcheck", [memcheck], 180, refused),
+        Part("rows", [_first(m)], 300, no_gpu),
+        Part("ncu", [_checks("ncu", "ncu")], 180, no_gpu),
+        Part("plans", [_checks("plans", "plan")], 300, no_gpu),
+        Part("networks", bench[:NETWORKS], PART),
+        Part("cuda", [Step("cuda", [*many, *files_of("cuda")], "cuda", environment=on_cuda)]),
+        Part("triton", [
             Step(f"triton{every}", [*many, *files_of("triton")], "triton", not whole),
             Step(f"triton backend{every}", [*many, *BACKEND_TESTS], "cuda", not whole, on_triton),
         ]),
-        Part("bench", "benchmarks without torch.compile",
-             _benchmarks(m, "bench", "--no-compile")),
-        Part("experiments", "published experiments; what the time does not suffice for is measured "
-             "by the next call", _experiments(m)),
-        Part("sanitize", "compute-sanitizer on a test of each kernel file", _sanitized(sanitizer),
-             no_gpu or ("" if sanitizer else "compute-sanitizer is not found")),
-        # On the CPU the benchmarks are a smoke test, which has no rival that is compiled.
-        Part("compile", "benchmarks against torch.compile",
-             _benchmarks(m, "compile", "--only-compile"), no_gpu),
-        Part("rest", "the rest of the suite, which needs no GPU", [
-            Step(f"rest{every}", many, "rest", not whole),
-        ]),
+        Part("sanitize", others, skip=refused),
+        Part("bench", bench[NETWORKS:]),
+        Part("compile", compiled, skip=no_gpu),
+        Part("experiments", [_experiment(m, name) for name in NAMES]),
+        Part("rest", [Step(f"rest{every}", many, "rest", not whole)]),
     )  # fmt: skip
     for part in ordered:
         part.steps = [] if part.skip else part.steps
     return {part.name: part for part in ordered}
 
 
-def _sanitized(program: str) -> list[Step]:
+def _checks(step: str, *names: str) -> Step:
+    """Tests of tools/_gpu_checks.py."""
+    tests = [f"tools/_gpu_checks.py::test_{name}" for name in names]
+    return Step(step, [*pytest_command(), "-s", *tests], patience=300.0)
+
+
+def _sanitized(program: str, tool: str) -> Step:
     tests = dict.fromkeys(name for names in SANITIZED.values() for name in names)
     # Without torch's cache each tensor is an allocation whose bounds are known.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     options = ["--error-exitcode", str(FOUND), "--print-limit", "20", *pytest_command(), *tests]
-    return [
-        Step(tool, [program, "--tool", tool, *options], "", False, environment, 300.0, FOUND)
-        for tool in TOOLS
-    ]
+    command = [program, "--tool", tool, *options]
+    return Step(tool, command, "", False, environment, 300.0, FOUND)
 
 
 def sanitizer_refuses(c: Context, deadline: float) -> bool:
     """Whether compute-sanitizer does not know this device or driver, which is no fault."""
     code = "import torch; torch.ones(3, device='cuda').sum().item()"
-    probe = [find_sanitizer(), "--error-exitcode", "1", sys.executable, "-c", code]
-    return c.run(probe, min(deadline, c.clock() + 120), {})[0] != 0
+    probe = [find("compute-sanitizer"), "--error-exitcode", "1", sys.executable, "-c", code]
+    code, cut = c.run(probe, min(deadline, c.clock() + 120), {})
+    return code != 0 and not cut
 
 
-def _benchmarks(m: Machine, name: str, option: str) -> list[Step]:
+def _first(m: Machine) -> Step:
+    """All in one process, with the L2 cache flushed before each call."""
+    folders = (os.environ.get("RESULTS_DIR", "benchmarks/results"), STATE_RESULTS)
+    stores = [f"--store={folder}/{m.slug}.json" for folder in folders]
+    options = ["--device=cuda", "--first", "--flush-l2", "--keep-rows", *stores]
+    return Step("rows", [*pytest_command(), "benchmarks", *options], patience=300.0)
+
+
+def _benchmark(m: Machine, kind: str, family: str, *options: str) -> Step:
     command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-vv",
-               f"--also={STATE_RESULTS}", option]  # fmt: skip
-    command += ["--device", "cuda"] if m.gpu else ["--quick"]
-    steps = [Step(f"{name} {f}", [*command, f"--family={f}"], patience=300.0) for f in FAMILIES]
-    if m.gpu and name == "bench":
-        ops = [f"--op={op}" for op in ("mish", "silu", "relu")]
-        triton = {"FUSEDTRAIN_BACKEND": "triton"}
-        steps.append(
-            Step("bench triton", [*command, "--family=activations", *ops], environment=triton)
-        )
-    return steps
+               f"--also={STATE_RESULTS}", f"--family={family}", *options]  # fmt: skip
+    command += ["--device", "cuda", "--flush-l2"] if m.gpu else ["--quick"]
+    return Step(f"{kind} {family}", command, patience=300.0)
 
 
-def _experiments(m: Machine) -> list[Step]:
-    """A step, and so a process, for each: an experiment that dies takes no other one with it."""
+def _experiment(m: Machine, name: str) -> Step:
+    """A process of its own: an experiment that dies takes no other one with it."""
     options = "--device cuda" if m.gpu else "--quick"
     environment = {OPTIONS: f"{options} --resume --also={STATE_RESULTS}"}
-    command = [*pytest_command(), "-s"]
-    test = "tools/_gpu_experiments.py::test_experiment"
-    return [
-        Step(f"experiment {name}", [*command, f"{test}[{name}]"], "", False, environment, 300.0)
-        for name in NAMES
-    ]
+    return replace(_checks(f"experiment {name}", f"experiment[{name}]"), environment=environment)

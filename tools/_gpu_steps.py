@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from _gpu_journal import Journal
-from _gpu_plugin import PATHS, STEP, died
+from _gpu_plugin import PATHS, STEP, Journal
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 20.0  # seconds from SIGINT to SIGKILL
@@ -28,33 +27,23 @@ say = partial(print, flush=True)
 
 @dataclass(frozen=True)
 class Step:
-    """Tests that are run by one command.
+    """Tests that are run by one command."""
 
-    Attributes:
-        name: in the journal and the results.
-        command: what runs pytest, without the options of the plugin.
-        kind: of tests (tools/_gpu_plugin.py), "" for all.
-        sample: whether a sample of the tests will do.
-        environment: settings of its processes.
-        patience: seconds after which a test hangs.
-        alarm: the exit code by which the command says that it found something, beside failed tests.
-    """
-
-    name: str
-    command: Sequence[str]
-    kind: str = ""
-    sample: bool = False
+    name: str  # in the journal and the results
+    command: Sequence[str]  # runs pytest, without the options of the plugin
+    kind: str = ""  # of tests (tools/_gpu_plugin.py), "" for all
+    sample: bool = False  # whether a sample of the tests will do
     environment: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 180.0
-    alarm: int | None = None
+    patience: float = 180.0  # seconds after which a test hangs
+    alarm: int | None = None  # the exit code that says: something is wrong beside failed tests
 
 
 @dataclass
 class Context:
-    """A call: its journal, the places of its state and results, the time, and the end of that."""
+    """A call: its journal, its device's name, the folder of its results, the time, and its end."""
 
     journal: Journal
-    state: Path
+    device: str
     results: Path
     clock: Callable[[], float] = time.monotonic
     end: float = float("inf")
@@ -115,15 +104,10 @@ def pytest_command(workers: int = 0) -> list[str]:
     return [*python, "-n", str(workers), "--max-worker-restart=1000"]
 
 
-def run_step(c: Context, step: Step, deadline: float) -> str:
-    """Runs what has not run yet.
-
-    Returns:
-        "done" where every test has ended, "cut" where the time was up, "broken" where a process
-        ends again and again without a result.
-    """
+def run_step(c: Context, step: Step, deadline: float) -> bool:
+    """Runs what has not run yet; returns whether the time was up before all had ended."""
     everything = f"{step.name}: all"
-    code = fruitless = 0
+    fruitless = 0
 
     def judge(name: str, outcome: str, message: str) -> None:
         say(f"{outcome.upper()} {name}: {message}")
@@ -131,24 +115,24 @@ def run_step(c: Context, step: Step, deadline: float) -> str:
 
     while fruitless < 2:
         if deadline - c.clock() < LEAST:
-            return "cut"
+            return True
         settings = {"kind": step.kind, "sample": step.sample, "patience": step.patience}
         c.journal.append("run", step.name, **settings)
         command = [*step.command, "-p", "_gpu_plugin"]
         code, cut = c.run(command, deadline, {**step.environment, STEP: step.name})
+        c.journal.append("ran", step.name)
         if code == step.alarm:
             judge(f"{step.name}: exit {code}", "failed", "the log says what it found")
-        flying = {} if cut else c.journal.progress(step.name).flying
+        flying = [] if cut else c.journal.progress(step.name).flying
         if len(flying) == 1:  # with several in flight nobody knows which one it was
-            ((name, begun),) = flying.items()
-            judge(name, died(begun, step.patience), f"its process ended: exit {code}")
+            judge(flying[0], "crashed", f"its process died or hung: exit {code}")
         progress = c.journal.progress(step.name)
         if progress.done:
             if everything in progress.results:
                 judge(everything, "passed", "an earlier call could not run it")
-            return "done"
+            return False
         if cut:
-            return "cut"
+            return True
         fruitless = fruitless + 1 if progress.results.keys() == progress.before else 0
-    judge(everything, "error", f"ends without results: exit {code}")
-    return "broken"
+    judge(everything, "error", f"ends again and again without results: exit {code}")
+    return False

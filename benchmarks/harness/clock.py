@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import datetime, timezone
 from typing import Any
@@ -31,7 +32,20 @@ def setting(device: str) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "threads": torch.get_num_threads(),
         "allocator": allocator() if device == "cpu" else "",
+        **({"nvml": nvml()} if device == "cuda" else {}),
     }
+
+
+def nvml() -> dict[str, float]:
+    """Clock of the multiprocessors, power and temperature right behind a row; empty without
+    nvidia-ml-py."""
+    with contextlib.suppress(Exception):  # of several kinds: the driver may refuse any question
+        return {
+            "sm_mhz": torch.cuda.clock_rate(),
+            "watts": torch.cuda.power_draw() / 1e3,
+            "celsius": torch.cuda.temperature(),
+        }
+    return {}
 
 
 def allocator() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import mean, median
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +48,8 @@ class Race:
         effort: how long one row may take.
         device: "cpu" or "cuda".
         is_off: the gates are all that runs.
+        is_profiled: fusedtrain's call runs once between the profiler's marks, and the test skips.
+        is_first: the row is one that `make gpu` begins with.
         entry: the row as files of results have it, but for its name; empty until it is made.
     """
 
@@ -52,12 +57,17 @@ class Race:
     effort: Effort
     device: str
     is_off: bool = False
+    is_profiled: bool = False
+    is_first: bool = False
     entry: dict[str, Any] = field(default_factory=dict)
 
     def samples(
         self, calls: Mapping[str, Call], prepare: Prepare | None = None
     ) -> dict[str, list[float]]:
         """Nanoseconds per call (see ``interleave``)."""
+        if self.is_profiled:
+            profile_once(calls["fusedtrain"])
+            pytest.skip("profiled, not timed")
         return interleave(calls, self.clock, self.effort, prepare)
 
     def host(self) -> Race:
@@ -72,7 +82,8 @@ class Race:
     def finish(self, family: str, samples: Mapping[str, Sequence[float]], **extra: Any) -> None:
         """Makes the row."""
         flushed = isinstance(self.clock, FlushingCudaClock)
-        row = make_row(family, self.device, samples, l2_flushed=flushed, **extra)
+        extra |= {"l2_flushed": flushed, **({"first": True} if self.is_first else {})}
+        row = make_row(family, self.device, samples, **extra)
         seconds = [1e-9 * ns for ns in samples["fusedtrain"]]
         stats = {"min": min(seconds), "max": max(seconds), "mean": mean(seconds)}
         stats |= {"median": median(seconds), "rounds": len(seconds)}
@@ -152,6 +163,34 @@ def count_ops(call: Call) -> int:
     with _CountingOps() as mode:
         call()
     return mode.count
+
+
+def profile_once(call: Call) -> None:
+    """A second call, whose kernels alone `ncu --profile-from-start off` looks at."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def in_graph(call: Call, calls: int = 50) -> float:
+    """Nanoseconds of a call in a CUDA graph of so many: the kernels and the gaps between them,
+    without the host. NaN where the call cannot be captured."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):  # what is made at the first call is made outside
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                call()
+    except RuntimeError as error:
+        warnings.warn(f"no CUDA graph: {error}", stacklevel=2)
+        return math.nan
+    graph.replay()
+    return min(cuda_clock(graph.replay, 1) for _ in range(5)) / calls
 
 
 def count_launches(call: Call) -> int:

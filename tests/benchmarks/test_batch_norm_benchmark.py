@@ -132,6 +132,8 @@ def test_selection() -> None:
         for layout in ("contiguous", "channels_last")
     }
     assert {c.model for c in bench.select(Options(models=("resnet50",)))} == {"resnet50"}
+    on_cuda = [case for case in bench.select(Options("cuda")) if case.model]
+    assert {(c.shape[0], c.dtype) for c in on_cuda} == {(256, torch.bfloat16)}
     assert len(bench.select(Options(quick=True))) == 4
     assert len(bench.select(Options(quick=True, models=("resnet50",)))) == 2
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +72,36 @@ def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ops_are_counted() -> None:
     x, y = torch.ones(3), torch.ones(3)
     assert race.count_ops(lambda: (x.add_(y), y.mul_(2))) == 2
+
+
+def test_a_profiled_call_runs_between_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    for name in ("synchronize", "profiler.start", "profiler.stop"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda name=name: log.append(name))
+    profiled = race.Race(measuring.cpu_clock, measuring.QUICK, "cuda", is_profiled=True)
+    with pytest.raises(pytest.skip.Exception, match="profiled, not timed"):
+        profiled.samples({"eager": lambda: 1 / 0, "fusedtrain": lambda: log.append("call")})
+    assert log == ["call", "synchronize", "profiler.start", "call", "synchronize", "profiler.stop"]
+
+
+def test_a_call_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of a fake GPU has all calls; the time is that of one."""
+    log: list[str] = []
+    graph = SimpleNamespace(replay=lambda: log.append("replay"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a, **k: contextlib.nullcontext())
+    monkeypatch.setattr(race, "cuda_clock", lambda call, calls: call() or 4000.0)
+    assert race.in_graph(lambda: log.append("call"), 40) == 100.0
+    assert log == ["call"] * 41 + ["replay"] * 6
+
+    def refuses() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.warns(UserWarning, match="no CUDA graph: operation not permitted"):
+        assert math.isnan(race.in_graph(refuses))
 
 
 # --- who is let in ---

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import importlib
 import os
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import conftest
-from benchmarks.harness import store
+from benchmarks import (
+    bench_activations,
+    bench_amp_step,
+    bench_batch_norm,
+    bench_depthwise,
+    bench_few_bit,
+    bench_pool,
+    conftest,
+)  # fmt: skip
+from benchmarks.harness import shapes, store
 from benchmarks.harness.cases import Options
 from benchmarks.harness.clock import ALLOCATORS
 from benchmarks.run import BOUNDED
@@ -82,12 +91,14 @@ class Item:
 
     def __init__(self, family: str, **case: Any) -> None:
         self.path = Path(f"bench_{family}.py")
+        self.module = importlib.import_module(f"benchmarks.bench_{family}")
         self.callspec = SimpleNamespace(params={"case": SimpleNamespace(**case)})
 
 
 def collected(items: list[Any], **options: Any) -> list[Any]:
     """The tests that are left, with these options."""
-    settings = {"op": [], "model": [], "family": [], "only-compile": False, **options}
+    flags = {"only-compile": False, "first": False}
+    settings = {"op": [], "model": [], "family": [], **flags, **options}
     config: Any = SimpleNamespace(
         getoption=lambda name: settings[name.removeprefix("--")],
         hook=SimpleNamespace(pytest_deselected=lambda items: None),
@@ -106,9 +117,32 @@ def test_selections() -> None:
     assert collected(items, family=["amp_step"]) == [step]
     assert collected(items, family=["amp_step"], **{"only-compile": True}) == []
     assert collected(items, op=["sgd"], model=["resnet50"]) == items
+    host = Item("host", op="silu")
+    assert collected([host, step], first=True) == [step]
     for option, name in (("op", "mush"), ("model", "resnet51")):
         with pytest.raises(pytest.UsageError, match=f"--{option}: no benchmark of {name}"):
             collected(items, **{option: [name]})
+
+
+def test_the_first_rows_are_large() -> None:
+    """`make gpu` measures them first: a cache holds none of them."""
+    sizes = [bench_activations.TENSORS[c.pass_name] * 2 * c.numel for c in bench_activations.FIRST]
+    sizes += [c.tensors() * 2 * c.numel for c in bench_few_bit.FIRST]
+    norms = bench_batch_norm.OPS["bn_relu"]
+    sizes += [norms.tensors(c.pass_name) * 2 * prod(c.shape) for c in bench_batch_norm.FIRST]
+    for module in (bench_pool, bench_depthwise):
+        for c in module.FIRST:
+            elements = c.batch * c.layer.channels * c.layer.side**2
+            dtype = (c.dtype,) if module is bench_pool else ()
+            sizes.append(c.layer.tensors(c.pass_name, *dtype) * 2 * elements)
+    parameters = shapes.count(shapes.shapes("resnet50"))
+    for c in bench_amp_step.FIRST:
+        kind = bench_amp_step.KINDS[c.kind]
+        sizes.append(parameters * bench_amp_step.steps.bytes_per_parameter(c.op, c.job, kind))
+    assert len(sizes) == 29
+    # The forward of batch norm at 2048 x 7 x 7: 3 times the 51 MB of an H100's L2 cache.
+    assert sorted(size > 1 << 28 for size in sizes).count(False) == 2
+    assert min(sizes) > 3 * (48 << 20)
 
 
 # --- runs ---

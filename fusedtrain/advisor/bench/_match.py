@@ -55,9 +55,9 @@ class Options:
         return self.size or (quick if self.quick else {"cpu": cpu, "cuda": cuda}[self.device])
 
     def random(self, *shape: int, seed: int = 0, layout: str = "contiguous") -> Tensor:
-        """Normally distributed numbers, the same on all devices."""
-        generator = torch.Generator().manual_seed(seed)
-        made = torch.randn(shape, generator=generator).to(self.device, self.dtype)
+        """Normally distributed numbers, drawn on the device; the same at each call."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        made = torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
         return made.contiguous(memory_format=LAYOUTS[layout]) if made.dim() == 4 else made
 
 

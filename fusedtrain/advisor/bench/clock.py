@@ -46,20 +46,21 @@ def cuda_clock(call: Call, calls: int) -> float:
 
 
 class FlushingCudaClock:
-    """Like cuda_clock, one call at a time, with the L2 cache overwritten before each.
+    """Like cuda_clock, one call at a time, with other memory in the L2 cache before each.
 
-    The flush takes longer than the host needs to launch the call, so this is the kernel alone.
+    The flush takes longer than the host needs to launch the call, so this is the kernel alone. It
+    reads: written lines would go back to memory during the call.
     """
 
     # Twice the largest L2 of the GPUs this is written for (B200: 126 MB).
     FLUSH_BYTES = 1 << 28
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(self.FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self._buffer = torch.zeros(self.FLUSH_BYTES // 4, device="cuda")
 
     def __call__(self, call: Call, calls: int) -> float:
         del calls
-        self._buffer.zero_()
+        self._buffer.amax()
         return cuda_clock(call, 1)
 
 

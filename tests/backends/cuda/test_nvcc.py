@@ -190,13 +190,15 @@ def test_with_many_cores_all_files_are_built_at_once(
     monkeypatch.setattr(setup, "build_cpu", build_cpu)
     monkeypatch.setattr(setup, "build_cuda", build_cuda)
     monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(setup, "sources_key", lambda: "key")
     monkeypatch.setattr(setup.os, "cpu_count", lambda: cores)
     monkeypatch.delenv("FUSEDTRAIN_REQUIRE", raising=False)
     command = setup.BuildKernels(Distribution())
     command.inplace = True
     command.run()
     record = json.loads((tmp_path / "fusedtrain/_build_info.json").read_text())
-    assert record == {"compiler": "c++", "cuda_not_built": "no nvcc", "autograd": "torch"}
+    built = {"compiler": "c++", "cuda_not_built": "no nvcc", "autograd": "torch"}
+    assert record == {"sources": "key", **built}
     assert seen == [together]
     monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "cuda")
     with pytest.raises(SystemExit, match="no nvcc"):
