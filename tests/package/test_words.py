@@ -17,7 +17,6 @@ SENTENCE, CELL = 30, 25  # words, at most
 GENERATED = {"docs/api.md", "docs/benchmarks.md", "docs/experiments.md"}
 REMAINING = {
     "docs/gpu.md",
-    "docs/memory.md",
 }
 FOLDERS = ("docs", "docs/recipes", "benchmarks/pages")
 GUIDES = [*(path for name in FOLDERS for path in (ROOT / name).glob("*.md")), ROOT / "README.md"]
