@@ -152,7 +152,6 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     },
     _ANY: {
         ("channels.cuh", "columns_kernel"): ("if (warp == 1 + 0 && exists) {",),
-        ("few_bit.cu", "forward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
         ("few_bit.cu", "backward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
     },
     _TAIL: {
@@ -177,7 +176,8 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _OWN: {
         ("depthwise_weight.cu", ""): ("for (int d = 0; d <= 3; ++d) {",),
         ("few_bit.cu", "forward_kernel"): (
-            "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
+            "for (int units = threadIdx.x; units <= 256; units += kThreads) {",
+            "for (int k = 0; k - 1 < kMostLevels; ++k)",
         ),
         ("optimizers.cu", "fill"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
         ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),

@@ -107,6 +107,9 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
     ("scale_add", "", r"ForwardJob<\w+, false"): {"moved": 2, "inner": 4},
     ("scale_add", "", r"ForwardJob|BackwardJob<\w+, true"): {"moved": 3, "inner": 2},
     ("scale_add", "", "BackwardJob"): {"moved": 2, "inner": 4},
+    # Codes of 2 bits, and the instructions of those of 8, whose stores are more.
+    ("few_bit", "forward", ""): {"moved": 4.25 / 3, "inner": 2},
+    ("few_bit", "backward", ""): {"moved": 4.25 / 2},
     ("batch_norm_normalise", "", ""): {"moved": 3, "inner": 4},
     ("batch_norm_reduce", "", ""): {"inner": 2},
     ("batch_norm_grad_input", "", ""): {"inner": 2},
