@@ -125,9 +125,11 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("images", "to_last", ""): (60, "(47 instructions an element of 3 bytes, not yet mended)"),
-    ("bias_act", "", "Gelu.*true>, true>"): (65, "(ten rounds of Philox for four elements)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         50, "(stride 1 in planes: nine windows an input, each with a code of its own)",
+    ),
+    ("pool_backward", "", r"Windows<3, 2, \d>, false, false"): (
+        75, "(rows that are no multiple of 16 bytes: two columns a thread)",
     ),
     ("pool", "", "int, 3, false"): (75, "(nine elements an output, loaded one by one)"),
 }  # fmt: skip

@@ -240,22 +240,17 @@ def by_kernel(predicted: list[Prediction]) -> str:
     lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
     for p in predicted:
         lines[p.source, p.kernel, p.dtype][p.arch] = p
+    gpus = [gpu for gpu in GPUS if gpu.arch in {p.arch for p in predicted}]
     head = (
-        "",
-        "kernel",
-        "dtype",
-        "registers",
-        "load, store",
-        "instructions a byte",
-        "of a copy",
-        *(gpu.name for gpu in GPUS),
-    )
+        "", "kernel", "dtype", "registers", "load, store", "instructions a byte", "of a copy",
+        *(gpu.name for gpu in gpus),
+    )  # fmt: skip
     cells = []
     for (source, kernel, dtype), of_arch in lines.items():
         code = of_arch.get(CHECKED, next(iter(of_arch.values())))
         reach = [
             f"{p.bytes / 1024:.0f} KB, {p.bandwidth(gpu, BUSY):.0%}" if p else ""
-            for gpu in GPUS for p in [of_arch.get(gpu.arch)]
+            for gpu in gpus for p in [of_arch.get(gpu.arch)]
         ]  # fmt: skip
         cells.append((
             "predicted", f"{source}: `{kernel}`", dtype, str(code.registers),
