@@ -78,16 +78,12 @@ SMALL = {
     ("scaling", "zero_kernel"): "it reads nothing",
 }
 # Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
-_TWO_LOGARITHMS = "(its registers: ptxas puts the second load behind the first one's arithmetic)"
 _MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes is asked for)"
 _WRITES = "(a quarter of the bytes is read: of 20 KB in flight a quarter is enough)"
 _ELEMENTS = "(contiguous tensors: windows begin at any element, so elements are loaded one by one)"
 _TRIAL = "(the states of RMSpropTF; trial updates are those of LARS, LAMB and caution alone)"
 _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
-    ("pointwise", "forward_kernel", "LogSigmoid"): (16, _TWO_LOGARITHMS),
-    ("pointwise", "forward_kernel", "Softplus"): (16, _TWO_LOGARITHMS),
-    ("gated", "gated_kernel", "LogSigmoid"): (24, _TWO_LOGARITHMS),
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
@@ -125,6 +121,7 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("images", "to_last", ""): (60, "(47 instructions an element of 3 bytes, not yet mended)"),
+    ("bias_act", "", "<Gelu.*true>, true>"): (65, "(ten rounds of Philox for four elements)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         50, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),

@@ -146,9 +146,9 @@ def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
             )
         if key in SMALL or not re.search(STREAMS[key].chosen, kernel.name) or name not in str(key):
             continue
-        prediction = predict(kernel, arch)
-        if prediction.dtype == "float64":
+        if dtype_of(kernel) == "float64":
             continue  # right rather than fast
+        prediction = predict(kernel, arch)
         place = (*key, prediction.dtype)
         before = worst_at.setdefault(place, prediction)
         fewest = min(before, prediction, key=lambda p: p.bytes)
