@@ -129,7 +129,7 @@ struct SigmoidAndSlope {
   T value, slope;
   FT_METHOD explicit SigmoidAndSlope(T z) {
     const T e = math::exp_negative(-math::abs(z));
-    const T r = T(1) / (T(1) + e);
+    const T r = math::reciprocal(T(1) + e);
     value = z < T(0) ? e * r : r;
     slope = e * r * r;
   }
@@ -140,7 +140,7 @@ struct Silu : NoParameters {
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
     x = math::at_least(x, -Constants<T>::kFar);
-    return x / (T(1) + math::exp_normal(-x));
+    return math::ratio(x, T(1) + math::exp_normal(-x));
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, -Constants<T>::kFar, Constants<T>::kFar);
@@ -164,13 +164,13 @@ struct Mish : NoParameters {
   FT_METHOD T forward(T x) const {
     const T e = math::exp(math::at_most(x, T(20)));  // from 20 up the factor is 1
     const T n = e * (e + T(2));
-    return math::at_least(x, -Constants<T>::kFar) * (n / (n + T(2)));
+    return math::at_least(x, -Constants<T>::kFar) * math::ratio(n, n + T(2));
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, -Constants<T>::kFar, T(20));
     const T e = math::exp(x);
     const T n = e * (e + T(2));
-    const T r = T(1) / (n + T(2));
+    const T r = math::reciprocal(n + T(2));
     return g * (n * r + x * (T(4) * e * (e + T(1)) * r) * r);
   }
   FT_METHOD void both(T x, T& value, T& slope) const {
@@ -178,7 +178,7 @@ struct Mish : NoParameters {
     const T near = math::at_most(x, T(20));
     const T e = math::exp(near);
     const T n = e * (e + T(2));
-    const T r = T(1) / (n + T(2));
+    const T r = math::reciprocal(n + T(2));
     value = x * (n * r);
     slope = n * r + near * (T(4) * e * (e + T(1)) * r) * r;
   }
@@ -234,7 +234,7 @@ struct QuickGelu : NoParameters {
   using NoParameters::NoParameters;
   FT_METHOD T forward(T x) const {
     x = math::at_least(x, -Constants<T>::kFar);
-    return x / (T(1) + math::exp_normal(T(-1.702) * x));
+    return math::ratio(x, T(1) + math::exp_normal(T(-1.702) * x));
   }
   FT_METHOD T backward(T g, T x) const {
     x = math::clamp(x, -Constants<T>::kFar, Constants<T>::kFar);

@@ -43,6 +43,8 @@ FT_INLINE float quotient(float a, float b) {
   inverse = __fmaf_rn(inverse, __fmaf_rn(-b, inverse, 1.0f), inverse);
   const float q = __fmul_rn(a, inverse);
   return __fmaf_rn(inverse, __fmaf_rn(-b, q, a), q);
+#elif defined(__CUDA_ARCH__)
+  return ::emulated_quotient(a, b);
 #else
   return a / b;
 #endif
@@ -56,6 +58,8 @@ FT_INLINE float root(float x) {
   asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a));
   const float r = __fmul_rn(a, inverse);
   return __fmaf_rn(__fmaf_rn(-r, r, a), __fmul_rn(inverse, 0.5f), r);
+#elif defined(__CUDA_ARCH__)
+  return ::emulated_root(x);
 #else
   return math::sqrt(x);
 #endif

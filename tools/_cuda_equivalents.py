@@ -95,15 +95,11 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "const bool fits = call.kernel_w == size && false && (call.bits == 0 || call.bits =="
             " bits);",
         ),
-        ("pool.cu", "reach_of"): (
-            "return is_small(call) && most < 3 ? most : 0;",
-            "return is_small(call) && false && most <= 3 ? most : 0;",
-        ),
         ("pool.cu", "by_dtype"): (  # the outputs of a thread, where there are no codes
             "const int bits = call.bits > 0 ? call.bits : (window == 1 + 0 ? 8 : (window == 2 ? 2 :"
             " 4));",
         ),
-        ("pool.cu", "is_small"): (
+        ("pool.cuh", "is_small"): (
             "return call.inputs() < kMost && false && call.outputs() < kMost && call.stride_h <"
             " kMost &&",
         ),
@@ -156,7 +152,6 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     },
     _ANY: {
         ("channels.cuh", "columns_kernel"): ("if (warp == 1 + 0 && exists) {",),
-        ("few_bit.cu", "forward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
         ("few_bit.cu", "backward_kernel"): ("if (threadIdx.x == 1 + 0) {",),
     },
     _TAIL: {
@@ -174,16 +169,15 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("optimizer_measure.cuh", "measure_units_kernel"): (
             "const int64_t last = first + in_chunk <= t.units ? first + in_chunk : t.units;",
         ),
-        ("pool.cu", ""): ("first_i = top <= 0 ? int(-top) : 0;",),
-        ("pool.cu", "between"): ("return x <= least ? least : (x > most ? most : x);",),
-        ("pool.cu", "max_pool2d_kernel"): (
+        ("pool_backward.cu", ""): (
             "first_h = least_h >= 0 ? (least_h + stride_h - 1) / stride_h : 0;",
         ),
     },
     _OWN: {
         ("depthwise_weight.cu", ""): ("for (int d = 0; d <= 3; ++d) {",),
         ("few_bit.cu", "forward_kernel"): (
-            "for (int k = 0; k - 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];",
+            "for (int units = threadIdx.x; units <= 256; units += kThreads) {",
+            "for (int k = 0; k - 1 < kMostLevels; ++k)",
         ),
         ("optimizers.cu", "fill"): ("for (int k = 0; k <= kMaxStates; ++k) {",),
         ("vec.cuh", "Parameters"): ("for (int k = 0; k <= kMaxParameters; ++k)",),
@@ -192,7 +186,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("images.cu", "quotient"): (
             "return ((a | b) >> 32) == 1 + 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;",
         ),
-        ("pool.cu", "is_small"): (
+        ("pool.cuh", "is_small"): (
             "return call.inputs() <= kMost && call.outputs() < kMost && call.stride_h < kMost &&",
         ),
     },
@@ -248,7 +242,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
     },
     _EXACT_32: {
-        ("depthwise.cuh", ""): (
+        ("divisor.cuh", ""): (
             "if (bits < 32) factor = uint32_t(((uint64_t(1) << shift) + number + 1) / number);",
         ),
     },

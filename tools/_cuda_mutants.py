@@ -51,6 +51,7 @@ _TESTS: dict[str, list[str]] = {
     **dict.fromkeys(("gated", "scale_add", "bias_act", "channels"), _CHAINS),
     "channelwise": ["test_activation_kernels", f"{_PASSES}channelwise"],
     "depthwise": ["test_depthwise_kernels", f"{_PASSES}depthwise_conv"],
+    "divisor": ["test_depthwise_kernels", "test_pool_kernels"],
     "few_bit": ["test_few_bit", f"{_PASSES}few_bit"],
     "fold": ["test_fold_kernels", f"{_PASSES}fold"],
     "images": ["test_image_kernels", f"{_PASSES}normalize_images"],

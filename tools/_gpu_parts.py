@@ -51,6 +51,7 @@ optimizer_update optimizer_gpu_kernels sizes[cuda-adam-torch.bfloat16-offset]
 optimizer_update_codes optimizer_gpu_kernels bits_of_codes[cuda-squares-offset]
 optimizer_update_codes optimizer_gpu_kernels states_in_codes[cuda-lamb]
 pool pool_kernels every_window[cuda-of ResNet-odd-contiguous]
+pool_backward pool_kernels every_window[cuda-of ResNet-small-contiguous]
 scaling gpu_optimizers no_host_sync[AdamW]
 scaling optimizer_gpu_kernels zero_tensors[cuda]
 """

@@ -6,6 +6,7 @@ A kernel is named by its source (without `.cu`) and its function.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Stream:
 
 
 _WIDE = r", true>\("
+_WALKS = ("planes_kernel", "columns_kernel")
 STREAMS = {
     ("pointwise", "forward_kernel"): Stream("", 1, 1),
     ("pointwise", "backward_kernel"): Stream("", 2, 2),
@@ -51,8 +53,8 @@ STREAMS = {
     ("optimizer_update", "trial_kernel"): Stream("OneRule", 1, 1),
     ("optimizer_update_codes", "update_kernel"): Stream(r">, [12], ", 1, 1),
     ("optimizer_update_codes", "trial_kernel"): Stream("", 1, 1),
-    ("pool", "max_pool2d_kernel"): Stream(r"int, [123], ", 1, 1),
-    ("pool", "max_pool2d_backward_kernel"): Stream(r"int, [123], ", 1, 1),
+    ("pool", "max_pool2d_kernel"): Stream(r"int, [23], ", 1, 1),
+    ("pool_backward", "max_pool2d_tiles_kernel"): Stream("", 1, 1),
     ("depthwise_strips", "strips_kernel"): Stream(r", [357], [12], ", 1, 1),
     ("depthwise_weight", "weight_kernel"): Stream(r", int, Shape<\w+, [357], ", 1, 1),
     ("fold", "fold_kernel"): Stream("", 1, 1),
@@ -66,6 +68,7 @@ SMALL = {
     ("channelwise", "add_shares_kernel"): _SHARES,
     ("scale_add", "finish_kernel"): _SHARES,
     ("bias_act", "finish_kernel"): _SHARES,
+    ("pool_backward", "max_pool2d_backward_kernel"): "unusual windows: right rather than fast",
     ("depthwise", "any_kernel"): "kernels of unusual sizes: right rather than fast",
     ("depthwise_weight", "add_groups_kernel"): _SHARES,
     ("optimizers", "add_kernel"): _SHARES,
@@ -75,27 +78,60 @@ SMALL = {
     ("scaling", "zero_kernel"): "it reads nothing",
 }
 # Fewer bytes than ENOUGH are allowed: (source, kernel, part of the name): (KB at least, why).
-_TWO_LOGARITHMS = "(its registers: ptxas puts the second load behind the first one's arithmetic)"
 _MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes is asked for)"
+_WRITES = "(a quarter of the bytes is read: of 20 KB in flight a quarter is enough)"
 _ELEMENTS = "(contiguous tensors: windows begin at any element, so elements are loaded one by one)"
 _TRIAL = "(the states of RMSpropTF; trial updates are those of LARS, LAMB and caution alone)"
 _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
-    ("pointwise", "forward_kernel", "LogSigmoid"): (16, _TWO_LOGARITHMS),
-    ("pointwise", "forward_kernel", "Softplus"): (16, _TWO_LOGARITHMS),
-    ("gated", "gated_kernel", "LogSigmoid"): (24, _TWO_LOGARITHMS),
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
-    ("pool", "max_pool2d_backward_kernel", ", false>"): (8, _ELEMENTS),
+    ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
     ("depthwise_strips", "strips_kernel", ", false, "): (16, _ELEMENTS),
     ("depthwise_weight", "weight_kernel", "<false, "): (10, _ELEMENTS),
     ("images", "to_planes_kernel", ""): (16, _MOSTLY_WRITES),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
 }
+# How tools/_issue.py goes through a kernel: (source, begin of the kernel, pattern of the name):
+# arguments of route(). The first row that fits counts.
+_POOL, _POOL_BACKWARD = ("pool", "max_pool2d_kernel"), ("pool_backward", "max_pool2d_tiles_kernel")
+ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
+    # Vectors that are loaded together, and computed with one after the other.
+    ("bias_act", "", "ForwardJob"): {"moved": 2, "inner": 4},
+    ("bias_act", "", "BackwardJob"): {"moved": 3, "inner": 2},
+    ("scale_add", "", r"ForwardJob<\w+, false"): {"moved": 2, "inner": 4},
+    ("scale_add", "", r"ForwardJob|BackwardJob<\w+, true"): {"moved": 3, "inner": 2},
+    ("scale_add", "", "BackwardJob"): {"moved": 2, "inner": 4},
+    # Codes of 2 bits, and the instructions of those of 8, whose stores are more.
+    ("few_bit", "forward", ""): {"moved": 4.25 / 3, "inner": 2},
+    ("few_bit", "backward", ""): {"moved": 4.25 / 2},
+    ("batch_norm_normalise", "", ""): {"moved": 3, "inner": 4},
+    ("batch_norm_reduce", "", ""): {"inner": 2},
+    ("batch_norm_grad_input", "", ""): {"inner": 2},
+    ("batch_norm_restore", "", ""): {"moved": 2, "inner": 4},
+    # Windows of stride 2, 16 bits: four inputs and a code an output. A loop is for the last ones.
+    (*_POOL, "int, 2, "): {"moved": 10.25 / 2.25, "turns": 0},
+    (*_POOL, "int, 3, "): {"moved": 10.5 / 2.5, "turns": 0},
+    (*_POOL_BACKWARD, "Windows<2, 2, "): {"moved": 2.5625 / 2, "turns": 0},
+    (*_POOL_BACKWARD, "Windows<3, 2, "): {"moved": 2.625 / 2, "turns": 0},
+    (*_POOL_BACKWARD, "Windows<3, 1, "): {"moved": 4.5 / 2, "turns": 0},
+}
+# Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
+# (percent of a copy at least, why).
+SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
+    ("images", "to_last", ""): (60, "(47 instructions an element of 3 bytes, not yet mended)"),
+    ("bias_act", "", "<Gelu.*true>, true>"): (65, "(ten rounds of Philox for four elements)"),
+    ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
+        50, "(stride 1 in planes: nine windows an input, each with a code of its own)",
+    ),
+    ("pool_backward", "", r"Windows<3, 2, \d>, false, false"): (
+        75, "(rows that are no multiple of 16 bytes: two columns a thread)",
+    ),
+    ("pool", "", "int, 3, false"): (75, "(nine elements an output, loaded one by one)"),
+}  # fmt: skip
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
-_WALKS = ("planes_kernel", "columns_kernel")
 _CHAINS = [("gated", "gated_kernel")]
 _CHAINS += [(source, name) for source in ("scale_add", "bias_act") for name in _WALKS]
 _NORM = [("batch_norm", "statistics_kernel"), ("batch_norm_normalise", "normalise_kernel")]
@@ -117,7 +153,9 @@ TIMED = {
     ("few_bit", "backward"): [("few_bit", "backward_kernel")],
     ("images", _FORWARD): [("images", "to_planes_kernel"), ("images", "to_last_kernel")],
     ("pool", _FORWARD): [("pool", "max_pool2d_kernel")],
-    ("pool", _BOTH): [("pool", "max_pool2d_kernel"), ("pool", "max_pool2d_backward_kernel")],
+    ("pool", _BOTH): [
+        ("pool", "max_pool2d_kernel"), ("pool_backward", "max_pool2d_tiles_kernel"),
+    ],
     ("amp_step", ""): [
         ("optimizers", "measure_kernel"), ("optimizer_update", "update_kernel"),
     ],

@@ -82,6 +82,22 @@ class Instruction:
         return {int(match[1]) + k for k in range(max(1, self.bytes // 4))} if match else set()
 
 
+def is_load(one: Instruction) -> bool:
+    """Whether it reads memory of the GPU."""
+    return _LOAD.match(one.name) is not None
+
+
+def is_store(one: Instruction) -> bool:
+    """Whether it writes memory of the GPU."""
+    return _STORE.match(one.name) is not None
+
+
+def jump_target(one: Instruction) -> int | None:
+    """The address that a jump or call names."""
+    addresses = _JUMP.findall(one.operands)
+    return int(addresses[-1], 16) if addresses else None
+
+
 def instructions(text: str) -> list[Instruction]:
     """Instructions of one kernel, from cuobjdump's text."""
     # The other half of the lines is the encoding alone.
@@ -137,15 +153,16 @@ def in_loops(graph: list[tuple[int, int, list[int]]]) -> set[int]:
     return {k for k in range(len(graph)) if reach[k] >> k & 1}
 
 
-def bytes_in_flight(code: list[Instruction]) -> int:
+def bytes_in_flight(code: list[Instruction], loops: bool = True) -> int:
     """The most bytes that one thread waits for at one time, counting its loads in a loop.
 
     A load is on its way until one of its registers is named. Where two ways through the code meet,
     the loads of both count. In a kernel without a loop all loads count. Loads of a quarter of the
-    widest or less do not count: a scale, a code.
+    widest or less do not count: a scale, a code. ``loops``: False where these are for what is left
+    over; all loads count then.
     """
     graph = pieces(code)
-    looping = in_loops(graph)
+    looping = in_loops(graph) if loops else set()
     loads: dict[int, tuple[int, set[int]]] = {}
     least = widest(code) // 4
     for counted in (looping, set(range(len(graph)))):

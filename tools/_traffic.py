@@ -43,9 +43,9 @@ TRAFFIC = {
     "max_pool2d forward": Traffic(1.28125, 1.28125, 1, "windows of 2 x 2, codes of 2 bits"),
     "max_pool2d backward": Traffic(
         1.28125,
-        2.5,
+        1.43,
         1,
-        "each input of a window reads its gradient and code, from the caches",
+        "a byte of codes is read once an output of it, from the caches",
     ),
     "depthwise_conv forward": Traffic(
         2,

@@ -7,7 +7,12 @@ time (Little's law): bandwidth <= bytes in flight / latency. The bytes come from
 threads that are resident on a multiprocessor (registers, shared memory, threads of a block), times
 the bytes of a thread's loads between the first load and the first use (its machine code).
 
-The last column has two parts: at the latency of an idle memory, and of a busy one.
+Nor is it faster than its instructions can be started: 128 of threads a clock and multiprocessor.
+tools/_issue.py counts them along the cheapest way through the code; "instr./B" has them for each
+byte that memory moves.
+
+The last column has three parts of the peak: at the latency of an idle memory, of a busy one, and by
+the instructions.
 
 Nothing here is a measurement. `make gpu` prints measured bandwidth beside it.
 """
@@ -19,13 +24,22 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from _devices import BUSY, GPUS, MULTIPROCESSORS, Gpu  # noqa: E402
-from _kernel_table import EXCEPTIONS, SMALL, STREAMS, TIMED, Stream  # noqa: E402
+from _devices import BUSY, COPY, GPUS, MULTIPROCESSORS, STARTED, Gpu  # noqa: E402
+from _issue import Route, route  # noqa: E402
+from _kernel_table import (  # noqa: E402
+    EXCEPTIONS,
+    ROUTES,
+    SLOW,
+    SMALL,
+    STREAMS,
+    TIMED,
+    Stream,
+)  # fmt: skip
 from _sass import Kernel, bytes_in_flight, kernels, widest  # noqa: E402
 from _traffic import TRAFFIC  # noqa: E402
 
@@ -33,6 +47,8 @@ LIBRARY = ROOT / "fusedtrain/_C_cuda.so"
 # 27 KB for an H200 under load (BUSY of _devices.py), and some to spare.
 ENOUGH = 32 << 10
 CHECKED = "90"
+FAST = 0.8  # of a copy
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100 SXM")
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,8 @@ class Prediction:
     store: int
     in_flight: int  # bytes of a thread
     worst: str  # the formula
+    route: Route
+    slowest: str  # the formula whose instructions are the most beside what SLOW allows
 
     @property
     def warps(self) -> int:
@@ -64,6 +82,25 @@ class Prediction:
     def bandwidth(self, gpu: Gpu, latency: float) -> float:
         """The part of a device's peak that Little's law allows at that latency in s."""
         return min(1.0, self.bytes * gpu.multiprocessors / latency / gpu.bandwidth)
+
+    def by_instructions(self, gpu: Gpu) -> float:
+        """The part of a device's peak that its instructions allow; above 1: they do not bind."""
+        started = STARTED * gpu.multiprocessors * gpu.clock
+        return started / max(self.route.each, 1e-9) / gpu.bandwidth
+
+    @property
+    def of_copy(self) -> float:
+        """The part of a copy's bandwidth on an H100 that the instructions allow, or above 1."""
+        return self.by_instructions(H100) / COPY
+
+    @property
+    def allowed(self) -> tuple[float, str]:
+        """The least part of a copy's bandwidth, and the reason where that is below FAST."""
+        for (source, kernel, part), (percent, reason) in SLOW.items():
+            fits = self.source == source and self.kernel.startswith(kernel)
+            if fits and re.search(part, self.slowest):
+                return percent / 100, reason
+        return FAST, ""
 
 
 def dtype_of(kernel: Kernel) -> str:
@@ -79,11 +116,17 @@ def predict(kernel: Kernel, arch: str) -> Prediction:
     """Prediction of one kernel's bytes in flight; ``arch`` has the limits, the kernel the code."""
     stream = STREAMS.get((kernel.source, kernel.base), Stream("", 1, 1))
     blocks = MULTIPROCESSORS[arch].resident(kernel.threads, kernel.registers, kernel.shared)
+    name = kernel.name.split(">(")[0] + ">"
+    way = next(
+        (way for (source, base, part), way in ROUTES.items()
+         if kernel.source == source and kernel.base.startswith(base) and re.search(part, name)),
+        {},
+    )  # fmt: skip
     return Prediction(
         kernel.source, kernel.base, dtype_of(kernel), arch, kernel.registers, kernel.shared,
         kernel.threads, blocks, widest(kernel.code), widest(kernel.code, store=True),
-        bytes_in_flight(kernel.code) * stream.always // stream.most,
-        kernel.name.split(">(")[0] + ">",
+        bytes_in_flight(kernel.code, way.get("turns") != 0) * stream.always // stream.most, name,
+        route(kernel.code, **way), name,
     )  # fmt: skip
 
 
@@ -103,12 +146,14 @@ def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
             )
         if key in SMALL or not re.search(STREAMS[key].chosen, kernel.name) or name not in str(key):
             continue
-        prediction = predict(kernel, arch)
-        if prediction.dtype == "float64":
+        if dtype_of(kernel) == "float64":
             continue  # right rather than fast
+        prediction = predict(kernel, arch)
         place = (*key, prediction.dtype)
-        if place not in worst_at or prediction.bytes < worst_at[place].bytes:
-            worst_at[place] = prediction
+        before = worst_at.setdefault(place, prediction)
+        fewest = min(before, prediction, key=lambda p: p.bytes)
+        slowest = min(before, prediction, key=lambda p: p.of_copy / p.allowed[0])
+        worst_at[place] = replace(fewest, route=slowest.route, slowest=slowest.slowest)
     return [worst_at[place] for place in sorted(worst_at)]
 
 
@@ -124,7 +169,8 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
     if device is None or not LIBRARY.exists():
         return {}
     reach: dict[tuple[str, str, str], float] = {
-        (p.source, p.kernel, p.dtype): p.bandwidth(device, BUSY) for p in worst(LIBRARY, arch)
+        (p.source, p.kernel, p.dtype): min(p.bandwidth(device, BUSY), p.by_instructions(device))
+        for p in worst(LIBRARY, arch)
     }
     speeds = {}
     for (family, pass_name), kernel_names in TIMED.items():
@@ -152,8 +198,22 @@ def too_few(predicted: Iterable[Prediction]) -> list[str]:
     return lines
 
 
+def too_slow(predicted: Iterable[Prediction]) -> list[str]:
+    """The output of --check: a line for each kernel whose instructions keep it from a copy."""
+    lines = []
+    for p in predicted:
+        least, why = p.allowed
+        if p.of_copy < least:
+            lines.append(
+                f"{p.source}.cu: {p.slowest}: {p.route.each:.1f} instructions a byte, "
+                f"{p.of_copy:.0%} of a copy's bandwidth; {least:.0%} are needed {why}".rstrip()
+            )
+    return lines
+
+
 COLUMNS = (
     "", "kernel", "dtype", "arch", "regs", "shared", "warps", "load B", "store B", "KB in flight",
+    "instr./B",
 )  # fmt: skip
 
 
@@ -162,13 +222,15 @@ def rows(predicted: Iterable[Prediction]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = []
     for p in predicted:
         reach = ", ".join(
-            f"{gpu.name} {p.bandwidth(gpu, gpu.latency):.0%} / {p.bandwidth(gpu, BUSY):.0%}"
+            f"{gpu.name} {p.bandwidth(gpu, gpu.latency):.0%} / {p.bandwidth(gpu, BUSY):.0%} / "
+            f"{min(1, p.by_instructions(gpu)):.0%}"
             for gpu in GPUS
             if gpu.arch == p.arch
         )
         lines.append((
             "predicted", f"{p.source}: {p.kernel}", p.dtype, f"sm_{p.arch}", str(p.registers),
-            str(p.shared), str(p.warps), str(p.load), str(p.store), f"{p.bytes / 1024:.0f}", reach,
+            str(p.shared), str(p.warps), str(p.load), str(p.store), f"{p.bytes / 1024:.0f}",
+            f"{p.route.each:.1f}", reach,
         ))  # fmt: skip
     return lines
 
@@ -178,17 +240,22 @@ def by_kernel(predicted: list[Prediction]) -> str:
     lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
     for p in predicted:
         lines[p.source, p.kernel, p.dtype][p.arch] = p
-    head = ("", "kernel", "dtype", "registers", "load, store", *(gpu.name for gpu in GPUS))
+    gpus = [gpu for gpu in GPUS if gpu.arch in {p.arch for p in predicted}]
+    head = (
+        "", "kernel", "dtype", "registers", "load, store", "instructions a byte", "of a copy",
+        *(gpu.name for gpu in gpus),
+    )  # fmt: skip
     cells = []
     for (source, kernel, dtype), of_arch in lines.items():
         code = of_arch.get(CHECKED, next(iter(of_arch.values())))
         reach = [
             f"{p.bytes / 1024:.0f} KB, {p.bandwidth(gpu, BUSY):.0%}" if p else ""
-            for gpu in GPUS for p in [of_arch.get(gpu.arch)]
+            for gpu in gpus for p in [of_arch.get(gpu.arch)]
         ]  # fmt: skip
         cells.append((
             "predicted", f"{source}: `{kernel}`", dtype, str(code.registers),
-            f"{code.load}, {code.store}", *reach,
+            f"{code.load}, {code.store}", f"{code.route.each:.1f}",
+            f"{min(1, code.of_copy):.0%}", *reach,
         ))  # fmt: skip
     return table(head, cells, markdown=True)
 
@@ -218,7 +285,7 @@ def traffic(markdown: bool) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--check", action="store_true", help="fail where too few bytes are in flight"
+        "--check", action="store_true", help="fail where bytes are too few or instructions too many"
     )
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/gpu.md")
     parser.add_argument("--arch", action="append", choices=list(MULTIPROCESSORS), help="only these")
@@ -243,10 +310,13 @@ def main() -> int:
     print(traffic(options.markdown))
     if not options.check:
         return 0
-    wrong = too_few(predicted)
-    print(*wrong, sep="\n")
-    print(f"{len(wrong)} of {len(predicted)} kernels have too few bytes in flight")
-    return 1 if wrong else 0
+    few, slow = too_few(predicted), too_slow(predicted)
+    print(*few, *slow, sep="\n")
+    print(
+        f"of {len(predicted)} kernels {len(few)} have too few bytes in flight, "
+        f"{len(slow)} too many instructions"
+    )
+    return 1 if few or slow else 0
 
 
 if __name__ == "__main__":

@@ -68,10 +68,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   gather(squares, w.across, columns[1]);
   __syncthreads();
   for_segments<2, kLanes>(w, columns, [&](int segment, int of_segment, const T(&sums)[2]) {
-    const T mean = sums[0] / (T(vectors) * T(of_segment));
+    // In double, once a segment: the quotient of floats is off by 2 ULP, and so would be the mean
+    // of a constant, or of numbers with a few far off.
+    const double mean = double(sums[0]) / (double(vectors) * of_segment);
     double* share = share_of(w, shares, segment);
-    share[0] = double(shifts[segment]) + double(mean);
-    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * mean, T(0));
+    share[0] = double(shifts[segment]) + mean;
+    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * T(mean), T(0));
   });
 }
 

@@ -33,6 +33,13 @@ struct Channels {
   template <class T>
   __device__ __forceinline__ void get(const T* values, T (&lane)[kLanes]) const {
     constexpr int kPiece = Vec<T>::kLanes;
+    // Planes: one load for all lanes.
+    if (after[kLanes - 1] == 0) {
+      const T value = values[first];
+#pragma unroll
+      for (int k = 0; k < kLanes; ++k) lane[k] = value;
+      return;
+    }
     if constexpr (kLanes % kPiece == 0) {
       if (adjacent) {
 #pragma unroll

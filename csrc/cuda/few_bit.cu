@@ -109,26 +109,17 @@ __device__ __forceinline__ void unpack(const uint8_t* from, Word* codes) {
 // Values of a step in place of the numbers, and its codes, a byte for each lane.
 template <bool kByOutput, class S, class Formula, class T>
 __device__ __forceinline__ Bytes<S> forward_step(const Formula& formula, const Slopes<T>& slopes,
-                                                 const uint8_t* thresholds, int bits, Vec<S>& v) {
+                                                 const uint8_t* code_of_units, Vec<S>& v) {
   using Word = Bytes<S>;
-  const int count = bits == 8 ? 0 : (1 << bits) - 1;
-  int code[kColumn<S>], units[kColumn<S>];
+  Word word = 0;
 #pragma unroll
   for (int k = 0; k < kColumn<S>; ++k) {
     const T in = v.lane[k];
     T slope;
     formulas::value_and_slope<kByOutput>(formula, in, v.lane[k], slope);
-    units[k] = int(formulas::units_of(slope, slopes));
-    code[k] = bits == 8 ? units[k] : 0;
+    const Word code = code_of_units[int(formulas::units_of(slope, slopes))];
+    word |= Word(code << 8 * k);
   }
-  for (int j = 0; j < count; ++j) {
-    const int threshold = thresholds[j];
-#pragma unroll
-    for (int k = 0; k < kColumn<S>; ++k) code[k] += units[k] >= threshold;
-  }
-  Word word = 0;
-#pragma unroll
-  for (int k = 0; k < kColumn<S>; ++k) word |= Word(Word(code[k]) << 8 * k);
   return word;
 }
 
@@ -136,7 +127,7 @@ __device__ __forceinline__ Bytes<S> forward_step(const Formula& formula, const S
 // instructions, and took 91 s to compile for three architectures.
 template <bool kWhole, bool kByOutput, class S, class Formula, class T>
 __device__ __forceinline__ void forward_column(const Formula& formula, const Slopes<T>& slopes,
-                                               const uint8_t* thresholds, int bits, const S* x,
+                                               const uint8_t* code_of_units, int bits, const S* x,
                                                S* y, uint8_t* codes, int64_t first, int64_t n) {
   using Word = Bytes<S>;
   constexpr int kTurn = kWhole ? kAhead : 1;
@@ -158,7 +149,7 @@ __device__ __forceinline__ void forward_column(const Formula& formula, const Slo
       } else {
         load_step(x, at, n, v);
       }
-      Word word = forward_step<kByOutput>(formula, slopes, thresholds, bits, v);
+      Word word = forward_step<kByOutput>(formula, slopes, code_of_units, v);
       if constexpr (!kWhole) {
         // Codes past the end are 0.
         const int64_t left = n - at;
@@ -188,22 +179,28 @@ __device__ __forceinline__ void each_column(int64_t n, int bits, const F& f) {
 // Tables are read from shared memory: arguments that are indexed by variables are copied to local
 // memory.
 template <class S, bool kByOutput, class Formula>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 5)
     forward_kernel(Formula formula, Slopes<typename Compute<S>::T> slopes, int bits, const S* x,
                    S* y, uint8_t* codes, int64_t n, bool wide) {
-  __shared__ uint8_t thresholds[kMostLevels];
-  if (threadIdx.x == 0) {
+  // A comparison with each threshold would be half of an element's instructions.
+  __shared__ uint8_t code_of_units[256];
+  for (int units = threadIdx.x; units < 256; units += kThreads) {
+    int code = bits == 8 ? units : 0;
+    if (bits < 8) {
 #pragma unroll
-    for (int k = 0; k + 1 < kMostLevels; ++k) thresholds[k] = slopes.threshold[k];
+      for (int k = 0; k + 1 < kMostLevels; ++k)
+        code += k + 1 < 1 << bits && units >= slopes.threshold[k];
+    }
+    code_of_units[units] = uint8_t(code);
   }
   __syncthreads();
   each_column<S>(n, bits, [&](int64_t first, int64_t at) {
     if (wide && n - first > kBitBlock - kBitStep + kColumn<S> - 1)
-      forward_column<true, kByOutput>(formula, slopes, thresholds, bits, x, y, codes + at, first,
+      forward_column<true, kByOutput>(formula, slopes, code_of_units, bits, x, y, codes + at, first,
                                       n);
     else
-      forward_column<false, kByOutput>(formula, slopes, thresholds, bits, x, y, codes + at, first,
-                                       n);
+      forward_column<false, kByOutput>(formula, slopes, code_of_units, bits, x, y, codes + at,
+                                       first, n);
   });
 }
 

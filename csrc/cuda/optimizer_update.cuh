@@ -133,13 +133,11 @@ struct Work {
     }
   }
 
-  // The states of element i, or of i to i + 3.
+  // The states of element i, or of i to i + 3. key: of the random bits that round codes.
   template <int kLanes>
-  __device__ __forceinline__ void store_states(int i, int end,
-                                               const T (&v)[kMaxStates][kLanes]) const {
+  __device__ __forceinline__ void store_states(int i, int end, const T (&v)[kMaxStates][kLanes],
+                                               const uint32_t& key) const {
     if constexpr (kCoded) {
-      const uint32_t key = formulas::random_key(sweep.seed, int64_t(coefficients.state_key),
-                                                int64_t(sweep.verdict->applied));
       const uint32_t group =
           uint32_t(begin / formulas::kGroup) + static_cast<uint32_t>(i) / formulas::kGroup;
 #pragma unroll
@@ -159,7 +157,7 @@ struct Work {
   }
 
   template <int kLanes>
-  __device__ __forceinline__ void update(int i, int end) const {
+  __device__ __forceinline__ void update(int i, int end, const uint32_t& state_key) const {
     // Threads past the end have a part in the codes of a group of single elements.
     const bool inside = !kCoded || kLanes > 1 || i < end;
     const bool averages = inside && t.average != nullptr && sweep.average_weight != 0;
@@ -171,7 +169,7 @@ struct Work {
       read(i, p, g, v);
       step(p, g, v);
     }
-    store_states(i, end, v);
+    store_states(i, end, v, state_key);
     if (!inside) return;
     if (averages) {
       T a[kLanes];
@@ -258,8 +256,19 @@ __global__ void __launch_bounds__(kSweepThreads, kResident<Stepper, kStates, Tab
   }
   const Work<Stepper, kStates, typename Table::Tensor> work(
       sweep, t, sweep.coefficients[chunk.tensor], begin);
-  work.for_each(end, work.whole_groups(end),
-                [&](int i, auto lanes) { work.template update<decltype(lanes)::value>(i, end); });
+  // In shared memory: made anew in each turn it takes 16 instructions and two loads, and in a
+  // register it spilled others.
+  __shared__ uint32_t state_key;
+  if constexpr (work.kCoded) {
+    if (threadIdx.x == 0)
+      state_key =
+          formulas::random_key(sweep.seed, int64_t(sweep.coefficients[chunk.tensor].state_key),
+                               int64_t(sweep.verdict->applied));
+    __syncthreads();
+  }
+  work.for_each(end, work.whole_groups(end), [&](int i, auto lanes) {
+    work.template update<decltype(lanes)::value>(i, end, state_key);
+  });
 }
 
 template <class Stepper, int kStates, class Table>

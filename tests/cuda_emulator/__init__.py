@@ -7,6 +7,7 @@ import fcntl
 import functools
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,8 +28,11 @@ _FLAGS = "-U_FORTIFY_SOURCE -std=c++17 -fPIC -fvisibility=hidden -Wall -Wextra -
 SANITIZED = bool(os.environ.get("FUSEDTRAIN_TEST_EMULATOR_SANITIZERS"))
 _SANITIZERS = os.environ.get("FUSEDTRAIN_TEST_EMULATOR_SANITIZERS", "")
 _WATCH = _SANITIZERS or "-fsanitize=thread --param tsan-instrument-func-entry-exit=0"
+# Calls that arithmetic.cpp makes inexact results with use the stack.
+_X86 = platform.machine() in ("x86_64", "AMD64")
+_RED_ZONE = "-mno-red-zone " if _X86 else ""
 _KERNEL_FLAGS = (
-    f"{_FLAGS} -O1 -fno-tree-sra {_WATCH} "
+    f"{_FLAGS} -O1 -fno-tree-sra {_RED_ZONE}{_WATCH} "
     f"-Wno-unknown-pragmas -I{HERE}/include -include cuda_runtime.h -x c++"
 )
 
@@ -54,7 +58,7 @@ def build() -> Path:
     )
     sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
     sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
-    sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory")]
+    sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory", "arithmetic")]
     sources += [(ROOT / "csrc/bindings/cuda.cpp", f"{host} {_SANITIZERS}".strip())]
     library = BUILD / "_emulated.so"
     lines = [
@@ -62,12 +66,20 @@ def build() -> Path:
         "  command = c++ $flags -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
+        # Each division and square root of floats is followed by a call of arithmetic.cpp.
+        "rule kernels",
+        "  command = c++ $flags -MMD -MF $out.d -MT $out -S $in -o $out.s && "
+        r"sed -E -i 's/^\t(div|sqrt)ss\t.*%xmm([0-9]+)$$/&\n\tcall\temulator_inexact_\2/' $out.s"
+        " && c++ -c $out.s -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
         "rule link",
         f"  command = c++ -shared $in -L{torch_folder}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu "
         f"-lc10 {_SANITIZERS} -o $out",
     ]
     for source, flags in sources:
-        lines += [f"build {source.stem}.o: compile {source}", f"  flags = {flags}"]
+        rule = "kernels" if source.suffix == ".cu" else "compile"
+        lines += [f"build {source.stem}.o: {rule} {source}", f"  flags = {flags}"]
     lines.append(f"build {library.name}: link {' '.join(s.stem + '.o' for s, _ in sources)}")
     BUILD.mkdir(parents=True, exist_ok=True)
     # Test processes run side by side: the first one builds.

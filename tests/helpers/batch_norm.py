@@ -317,7 +317,8 @@ class Case:
         # The derivative comes from a rounded output.
         rounded = eps if narrow and self.saved(self.x) is self.x else 0.0
         size = g.abs() * (truth.slope.abs() + 0.5)
-        digits = {2: 2.0, 4: 8.0, 8: 128.0}[self.dtype.itemsize] * eps * slack
+        # Quotients, roots and exponentials of CUDA are off by 2 ULP.
+        digits = {2: 2.0, 4: 10.0, 8: 128.0}[self.dtype.itemsize] * eps * slack
         dims = [d for d in range(g.dim()) if d != 1]
         if self.residual is not None and grad_residual.numel():
             # Below the normal numbers rounding does not become finer.

@@ -287,7 +287,8 @@ def test_zero_is_on_the_side_of_negative_numbers(ops: Kernels, name: str) -> Non
         f"{name}_backward", torch.ones_like(x), y if row.saves == "output" else x, *parameters
     )
     gradient = gradients[0] if isinstance(gradients, tuple) else gradients
-    assert gradient.tolist() == [-0.5] * 18
+    want = torch.full_like(gradient, -0.5)
+    torch.testing.assert_close(gradient, want, rtol=5e-7, atol=0)  # CUDA's exp, even of 0
 
 
 def test_softplus_at_its_threshold(ops: Kernels) -> None:
@@ -304,7 +305,8 @@ def test_squareplus_without_curvature(ops: Kernels) -> None:
     x = torch.tensor([0.0, -0.0, -2.0, 2.0] * 5).to(ops.device)
     assert ops("squareplus", x, 0.0).tolist() == [0.0, 0.0, 0.0, 2.0] * 5
     gradient = ops("squareplus_backward", torch.ones_like(x), x, 0.0)
-    assert gradient.tolist() == [0.5, 0.5, 0.0, 1.0] * 5
+    want = torch.tensor([0.5, 0.5, 0.0, 1.0] * 5).to(ops.device)
+    torch.testing.assert_close(gradient, want, rtol=5e-7, atol=0)  # CUDA's root and quotient
 
 
 @pytest.mark.parametrize("name", ["relu_squared", "star_relu"])

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 WINDOWS: dict[str, tuple[Any, Any, Any, bool]] = {
     "2 x 2": ((2, 2), (2, 2), (0, 0), False),
     "of ResNet": ((3, 3), (2, 2), (1, 1), False),
+    "of SqueezeNet": ((3, 3), (2, 2), (0, 0), True),
+    "of Inception": ((3, 3), (2, 2), (0, 0), False),
     "stride 1": ((3, 3), (1, 1), (1, 1), False),
     "stride 3, ceil": ((3, 2), (3, 3), (1, 0), True),
     "two elements": ((1, 2), (3, 1), (0, 0), False),

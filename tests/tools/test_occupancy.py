@@ -1,9 +1,10 @@
-"""tools/occupancy.py: how it reads machine code, and that the kernels have enough in flight."""
+"""tools/occupancy.py: how it reads machine code; bytes in flight and instructions of kernels."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,11 @@ import fusedtrain
 from helpers import ROOT
 
 sys.path.append(str(ROOT / "tools"))
+import _issue
 import _sass
 import occupancy
 from _devices import GPUS, MULTIPROCESSORS
+from _kernel_table import STREAMS
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +87,57 @@ def test_a_jump_by_a_table_reaches_what_nothing_else_does() -> None:
     assert _sass.bytes_in_flight(code("MOV R1, R1", *lines)) == 32
 
 
+ADD, OVER = "FADD R4, R4, R5", "@P1 BRA 0x{:x}"
+LOOP = (LOAD_1, ADD, ADD, STORE, "@P0 BRA 0x10")
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "want"),
+    [
+        pytest.param((LOAD_1, ADD, STORE, "EXIT", "NOP"), {}, (5, 32), id="no loop"),
+        pytest.param((*LOOP, "EXIT"), {}, (5, 32), id="a loop"),
+        pytest.param((*LOOP, ADD, "EXIT"), {"turns": 3}, (1 + 3 * 5 + 2, 96), id="three turns"),
+        pytest.param((*LOOP, STORE, "EXIT"), {"turns": 0}, (8, 48), id="a loop for what is left"),
+        pytest.param((*LOOP, "EXIT"), {"moved": 1.5}, (5, 24), id="loads from a cache"),
+        pytest.param((LOAD_1, OVER.format(0x50), ADD, ADD, STORE, "EXIT"), {}, (5, 32),
+                     id="the shorter of two ways"),
+        pytest.param((LOAD_1, OVER.format(0x50), ADD, STORE, "EXIT"), {}, (6, 32),
+                     id="a way that moves less does not count"),
+        pytest.param((LOAD_1, OVER.format(0x50), "SHFL.BFLY R8, R4", ADD, STORE, "EXIT"),
+                     {"by": "SHFL"}, (7, 32), id="by an instruction"),
+        pytest.param((LOAD_1, LOAD_2, ADD, STORE, "@P0 BRA 0x30", "@P2 BRA 0x10", "EXIT"),
+                     {"inner": 2}, (2 + 2 * 3 + 1, 64), id="a loop in a loop"),
+        pytest.param((LOAD_1, "CALL.REL.NOINC 0x50", STORE, "EXIT", ADD, ADD, "RET.REL R2 0x0"),
+                     {}, (8, 32), id="a call"),
+        pytest.param(("BRX R10 -0x100", LOAD_1, STORE, "EXIT", ADD, STORE, "EXIT"), {},
+                     (5, 32), id="a table of cases"),
+    ],
+)  # fmt: skip
+def test_instructions_and_bytes(
+    lines: tuple[str, ...], options: dict[str, Any], want: tuple[int, int]
+) -> None:
+    way = _issue.route(code("MOV R1, R1", *lines), **options)
+    assert (way.instructions, way.bytes) == want
+
+
+def test_a_kernel_that_moves_nothing_has_no_bound() -> None:
+    with pytest.raises(LookupError, match="moves a byte"):
+        _issue.route(code("MOV R1, R1", "EXIT"))
+
+
+def test_too_many_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.0 TB/s are 12.95 bytes a clock and multiprocessor, beside 128 instructions."""
+    exact, slow, slower = (prediction(8, instructions=n) for n in (988, 1300, 1400))
+    assert exact.of_copy == pytest.approx(1, abs=1e-3)
+    line = "pool.cu: k<y>: 13.0 instructions a byte, 76% of a copy's bandwidth; 80% are needed"
+    assert occupancy.too_slow([exact, slow]) == [line]
+    monkeypatch.setattr(occupancy, "SLOW", {("pool", "", "k<y"): (75, "(why)")})
+    assert occupancy.too_slow([slow]) == []
+    assert occupancy.too_slow([slower]) == [
+        "pool.cu: k<y>: 14.0 instructions a byte, 71% of a copy's bandwidth; 75% are needed (why)"
+    ]
+
+
 @pytest.mark.parametrize(
     ("arch", "threads", "registers", "shared", "blocks"),
     [
@@ -98,9 +152,16 @@ def test_resident_blocks(arch: str, threads: int, registers: int, shared: int, b
     assert MULTIPROCESSORS[arch].resident(threads, registers, shared) == blocks
 
 
+def prediction(blocks: int, in_flight: int = 16, instructions: int = 0) -> occupancy.Prediction:
+    return occupancy.Prediction(
+        "pool", "k", "float16", "90", 32, 0, 256, blocks, 16, 16, in_flight, "k<x>",
+        _issue.Route(instructions, 100), "k<y>",
+    )  # fmt: skip
+
+
 def test_littles_law() -> None:
     (h200,) = (gpu for gpu in GPUS if gpu.name == "H200")
-    one = occupancy.Prediction("a", "b", "float16", "90", 32, 0, 256, 8, 16, 16, 2, "")
+    one = prediction(blocks=8, in_flight=2)
     assert one.warps == 64
     assert one.bytes == 4096
     # 4 KB on each of 132 multiprocessors, once a microsecond: 0.54 of 4.8 TB/s.
@@ -109,8 +170,7 @@ def test_littles_law() -> None:
 
 
 def test_too_few_bytes_are_told() -> None:
-    few = occupancy.Prediction("pool", "k", "float16", "90", 32, 0, 256, 7, 16, 16, 16, "k<x>")
-    enough = occupancy.Prediction("pool", "k", "float16", "90", 32, 0, 256, 8, 16, 16, 16, "k<x>")
+    few, enough = prediction(blocks=7), prediction(blocks=8)
     assert occupancy.too_few([few, enough]) == [
         "pool.cu: k<x>: 28 KB in flight on an sm_90 multiprocessor, 32 are needed"
     ]
@@ -133,6 +193,10 @@ def test_every_streaming_kernel_has_enough_in_flight(
     assert occupancy.too_few(predicted) == []
 
 
+def test_no_kernel_waits_for_its_instructions(predicted: list[occupancy.Prediction]) -> None:
+    assert occupancy.too_slow(predicted) == []
+
+
 def test_every_family_is_there(predicted: list[occupancy.Prediction]) -> None:
-    assert {(p.source, p.kernel) for p in predicted} == set(occupancy.STREAMS)
+    assert {(p.source, p.kernel) for p in predicted} == set(STREAMS)
     assert all(p.blocks > 0 and p.registers > 0 and p.in_flight > 0 for p in predicted)

@@ -125,3 +125,21 @@ def test_16_bit_conversions_are_those_of_torch(
     y = emulator.call("relu", x)
     assert isinstance(y, Tensor)
     torch.testing.assert_close(y, torch.relu(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_divisions_are_as_inexact_as_the_flags_allow(emulator: cuda_emulator.Emulator) -> None:
+    """softsign has one division, of numbers that are known: -2 to 2 ULP, in each run the same."""
+    if not emulator.c.emulator_is_inexact():
+        pytest.skip("only the code of x86-64 is given inexact divisions")
+    x = torch.linspace(-3, 3, 4096)
+    results = []
+    for order in cuda_emulator.ORDERS:
+        emulator.set_order(order)
+        y = emulator.call("softsign", x)
+        assert isinstance(y, Tensor)
+        results.append(y)
+    exact = x / (1 + x.abs())
+    off = results[0].view(torch.int32) - exact.view(torch.int32)
+    assert set(off.tolist()) == {-2, -1, 0, 1, 2}
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])

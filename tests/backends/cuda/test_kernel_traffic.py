@@ -198,7 +198,8 @@ NARROW: dict[tuple[str, str], float] = {
     ("few_bit backward", ""): 15.0,
     **{(f"max_pool2d {way}", layout): 1.6
        for way in ("forward", "backward") for layout in ("16 x 16", "14 x 14")},
-    ("max_pool2d backward", "channels_last"): 13.0,
+    ("max_pool2d backward", "16 x 16"): 4.0,
+    ("max_pool2d backward", "channels_last"): 14.0,
     **{(f"depthwise_conv {way}", layout): 2.0
        for way in ("forward", "backward") for layout in LAYOUTS if layout != "channels_last"},
     ("normalize_images", "16 x 16"): 12.0,

@@ -47,7 +47,16 @@ __forceinline__ uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w)
 }
 __forceinline__ void __stwb(uint2* p, uint2 value) { *p = value; }
 __forceinline__ void __stwb(uint4* p, uint4 value) { *p = value; }
-__forceinline__ float __frcp_rn(float x) { return 1.0f / x; }
+
+// ../arithmetic.cpp
+float emulated_expf(float x);
+float emulated_exp2f(float x);
+float emulated_reciprocal(float x);
+float emulated_quotient(float a, float b);
+float emulated_root(float x);
+#define expf emulated_expf
+#define exp2f emulated_exp2f
+__forceinline__ float __frcp_rn(float x) { return emulated_quotient(1.0f, x); }
 __forceinline__ uint64_t __umul64hi(uint64_t a, uint64_t b) {
   return uint64_t((unsigned __int128)(a)*b >> 64);
 }

@@ -1,0 +1,188 @@
+"""Instructions of a kernel for each byte that it moves, read from its machine code.
+
+A multiprocessor starts four instructions of a warp a clock, so a kernel of many instructions waits
+for these and not for memory. Branches depend on flags that the code does not show: of the ways
+that move the most bytes, as with all options, the one with the fewest instructions counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from _sass import Instruction, is_load, is_store, jump_target, pieces
+
+
+@dataclass(frozen=True)
+class Route:
+    """Instructions of one thread along a way, and the bytes that memory moves for it."""
+
+    instructions: float
+    bytes: float
+
+    @property
+    def each(self) -> float:
+        """Instructions a byte."""
+        return self.instructions / self.bytes
+
+
+class Flow:
+    """Control flow of one kernel.
+
+    Args:
+        code: its instructions.
+        moved: bytes that memory moves for each stored byte, where loads meet the caches; 0: a
+            load is as many bytes as it says.
+        by: the way passes an instruction whose name begins so, such as SHFL; "": any way.
+    """
+
+    def __init__(self, code: list[Instruction], moved: float = 0.0, by: str = "") -> None:
+        graph = pieces(code)
+        self.follows = _without_foreign_cases(code, graph)
+        self.order, self.back = _depth_first(self.follows)
+        begins = {code[begin].address: k for k, (begin, _, _) in enumerate(graph)}
+        self.cost = [0.0] * len(graph)
+        self.bytes = [0.0] * len(graph)
+        self.passes = [not by] * len(graph)
+        self.ends = {k for k, (_, end, _) in enumerate(graph) if code[end - 1].name == "EXIT"}
+        returns = {k for k, (_, end, _) in enumerate(graph) if code[end - 1].name.startswith("RET")}
+        calls: list[tuple[int, int]] = []
+        for k, (begin, end, _) in enumerate(graph):
+            for one in code[begin:end]:
+                self.cost[k] += one.name != "NOP"
+                if is_store(one):
+                    self.bytes[k] += one.bytes * (moved or 1.0)
+                elif is_load(one) and not moved:
+                    self.bytes[k] += one.bytes
+                self.passes[k] |= bool(by) and one.name.startswith(by)
+                called = jump_target(one) if one.name.startswith("CALL") else None
+                if called in begins:
+                    calls.append((k, begins[called]))
+        for k, begin in calls:
+            order, _ = _depth_first(self.follows, begin)
+            way = _busiest(self, begin, returns, order)
+            self.cost[k] += way.instructions if way else 0.0
+
+    def body(self, header: int) -> set[int]:
+        """The pieces of the loop that begins with this one."""
+        sources = [k for k, to in self.back if to == header]
+        before: dict[int, list[int]] = {}
+        for k, follows in enumerate(self.follows):
+            for to in follows:
+                before.setdefault(to, []).append(k)
+        inside, work = {header}, sources
+        while work:
+            k = work.pop()
+            if k not in inside:
+                inside.add(k)
+                work += before.get(k, [])
+        return inside
+
+
+def _without_foreign_cases(
+    code: list[Instruction], graph: list[tuple[int, int, list[int]]]
+) -> list[list[int]]:
+    """The pieces that follow each; of a jump by a table those alone that lie before the next one.
+
+    pieces() lets all such jumps go to all of their targets: so there would be no loop.
+    """
+    tables = [k for k, (_, end, _) in enumerate(graph) if code[end - 1].name.startswith("BRX")]
+    reached = {to for k, (_, _, all) in enumerate(graph) if k not in tables for to in all}
+    follows = [all for _, _, all in graph]
+    for k, later in zip(tables, [*tables[1:], len(graph)]):
+        cases = [to for to in follows[k] if to in reached or k < to <= later]
+        follows[k] = cases or follows[k]
+    return follows
+
+
+def _depth_first(
+    follows: list[list[int]], start: int = 0
+) -> tuple[list[int], set[tuple[int, int]]]:
+    """Pieces in an order in which jumps go forward, and the jumps that go back."""
+    order: list[int] = []
+    back: set[tuple[int, int]] = set()
+    state = {start: 1}
+    stack = [(start, iter(follows[start]))]
+    while stack:
+        k, rest = stack[-1]
+        to = next(rest, None)
+        if to is None:
+            state[k] = 2
+            order.append(k)
+            stack.pop()
+        elif to not in state:
+            state[to] = 1
+            stack.append((to, iter(follows[to])))
+        elif state[to] == 1:
+            back.add((k, to))
+    return order[::-1], back
+
+
+def _busiest(flow: Flow, start: int, ends: set[int], inside: Iterable[int]) -> Route | None:
+    """The way of fewest instructions among those that move the most bytes.
+
+    Args:
+        flow: the kernel's; the way goes through one of ``flow.passes``.
+        start: the piece where the ways begin.
+        ends: pieces that may be the last one.
+        inside: all pieces of the ways, in an order in which jumps go forward.
+    """
+    # By piece and whether the way has passed: bytes, less is more, and instructions.
+    best: dict[tuple[int, bool], tuple[float, float]] = {}
+    result: tuple[float, float] | None = None
+    allowed = set(inside)
+    for k in inside:
+        for passed in (False, True):
+            came = (0.0, 0.0) if k == start and not passed else best.get((k, passed))
+            if came is None:
+                continue
+            total = (came[0] - flow.bytes[k], came[1] + flow.cost[k])
+            has_passed = passed or flow.passes[k]
+            if k in ends and has_passed and (result is None or total < result):
+                result = total
+            for to in flow.follows[k]:
+                if (k, to) in flow.back or to not in allowed:
+                    continue
+                if (to, has_passed) not in best or total < best[to, has_passed]:
+                    best[to, has_passed] = total
+    return Route(result[1], -result[0]) if result else None
+
+
+def route(
+    code: list[Instruction], moved: float = 0.0, by: str = "", inner: int = 1,
+    turns: int | None = None,
+) -> Route:  # fmt: skip
+    """Instructions and bytes of a thread.
+
+    Args:
+        code, moved, by: as in :class:`Flow`.
+        inner: how often a thread goes through a loop that lies in another one.
+        turns: how often a thread goes through the loop in a usual call; what lies before and
+            behind the loop counts then. None: so often that the loop alone counts. 0: the loop is
+            for what is left over, and does not count.
+
+    Raises:
+        LookupError: no way moves a byte.
+    """
+    flow = Flow(code, moved, by)
+    best: Route | None = None
+    bodies = {to: flow.body(to) for _, to in flow.back} if turns != 0 else {}
+    for header, body in sorted(bodies.items(), key=lambda item: len(item[1])):
+        ends = {k for k, to in flow.back if to == header}
+        loop = _busiest(flow, header, ends, [k for k in flow.order if k in body])
+        if loop is None or not loop.bytes:
+            continue
+        if best is None or (loop.bytes, -loop.instructions) > (best.bytes, -best.instructions):
+            best = loop
+        # The loops around this one, which come later, go through it more than once.
+        flow.cost[header] += (inner - 1) * loop.instructions
+        flow.bytes[header] += (inner - 1) * loop.bytes
+    if best is not None and turns is None:
+        return best
+    whole = _busiest(flow, 0, flow.ends, flow.order)
+    if whole is None or not whole.bytes:
+        raise LookupError("no way through the kernel moves a byte")
+    if best is None:
+        return whole
+    more = (turns or 1) - 1
+    return Route(whole.instructions + more * best.instructions, whole.bytes + more * best.bytes)
