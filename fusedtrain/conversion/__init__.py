@@ -132,6 +132,8 @@ def convert(
     from ._trials import prove
 
     _check_module(model)
+    if isinstance(example_inputs, MemoryPlan):
+        raise TypeError("example_inputs: expected an example, got a MemoryPlan; pass memory=plan")
     plan = memory if isinstance(memory, MemoryPlan) else None
     if plan is not None:
         memory = "recompute"
@@ -141,8 +143,10 @@ def convert(
                 "dtypes or requires_grad); make one for this model with fusedtrain.plan_memory"
             )
     if not isinstance(memory, str) or memory not in MEMORY:
+        known = ", ".join(map(repr, MEMORY))
         raise ValueError(
-            f"memory: must be a MemoryPlan or one of {', '.join(map(repr, MEMORY))}, not {memory!r}"
+            f"memory: must be a MemoryPlan or one of {known}, not {memory!r}; "
+            "fusedtrain.plan_memory(model, example, 0.6) makes a plan"
         )
     compiled = vars(model).get("_compiled_call_impl") is not None  # by `model.compile()`
     if memory == "recompute" and (compiled or has_foreign_forward(model)):

@@ -8,6 +8,7 @@ makes inference convolutions (`_conv_act`), `fold_frozen_norms` is `_frozen`, `d
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def fold_conv_bn(
     weights of these follow load_state_dict and updates in place, but not writes through `.data`.
 
     Args:
-        model: in eval mode, at least the norms that are to be folded.
+        model: in eval mode, at least the norms that are to be folded; else a warning says so.
         example_inputs: a tensor, a shape, arguments or a function, as for
             :func:`fusedtrain.convert`. Both models are run on it and compared.
         verify: False: do not compare; or the inputs to compare with, instead of `example_inputs`.
@@ -136,6 +137,11 @@ def fold_conv_bn(
     report = FoldReport()
     with torch.no_grad():
         folded = _fold(folded, dims, report)
+    if not report.folded and any(norm.reason == _TRAINING for norm in report.left):
+        warnings.warn(
+            "fold_conv_bn folded no norm: they are in training mode. Call model.eval() first",
+            stacklevel=2,
+        )
     if fuse_activation:
         folded = _activations.fuse(folded, report)
         _activations.pack(folded, report)

@@ -38,6 +38,8 @@ __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
 _TRIES = 5  # of plans that are measured
 _STEPS = 3  # that are timed
+_FEW = 4096  # bytes: perhaps meant as percent
+_FRACTION = "a fraction of eager's peak is a float, such as 0.6"
 
 Loss = Callable[[Any], Tensor]
 
@@ -131,10 +133,19 @@ def plan_memory(
         search = Search(Simulator(measured))
         search.run(lambda done, of: show(f"choices, {done} of {of}"))
         limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
-        plan = _fitting(
-            search, limit, fixed if isinstance(allowed, int) else 0, show,
-            lambda chosen: _measured(twin, measured, chosen, begin, device),
-        )  # fmt: skip
+        try:
+            plan = _fitting(
+                search, limit, fixed if isinstance(allowed, int) else 0, show,
+                lambda chosen: _measured(twin, measured, chosen, begin, device),
+            )  # fmt: skip
+        except ValueError as error:
+            share = f"{search.least()[0] / max(eager, 1):.2f} of eager's {memory_text(eager)}"
+            hint = (
+                f" ({allowed} are bytes; {_FRACTION})"
+                if isinstance(allowed, int) and allowed < _FEW
+                else ""
+            )
+            raise ValueError(f"{error}. The lowest peak is {share}{hint}") from None
         chosen, outcome, peak = plan
         batch = _batch_of(begin().inputs)
         show("half of the example")
@@ -162,13 +173,13 @@ def _check(model: Any, loss: Any, optimizer: Any) -> None:
 def _bytes_of(budget: Any) -> int | float:
     """Bytes, or a fraction."""
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise TypeError(
-            f"budget: expected bytes, text as '4GiB', or a fraction, got {type(budget).__name__}"
-        )
+        order = "; the example comes before it" if isinstance(budget, Tensor) else ""
+        kind = type(budget).__name__
+        raise TypeError(f"budget: expected bytes, text as '4GiB', or a fraction, got {kind}{order}")
     if isinstance(budget, str):
         size = bytes_in(budget)
         if not size:
-            raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'")
+            raise ValueError(f"budget: {budget!r} is no size, like '800MB' or '4GiB'; {_FRACTION}")
         return size
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -158,6 +159,15 @@ def test_subclass_without_forward_folds() -> None:
     folded, report = fusedtrain.fold_conv_bn(model)
     assert len(report) == 1
     assert type(folded[0]) is OnlyNamed
+
+
+def test_a_model_in_training_mode_is_warned_of() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    with pytest.warns(UserWarning, match=r"folded no norm.*Call model.eval\(\) first"):
+        assert not fusedtrain.fold_conv_bn(model)[1].folded
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fusedtrain.fold_conv_bn(model.eval())[1].folded
 
 
 def test_verification() -> None:

@@ -250,11 +250,18 @@ def test_bytes_and_optimizer() -> None:
     [
         (TypeError, "model: expected", ("net", 3, 0.5), {}),
         (TypeError, "budget: expected", (None, None, None), {}),
+        (TypeError, "the example comes before", (None, 0.5, torch.ones(2)), {}),
         (TypeError, "budget: expected", (None, None, True), {}),
-        (ValueError, "budget: 'much' is no size", (None, None, "much"), {}),
+        (ValueError, "budget: '60%' is no size, .* a float, such as 0.6", (None, None, "60%"), {}),
+        (ValueError, "60 are bytes; a fraction .* a float", (None, None, 60), {}),
         (ValueError, "budget: a float is a fraction", (None, None, 1.5), {}),
         (ValueError, "budget: must be positive", (None, None, -4), {}),
-        (ValueError, "no plan needs less than .*backward of", (None, None, 0.01), {}),
+        (
+            ValueError,
+            r"no plan needs less than .*backward of .* lowest peak is 0\.\d\d of eager's",
+            (None, None, 0.01),
+            {},
+        ),
         (ValueError, "of these parameters", (None, None, "2kB"), {}),
         (TypeError, "example_inputs: expected", (None, 3, 0.5), {}),
         (TypeError, "loss: expected", (None, None, 0.5), {"loss": 3}),
@@ -278,7 +285,9 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     plan = plan_memory(model, x, 0.9)
     with pytest.raises(ValueError, match="memory: the plan was made for a model with other"):
         fusedtrain.convert(Convolutions(blocks=5), memory=plan)
-    with pytest.raises(ValueError, match="memory: must be a MemoryPlan or one of"):
+    with pytest.raises(TypeError, match="pass memory=plan"):
+        fusedtrain.convert(model, plan)
+    with pytest.raises(ValueError, match=r"memory: must be a MemoryPlan or one of .*plan_memory"):
         fusedtrain.convert(model, memory=3)  # type: ignore[arg-type]
     path = tmp_path / "plan.json"
     path.write_text("{}")
