@@ -125,12 +125,12 @@ def parts(m: Machine, whole: bool) -> dict[str, Part]:
     # On the CPU the benchmarks are a smoke test, which has no rival that is compiled.
     compiled = [_benchmark(m, "compile", family, "--only-compile") for family in FAMILIES]
     ordered = (
-        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 120),
-        Part("gpu", [Step("gpu", [*many, GPU_FILES], "cuda", environment=on_cuda)], 240),
-        Part("memcheck", [memcheck], 180, refused),
-        Part("rows", [_first(m)], 300, no_gpu),
-        Part("ncu", [_checks("ncu", "ncu")], 180, no_gpu),
-        Part("plans", [_checks("plans", "plan")], 300, no_gpu),
+        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 60),
+        Part("gpu", [Step("gpu", [*many, GPU_FILES], "cuda", environment=on_cuda)], 150),
+        Part("memcheck", [memcheck], 90, refused),
+        Part("rows", [_first(m)], 270, no_gpu),
+        Part("ncu", [_checks("ncu", "ncu")], 120, no_gpu),
+        Part("plans", [_checks("plans", "plan")], 180, no_gpu),
         Part("networks", bench[:NETWORKS], PART),
         Part("cuda", [Step("cuda", [*many, *files_of("cuda")], "cuda", environment=on_cuda)]),
         Part("triton", [

@@ -15,9 +15,7 @@ from helpers import ROOT
 
 SENTENCE, CELL = 30, 25  # words, at most
 GENERATED = {"docs/api.md", "docs/benchmarks.md", "docs/experiments.md"}
-REMAINING = {
-    "docs/gpu.md",
-}
+REMAINING: set[str] = set()
 FOLDERS = ("docs", "docs/recipes", "benchmarks/pages")
 GUIDES = [*(path for name in FOLDERS for path in (ROOT / name).glob("*.md")), ROOT / "README.md"]
 PAGES = sorted({path.relative_to(ROOT).as_posix() for path in GUIDES} - GENERATED)
