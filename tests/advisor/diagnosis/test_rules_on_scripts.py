@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[str, bool, list[str]]] = {
 
 # Rules whose fault no run on a CPU has, or whose fault is a matter of the clock: test_facts.py.
 BY_FACTS = {"loader-too-slow", "loader-not-pinned", "blocking-copy", "too-many-threads",
-            "slow-16-bit-convolutions"}  # fmt: skip
+            "slow-16-bit-convolutions", "memory-nearly-full"}  # fmt: skip
 
 # Rule: a script without the fault, where that is not healthy.py.
 WITHOUT = {

@@ -45,7 +45,7 @@ WIDE = {
     "backward_kernel<float>.*Slopes": "few_bit",
     "max_pool2d_kernel<__half, int, 3, true>": "pool",
     "max_pool2d_kernel<float, int, 2, true>": "pool",
-    "max_pool2d_backward_kernel<__nv_bfloat16, int, 2, true>": "pool",
+    "max_pool2d_backward_kernel<__nv_bfloat16, int, true>": "pool",
     "update_kernel.*OneRule.*Adam": "optimizer",
     "update_kernel.*OneRule.*Sgd": "optimizer",
 }
