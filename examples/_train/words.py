@@ -46,8 +46,8 @@ def result(
     """
     distance = max(curve_difference(mode, eager) for mode in (plain, again))
     losses = (
-        f"all checks above passed; single steps are up to {distance:.2g} from eager's, since "
-        "training amplifies rounding"
+        f"checks passed; single steps are up to {distance:.2g} from eager's, as rounding "
+        "grows in training"
     )
     kept = again.saved_bytes / eager.saved_bytes
     images = fitting_batch(again, eager, batch)
