@@ -144,6 +144,10 @@ def main(arguments: list[str] | None = None) -> int:
     site = options.site.resolve()
     if not (site / "index.html").exists():
         parser.error(f"there is no site in {site}: make docs")
+    pages = len(list(site.rglob("*.html")))
+    print(
+        f"site_check: links, tables, code and buttons of {pages} pages, half a minute", flush=True
+    )
     faults = broken_links(site)
     program = find()
     if program:
@@ -157,6 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print("site_check: no Chromium is installed; tables, code and buttons are not looked at")
     print(*faults, sep="\n", end="\n" * bool(faults))
+    print(f"site_check: {len(faults) or 'no'} faults")
     return int(bool(faults))
 
 
