@@ -13,8 +13,6 @@ from .._graph.kept import address_of
 from .._torch_private import pytree
 
 SHARE = 0.5  # of the memory that is available at the start: the limit for a step on the CPU
-
-
 _CGROUP = Path("/sys/fs/cgroup")  # of a container: its own
 
 

@@ -31,7 +31,7 @@ from ..conversion import convert, revert
 from ._meter import Meter
 from ._profile import Profile, Running, metered, profile, structure
 from ._search import Search
-from ._simulate import Simulator, peak_lines
+from ._simulate import Outcome, Simulator, peak_lines
 from ._timeline import timelines
 
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
@@ -133,19 +133,18 @@ def plan_memory(
         search = Search(Simulator(measured))
         search.run(lambda done, of: show(f"choices, {done} of {of}"))
         limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
-        try:
-            plan = _fitting(
-                search, limit, fixed if isinstance(allowed, int) else 0, show,
-                lambda chosen: _measured(twin, measured, chosen, begin, device),
-            )  # fmt: skip
-        except ValueError as error:
+        in_bytes = isinstance(allowed, int)
+        plan = _fitting(
+            search, limit, show,
+            lambda chosen: _measured(twin, measured, chosen, begin, device),
+        )  # fmt: skip
+        if plan is None:
             share = f"{search.least()[0] / max(eager, 1):.2f} of eager's {memory_text(eager)}"
-            hint = (
-                f" ({allowed} are bytes; {_FRACTION})"
-                if isinstance(allowed, int) and allowed < _FEW
-                else ""
+            hint = f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < _FEW else ""
+            raise ValueError(
+                f"budget: no plan needs less than {_least(search, fixed if in_bytes else 0)}. "
+                f"The lowest peak is {share}{hint}"
             )
-            raise ValueError(f"{error}. The lowest peak is {share}{hint}") from None
         chosen, outcome, peak = plan
         batch = _batch_of(begin().inputs)
         show("half of the example")
@@ -277,11 +276,10 @@ def _measured(
 def _fitting(
     search: Search,
     limit: int,
-    fixed: int,
     show: Callable[[str], None],
     measure: Callable[[tuple[bool, ...]], int],
-) -> Any:
-    """The fastest choice with a measured peak within the limit."""
+) -> tuple[tuple[bool, ...], Outcome, int] | None:
+    """The fastest choice with a measured peak within the limit; None without one."""
     target = limit
     for number in range(_TRIES):
         best = search.best(target)
@@ -298,11 +296,16 @@ def _fitting(
         if peak <= limit:
             return chosen, outcome, peak
         target = min(target, outcome.peak) - (peak - limit)
+    return None
+
+
+def _least(search: Search, fixed: int) -> str:
+    """The lowest peak, and what lives then."""
     least, place = search.least()
     among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
-    raise ValueError(
-        f"budget: no plan needs less than {memory_text(least + fixed)}{among}; that much lives at "
-        f"once in {place or 'the model itself'}. A smaller batch needs less"
+    return (
+        f"{memory_text(least + fixed)}{among}; that much lives at once in "
+        f"{place or 'the model itself'}. A smaller batch needs less"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._recompute import MemoryPlan
-from . import _fitting, _steps
+from . import _fitting, _least, _steps
 from ._profile import Profile, Running, profile, structure
 from ._search import Search
 from ._simulate import Outcome, Simulator, peak_lines
@@ -85,9 +85,10 @@ class BatchPlanner:
             )  # fmt: skip
 
         nothing = Outcome(0.0, 0, 0)
-        chosen, outcome, peak = _fitting(
-            search, limit, 0, show, lambda chosen: measure(made(chosen, nothing, 0))
-        )
+        fitting = _fitting(search, limit, show, lambda chosen: measure(made(chosen, nothing, 0)))
+        if fitting is None:
+            raise ValueError(f"budget: no plan needs less than {_least(search, 0)}")
+        chosen, outcome, peak = fitting
         first, second = zip(self._batches, (self._small, self._large))
         return replace(
             made(chosen, outcome, peak),

@@ -222,6 +222,21 @@ def test_an_exception_leaves_nothing_behind() -> None:
     model(x).sum().backward()
 
 
+def test_an_error_of_the_measured_step_is_the_models_own() -> None:
+    class Moody(Convolutions):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == 7:  # eager, two profiles, three that are timed, the plan's
+                raise ValueError("the model's own")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match=r"^the model's own$"):
+        plan_memory(Moody(), torch.randn(4, 3, 24, 24), 0.8)
+
+
 def test_smaller_budgets_have_smaller_peaks() -> None:
     model, x = made("convolutions")
     peaks, extra = [], []

@@ -239,8 +239,8 @@ RULES = (
         "memory-nearly-full",
         "memory is nearly full",
         "the most bytes in use at once, from 80 % of the memory of the GPU or the machine on",
-        "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of the "
-        "memory; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
+        "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of its "
+        "peak; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
         nearly_full,
     ),
     Rule(

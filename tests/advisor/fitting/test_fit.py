@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fusedtrain
+from fusedtrain._torch_private import compiled_within
 from fusedtrain.advisor.fitting import FitRow, _trainer
 from fusedtrain.advisor.fitting._affine import largest_fitting, predicted
 from fusedtrain.advisor.fitting._checkpoint import (
@@ -226,3 +227,20 @@ def test_rivals_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budgets == list(_trainer.COMPILED.values())
     for way in ("eager", *_trainer.COMPILED):
         assert curve[way].peak == report.rows[0].peak
+
+
+@pytest.mark.slow
+def test_each_budget_of_torch_compile_has_code_of_its_own() -> None:
+    layers = [(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)]
+    model, x = nn.Sequential(*sum(layers, ())), torch.randn(512, 64)
+    peaks, gradients = [], []
+    for budget in (1.0, 0.5):
+        compiled = compiled_within(model, budget)
+        for _ in range(2):  # the first step compiles
+            model.zero_grad()
+            with Meter(torch.device("cpu")) as meter:
+                compiled(x).sum().backward()
+        peaks.append(meter.peak)
+        gradients.append([p.grad for p in model.parameters()])
+    assert peaks[1] < 0.9 * peaks[0]
+    torch.testing.assert_close(*gradients)
