@@ -178,7 +178,8 @@ def visible_devices() -> list[int] | list[str]:
 
 def compiled_within(model: nn.Module, budget: float) -> Callable[..., Any]:
     """The model compiled by Inductor for an `activation_memory_budget`: 1 stores what backward
-    needs, 0 recomputes all. A backend of its own: code of another budget is not taken."""
+    needs, 0 recomputes all. A backend of its own: code of another budget is not taken. A code
+    object of its own: Dynamo keeps 8 variants of one, and runs what more there are eagerly."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -186,5 +187,9 @@ def compiled_within(model: nn.Module, budget: float) -> Callable[..., Any]:
         with config.patch(activation_memory_budget=budget):
             return compile_fx(graph, inputs)
 
-    compiled: Callable[..., Any] = torch.compile(model, backend=backend)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    compiled: Callable[..., Any] = torch.compile(call, backend=backend)
     return compiled
