@@ -162,7 +162,7 @@ class Contestant:
     _averages: list[Tensor] = field(default_factory=list)
 
     def averages(self) -> list[Tensor]:
-        """The averaged weights, none for a job without."""
+        """The averaged weights, of a job with "ema"."""
         if isinstance(self.optimizer, fusedtrain.optim.FusedOptimizer):
             return [average for _, average in self.optimizer.averaged_parameters()]
         return self._averages

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._graph.warning import level_outside
 from ..reference.split_weights import CORRECTIONS
 from ..reference.state_codes import is_codes
 from ..reference.stochastic_rounding import seed_after
@@ -150,6 +152,9 @@ class Checkpoints(Releases, Reports):
 
         torch casts states to the parameter's dtype, which cuts float32 states of 16-bit parameters.
 
+        Averages that the dict lacks start at the parameters of the next step, with a UserWarning if
+        the dict has steps. So do masters: without masters the 16-bit parameters were the weights.
+
         Raises:
             ValueError: the dict is of another optimizer, or of no optimizer. Nothing is changed.
         """
@@ -235,6 +240,12 @@ class Checkpoints(Releases, Reports):
                     self.state[p][name] = value.to(p.device, copy=True)
                 elif isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[p][name] = value.to(self._dtype_of(name, p), copy=True).to(p.device)
+        if self.ema_decay is not None and any(map(_lacks_average, self.state.values())):
+            warnings.warn(
+                f"{type(self).__name__}: the loaded state has steps but no averages. Those of "
+                f"ema_decay={self.ema_decay} start at the parameters of the next step",
+                stacklevel=level_outside(),
+            )
         self._name_copies()
 
     def _dtype_of(self, name: str, p: Tensor) -> torch.dtype:
@@ -303,6 +314,16 @@ def _is_missing(value: Any) -> bool:
     """Whether a value is the empty dictionary that torch has for a state that a flattened dict
     lacks. It looks for the states of the loading optimizer: scales of codes, say."""
     return isinstance(value, dict) and not value
+
+
+def _lacks_average(p_state: Any) -> bool:
+    """Whether a loaded state of a parameter has steps, and no average of them."""
+    if not isinstance(p_state, dict) or p_state.get("ema") is not None:
+        return False
+    if "step" in p_state:  # Adagrad has states before its first step
+        step = torch.as_tensor(p_state["step"])
+        return bool(step.is_meta or step > 0)
+    return any(isinstance(value, Tensor) for value in p_state.values())
 
 
 def _without_momentum(p_state: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,14 @@ from ._distributed import local
 
 _WORDS = {"lr": "learning rate", "eps": "epsilon value"}
 _TWO = "expected two numbers, such as (0.9, 0.999)"
+# Keywords of torch's optimizers: why an optimizer that lacks one needs none.
+_FUSED = "leave it out, since the step is fused in any case"
+_NOT_TAKEN = {
+    "foreach": _FUSED,
+    "fused": _FUSED,
+    "capturable": "leave it out, since a CUDA graph can capture any step",
+    "differentiable": "leave it out, since no fused step is differentiable; torch.optim has it",
+}
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
@@ -46,6 +55,19 @@ def two(betas: tuple[float, float]) -> tuple[float, float]:
     except (TypeError, ValueError) as error:
         raise type(error)(f"betas: {_TWO}, got {betas!r}") from None
     return beta1, beta2
+
+
+def check_keywords(kind: str, keywords: Iterable[str], known: Collection[str]) -> None:
+    """Raises TypeError for the first keyword that an optimizer, `kind`, does not know."""
+    for name in keywords:
+        if name not in known:
+            alike = difflib.get_close_matches(name, known, n=1)
+            advice = _NOT_TAKEN.get(name) or (
+                f"did you mean {alike[0]!r}?" if alike else f"it takes {', '.join(known)}"
+            )
+            raise TypeError(
+                f"{kind}.__init__() got an unexpected keyword argument {name!r}: {advice}"
+            )
 
 
 def check_arguments(values: Mapping[str, Any], not_negative: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.split_weights import CORRECTIONS
-from ._checks import check_arguments, warn_of_rounding
+from ._checks import check_arguments, check_keywords, warn_of_rounding
 from ._codes import Q8
 from ._distributed import check_sharding, first_seed
 from ._plan import Needs, Numbers, Store
@@ -227,6 +227,7 @@ class Options(torch.optim.Optimizer):
         """Checks the arguments of a constructor, its ``locals()``, and constructs torch's part."""
         options = arguments["options"]
         values = {k: v for k, v in arguments.items() if k not in ("self", "options")}
+        check_keywords(type(self).__name__, options, list({**values, **DEFAULTS}))
         check_arguments(values, () if self._of_torch else self._not_negative)
         if self._of_torch:
             super().__init__(**values)
@@ -236,11 +237,6 @@ class Options(torch.optim.Optimizer):
         self._set_options({**options, **{k: v for k, v in values.items() if k in DEFAULTS}})
 
     def _set_options(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name not in DEFAULTS:
-                raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument '{name}'"
-                )
         merged = {**DEFAULTS, **options}
         check_options(merged)
         for group in self.param_groups:

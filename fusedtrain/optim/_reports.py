@@ -116,8 +116,16 @@ class Reports(Options):
         """Each parameter, and its moving average by ``ema_decay``.
 
         Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
+
+        Raises:
+            RuntimeError: ``ema_decay`` is None, and no parameter has an average of earlier steps.
         """
         averages = [(p, self.state.get(p, {}).get("ema")) for p in self._all_params()]
+        if self.ema_decay is None and all(average is None for _, average in averages):
+            raise RuntimeError(
+                f"{type(self).__name__} has no averages: pass ema_decay=0.999 to it, or another "
+                "decay. Averages start at the parameters of the next step"
+            )
         return [(p, p if average is None else average) for p, average in averages]
 
     @contextmanager
@@ -126,8 +134,6 @@ class Reports(Options):
 
         A step within raises RuntimeError: it would update the averages, and be undone at the end.
         """
-        if self.ema_decay is None:
-            raise RuntimeError("swap_averages needs an optimizer with ema_decay")
         pairs = [(p, average) for p, average in self.averaged_parameters() if average is not p]
         self._follow_parameters()
         every = [store.versions for store in self._stores.values()]

@@ -49,6 +49,25 @@ def test_wrong_options(make: Callable[[Tensor], Any], exception: type, words: st
     assert torch.equal(p, torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("name", "keyword", "words"),
+    [
+        ("AdamW", "weight_decy", r"did you mean 'weight_decay'\?$"),
+        ("AdamW", "master_weight", r"did you mean 'master_weights'\?$"),
+        ("LAMB", "max_norm", r"did you mean 'max_grad_norm'\?$"),
+        ("SGD", "capturable", "leave it out, since a CUDA graph can capture any step$"),
+        ("Lion", "fused", "leave it out, since the step is fused in any case$"),
+        ("NAdamW", "differentiable", "leave it out.*torch.optim has it$"),
+        ("SGD", "ro", "it takes params, lr, momentum, .*, state_dtype, .*stochastic_rounding$"),
+    ],
+)
+def test_unknown_keywords(name: str, keyword: str, words: str) -> None:
+    """Python's message names the wrong keyword alone. The advice comes before other complaints."""
+    message = rf"^{name}.__init__\(\) got an unexpected keyword argument '{keyword}': {words}"
+    with pytest.raises(TypeError, match=message):
+        getattr(optim, name)([parameter()], lr=-1.0, **{keyword: True})
+
+
 def test_options_set_later_are_checked_and_used() -> None:
     p = parameter()
     optimizer = optim.SGD([p], lr=1.0)
@@ -113,6 +132,51 @@ def test_a_step_within_averages_is_refused() -> None:
     with pytest.raises(KeyError), optimizer.swap_averages():
         raise KeyError
     optimizer.step()
+
+
+def test_averages_that_nobody_keeps() -> None:
+    """The parameters themselves passed for averages."""
+    p = parameter()
+    optimizer = optim.AdamW([p])
+    optimizer.step()
+    message = "^AdamW has no averages: pass ema_decay=0.999"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.averaged_parameters()
+    with pytest.raises(RuntimeError, match=message), optimizer.swap_averages():
+        pass
+    optimizer.ema_decay = 0.5
+    assert optimizer.averaged_parameters()[0][1] is p  # before the first step
+    optimizer.step()
+    average = optimizer.averaged_parameters()[0][1]
+    assert not torch.equal(p, average)
+    optimizer.ema_decay = None  # what earlier steps have averaged stays
+    assert optimizer.averaged_parameters()[0][1] is average
+    with optimizer.swap_averages():
+        assert torch.equal(p, average)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_a_checkpoint_with_steps_and_no_averages_warns(name: str) -> None:
+    """The averages start at the parameters, in silence; nothing is lost before a first step."""
+    p, q = parameter(), parameter()
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    stock = getattr(torch.optim, name)([q], lr=0.25, **options)
+    optimizer = getattr(optim, name)([p], lr=0.5, ema_decay=0.75, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(stock.state_dict())
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        getattr(optim, name)([q], **options).load_state_dict(optimizer.state_dict())
+    stock.step()
+    with pytest.warns(UserWarning, match=f"^{name}: .*steps but no averages.*ema_decay=0.75") as w:
+        optimizer.load_state_dict(stock.state_dict())
+    assert len(w) == 1
+    assert w[0].filename == __file__
+    with torch.no_grad():
+        p.fill_(8.0)  # as a model's checkpoint that is loaded later
+    optimizer.step()
+    torch.testing.assert_close(optimizer.averaged_parameters()[0][1], 0.75 * 8.0 + 0.25 * p)
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -20,6 +20,7 @@ from ._rule import (
 
 _FASTER = 1.25  # on copies, where the clock is noisy
 _SHARE = 0.02  # of a step
+_ALONE = "the step alone: unscaling, clipping and zeroing are not timed"
 HAVE_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # of torch.optim
 
 
@@ -38,7 +39,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
             yield rule.finding(
                 optimizer.site,
                 f"{what}, {memory_text(optimizer.bytes)} of parameters: "
-                f"{of_a_step(optimizer.seconds, facts)}",
+                f"{of_a_step(optimizer.seconds, facts)}; {_ALONE}",
                 optimizer.seconds,
                 Cost(AT_MOST, of_a_step(optimizer.seconds, facts), optimizer.seconds),
                 changes=_fused(optimizer),
@@ -63,7 +64,7 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
     yield rule.finding(
         optimizer.site,
         f"{what}: {of_a_step(optimizer.seconds, facts)}; on copies of the parameters "
-        f"{time_text(timing.now)}, {listed}",
+        f"{time_text(timing.now)}, {listed}; {_ALONE}",
         timing.now / times[best],
         Cost(MEASURED, of_a_step(gain, facts), gain),
         remedy,
@@ -97,8 +98,8 @@ RULES = (
     Rule(
         "slow-optimizer",
         "an optimizer that is not fused",
-        "the optimizer's class and options; its step is timed on copies of the parameters beside "
-        "torch's fused=True and fusedtrain's",
+        "the optimizer's class and options; its step alone is timed on copies of the parameters "
+        "beside torch's fused=True and fusedtrain's",
         "Pass fused=True, or take the class of the same name of fusedtrain.optim.",
         slow_optimizer,
         ("timing",),

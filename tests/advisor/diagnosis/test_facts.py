@@ -141,6 +141,14 @@ def test_optimizer_gain_is_a_share_of_the_measured_step() -> None:
     assert finding.changes[0].names == ("AdamW", "fusedtrain.optim.AdamW")
 
 
+@pytest.mark.parametrize("timing", [None, Timing(now=4e-3, torch_fused=1e-3)])
+def test_an_optimizers_time_says_what_it_leaves_out(timing: Timing | None) -> None:
+    """The script may unscale, clip and zero around the step, which fusedtrain's class does too."""
+    (finding,) = decide(gpu(optimizers=[replace(ADAM, timing=timing)])).findings
+    words = "the step alone: unscaling, clipping and zeroing are not timed"
+    assert finding.evidence.endswith(words)
+
+
 def test_an_assumed_gpu_measures_nothing() -> None:
     facts = gpu(assumed=True, syncs=[Event(LINE, ".item()", 2, seconds=1.0)])
     (finding,) = decide(facts).findings
