@@ -61,7 +61,7 @@ def setup(settings: Settings) -> str:
     what = "kernels on the GPU" if settings.device == "cuda" else "operators on the CPU"
     return (
         f"ResNet-18 for 32 px (width {chosen.width}) on random images, batch {chosen.batch},"
-        f" channels_last, SGD with momentum; times of {what} in a window of"
+        f" channels_last, SGD with momentum. Times of {what} in a window of"
         f" {steps(settings)} steps after a warm-up, by torch.profiler. For each run the {TOP}"
         " operators with most time follow. Shares are of the time in which something runs."
         " A gradient's element is lost if the element is 0 and in float32 is not."
@@ -186,7 +186,7 @@ def _moves(numbers: Numbers) -> Verdict:
         if slower
         else "convolutions keep their share of the time"
     )
-    return Verdict(False, f"{words}: {reason}.")
+    return Verdict(False, f"{words}; {reason}.")
 
 
 def _scaler(numbers: Numbers) -> Verdict:

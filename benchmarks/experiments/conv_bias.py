@@ -145,10 +145,10 @@ def _useless(runs: Mapping[str, Run]) -> Verdict:
     }
     if not off or BIAS not in runs:
         return Verdict(None, "Outputs were not compared.")
-    words = "; ".join(f"{who}: {ppm:.2g} ppm" for who, ppm in off.items())
+    words = ", ".join(f"{who}: {ppm:.2g} ppm" for who, ppm in off.items())
     gradient = runs[BIAS].numbers.get("gradient", float("nan"))
     words = (
-        f"Outputs differ by {words}; the gradient of the biases is {gradient:.2g} ppm of that of "
+        f"Outputs differ by: {words}; the gradient of the biases is {gradient:.2g} ppm of that of "
         "the weights"
     )
     if max(off.values()) < USELESS:

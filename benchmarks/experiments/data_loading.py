@@ -283,9 +283,9 @@ def _setup(settings: Settings) -> str:
     what = "JPEG files, decoded by PIL," if has_pil() else "bytes (PIL, which decodes, is missing)"
     return (
         f"{size.batch * size.batches} images of {size.stored} x {size.stored} as {what} cropped, "
-        f"resized to {size.pixels} x {size.pixels}, flipped and normalised one by one; batch "
-        f"{size.batch}; a network of 3 convolutions (from {size.channels} channels) trains on them "
-        f"in float32; {os.cpu_count()} cores, {torch.get_num_threads()} threads in training. Gains "
+        f"resized to {size.pixels} x {size.pixels}, flipped and normalised one by one. Batch "
+        f"{size.batch}. A network of 3 convolutions (from {size.channels} channels) trains on them "
+        f"in float32. {os.cpu_count()} cores, {torch.get_num_threads()} threads in training. Gains "
         "are over no workers."
     )
 

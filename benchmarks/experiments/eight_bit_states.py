@@ -343,12 +343,12 @@ def _setup(settings: Settings) -> str:
     )
     return (
         f"ResNet-18 ({s.width} to {8 * s.width} channels) and a ViT (2 blocks of {8 * s.width} "
-        f"channels, 16 tokens) on {s.images} images for training of {names}, {s.epochs} epochs, "
+        f"channels, 16 tokens) on {s.images} images for training of {names}. {s.epochs} epochs, "
         f"batch {s.batch}, {s.seeds} seeds of weights and order. Parameters and gradients are "
         f"bfloat16, the forward is in float32 with the values of the parameters. Warm-up, then a "
         f"cosine; largest rates, of ResNet and ViT, not tuned: {rates}. Losses are means of the "
         f"quarters of a training, geometric over seeds. The spread is {DEVIATIONS:g} deviations "
-        f"over seeds of a float32 run, pooled over the optimizers of a network and data set; +- is "
+        f"over seeds of a float32 run, pooled over the optimizers of a network and data set. +- is "
         f"the standard error of a mean over seeds and optimizers. "
         f"Parameters of fewer than 4096 elements keep float32 states."
     )

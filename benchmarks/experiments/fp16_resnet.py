@@ -89,7 +89,7 @@ def _judge(measured: Mapping[str, Run], network: str) -> Verdict:
         return Verdict(True, f"{words}.")
     if speed["most"] < 1:
         reason = "the 16-bit convolutions of this device are slower than those of float32"
-        return Verdict(False, f"{words}: {reason}.")
+        return Verdict(False, f"{words}; {reason}.")
     if not saves:
         return Verdict(False, f"{words}: the masters cost more than the activations save.")
     return Verdict(None, f"{words}: the interval of the speed includes 1.")
@@ -109,8 +109,8 @@ EXPERIMENT = Experiment(
     },
     claims=[
         Claim(
-            "ResNet-18 at batch 128 takes 10 s an epoch in half precision instead of 15 s, and "
-            "1,500 MB instead of 2,000.",
+            "ResNet-18, batch 128, half precision: 10 s an epoch instead of 15 s, 1,500 MB "
+            "instead of 2,000.",
             _WHERE,
             {
                 "ResNet-18, float32": {"epoch": 15, "mb": 2000},
@@ -118,8 +118,8 @@ EXPERIMENT = Experiment(
             },
         ),
         Claim(
-            "ResNet-50 at batch 512 takes 27 s an epoch in half precision instead of 57 s, and "
-            "11,727 MB instead of 21,000.",
+            "ResNet-50, batch 512, half precision: 27 s an epoch instead of 57 s, 11,727 MB "
+            "instead of 21,000.",
             _WHERE,
             {
                 "ResNet-50, float32": {"epoch": 57, "mb": 21000},

@@ -224,9 +224,9 @@ def _setup(settings: Settings) -> str:
     factors = ", ".join(f"{factor:g}" for factor in FACTORS)
     return (
         f"ResNet-8 ({s.width} to {4 * s.width} channels) after fusedtrain.convert, at most "
-        f"{s.images} real images of {s.pixels} pixels (Fashion-MNIST, or scikit-learn's digits), "
+        f"{s.images} real images of {s.pixels} pixels (Fashion-MNIST, or scikit-learn's digits). "
         f"{s.epochs} epochs, batches of {s.small} and {s.large}, warm-up over {WARM_UP:.0%} of the "
-        f"steps, then a cosine. Each tries {factors} of a rate of {rates}; a tenth of the images "
+        f"steps, then a cosine. Each tries {factors} of a rate of {rates}. A tenth of the images "
         f"for training chooses with one seed, {s.seeds} seeds are tested."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -206,9 +207,16 @@ def _section(experiment: Experiment, results: Sequence[Result]) -> Iterator[str]
 
 
 def _bold(words: str) -> str:
-    """The head of a verdict is bold; the bold text begins before these words."""
+    """The head of a verdict is bold; the bold text begins before these words. Parts of the reason
+    between semicolons are sentences, so that the page is short to read."""
     head, _, reason = words.partition(": ")
-    return f"{head[0].upper()}{head[1:]}:** {reason}"
+    sentences = (_capital(part) for part in (head, *reason.rstrip(".").split("; ")))
+    return f"{next(sentences)}:** {'. '.join(sentences)}."
+
+
+def _capital(text: str) -> str:
+    """With a capital letter, where the first word is no name of code."""
+    return re.sub(r"^[a-z]+(?=[ ,:]|$)", lambda word: word[0].capitalize(), text)
 
 
 def _escaped(text: str) -> str:

@@ -225,12 +225,12 @@ EXPERIMENT = Experiment(
     },
     claims=(
         Claim(
-            "A loss kept after backward (total_loss += loss) keeps its graph: memory grows each "
-            "step until it is exhausted.",
+            "A loss kept after backward (total_loss += loss) keeps its graph: memory grows until "
+            "it is exhausted.",
             "PyTorch FAQ, 'My model reports cuda runtime error(2): out of memory'; no number",
         ),
         Claim(
-            "A loss kept without backward, as in a validation without no_grad, keeps its graph: "
+            "A loss kept without backward, as in validation without no_grad, keeps its graph: "
             "memory grows by the graph each step.",
             "guides to PyTorch; no number, no device",
         ),

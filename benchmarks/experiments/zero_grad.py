@@ -134,16 +134,16 @@ EXPERIMENT = Experiment(
     claims=(
         *(
             Claim(
-                "zero_grad(set_to_none=True) saves a memset for each parameter, and backward "
-                f"writes where it would have read and added ({of}).",
+                "zero_grad(set_to_none=True) saves memsets, and backward writes where it would "
+                f"have read and added ({of}).",
                 "PyTorch performance tuning guide; no number, no device",
             )
             for of in (LARGE, SMALL)
         ),
         *(
             Claim(
-                "Gradients that must stay where they are cost less if the fused step zeroes them "
-                f"than by a memset ({of}).",
+                "Gradients that must stay cost less zeroed by the fused step than by a memset "
+                f"({of}).",
                 "fusedtrain, docs/optimizers.md; no number",
             )
             for of in (LARGE, SMALL)
