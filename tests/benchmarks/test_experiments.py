@@ -414,6 +414,11 @@ def test_the_pages() -> None:
         "{{ experiments }}", experiments[:1], [{"one": result_of("cpu", verdicts=[])}]
     )
     assert "stopped before its end" in cut["experiments/one.md"]
+    parts = [Verdict(False, "digits: 2 of 3; torch.compile: 4; slower"), VERDICTS[1]]
+    one = page.render(
+        "{{ experiments }}", experiments[:1], [{"one": result_of("cpu", verdicts=parts)}]
+    )
+    assert ":** Digits: 2 of 3. torch.compile: 4. Slower.\n" in one["experiments/one.md"]
     with pytest.raises(ValueError, match="one line"):
         page.render("# Title\n", experiments, devices)
 
