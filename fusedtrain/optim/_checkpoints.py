@@ -153,7 +153,8 @@ class Checkpoints(Releases, Reports):
         torch casts states to the parameter's dtype, which cuts float32 states of 16-bit parameters.
 
         Averages that the dict lacks start at the parameters of the next step, with a UserWarning if
-        the dict has steps. So do masters: without masters the 16-bit parameters were the weights.
+        the dict has steps. Masters start there without one, since nothing is lost: the 16-bit
+        parameters were the weights.
 
         Raises:
             ValueError: the dict is of another optimizer, or of no optimizer. Nothing is changed.
