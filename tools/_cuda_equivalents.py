@@ -68,11 +68,6 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "plan.columns = inner / (plan.wide ? kLanes : 1) <= kWarp && channels > 1;",
             "plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels >= 1;",
         ),
-        ("images.cu", "run"): (
-            "const int64_t elements = call.samples * 2 * call.pixels * (call.y_last ? call.channels"
-            " : 1);",
-            "const bool loads = aligned(call.x) || (call.y_last && false && !call.x_last);",
-        ),
         ("optimizers.cu", "aligned"): (
             "return dtype != Dtype::kFloat64 && reinterpret_cast<uintptr_t>(data) % (4 * 2 *"
             " bytes_of(dtype)) == 0;",

@@ -148,9 +148,19 @@ def _busiest(flow: Flow, start: int, ends: set[int], inside: Iterable[int]) -> R
     return Route(result[1], -result[0]) if result else None
 
 
+def _cheapest(flow: Flow) -> dict[int, float]:
+    """Instructions before each piece, along the way of the fewest."""
+    before = {0: 0.0}
+    for k in flow.order:
+        for to in flow.follows[k]:
+            if k in before and (k, to) not in flow.back:
+                before[to] = min(before.get(to, before[k] + flow.cost[k]), before[k] + flow.cost[k])
+    return before
+
+
 def route(
     code: list[Instruction], moved: float = 0.0, by: str = "", inner: int = 1,
-    turns: int | None = None,
+    turns: int | None = None, fewest: int = 0,
 ) -> Route:  # fmt: skip
     """Instructions and bytes of a thread.
 
@@ -160,12 +170,15 @@ def route(
         turns: how often a thread goes through the loop in a usual call; what lies before and
             behind the loop counts then. None: so often that the loop alone counts. 0: the loop is
             for what is left over, and does not count.
+        fewest: how often a thread goes through the loop at least, on a small tensor: these share
+            what the cheapest way to the loop costs. 0: so often that the way does not count.
 
     Raises:
         LookupError: no way moves a byte.
     """
     flow = Flow(code, moved, by)
     best: Route | None = None
+    before = _cheapest(flow)
     bodies = {to: flow.body(to) for _, to in flow.back} if turns != 0 else {}
     for header, body in sorted(bodies.items(), key=lambda item: len(item[1])):
         ends = {k for k, to in flow.back if to == header}
@@ -173,12 +186,12 @@ def route(
         if loop is None or not loop.bytes:
             continue
         if best is None or (loop.bytes, -loop.instructions) > (best.bytes, -best.instructions):
-            best = loop
+            best, lead = loop, before[header] / fewest if fewest else 0.0
         # The loops around this one, which come later, go through it more than once.
         flow.cost[header] += (inner - 1) * loop.instructions
         flow.bytes[header] += (inner - 1) * loop.bytes
     if best is not None and turns is None:
-        return best
+        return Route(best.instructions + lead, best.bytes)
     whole = _busiest(flow, 0, flow.ends, flow.order)
     if whole is None or not whole.bytes:
         raise LookupError("no way through the kernel moves a byte")

@@ -45,8 +45,10 @@ STREAMS = {
     ("bias_act", "columns_kernel"): Stream(_WIDE, 1, 1),
     ("few_bit", "forward_kernel"): Stream("", 1, 1),
     ("few_bit", "backward_kernel"): Stream("", 1, 1),
-    ("images", "to_planes_kernel"): Stream(r"true, (true|false), \d>\(", 1, 1),
-    ("images", "to_last_kernel"): Stream(r"true, (true|false)>\(", 1, 1),
+    ("images", "three_channels_kernel"): Stream("", 1, 1),
+    # The layout stays. Their other variants are for a number of channels that is not three.
+    ("images", "to_planes_kernel"): Stream("true, false>", 1, 1),
+    ("images", "to_last_kernel"): Stream("true, true>", 1, 1),
     ("optimizers", "measure_kernel"): Stream("", 1, 1),
     ("optimizers", "measure_units_kernel"): Stream("", 1, 1),
     ("optimizer_update", "update_kernel"): Stream("OneRule", 1, 1),
@@ -106,10 +108,12 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
     # Codes of 2 bits, and the instructions of those of 8, whose stores are more.
     ("few_bit", "forward", ""): {"moved": 4.25 / 3, "inner": 2},
     ("few_bit", "backward", ""): {"moved": 4.25 / 2},
-    ("batch_norm_normalise", "", ""): {"moved": 3, "inner": 4},
-    ("batch_norm_reduce", "", ""): {"inner": 2},
-    ("batch_norm_grad_input", "", ""): {"inner": 2},
-    ("batch_norm_restore", "", ""): {"moved": 2, "inner": 4},
+    ("images", "", ""): {"moved": 1.5},  # 16 bits
+    # A thread has four vectors at least (kFewestVectors): a turn of four, or two turns.
+    ("batch_norm_normalise", "", ""): {"moved": 3, "inner": 4, "fewest": 1},
+    ("batch_norm_reduce", "", ""): {"inner": 2, "fewest": 2},
+    ("batch_norm_grad_input", "", ""): {"inner": 2, "fewest": 2},
+    ("batch_norm_restore", "", ""): {"moved": 2, "inner": 4, "fewest": 1},
     # Windows of stride 2, 16 bits: four inputs and a code an output. A loop is for the last ones.
     (*_POOL, "int, 2, "): {"moved": 10.25 / 2.25, "turns": 0},
     (*_POOL, "int, 3, "): {"moved": 10.5 / 2.5, "turns": 0},
@@ -120,8 +124,6 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
-    ("images", "to_last", ""): (60, "(47 instructions an element of 3 bytes, not yet mended)"),
-    ("bias_act", "", "<Gelu.*true>, true>"): (65, "(ten rounds of Philox for four elements)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         50, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),
@@ -151,7 +153,10 @@ TIMED = {
     ],
     ("few_bit", _FORWARD): [("few_bit", "forward_kernel")],
     ("few_bit", "backward"): [("few_bit", "backward_kernel")],
-    ("images", _FORWARD): [("images", "to_planes_kernel"), ("images", "to_last_kernel")],
+    ("images", _FORWARD): [
+        ("images", "three_channels_kernel"), ("images", "to_planes_kernel"),
+        ("images", "to_last_kernel"),
+    ],
     ("pool", _FORWARD): [("pool", "max_pool2d_kernel")],
     ("pool", _BOTH): [
         ("pool", "max_pool2d_kernel"), ("pool_backward", "max_pool2d_tiles_kernel"),

@@ -1,7 +1,7 @@
 // Bindings of activations for all backends: check, lay out, allocate and run a call.
 //
 // A Backend is made for one call, on the device of a tensor, and has
-//   static Tensor new_output(const Tensor& model);            fresh memory, as empty_like
+//   static Tensor prepared(Tensor output);                    fresh memory, made ready
 //   static bool on_device(const Tensor&);                     whether its kernels can take it
 //   void pointwise(const Call&, int64_t n) const;             ops/pointwise.h, every element
 #pragma once
@@ -35,7 +35,7 @@ struct Activations {
   static Tensor forward(int op, const Tensor& input, double a = 0, double b = 0) {
     const Dtype dtype = dtype_of(input, kPointwiseNames[op], "input");
     const Backend backend(input);
-    Tensor output = Backend::new_output(input);
+    Tensor output = new_output<Backend>(input);
     // empty_like keeps the strides of a dense input. Another one is copied first, and then the
     // output is worked on in place.
     const bool copied = !is_dense(input);
@@ -61,7 +61,7 @@ struct Activations {
     const Dtype dtype = dtype_of(saved, name, "saved");
     check_same(grad, saved, name, "grad", "saved");
     const Backend backend(saved);
-    Tensor grad_input = Backend::new_output(saved);
+    Tensor grad_input = new_output<Backend>(saved);
     const Tensor s = dense_like(saved, grad_input), g = dense_like(grad, grad_input);
     backend.pointwise(
         PointwiseBackward{op, dtype, read_data(g), read_data(s), write_data(grad_input), {a, b}},

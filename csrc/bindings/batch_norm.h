@@ -1,9 +1,7 @@
 // Bindings of batch norm for all backends: check, lay out, allocate and run a call.
 //
 // A Backend is made for one call, on the device of a tensor, and has (ops/batch_norm.h)
-//   static Tensor new_output(const Tensor& model);       fresh memory, as empty_like
-//   static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns, ScalarType);
-//                                                        fresh memory; no rows: [columns]
+//   static Tensor prepared(Tensor output);               fresh memory, made ready
 //   static bool on_device(const Tensor&);                whether its kernels can take it
 //   void statistics(const BatchNorm&, const BatchNormStatistics&) const;      average, variance
 //   void train(const BatchNorm&, const BatchNormStatistics&, const BatchNormForward&) const;
@@ -123,9 +121,9 @@ struct BatchNormOps {
       return read_data(kept.back());
     }
 
-    Tensor new_vector(int64_t size) const { return Backend::new_matrix(x, 0, size, wide); }
-    Tensor new_sums() const { return Backend::new_matrix(x, 2, n.channels, ScalarType::Double); }
-    Tensor none() const { return Backend::new_matrix(x, 0, 0, x.scalar_type()); }
+    Tensor new_vector(int64_t size) const { return new_matrix<Backend>(x, 0, size, wide); }
+    Tensor new_sums() const { return new_matrix<Backend>(x, 2, n.channels, ScalarType::Double); }
+    Tensor none() const { return new_matrix<Backend>(x, 0, 0, x.scalar_type()); }
 
     void use(const MaybeTensor& mean, const MaybeTensor& invstd) {
       n.mean = const_cast<void*>(vector(mean, n.channels, "mean"));
@@ -136,8 +134,8 @@ struct BatchNormOps {
   static std::tuple<Tensor, Tensor> stats(const Tensor& input) {
     Call call(input, {}, {}, {}, -1, 0, 0);
     call.check_device(input, "input");
-    Tensor average = torch::stable::new_empty(call.x, {call.n.channels}, ScalarType::Double);
-    Tensor variance = torch::stable::empty_like(average);
+    Tensor average = new_contiguous(call.x, {call.n.channels}, ScalarType::Double);
+    Tensor variance = new_like(average);
     if (call.x.numel() == 0) {
       torch::stable::zero_(average);
       torch::stable::zero_(variance);
@@ -161,7 +159,7 @@ struct BatchNormOps {
     call.check_device(input, "input");
     call.n.x = read_data(call.x);
     const void* added = call.companion(residual, "residual");
-    Tensor output = Backend::new_output(call.x);
+    Tensor output = new_output<Backend>(call.x);
     const auto [mean, invstd] =
         run(call, running_mean, running_var, training, momentum, eps, {added, write_data(output)});
     return {call.result(output), mean, invstd};
@@ -189,7 +187,7 @@ struct BatchNormOps {
     call.check_device(output, "output");
     call.use(mean, invstd);
     call.n.x = read_data(call.x);
-    Tensor input = Backend::new_output(call.x);
+    Tensor input = new_output<Backend>(call.x);
     if (output.numel() > 0)
       Backend(output).restore(call.n, {slope, largest(call.n.dtype), write_data(input)});
     return call.result(input);
@@ -248,7 +246,7 @@ struct BatchNormOps {
     call.use(mean, invstd);
     call.n.x = read_data(call.x);
     const void* added = call.companion(residual, "residual");
-    Tensor output = Backend::new_output(call.x);
+    Tensor output = new_output<Backend>(call.x);
     if (input.numel() > 0) Backend(input).normalise(call.n, {added, write_data(output)});
     return call.result(output);
   }
@@ -277,11 +275,11 @@ struct BatchNormOps {
     }
 
     void want_residual() {
-      grad_residual = Backend::new_output(this->x);
+      grad_residual = new_output<Backend>(this->x);
       b.grad_residual = write_data(grad_residual);
     }
     void want_input() {
-      grad_input = Backend::new_output(this->x);
+      grad_input = new_output<Backend>(this->x);
       b.grad_input = write_data(grad_input);
     }
     void want_sums() {

@@ -1,6 +1,6 @@
 // Bias, activation and dropout, the same for every backend: check, lay out, allocate, run.
 //
-// A backend supplies new_output(), on_device() and bias_act() of both calls of ops/bias_act.h.
+// A backend supplies prepared(), on_device() and bias_act() of both calls of ops/bias_act.h.
 #pragma once
 
 #include "../ops/bias_act.h"
@@ -62,7 +62,7 @@ struct BiasActivation {
     BiasActForward call = {};
     const BiasArguments kept(op, call, input, bias, seed, dim, activation, a, b, gain, clamp, p);
     const Tensor x = with_channels(op, input, bias.has_value() ? dim : -1, 1, call.shape);
-    Tensor y = Backend::new_output(x);
+    Tensor y = new_output<Backend>(x);
     if (x.numel() > 0) {
       call.x = read_data(x);
       call.y = write_data(y);
@@ -85,7 +85,7 @@ struct BiasActivation {
     const bool channels = bias.has_value() || needs_bias;
     const Tensor x = with_channels(op, saved, channels ? dim : -1, 1, call.shape);
     const Tensor g = dense_like(grad, x);
-    Tensor gx = Backend::new_output(x);
+    Tensor gx = new_output<Backend>(x);
     Tensor sums = sums_for<Backend>(saved, call.shape, needs_bias);
     if (x.numel() > 0) {
       call.grad = read_data(g);

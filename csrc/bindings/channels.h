@@ -44,7 +44,7 @@ inline Tensor with_channels(const char* op, const Tensor& input, int64_t dim, in
 // input or a copy.
 inline Tensor as_promised(const Tensor& result, const Tensor& walked, const Tensor& input) {
   if (walked.get() == input.get()) return result;
-  Tensor promised = torch::stable::empty_like(input);
+  Tensor promised = new_like(input);
   if (same_layout(result, promised)) return result;
   torch::stable::copy_(promised, result);
   return promised;
@@ -58,10 +58,9 @@ inline ScalarType wide_type(const Tensor& t) {
 // A sum for each sample and channel; without elements where not needed.
 template <class Backend>
 Tensor sums_for(const Tensor& model, const Channels& shape, bool needed) {
-  if (!needed) return Backend::new_matrix(model, 0, 0, wide_type(model));
-  if (shape.samples == 0)
-    return torch::stable::new_empty(model, {0, shape.channels}, wide_type(model));
-  return Backend::new_matrix(model, shape.samples, shape.channels, wide_type(model));
+  if (!needed) return new_matrix<Backend>(model, 0, 0, wide_type(model));
+  if (shape.samples == 0) return new_contiguous(model, {0, shape.channels}, wide_type(model));
+  return new_matrix<Backend>(model, shape.samples, shape.channels, wide_type(model));
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Activations with a parameter for each channel, the same for every backend: check, lay out,
 // allocate, run.
 //
-// A backend supplies new_output(), on_device() and
+// A backend supplies prepared(), on_device() and
 // channelwise() of both calls of ops/channelwise.h.
 #pragma once
 
@@ -58,7 +58,7 @@ struct ChannelwiseActivations {
     check_device(op, input);
     const Backend backend(input);
     const Arguments args = arguments(op, input, a, b);
-    Tensor output = Backend::new_output(args.input);
+    Tensor output = new_output<Backend>(args.input);
     backend.channelwise(ChannelwiseForward{op,
                                            args.dtype,
                                            args.view.rows,
@@ -77,10 +77,10 @@ struct ChannelwiseActivations {
     check_device(op, input);
     const Backend backend(input);
     const Arguments args = arguments(op, input, a, b);
-    Tensor grad_input = Backend::new_output(args.input);
+    Tensor grad_input = new_output<Backend>(args.input);
     const Tensor g = dense_like(grad, args.input);
-    Tensor grad_a = torch::stable::empty_like(args.a);
-    Tensor grad_b = parameters > 1 ? torch::stable::empty_like(args.b) : grad_a;
+    Tensor grad_a = new_like(args.a);
+    Tensor grad_b = parameters > 1 ? new_like(args.b) : grad_a;
     if (input.numel() == 0) {
       torch::stable::zero_(grad_a);
       torch::stable::zero_(grad_b);

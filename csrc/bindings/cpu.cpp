@@ -18,17 +18,6 @@ struct Cpu {
   explicit Cpu(const Tensor&) {}
 
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
-  static Tensor new_output(const Tensor& model) {
-    if (!is_dense(model)) return prepared(empty_like_strided(model));
-    return prepared(empty_strided(model, model.strides().data(), model.scalar_type()));
-  }
-  static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns,
-                           torch::headeronly::ScalarType dtype) {
-    const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-    const bool is_vector = rows == 0;
-    return prepared(
-        new_strided(model, is_vector ? 1 : 2, sizes + is_vector, strides + is_vector, dtype));
-  }
   static Tensor prepared(Tensor output) {
     cpu::prepare_output(output.mutable_data_ptr(), output.numel() * output.element_size());
     return output;

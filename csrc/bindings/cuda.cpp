@@ -44,12 +44,6 @@ struct Cuda {
   explicit Cuda(const Tensor& t) : model(t), place(t) {}
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
-  static Tensor new_output(const Tensor& model) { return torch::stable::empty_like(model); }
-  static Tensor new_matrix(const Tensor& model, int64_t rows, int64_t columns,
-                           torch::headeronly::ScalarType dtype) {
-    if (rows == 0) return torch::stable::new_empty(model, {columns}, dtype);
-    return torch::stable::new_empty(model, {rows, columns}, dtype);
-  }
   static Tensor prepared(Tensor output) { return output; }
 
   template <class Call>
@@ -162,7 +156,7 @@ struct Cuda {
 
  private:
   Tensor new_workspace(int64_t doubles) const {
-    return torch::stable::new_empty(model, {doubles}, torch::headeronly::ScalarType::Double);
+    return new_contiguous(model, {doubles}, torch::headeronly::ScalarType::Double);
   }
   static double* doubles_of(const Tensor& t) { return static_cast<double*>(write_data(t)); }
 };

@@ -1,7 +1,7 @@
 // Activations whose derivative is kept in few bits, the same for every backend: check, lay out,
 // allocate, run.
 //
-// A backend supplies new_output() and few_bit() of both calls of ops/few_bit.h.
+// A backend supplies prepared() and few_bit() of both calls of ops/few_bit.h.
 #pragma once
 
 #include "../bits.h"
@@ -27,8 +27,8 @@ struct FewBit {
   // Codes in the order of the output's memory; x is dense, and y of its layout.
   static Tensor run(const char* op, const Tensor& x, Tensor& y, int64_t activation, int64_t bits) {
     const int64_t n = x.numel();
-    Tensor codes = torch::stable::new_empty(x, {packed_bytes(n, int(bits))},
-                                            torch::headeronly::ScalarType::Byte);
+    Tensor codes =
+        new_contiguous(x, {packed_bytes(n, int(bits))}, torch::headeronly::ScalarType::Byte);
     if (n > 0)
       Backend(x).few_bit(
           FewBitForward{int(activation), int(bits), dtype_of(x, op, "input"), read_data(x),
@@ -42,7 +42,7 @@ struct FewBit {
     check_levels(op, activation, bits);
     dtype_of(input, op, "input");
     const Backend backend(input);
-    Tensor output = Backend::new_output(input);
+    Tensor output = new_output<Backend>(input);
     const bool copied = !is_dense(input);
     if (copied) torch::stable::copy_(output, input);
     Tensor codes = run(op, copied ? output : input, output, activation, bits);
@@ -72,7 +72,7 @@ struct FewBit {
     STD_TORCH_CHECK(same_device(codes, grad), "fusedtrain::", op,
                     ": codes and grad must be on the same device");
     const Backend backend(grad);
-    Tensor grad_input = Backend::new_output(grad);
+    Tensor grad_input = new_output<Backend>(grad);
     const Tensor g = dense_like(grad, grad_input), c = torch::stable::contiguous(codes);
     if (n > 0)
       backend.few_bit(

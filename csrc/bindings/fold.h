@@ -1,6 +1,6 @@
 // fold_weight and its backward, the same for every backend: check, lay out, allocate, run.
 //
-// A backend supplies new_output(), on_device() and fold() of both calls of ops/fold.h.
+// A backend supplies prepared(), on_device() and fold() of both calls of ops/fold.h.
 #pragma once
 
 #include "../ops/fold.h"
@@ -74,7 +74,7 @@ struct Folding {
       return read_data(kept);
     }
 
-    Tensor new_vector() const { return torch::stable::new_empty(weight, {outputs}, wide); }
+    Tensor new_vector() const { return new_contiguous(weight, {outputs}, wide); }
 
     // The weight, or a contiguous copy where its first dimension is not the outermost in memory.
     static Tensor in_rows(const Tensor& t) {
@@ -86,7 +86,7 @@ struct Folding {
 
   static Tensor in_dtype(const Tensor& t, ScalarType dtype) {
     if (t.scalar_type() == dtype) return t;
-    Tensor copy = torch::stable::new_empty(t, {t.numel()}, dtype);
+    Tensor copy = new_contiguous(t, {t.numel()}, dtype);
     torch::stable::copy_(copy, t);
     return copy;
   }
@@ -101,7 +101,7 @@ struct Folding {
     FoldForward call = {};
     static_cast<FoldWeight&>(call) = args.call;
     call.beta = beta.has_value() ? args.vector(op, "beta", *beta) : nullptr;
-    Tensor folded = Backend::new_output(args.weight), folded_bias = args.new_vector();
+    Tensor folded = new_output<Backend>(args.weight), folded_bias = args.new_vector();
     call.folded = write_data(folded);
     call.folded_bias = write_data(folded_bias);
     backend.fold(call);
@@ -123,13 +123,13 @@ struct Folding {
     const Tensor grad = dense_like(grad_weight, args.weight);
     call.grad_folded = read_data(grad);
     call.grad_folded_bias = args.vector(op, "grad_bias", grad_bias);
-    Tensor out = Backend::new_output(args.weight);
+    Tensor out = new_output<Backend>(args.weight);
     Tensor out_bias = args.new_vector(), out_gamma = args.new_vector();
     call.grad_weight = write_data(out);
     call.grad_bias = write_data(out_bias);
     call.grad_gamma = write_data(out_gamma);
     backend.fold(call);
-    Tensor grad_beta = torch::stable::new_empty(mean, {args.outputs});
+    Tensor grad_beta = new_contiguous(mean, {args.outputs}, mean.scalar_type());
     torch::stable::copy_(grad_beta, grad_bias);
     return {out, in_dtype(out_bias, weight.scalar_type()), in_dtype(out_gamma, mean.scalar_type()),
             grad_beta};

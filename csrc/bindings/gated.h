@@ -1,6 +1,6 @@
 // Gated products, the same for every backend: check, lay out, allocate, run.
 //
-// A backend supplies new_output(), on_device() and gated() of both calls of ops/gated.h. A gate of
+// A backend supplies prepared(), on_device() and gated() of both calls of ops/gated.h. A gate of
 // one value for each sample and channel is activated, and is then the scale of a scaled sum.
 #pragma once
 
@@ -68,7 +68,7 @@ struct GatedProducts {
   // A dense tensor in whose order `value` is best walked; the gradient mostly is one.
   static Tensor dense_model(const Tensor& value, const Tensor& grad) {
     if (is_dense(value)) return value;
-    return is_dense(grad) && Runs(value, grad).fits ? grad : torch::stable::empty_like(value);
+    return is_dense(grad) && Runs(value, grad).fits ? grad : new_like(value);
   }
 
   // Lays out a call; copies inputs that cannot be walked as they are.
@@ -99,7 +99,7 @@ struct GatedProducts {
     call.parameters[0] = a;
     call.parameters[1] = b;
     const Backend backend(value);
-    Tensor y = Backend::new_output(value);
+    Tensor y = new_output<Backend>(value);
     if (y.numel() == 0) return y;
     lay_out(call, gate, value, y, y.numel());
     call.y = write_data(y);
@@ -129,11 +129,11 @@ struct GatedProducts {
     Runs out_gate(to_gate, model), out_value(to_value, model);
     lay_out(call, gate, value, model, std::min(out_gate.n, out_value.n));
     if (!out_gate.cut(call.n)) {
-      to_gate = torch::stable::empty_like(model);
+      to_gate = new_like(model);
       (out_gate = Runs(to_gate, model)).cut(call.n);
     }
     if (!out_value.cut(call.n)) {
-      to_value = torch::stable::empty_like(model);
+      to_value = new_like(model);
       (out_value = Runs(to_value, model)).cut(call.n);
     }
     call.grad = read_data(g);
@@ -188,7 +188,7 @@ struct GatedSpreads {
 
     void* new_values() {
       if (gate.numel() * gate.element_size() <= Backend::kSmall) return small_;
-      large_ = Backend::new_output(gate);
+      large_ = new_output<Backend>(gate);
       return update_data(large_);
     }
   };
@@ -210,7 +210,7 @@ struct GatedSpreads {
     auto [grad_value, sums] = ScaledSums<Backend>::backward(
         op, opened.dtype(op), grad, value, opened.values, opened.samples(), 1, needs_value);
     if (!value.has_value()) return {sums, grad_value};
-    Tensor grad_gate = Backend::new_output(g);
+    Tensor grad_gate = new_output<Backend>(g);
     if (activation < 0) {
       torch::stable::copy_(grad_gate, torch::stable::view(sums, g.sizes()));
       return {grad_gate, grad_value};

@@ -26,20 +26,6 @@ constexpr int kLeastStatesOf[] = {FT_RULES(FT_RULE_LEAST)};
 using Tensors = std::vector<Tensor>;
 using MaybeTensor = std::optional<Tensor>;
 
-// An uninitialised tensor of the layout of `model` and another dtype.
-inline Tensor empty_in_layout_of(const Tensor& model, torch::headeronly::ScalarType dtype) {
-  const auto sizes = model.sizes(), strides = model.strides();
-  const Tensor one = torch::stable::new_empty(model, {0}, dtype);
-  int32_t type, device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(one.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(one.get(), &device_type));
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                               type, device_type, model.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
 // A tensor that kernels can walk, and the one it stands for.
 struct Shadow {
   Tensor original, dense;
@@ -170,8 +156,8 @@ struct OptimizerOps {
     // `t`, or a copy of it that is dense and laid out like `model`.
     Tensor walkable(const Tensor& t, const Tensor& model, bool writes) {
       if (is_dense(t) && same_layout(t, model)) return t;
-      const Tensor dense_model = is_dense(model) ? model : torch::stable::empty_like(model);
-      Tensor copy = empty_in_layout_of(dense_model, t.scalar_type());
+      const Tensor dense_model = is_dense(model) ? model : new_like(model);
+      Tensor copy = empty_strided(dense_model, dense_model.strides().data(), t.scalar_type());
       torch::stable::copy_(copy, t);
       if (writes) written.push_back({t, copy});
       kept.push_back(copy);
@@ -250,7 +236,7 @@ struct OptimizerOps {
 
   // The backend writes every element: no launch to fill them.
   static Tensor new_sums(const Tensor& scalars, int64_t count, int width) {
-    return torch::stable::new_empty(scalars, {count, width}, torch::headeronly::ScalarType::Double);
+    return new_contiguous(scalars, {count, width}, torch::headeronly::ScalarType::Double);
   }
   // Sums of another call do not tell what the units of its tensors are clipped by.
   static void check_sums(const Arguments& a) {

@@ -63,9 +63,9 @@ struct Pooling {
       Ints wanted(sizes.begin(), sizes.end());
       wanted[dims - 2] = height;
       wanted[dims - 1] = width;
-      return Backend::prepared(torch::stable::new_empty(model, wanted));
+      return Backend::prepared(new_contiguous(model, wanted, model.scalar_type()));
     }
-    Tensor t = torch::stable::new_empty(model, {sizes[0], height, width, sizes[1]});
+    Tensor t = new_contiguous(model, {sizes[0], height, width, sizes[1]}, model.scalar_type());
     t = torch::stable::transpose(Backend::prepared(t), 1, 3);
     return torch::stable::transpose(t, 2, 3);
   }
@@ -99,8 +99,8 @@ struct Pooling {
                     ": the input is smaller than a window");
     const Backend backend(input);
     Tensor y = new_image(input, call.out_height, call.out_width, channels_last);
-    Tensor codes = torch::stable::new_empty(input, {packed_bytes(call.outputs(), call.bits)},
-                                            ScalarType::Byte);
+    Tensor codes =
+        new_contiguous(input, {packed_bytes(call.outputs(), call.bits)}, ScalarType::Byte);
     if (call.outputs() > 0) {
       const Tensor x = in_layout(input, channels_last);
       call.x = read_data(x);

@@ -1,6 +1,6 @@
 // Scaled sums, the same for every backend: check, lay out, allocate, run.
 //
-// A backend supplies new_output(), on_device() and scale_add() of both calls of ops/scale_add.h.
+// A backend supplies prepared(), on_device() and scale_add() of both calls of ops/scale_add.h.
 #pragma once
 
 #include "../ops/scale_add.h"
@@ -57,7 +57,7 @@ struct ScaledSums {
       r = dense_like(*residual, x);
       call.residual = read_data(r);
     }
-    Tensor y = Backend::new_output(x);
+    Tensor y = new_output<Backend>(x);
     if (x.numel() > 0) {
       call.x = read_data(x);
       call.scale = scale;
@@ -79,7 +79,7 @@ struct ScaledSums {
     const Tensor x = with_channels(op, model, dim, samples, call.shape);
     const Tensor g = dense_like(grad, x);
     Tensor gx =
-        needs_input ? Backend::new_output(x) : Backend::new_matrix(grad, 0, 0, grad.scalar_type());
+        needs_input ? new_output<Backend>(x) : new_matrix<Backend>(grad, 0, 0, grad.scalar_type());
     Tensor sums = sums_for<Backend>(grad, call.shape, input.has_value());
     if (g.numel() > 0) {
       call.grad = read_data(g);

@@ -1,8 +1,9 @@
 // Images of bytes to normalised numbers, in either layout: one launch.
 //
-// Stores are of 16 bytes, neighbours by neighbours. Into planes a thread takes its pixels of all
-// channels, so that bytes of interleaved channels are loaded once; into pixels it takes 16 bytes of
-// the output wherever their bytes are (planes: through the first-level cache).
+// Stores are of 16 bytes. Where the layout changes a thread takes its pixels of all three channels,
+// so that each byte is loaded once. Other numbers of channels: into planes a thread goes through
+// the channels; into pixels it takes 16 bytes of the output wherever their bytes are (planes:
+// through the first-level cache).
 #include "../ops/images.h"
 #include "launch.cuh"
 #include "vec.cuh"
@@ -59,8 +60,46 @@ __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
   return ((a | b) >> 32) == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
 }
 
-// kChannels: of interleaved bytes, where they are loaded together; else 0.
-template <class S, bool kWide, bool kLast, int kChannels>
+// Three channels: from planes to pixels (kToLast), or from pixels to planes. The stores of a thread
+// to pixels are neighbours, each of half a sector, and meet in the second-level cache.
+template <class S, bool kToLast>
+__global__ void __launch_bounds__(kThreads) three_channels_kernel(const NormalizeImages call) {
+  using V = Vec<S>;
+  constexpr int kLanes = V::kLanes, kChannels = 3;
+  const int64_t each = call.pixels / kLanes;
+  for (int64_t k = int64_t(blockIdx.x) * kThreads + threadIdx.x; k < call.samples * each;
+       k += int64_t(gridDim.x) * kThreads) {
+    const int64_t sample = quotient(k, each), pixel = (k - sample * each) * kLanes;
+    const int64_t start = sample * kChannels * call.pixels;
+    ByteRun<kLanes> planes[kChannels];
+    ByteRun<kLanes * kChannels> pixels;
+    if constexpr (kToLast) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) planes[c].load(call.x + start + c * call.pixels + pixel);
+    } else {
+      pixels.load(call.x + start + pixel * kChannels);
+    }
+    float y[kLanes * kChannels];  // in the order of the output
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const Coefficient f(call, c);
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l)
+        y[kToLast ? l * kChannels + c : c * kLanes + l] =
+            f(kToLast ? planes[c][l] : pixels[l * kChannels + c]);
+    }
+    S* to = static_cast<S*>(call.y) + start + pixel * (kToLast ? kChannels : 1);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      V out;
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) out.lane[l] = y[c * kLanes + l];
+      out.store(to + c * (kToLast ? kLanes : call.pixels));
+    }
+  }
+}
+
+template <class S, bool kWide, bool kLast>
 __global__ void __launch_bounds__(kThreads) to_planes_kernel(const NormalizeImages call) {
   using V = Vec<S, kWide>;
   const int64_t each = call.pixels / V::kLanes;
@@ -70,31 +109,19 @@ __global__ void __launch_bounds__(kThreads) to_planes_kernel(const NormalizeImag
     const int64_t start = sample * call.channels * call.pixels;
     S* y = static_cast<S*>(call.y) + start + pixel;
     V out;
-    if constexpr (kChannels > 0) {
-      ByteRun<V::kLanes * kChannels> bytes;
-      bytes.load(call.x + start + pixel * kChannels);
+    for (int64_t c = 0; c < call.channels; ++c) {
+      const Coefficient f(call, c);
+      if constexpr (kLast) {
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        const Coefficient f(call, c);
+        for (int l = 0; l < V::kLanes; ++l)
+          out.lane[l] = f(call.x[start + (pixel + l) * call.channels + c]);
+      } else {
+        ByteRun<V::kLanes> bytes;
+        bytes.load(call.x + start + c * call.pixels + pixel);
 #pragma unroll
-        for (int l = 0; l < V::kLanes; ++l) out.lane[l] = f(bytes[l * kChannels + c]);
-        out.store(y + c * call.pixels);
+        for (int l = 0; l < V::kLanes; ++l) out.lane[l] = f(bytes[l]);
       }
-    } else {
-      for (int64_t c = 0; c < call.channels; ++c) {
-        const Coefficient f(call, c);
-        if constexpr (kLast) {
-#pragma unroll
-          for (int l = 0; l < V::kLanes; ++l)
-            out.lane[l] = f(call.x[start + (pixel + l) * call.channels + c]);
-        } else {
-          ByteRun<V::kLanes> bytes;
-          bytes.load(call.x + start + c * call.pixels + pixel);
-#pragma unroll
-          for (int l = 0; l < V::kLanes; ++l) out.lane[l] = f(bytes[l]);
-        }
-        out.store(y + c * call.pixels);
-      }
+      out.store(y + c * call.pixels);
     }
   }
 }
@@ -163,28 +190,32 @@ template <class S>
 void run(const NormalizeImages& call, void* stream) {
   constexpr int kLanes = Vec<S>::kLanes;
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
-  const bool loads = aligned(call.x) || (call.y_last && !call.x_last);
-  const bool wide = aligned(static_cast<const char*>(call.y)) && loads &&
-                    (call.y_last || call.pixels % kLanes == 0);
-  const int lanes = wide ? kLanes : 1;
-  const int64_t elements = call.samples * call.pixels * (call.y_last ? call.channels : 1);
-  int64_t blocks = ceil_div(ceil_div(elements, lanes), kThreads);
-  if (blocks > most) blocks = most;
+  const auto blocks_for = [&](int64_t vectors) {
+    const int64_t blocks = ceil_div(vectors, kThreads);
+    return blocks < most ? blocks : most;
+  };
+  const bool stores = aligned(static_cast<const char*>(call.y)), loads = aligned(call.x);
+  const int64_t pixels = call.samples * call.pixels;
+  if (call.channels == 3 && call.x_last != call.y_last && stores && loads &&
+      call.pixels % kLanes == 0) {
+    auto* kernel = call.y_last ? three_channels_kernel<S, true> : three_channels_kernel<S, false>;
+    return launch(kernel, blocks_for(pixels / kLanes), kThreads, stream, 0, call);
+  }
   if (call.y_last) {
-    const int64_t unit = call.channels / common_divisor(call.channels, kThreads * lanes);
+    const bool wide = stores && (loads || !call.x_last);
     auto* kernel = call.x_last
                        ? (wide ? to_last_kernel<S, true, true> : to_last_kernel<S, false, true>)
                        : (wide ? to_last_kernel<S, true, false> : to_last_kernel<S, false, false>);
-    launch(kernel, ceil_div(blocks, unit) * unit, kThreads, stream, 0, call);
-  } else {
-    auto* kernel =
-        wide ? to_planes_kernel<S, true, false, 0> : to_planes_kernel<S, false, false, 0>;
-    if (call.x_last)
-      kernel = wide ? call.channels == 3 ? to_planes_kernel<S, true, true, 3>
-                                         : to_planes_kernel<S, true, true, 0>
-                    : to_planes_kernel<S, false, true, 0>;
-    launch(kernel, blocks, kThreads, stream, 0, call);
+    const int lanes = wide ? kLanes : 1;
+    const int64_t blocks = blocks_for(ceil_div(pixels * call.channels, lanes));
+    const int64_t unit = call.channels / common_divisor(call.channels, kThreads * lanes);
+    return launch(kernel, ceil_div(blocks, unit) * unit, kThreads, stream, 0, call);
   }
+  const bool wide = stores && loads && call.pixels % kLanes == 0;
+  auto* kernel =
+      call.x_last ? (wide ? to_planes_kernel<S, true, true> : to_planes_kernel<S, false, true>)
+                  : (wide ? to_planes_kernel<S, true, false> : to_planes_kernel<S, false, false>);
+  launch(kernel, blocks_for(ceil_div(pixels, wide ? kLanes : 1)), kThreads, stream, 0, call);
 }
 
 }  // namespace

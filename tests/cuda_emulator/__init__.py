@@ -46,8 +46,13 @@ def why_not() -> str:
     return ""
 
 
-def build() -> Path:
-    """The library, built where a source has changed since."""
+LIBRARY = BUILD / "_emulated.so"
+
+
+@functools.cache
+def build() -> str:
+    """Builds the library where a source has changed since. Returns the compiler's errors: a test
+    after another would wait for them again."""
     import ninja
 
     torch_folder = Path(torch.__file__).parent
@@ -60,7 +65,6 @@ def build() -> Path:
     sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
     sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory", "arithmetic")]
     sources += [(ROOT / "csrc/bindings/cuda.cpp", f"{host} {_SANITIZERS}".strip())]
-    library = BUILD / "_emulated.so"
     lines = [
         "rule compile",
         "  command = c++ $flags -MMD -MF $out.d -c $in -o $out",
@@ -80,7 +84,7 @@ def build() -> Path:
     for source, flags in sources:
         rule = "kernels" if source.suffix == ".cu" else "compile"
         lines += [f"build {source.stem}.o: {rule} {source}", f"  flags = {flags}"]
-    lines.append(f"build {library.name}: link {' '.join(s.stem + '.o' for s, _ in sources)}")
+    lines.append(f"build {LIBRARY.name}: link {' '.join(s.stem + '.o' for s, _ in sources)}")
     BUILD.mkdir(parents=True, exist_ok=True)
     # Test processes run side by side: the first one builds.
     with (BUILD / "lock").open("w") as lock:
@@ -89,22 +93,21 @@ def build() -> Path:
         run = subprocess.run(
             [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(BUILD)], capture_output=True, text=True
         )
-    if run.returncode != 0:
-        raise RuntimeError(f"the emulator does not build:\n{run.stdout}{run.stderr}")
-    return library
+    return f"{run.stdout}{run.stderr}" if run.returncode != 0 else ""
 
 
 @functools.cache
 def load() -> Emulator:
     """The emulator; its ops are defined with the schemas of ``torch.ops.fusedtrain``."""
-    path = build()
+    if errors := build():
+        raise RuntimeError(f"the emulator does not build:\n{errors}")
     library = torch.library.Library("fusedtrain_emulated", "DEF")
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("Meta"):
         if name.startswith("fusedtrain::"):
             op = getattr(torch.ops.fusedtrain, name.removeprefix("fusedtrain::"))
             library.define(str(op.default._schema).removeprefix("fusedtrain::"))
-    torch.ops.load_library(str(path))
-    return Emulator(ctypes.CDLL(str(path)), library)
+    torch.ops.load_library(str(LIBRARY))
+    return Emulator(ctypes.CDLL(str(LIBRARY)), library)
 
 
 class Emulator:

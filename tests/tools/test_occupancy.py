@@ -98,6 +98,8 @@ LOOP = (LOAD_1, ADD, ADD, STORE, "@P0 BRA 0x10")
         pytest.param((*LOOP, "EXIT"), {}, (5, 32), id="a loop"),
         pytest.param((*LOOP, ADD, "EXIT"), {"turns": 3}, (1 + 3 * 5 + 2, 96), id="three turns"),
         pytest.param((*LOOP, STORE, "EXIT"), {"turns": 0}, (8, 48), id="a loop for what is left"),
+        pytest.param((ADD, ADD, ADD, *LOOP[:-1], "@P0 BRA 0x40", "EXIT"), {"fewest": 2},
+                     (5 + 4 / 2, 32), id="few turns share what comes before"),
         pytest.param((*LOOP, "EXIT"), {"moved": 1.5}, (5, 24), id="loads from a cache"),
         pytest.param((LOAD_1, OVER.format(0x50), ADD, ADD, STORE, "EXIT"), {}, (5, 32),
                      id="the shorter of two ways"),
