@@ -15,8 +15,8 @@ def idle_biases(flow: Flow, norms: Iterable[nn.Module]) -> list[str]:
 
     The traces are those that `convert` has. Those of `drop_redundant_bias`, in both modes and with
     all that shares a tensor, took 0.8 to 2.5 times as long as `convert` itself (ResNet-50, VGG-16,
-    EfficientNet-B0; AMD EPYC, busy, 2026-11-27). Linear layers are left out: whether a norm takes the
-    mean over their channels depends on the number of dimensions.
+    EfficientNet-B0; AMD EPYC, busy, 2026-11-27). Linear layers are left out: whether a norm takes
+    the mean over their channels depends on the number of dimensions.
     """
     names = []
     for norm in norms:
