@@ -240,7 +240,7 @@ def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
 
 
 _ORDERS = '("forward", "reverse", "shuffled")'
-_BUILD = "import cuda_emulator; cuda_emulator.build()"
+_BUILD = "import sys, cuda_emulator; sys.exit(cuda_emulator.build() or 0)"
 # Few ops of each loop: their formulas are those of the CPU.
 CHOSEN = [
     "-k", "(emulated or test_cuda or traffic) and not 2_to_31"
