@@ -131,6 +131,8 @@ _CONSTANT = re.compile(
     r"constexpr|alignas|__shared__|__launch_bounds__|operator|asm|FT_\w+\(|__global__|\"|\bnew\b|"
     r"\bauto\* kernel|\[\w+ \+ 1\]"
 )
+# The compiler may have to know what it returns.
+_CONSTANT_FUNCTION = re.compile(r"( *)(?!.*\bif constexpr).*\bconstexpr\b.*\).*\{\s*$")
 
 
 # The smaller or the larger of two: where both are equal, either will do.
@@ -176,10 +178,12 @@ class Site:
 
 
 def _sites(text: str) -> Iterator[Site]:
-    start, constant, above = 0, False, ""
+    start, constant, above, end = 0, False, "", ""
     for line in text.splitlines(keepends=True):
         code = line.split("//")[0]
         constant = constant or _CONSTANT.search(code) is not None
+        if function := _CONSTANT_FUNCTION.match(code):
+            end = f"{function[1]}}}"  # the line that ends it
         if not constant:
             for pattern, new, insertion, what in _SORTS:
                 for match in re.finditer(pattern, code):
@@ -193,7 +197,13 @@ def _sites(text: str) -> Iterator[Site]:
                     at, pointless = start + match.start(), _is_pointless(code, above, match, what)
                     yield Site(at, match[0], insertion, new.format(match[0]), what, pointless)
         # A definition may go on in the next lines.
-        if constant and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()):
+        if end and code.rstrip() == end:
+            constant, end = False, ""
+        elif (
+            constant
+            and not end
+            and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip())
+        ):
             constant = False
         start, above = start + len(line), code.strip() or above
 
@@ -279,8 +289,9 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> None:
     )
     for file, text in sources.items():
         (tree / file).write_text(text)
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr[-6000:])
+    if done.returncode != 0:  # beside thousands of lines of warnings
+        lines = [line for line in done.stderr.splitlines() if re.search("[Ee]rror|FAILED", line)]
+        raise RuntimeError("\n".join(line[:500] for line in lines[:20] or [done.stderr[-6000:]]))
     shutil.rmtree(KEPT, ignore_errors=True)
     kept.parent.mkdir(parents=True)
     shutil.copy(built, kept)

@@ -31,7 +31,7 @@ _WATCH = _SANITIZERS or "-fsanitize=thread --param tsan-instrument-func-entry-ex
 # Calls that arithmetic.cpp makes inexact results with use the stack.
 _X86 = platform.machine() in ("x86_64", "AMD64")
 _RED_ZONE = "-mno-red-zone " if _X86 else ""
-_KERNEL_FLAGS = (
+KERNEL_FLAGS = (
     f"{_FLAGS} -O1 -fno-tree-sra {_RED_ZONE}{_WATCH} "
     f"-Wno-unknown-pragmas -I{HERE}/include -include cuda_runtime.h -x c++"
 )
@@ -61,8 +61,8 @@ def build() -> str:
         f"-isystem {torch_folder}/include -isystem {torch_folder}/include/torch/csrc/api/include"
         f"{' -DFT_NO_HOOKS' if _SANITIZERS else ''}"
     )
-    sources = [(s, _KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
-    sources += [(HERE / "faults.cu", _KERNEL_FLAGS + f" -I{ROOT}/csrc")]
+    sources = [(s, KERNEL_FLAGS) for s in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+    sources += [(HERE / "faults.cu", KERNEL_FLAGS + f" -I{ROOT}/csrc")]
     sources += [(HERE / f"{name}.cpp", host) for name in ("emulator", "memory", "arithmetic")]
     sources += [(ROOT / "csrc/bindings/cuda.cpp", f"{host} {_SANITIZERS}".strip())]
     lines = [
