@@ -91,7 +91,6 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
     ("depthwise_strips", "strips_kernel", ", false, "): (16, _ELEMENTS),
     ("depthwise_weight", "weight_kernel", "<false, "): (10, _ELEMENTS),
-    ("images", "to_planes_kernel", ""): (16, _MOSTLY_WRITES),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
 }
