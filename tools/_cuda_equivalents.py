@@ -61,6 +61,13 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "const bool wide = strides_fit(call, Vec<S>::kLanes) && sizeof(S) <= 8;",
             "const int64_t vectors = call.rows * 2 * (call.n / (wide ? Vec<S>::kLanes : 1));",
         ),
+        ("images.cu", "run"): (
+            "const int64_t pixels = call.samples * 2 * call.pixels;",
+            "if (call.channels == 3 && false && call.x_last != call.y_last && stores && loads &&",
+        ),
+        ("bias_act.cu", "run_bias_act"): (
+            "const bool may_be_wide = (sizeof(S) == 1 + 4 || is_common(call.op)) &&",
+        ),
         ("channels.cuh", "plan_for"): (
             "plan.columns = c.inner / (plan.wide ? kLanes : 1) < kWarp && c.channels >= 1;",
         ),
