@@ -92,7 +92,7 @@ def machine_isas() -> list[str]:
     return isas
 
 
-def copy_tree(tree: Path = TREE) -> None:
+def copy_tree(tree: Path) -> None:
     """Python files, tests and sources into a folder, times kept; the built files there stay."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
