@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,10 +30,15 @@ from _sanitized import copy_tree
 from _test_files import all_located
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "timm scikit-learn setuptools>=77 wheel ninja numpy pytest pytest-xdist hypothesis expecttest "
-    "mpmath rich matplotlib"
-)
+PINS = dict(re.findall("^(.+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M))
+# With the pins: timm 1.0.31 changed numbers of optimizers that 1.0.28 had.
+PACKAGES = [
+    f"{name}=={PINS[name]}" if name in PINS else name
+    for name in (
+        "timm", "scikit-learn", "setuptools>=77", "wheel", "ninja", "numpy", "pytest",
+        "pytest-xdist", "hypothesis", "expecttest", "mpmath", "rich", "matplotlib",
+    )
+]  # fmt: skip
 
 
 def _tests(names: str) -> list[str]:
@@ -125,7 +131,7 @@ def install(environment: Path, kind: Torch) -> str:
         subprocess.run([base, "-m", "venv", environment], check=True)
     # To compile all files of Python takes 28 s, and few are imported.
     pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
-    if subprocess.call([*pip, *kind.torch.split(), *PACKAGES.split()]):
+    if subprocess.call([*pip, *kind.torch.split(), *PACKAGES]):
         return f"pip cannot install {kind.torch}; its message is above"
     return ""
 

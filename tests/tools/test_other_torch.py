@@ -49,7 +49,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
 def test_short_takes_the_file_of_the_checkout(tool: Tool, tmp_path: Path) -> None:
     code, calls = tool("oldest", "--short", "-k", "mish")
     assert code == 0
-    assert "torch==2.10.0" in calls[0]
+    assert "torch==2.10.0 " in calls[0]
+    assert " timm==" in calls[0]
     assert calls[1] == "tools/gpu.py build"
     assert calls[-1].endswith(f"{' '.join(other_torch.SHORT)} -k mish")
     package = tmp_path / "build/oldest/fusedtrain"
@@ -90,6 +91,11 @@ def test_a_python_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "no Python 3.12: " in other_torch.install(tmp_path, other_torch.KINDS["rehearsal"])
+
+
+def test_the_tests_are_there() -> None:
+    names = [name.partition("::")[0] for name in other_torch.OLDEST]
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 def test_the_interpreter_has_the_version() -> None:
