@@ -98,7 +98,7 @@ KINDS = {
         build={"FUSEDTRAIN_CUDA": "0"},
     ),
     "rehearsal": Torch(
-        "rehearse-gpu", 20, "torch==2.11.0 torchvision==0.26.0 triton==3.6.0",
+        "rehearse-gpu", 15, "torch==2.11.0 torchvision==0.26.0 triton==3.6.0",
         {
             "collection": COLLECTED,
             "tests that need no GPU": [],
