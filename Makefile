@@ -12,7 +12,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test test-all kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
-  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean oldest-torch gpu
+  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean oldest-torch rehearse-gpu gpu
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,20 +84,11 @@ sdist: $(VENV)/.torch  ## dist/*.tar.gz: the sources
 abi-matrix: wheel  ## the wheel under torch 2.10, 2.13, 2.15 and Python 3.10 to 3.14 (downloads gigabytes)
 	$(PY) tools/abi_matrix.py dist/*.whl $(ARGS)
 
-# Tests of what differs between releases of torch: compilers, export, torch.fx, hooks of optimizers, the profiler, headers.
-OLDEST_TESTS := tests/integrations/test_export.py tests/ops/test_fx.py tests/ops/test_autograd.py tests/ops/test_autograd_cpp.py tests/ops/test_every_function.py tests/ops/test_cpp_nodes.py \
-  tests/ops/batch_norm/test_batch_norm_compilers.py tests/ops/batch_norm/test_sync_batch_norm.py \
-  tests/conversion/test_convert.py tests/conversion/test_convert_calls.py tests/conversion/test_convert_gates.py tests/conversion/test_convert_norm_stays.py \
-  tests/folding/test_fold.py tests/folding/test_fold_activations.py \
-  tests/optim/test_compiled_steps.py tests/optim/test_captured_steps.py tests/optim/test_optimizer_checkpoints.py tests/apex_calls/amp tests/advisor/profiling tests/tools/test_laws.py
+oldest-torch:  ## compilers, export, conversion, optimizers under the oldest supported torch, in .venv-oldest (downloads gigabytes; ARGS=--short)
+	@WORKERS=$(WORKERS) $(PYTHON) tools/other_torch.py oldest $(ARGS)
 
-oldest-torch:  ## build with the oldest supported torch, 2.10, in .venv-oldest and build/oldest; test compilers, export, conversion, optimizers (downloads gigabytes)
-	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	@.venv-oldest/bin/pip install -q --disable-pip-version-check torch==2.10.0 torchvision==0.25.0 timm scikit-learn "setuptools>=77" wheel ninja numpy \
-	  pytest pytest-xdist hypothesis expecttest mpmath rich matplotlib
-	@mkdir -p build/oldest && git ls-files -z | xargs -0 cp -p --parents -t build/oldest
-	cd build/oldest && FUSEDTRAIN_CUDA=0 FUSEDTRAIN_REQUIRE=cpu ../../.venv-oldest/bin/python setup.py -q build_ext --inplace
-	cd build/oldest && ../../.venv-oldest/bin/python -m pytest -q -n $(WORKERS) -m "not long" $(OLDEST_TESTS) $(ARGS)
+rehearse-gpu:  ## all that needs no GPU with the versions of a machine that has one, in .venv-rehearsal (Python 3.12; downloads gigabytes)
+	@WORKERS=$(WORKERS) $(PYTHON) tools/other_torch.py rehearsal $(ARGS)
 
 aarch64: $(VENV)/.installed  ## the CPU's kernels cross-compiled for aarch64, and their numbers in an emulator (g++-aarch64-linux-gnu, qemu-user-static)
 	$(PY) tools/aarch64.py $(ARGS)

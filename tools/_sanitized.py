@@ -92,21 +92,21 @@ def machine_isas() -> list[str]:
     return isas
 
 
-def copy_tree() -> None:
-    """Python files, tests and sources into TREE, times kept; the built files there stay."""
+def copy_tree(tree: Path) -> None:
+    """Python files, tests and sources into a folder, times kept; the built files there stay."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     names = {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
     for name in names:
-        source, target = ROOT / name, TREE / name
+        source, target = ROOT / name, tree / name
         if target.exists() and target.stat().st_mtime_ns == source.stat().st_mtime_ns:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)
-    for path in TREE.rglob("*"):
-        name = str(path.relative_to(TREE))
+    for path in tree.rglob("*"):
+        name = str(path.relative_to(tree))
         of_git = not name.startswith("build") and path.suffix in (
             ".py",
             ".h",

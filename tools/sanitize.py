@@ -222,7 +222,7 @@ def run(options: argparse.Namespace) -> list[Result]:
 
     if note(run_faults(sanitized.build_faults(sanitized.BUILD / "faults"))).wrong:
         return results
-    sanitized.copy_tree()
+    sanitized.copy_tree(sanitized.TREE)
     build(asked, isas)
     if "emulated" in asked and not note(run_emulated_faults()).wrong:
         note(run_emulated(options.workers, every))

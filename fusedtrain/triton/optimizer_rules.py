@@ -285,15 +285,16 @@ def prepare_novograd(t):
     averages, amsgrad = t.option[3] != 0.0, t.option[4] != 0.0
     corrects, outside, start = t.option[5] != 0.0, t.option[6] == 1.0, t.option[7]
     inside = t.option[6] == 0.0
+    # Computed first: below the moments, ptxas spills 8 bytes (sm_90).
+    root = tl.where(corrects, sqrt(1.0 - power(beta2, t.step)), 1.0)
+    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
     squares = t.grad_norm * t.grad_norm
     second, largest = t.moments[0].to(tl.float64), t.moments[1]
     is_first = ((start == 0.0) & (second == 0.0)) | ((start == 1.0) & (t.step == 1.0))
     second = tl.where(is_first, squares, beta2 * second + (1.0 - beta2) * squares)
     stored = second.to(tl.float32)
     largest = tl.where(amsgrad & ~(largest > stored), stored, largest)
-    root = tl.where(corrects, sqrt(1.0 - power(beta2, t.step)), 1.0)
     denominator = sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) / root + eps
-    size = t.lr / tl.where(corrects, 1.0 - power(beta1, t.step), 1.0)
     size = tl.where(outside, size / denominator, size)
     weight_decay = tl.where(inside, t.weight_decay, 0.0)
     per_norm = tl.where(outside, 1.0, 1.0 / denominator)

@@ -130,19 +130,18 @@ def test_the_copy_follows_the_checkout(tmp_path: Path, monkeypatch: pytest.Monke
     root, tree = tmp_path / "root", tmp_path / "root/build/tree"
     (root / "package").mkdir(parents=True)
     monkeypatch.setattr(_sanitized, "ROOT", root)
-    monkeypatch.setattr(_sanitized, "TREE", tree)
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     (root / ".gitignore").write_text("build/\n*.so\n")
     for name in ("package/one.py", "package/two.py", "package/_C.so"):
         (root / name).write_text(name)
-    _sanitized.copy_tree()
+    _sanitized.copy_tree(tree)
     assert not (tree / "package/_C.so").exists()
     (tree / "package/_C.so").write_text("sanitized")
     (tree / "build").mkdir()
     (tree / "build/made.cpp").write_text("made by a test")
     (root / "package/one.py").write_text("changed")
     (root / "package/two.py").unlink()
-    _sanitized.copy_tree()
+    _sanitized.copy_tree(tree)
     assert (tree / "package/one.py").read_text() == "changed"
     assert not (tree / "package/two.py").exists()
     assert (tree / "package/_C.so").read_text() == "sanitized"
