@@ -64,7 +64,7 @@ def select(options: Options) -> list[Case]:
         setups = QUICK
     compiled = options.compiled and not options.quick
     return [
-        Case(setup, compiled and (options.full or setup.job == "inference"))
+        Case(setup, compiled and (options.full or setup.job != "tune"))
         for setup in setups
         if options.wants(setup.job, setup.model)
     ]

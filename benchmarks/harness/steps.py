@@ -162,10 +162,11 @@ class Contestant:
     _averages: list[Tensor] = field(default_factory=list)
 
     def averages(self) -> list[Tensor]:
-        """The averaged weights, of a job with "ema"."""
-        if isinstance(self.optimizer, fusedtrain.optim.FusedOptimizer):
-            return [average for _, average in self.optimizer.averaged_parameters()]
-        return self._averages
+        """The averaged weights; the weights where none are averaged."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, fusedtrain.optim.FusedOptimizer) and optimizer.ema_decay:
+            return [average for _, average in optimizer.averaged_parameters()]
+        return self._averages or self.params
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor]:
