@@ -77,6 +77,14 @@ print(f"Python {sys.version.split()[0]}, torch {torch.__version__}\\n{info}")
 missing = [name for name in sys.argv[1:] if not info.backends[name].loaded]
 sys.exit(f"not loaded: {', '.join(missing)}" if missing else 0)
 """
+# Methods of a tensor are in no list of names (_torch_names.py).
+BINDINGS = """
+import shlex, subprocess, setup
+flags = f"{setup.CXX_FLAGS} {setup.torch_flags(setup.torch_folder())[0]}"
+for name in ("cpu", "cuda"):
+    command = f"{setup.cxx()} -fsyntax-only {flags} csrc/bindings/{name}.cpp"
+    subprocess.run(shlex.split(command), check=True)
+"""
 say = partial(print, flush=True)
 
 
@@ -166,6 +174,7 @@ def build(run: Run, kind: Torch, short: bool) -> bool:
         for name in ("_C.so", "_build_info.json"):
             with contextlib.suppress(FileNotFoundError):  # then it is built
                 shutil.copy2(ROOT / "fusedtrain" / name, package)
+        run.step("the bindings with its headers", ["-c", BINDINGS])
     if not run.step("build", ["tools/gpu.py", "build"], **kind.build):
         return False
     loads = partial(run.step, "what is loaded")

@@ -51,7 +51,8 @@ def test_short_takes_the_file_of_the_checkout(tool: Tool, tmp_path: Path) -> Non
     assert code == 0
     assert "torch==2.10.0 " in calls[0]
     assert " timm==" in calls[0]
-    assert calls[1] == "tools/gpu.py build"
+    assert any("-fsyntax-only" in call for call in calls)
+    assert "tools/gpu.py build" in calls
     assert calls[-1].endswith(f"{' '.join(other_torch.SHORT)} -k mish")
     package = tmp_path / "build/oldest/fusedtrain"
     assert (package / "_C.so").read_text() == "of the checkout"
