@@ -51,8 +51,8 @@ WIDE = {
 }
 # Loads of bytes are a quarter or a half as wide; the last kernel takes bytes from where they are.
 STORES = (
-    "to_planes_kernel<float, true, false, 0>",
-    "to_planes_kernel<__half, true, true, 3>",
+    "to_planes_kernel<float, true, false>",
+    "three_channels_kernel<__half, false>",
     "to_last_kernel<__nv_bfloat16, true, true>",
     "to_last_kernel<float, true, false>",
 )
