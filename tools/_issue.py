@@ -154,7 +154,8 @@ def _cheapest(flow: Flow) -> dict[int, float]:
     for k in flow.order:
         for to in flow.follows[k]:
             if k in before and (k, to) not in flow.back:
-                before[to] = min(before.get(to, before[k] + flow.cost[k]), before[k] + flow.cost[k])
+                cost = before[k] + flow.cost[k]
+                before[to] = min(before.get(to, cost), cost)
     return before
 
 

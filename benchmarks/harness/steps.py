@@ -164,8 +164,9 @@ class Contestant:
     def averages(self) -> list[Tensor]:
         """The averaged weights; the weights where none are averaged."""
         optimizer = self.optimizer
-        if isinstance(optimizer, fusedtrain.optim.FusedOptimizer) and optimizer.ema_decay:
-            return [average for _, average in optimizer.averaged_parameters()]
+        ours = optimizer if isinstance(optimizer, fusedtrain.optim.FusedOptimizer) else None
+        if ours is not None and ours.ema_decay is not None:
+            return [average for _, average in ours.averaged_parameters()]
         return self._averages or self.params
 
 
