@@ -148,12 +148,15 @@ inline Tensor new_contiguous(const Tensor& model, torch::headeronly::IntHeaderOn
 
 // As torch.empty_like: dense, in the order of the tensor's strides, as at::infer_dense_strides
 // sorts them.
-inline Tensor new_like(const Tensor& t) {
-  if (is_dense(t)) return empty_strided(t, t.strides().data(), t.scalar_type());
+inline Tensor new_like(const Tensor& t, torch::headeronly::ScalarType dtype) {
+  if (is_dense(t)) return empty_strided(t, t.strides().data(), dtype);
   constexpr int kMaxDims = 8;
   const auto sizes = t.sizes(), strides = t.strides();
   const int dims = int(sizes.size());
-  if (dims > kMaxDims) return torch::stable::empty_like(t);
+  if (dims > kMaxDims) {
+    const Tensor like = torch::stable::empty_like(t);
+    return empty_strided(t, like.strides().data(), dtype);
+  }
   int order[kMaxDims];  // the dimension of the smallest stride first
   for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
   for (int i = 1; i < dims; ++i) {
@@ -173,8 +176,9 @@ inline Tensor new_like(const Tensor& t) {
     result[order[i]] = next;
     if (sizes[order[i]] > 1) next *= sizes[order[i]];
   }
-  return empty_strided(t, result, t.scalar_type());
+  return empty_strided(t, result, dtype);
 }
+inline Tensor new_like(const Tensor& t) { return new_like(t, t.scalar_type()); }
 
 // Fresh memory for a kernel's output, and for a matrix, or a vector where there are no rows.
 template <class Backend>

@@ -156,8 +156,7 @@ struct OptimizerOps {
     // `t`, or a copy of it that is dense and laid out like `model`.
     Tensor walkable(const Tensor& t, const Tensor& model, bool writes) {
       if (is_dense(t) && same_layout(t, model)) return t;
-      const Tensor dense_model = is_dense(model) ? model : new_like(model);
-      Tensor copy = empty_strided(dense_model, dense_model.strides().data(), t.scalar_type());
+      Tensor copy = new_like(model, t.scalar_type());
       torch::stable::copy_(copy, t);
       if (writes) written.push_back({t, copy});
       kept.push_back(copy);
