@@ -20,6 +20,13 @@ constexpr int kBlocksPerMultiprocessor = 32;
 // Steps that a thread has on their way: with the one alone that it works on, 10 KB (forward) are in
 // flight on a multiprocessor, with four 50 (computed for sm_90, 16 bits).
 constexpr int kAhead = 4;
+// Blocks of a multiprocessor in forward. Below sm_80, where bfloat16 is converted by instructions
+// of integers, GELU spilled two registers with five.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kForwardBlocks = 4;
+#else
+constexpr int kForwardBlocks = 5;
+#endif
 
 // Lanes of a thread's column, threads of a block of codes, and blocks of codes of a thread block.
 template <class S>
@@ -179,7 +186,7 @@ __device__ __forceinline__ void each_column(int64_t n, int bits, const F& f) {
 // Tables are read from shared memory: arguments that are indexed by variables are copied to local
 // memory.
 template <class S, bool kByOutput, class Formula>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kForwardBlocks)
     forward_kernel(Formula formula, Slopes<typename Compute<S>::T> slopes, int bits, const S* x,
                    S* y, uint8_t* codes, int64_t n, bool wide) {
   // A comparison with each threshold would be half of an element's instructions.
