@@ -31,6 +31,7 @@ REFERENCES = {
     for name in names
 }
 HAS_GPU = torch.cuda.is_available()
+_ROUGH_DIGITS = 10.0  # quotients, roots and exponentials of CUDA are off by 2 ULP
 
 
 class Kernels:
@@ -45,6 +46,7 @@ class Kernels:
     kernel = True  # strides are kept, and 16-bit numbers rounded once
     slow = False  # or no kernel: of large tensors and long tables only a part
     digits = 2.0  # eps of float32 by which a batch's deviation may be off
+    gradient_digits = 8.0  # and by which a batch norm's gradients may be
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         tensors = tensors_of(name, arguments)
@@ -94,6 +96,8 @@ class Registered(Kernels):
         self.device = device
         self.counter = None if device == "cpu" else "cuda"
         self.slow = device == pretended_gpu.DEVICE
+        if device == "cuda":
+            self.gradient_digits = _ROUGH_DIGITS
 
     def run(self, name: str, *arguments: Any) -> Any:
         return getattr(torch.ops.fusedtrain, name)(*arguments)
@@ -108,6 +112,7 @@ class Emulated(Kernels):
 
     counter = "emulated"
     slow = True
+    gradient_digits = _ROUGH_DIGITS
     orders: tuple[str, ...] = cuda_emulator.ORDERS
 
     def __init__(self) -> None:

@@ -130,6 +130,7 @@ class Case:
         wide, channels = wide_dtype(dtype), x.size(1)
         device = "cpu" if ops is None else ops.device
         self.digits = Kernels.digits if ops is None else ops.digits
+        self.gradient_digits = Kernels.gradient_digits if ops is None else ops.gradient_digits
         self.name, self.formula = activation, FORMULAS[activation]
         self.dtype, self.training, self.momentum, self.eps = dtype, training, momentum, eps
         # Means apart: of a layout with strides of 0, or gaps, as it lies.
@@ -317,8 +318,7 @@ class Case:
         # The derivative comes from a rounded output.
         rounded = eps if narrow and self.saved(self.x) is self.x else 0.0
         size = g.abs() * (truth.slope.abs() + 0.5)
-        # Quotients, roots and exponentials of CUDA are off by 2 ULP.
-        digits = {2: 2.0, 4: 10.0, 8: 128.0}[self.dtype.itemsize] * eps * slack
+        digits = {2: 2.0, 4: self.gradient_digits, 8: 128.0}[self.dtype.itemsize] * eps * slack
         dims = [d for d in range(g.dim()) if d != 1]
         if self.residual is not None and grad_residual.numel():
             # Below the normal numbers rounding does not become finer.

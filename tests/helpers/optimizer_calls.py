@@ -214,14 +214,14 @@ def check(
             assert same, f"depends on the order of threads: {order}"
             continue
         first = results
-        for ours, theirs in zip(sums, want_sums, strict=True):
+        for ours, theirs, off in zip(sums, want_sums, (5e-7, 4e-6)[: len(sums)], strict=True):
             # Counts are equal. Squares: CUDA adds eight of them in float, and those of trial
             # updates have quotients and roots of 2 ULP.
             torch.testing.assert_close(
                 ours[:, 0], theirs[:, 0], rtol=0, atol=0, equal_nan=True, msg="counts"
             )
             torch.testing.assert_close(
-                ours[:, 1:], theirs[:, 1:], rtol=4e-6, atol=1e-9, equal_nan=True
+                ours[:, 1:], theirs[:, 1:], rtol=off, atol=1e-9, equal_nan=True
             )
         for (name, ours), theirs in zip(
             got.results().items(), want.results().values(), strict=True
