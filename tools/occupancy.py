@@ -33,6 +33,7 @@ from _devices import BUSY, COPY, GPUS, MULTIPROCESSORS, STARTED, Gpu  # noqa: E4
 from _issue import Route, route  # noqa: E402
 from _kernel_table import (  # noqa: E402
     EXCEPTIONS,
+    KINDS,
     ROUTES,
     SLOW,
     SMALL,
@@ -179,6 +180,8 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
             known = [reach[place] for place in places if place in reach]
             if known:
                 speeds[family, "", pass_name, dtype] = min(known) * device.bandwidth / 1e9
+    if step := speeds.get(("amp_step", "", "", "float32")):
+        speeds |= {("amp_step", "", "", kind): part * step for kind, part in KINDS.items()}
     return speeds
 
 

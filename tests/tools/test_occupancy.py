@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,24 @@ def test_too_few_bytes_are_told() -> None:
     assert occupancy.too_few([few, enough]) == [
         "pool.cu: k<x>: 28 KB in flight on an sm_90 multiprocessor, 32 are needed"
     ]
+
+
+def test_the_kinds_of_amp_steps_are_predicted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(occupancy, "LIBRARY", tmp_path)
+    kernels = (("optimizers", "measure_kernel"), ("optimizer_update", "update_kernel"))
+    known = [
+        replace(prediction(8), source=source, kernel=name, dtype="float32")
+        for source, name in kernels
+    ]
+    monkeypatch.setattr(occupancy, "worst", lambda *_: known)
+    speeds = occupancy.predictions("NVIDIA H200", "90")
+    kinds = ("float32", "bfloat16+master", "bfloat16+q8")
+    assert [*speeds] == [("amp_step", "", "", kind) for kind in kinds]
+    floats, masters, codes = speeds.values()
+    assert masters == floats > 0
+    assert codes == pytest.approx(0.61 * floats, rel=0.01)
 
 
 @pytest.fixture(scope="module")
