@@ -60,6 +60,12 @@ class BatchPlanner:
             batch = min(2 * low, most) if high > most else (low + high) // 2
         return low
 
+    def lowest(self, batch: int) -> int:
+        """The lowest simulated peak."""
+        search = Search(Simulator(self.profile(batch)))
+        search.deepen()
+        return search.least()[0]
+
     def plan(
         self,
         batch: int,

@@ -22,6 +22,7 @@ _ROUNDS = 5  # in which each way is timed once, at most
 _SECONDS = 60.0  # for these rounds, more or less
 _LESS = 0.95  # of a batch for which no plan was found is tried next
 _TRIES = 4  # of plans
+_ABOVE = 1.01  # times the lowest simulated peak: the last budget of a curve
 _BUDGETS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of a curve: of eager's peak beside `fixed`
 
 
@@ -179,13 +180,14 @@ class Fitter:
                 self._curve.append(_Candidate(row, way))
         trainer.switch("convert")
         eager = predicted(self._peaks["eager"], batch) - fixed
-        for share in _BUDGETS:
+        lowest = _ABOVE * planner.lowest(batch) / max(eager, 1)
+        for share in [*(share for share in _BUDGETS if share > lowest), lowest]:
             try:
                 plan = self._planned(planner, batch, int(share * eager))
             except ValueError:
                 break
             peak = plan.peak + fixed
-            row = FitRow("plan", batch, peak, peak <= self._limit, remark=f"budget {share}")
+            row = FitRow("plan", batch, peak, peak <= self._limit, remark=f"budget {share:.2g}")
             self._curve.append(_Candidate(row, plan))
         self._time(self._curve)
 

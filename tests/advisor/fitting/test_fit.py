@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedtrain
 from fusedtrain._torch_private import compiled_within
-from fusedtrain.advisor.fitting import FitRow, _trainer
+from fusedtrain.advisor.fitting import FitRow, _fitter, _trainer
 from fusedtrain.advisor.fitting._affine import largest_fitting, predicted
 from fusedtrain.advisor.fitting._checkpoint import (
     blocks_of,
@@ -227,6 +227,11 @@ def test_rivals_of_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budgets == list(_trainer.COMPILED.values())
     for way in ("eager", *_trainer.COMPILED):
         assert curve[way].peak == report.rows[0].peak
+    plans = [row for row in report.curve if row.way == "plan"]
+    budgets = [float(row.remark.removeprefix("budget ")) for row in plans]
+    assert budgets == sorted(budgets, reverse=True)
+    assert plans[-1].peak == min(row.peak for row in plans)
+    assert budgets[-1] not in _fitter._BUDGETS  # the lowest peak, between two of them
 
 
 @pytest.mark.slow
