@@ -94,8 +94,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "const int64_t tiles = ceil_div(n, kThreads * 2 * kItems<S>);",
         ),
         ("pool.cu", "window_of"): (
-            "const bool fits = call.kernel_w == size && false && (call.bits == 0 || call.bits =="
-            " bits);",
+            "const bool fits = (wide || call.channels == 1) && false && call.kernel_w == size &&",
         ),
         ("pool.cu", "by_dtype"): (  # the outputs of a thread, where there are no codes
             "const int bits = call.bits > 0 ? call.bits : (window == 1 + 0 ? 8 : (window == 2 ? 2 :"
@@ -104,6 +103,13 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ("pool.cuh", "is_small"): (
             "return call.inputs() < kMost && false && call.outputs() < kMost && call.stride_h <"
             " kMost &&",
+        ),
+        ("pool.cuh", "is_wide"): (
+            "return call.channels % Vec<S>::kLanes == 0 && false && aligned(pointers...);",
+        ),
+        ("pool_backward.cu", "by_dtype"): (
+            "const bool across = planes && false && call.width % Vec<S>::kLanes == 0 &&"
+            " aligned(to);",
         ),
     },
     _NOTHING: {
@@ -170,6 +176,11 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
         ),
         ("optimizer_measure.cuh", "measure_units_kernel"): (
             "const int64_t last = first + in_chunk <= t.units ? first + in_chunk : t.units;",
+        ),
+        ("pool.cu", ""): ("return first + k <= last ? first + k : last;",),
+        ("pool.cu", "maximum_of"): (
+            "const int first_i = p.top <= 0 ? int(-p.top) : 0, first_j = p.left < 0 ?"
+            " int(-p.left) : 0;",
         ),
         ("pool_backward.cu", ""): (
             "first_h = least_h >= 0 ? (least_h + stride_h - 1) / stride_h : 0;",

@@ -124,12 +124,8 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
-        50, "(stride 1 in planes: nine windows an input, each with a code of its own)",
+        55, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),
-    ("pool_backward", "", r"Windows<3, 2, \d>, false, false"): (
-        75, "(rows that are no multiple of 16 bytes: two columns a thread)",
-    ),
-    ("pool", "", "int, 3, false"): (75, "(nine elements an output, loaded one by one)"),
 }  # fmt: skip
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"

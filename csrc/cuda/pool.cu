@@ -31,15 +31,16 @@ struct Maximum {
 };
 
 // The window of an output: its corner, which may lie in the padding.
-template <class I>
+template <class I, bool kPlanes = false>
 struct Place {
   I top, left, start;  // of the plane and channel in the input
 
   __device__ __forceinline__ Place(const MaxPoolForward& call, const Image<I>& out, I at) {
-    const Pixel<I> p(at, out);
+    const Pixel<I, kPlanes> p(at, out);
+    const I channels = kPlanes ? 1 : I(call.channels);
     top = p.row * I(call.stride_h) - I(call.pad_h);
     left = p.column * I(call.stride_w) - I(call.pad_w);
-    start = p.plane * I(call.height) * I(call.width) * I(call.channels) + p.channel;
+    start = p.plane * I(call.height) * I(call.width) * channels + p.channel;
   }
 };
 
@@ -52,8 +53,8 @@ struct Window {
   int row_place[kWindow], column_place[kWindow];
 
   __device__ __forceinline__ Window(const MaxPoolForward& call, const Image<I>& out, I at) {
-    const Place<I> place(call, out, at);
-    const I channels = I(call.channels), width = I(call.width);
+    const Place<I, !V::kIsWide> place(call, out, at);
+    const I channels = V::kIsWide ? I(call.channels) : 1, width = I(call.width);
     I row[kWindow], column[kWindow];  // elements from the tensor's, and from the row's, first one
 #pragma unroll
     for (int k = 0; k < kWindow; ++k) {
@@ -120,7 +121,8 @@ __device__ __forceinline__ Maximum<V> maximum_of(const MaxPoolForward& call, con
   return most;
 }
 
-// kWindow: 2 or 3, with codes of as few bits as they need; or 0, any window, codes of `bits`.
+// kWindow: 2 or 3, of planes or with kWide, codes of as few bits as they need; or 0, any window,
+// codes of `bits`.
 template <class S, class I, int kWindow, bool kWide>
 __global__ void __launch_bounds__(kPoolThreads, kWide ? 3 : 4)
     max_pool2d_kernel(const MaxPoolForward call, const Image<I> out, int bits, I bytes, I outputs) {
@@ -168,9 +170,10 @@ __global__ void __launch_bounds__(kPoolThreads, kWide ? 3 : 4)
 }
 
 // 2 or 3 where the kernel of such windows has these codes, or none.
-int window_of(const MaxPoolForward& call) {
+int window_of(const MaxPoolForward& call, bool wide) {
   const int size = int(call.kernel_h), bits = size == 2 ? 2 : 4;
-  const bool fits = call.kernel_w == size && (call.bits == 0 || call.bits == bits);
+  const bool fits = (wide || call.channels == 1) && call.kernel_w == size &&
+                    (call.bits == 0 || call.bits == bits);
   return is_small(call) && fits && (size == 2 || size == 3) ? size : 0;
 }
 
@@ -188,11 +191,11 @@ void run(const MaxPoolForward& call, int bits, void* stream) {
 void max_pool2d(const MaxPoolForward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
-    const int window = window_of(call);
-    const int bits = call.bits > 0 ? call.bits : (window == 0 ? 8 : (window == 2 ? 2 : 4));
-    if (call.outputs() == 0) return;
     const bool wide = is_wide<S>(call, static_cast<const char*>(call.x),
                                  static_cast<const char*>(call.y), call.codes);
+    const int window = window_of(call, wide);
+    const int bits = call.bits > 0 ? call.bits : (window == 0 ? 8 : (window == 2 ? 2 : 4));
+    if (call.outputs() == 0) return;
     if (!is_small(call))
       wide ? run<S, int64_t, 0, true>(call, bits, stream)
            : run<S, int64_t, 0, false>(call, bits, stream);

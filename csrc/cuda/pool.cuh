@@ -25,12 +25,12 @@ struct Image {
       : height(height), width(width), channels(channels) {}
 };
 
-// Where an element is.
-template <class I>
+// Where an element is. kPlanes: the channels are planes, one after the other.
+template <class I, bool kPlanes = false>
 struct Pixel {
   I plane, row, column, channel;
   __device__ __forceinline__ Pixel(I at, const Image<I>& image) {
-    channel = image.channels.digit(at);
+    channel = kPlanes ? 0 : image.channels.digit(at);
     column = image.width.digit(at);
     row = image.height.digit(at);
     plane = at;

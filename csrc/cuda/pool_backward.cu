@@ -94,15 +94,15 @@ struct Tiles {
   int32_t count;
 };
 
-// Blocks of a multiprocessor. Without the number (0) ptxas aims at 40 registers, and spilled one on
-// sm_80 and sm_100.
-template <bool kAcross, bool kChannels>
-constexpr int kBlocks = kAcross || kChannels ? 0 : 4;
+// Blocks of a multiprocessor. Without the number (0) ptxas aims at 40 or 64 registers, and spilled
+// some on sm_80 and sm_100.
+template <class S, bool kAcross, bool kChannels>
+constexpr int kBlocks = kChannels ? 0 : (!kAcross ? 4 : (sizeof(S) == 2 ? 2 : 0));
 
 // A thread has a tile: kAcross, of rows that begin at multiples of 16 bytes, kChannels, of 16 bytes
-// of channels.
+// of channels, else of a plane.
 template <class S, class W, bool kAcross, bool kChannels>
-__global__ void __launch_bounds__(kPoolThreads, kBlocks<kAcross, kChannels>)
+__global__ void __launch_bounds__(kPoolThreads, kBlocks<S, kAcross, kChannels>)
     max_pool2d_tiles_kernel(const MaxPoolBackward call, const Tiles tiles) {
   using V = Vec<S, kChannels>;
   using Word = typename BytesOf<V::kLanes>::Word;
@@ -113,10 +113,10 @@ __global__ void __launch_bounds__(kPoolThreads, kBlocks<kAcross, kChannels>)
   constexpr Word kMask = Word(~Word(0)) / 255 * ((1 << W::kBits) - 1);
   int32_t rest = int32_t(blockIdx.x) * kPoolThreads + int32_t(threadIdx.x);
   if (rest >= tiles.count) return;
-  const int32_t channels = int32_t(call.channels);
+  const int32_t channels = kChannels ? int32_t(call.channels) : 1;
   const int32_t height = int32_t(call.height), width = int32_t(call.width);
   const int32_t out_height = int32_t(call.out_height), out_width = int32_t(call.out_width);
-  const int32_t channel = tiles.vectors.digit(rest) * V::kLanes;
+  const int32_t channel = kChannels ? tiles.vectors.digit(rest) * V::kLanes : 0;
   const int32_t column = tiles.across.digit(rest) * kColumns;
   const int32_t row = tiles.down.digit(rest) * kRows, plane = rest;
 
@@ -233,8 +233,9 @@ void max_pool2d(const MaxPoolBackward& call, void* stream) {
     const char *grad = static_cast<const char*>(call.grad),
                *to = static_cast<const char*>(call.grad_input);
     const bool wide = is_wide<S>(call, grad, to, call.codes);
-    const bool across = call.channels == 1 && call.width % Vec<S>::kLanes == 0 && aligned(to);
-    if (sizeof(S) < 8 && with_windows(call, [&](auto windows) {
+    const bool planes = call.channels == 1;
+    const bool across = planes && call.width % Vec<S>::kLanes == 0 && aligned(to);
+    if (sizeof(S) < 8 && (wide || planes) && with_windows(call, [&](auto windows) {
           using W = decltype(windows);
           if constexpr (sizeof(S) == 8)
             return;  // right rather than fast
