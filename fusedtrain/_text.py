@@ -29,7 +29,7 @@ def memory_text(size: float) -> str:
 def bytes_in(text: str) -> int | None:
     """The size that ``800MB`` or ``4GiB`` stands for; None where the text is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2] not in _UNITS or ("." in match[1] and not match[2]):
         return None
     return int(float(match[1]) * _UNITS[match[2]])
 

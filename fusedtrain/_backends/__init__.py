@@ -84,7 +84,9 @@ def _build_record() -> dict[str, Any]:
 def _load_library(path: Path, not_built: str) -> str:
     """Loads one file; returns the reason if that fails, otherwise ""."""
     if not path.exists():
-        return not_built or f"{path.name} was not built"
+        checkout = (_PACKAGE.parent / "setup.py").exists()
+        elsewhere = " in this checkout; an installed package is seen from other folders"
+        return not_built or f"{path.name} was not built{elsewhere if checkout else ''}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

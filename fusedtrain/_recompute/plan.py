@@ -100,10 +100,12 @@ class MemoryPlan:
     def __str__(self) -> str:
         extra = self.extra_milliseconds / self.milliseconds if self.milliseconds else 0.0
         lines = [
-            f"peak of a step {memory_text(self.peak)} of {memory_text(self.budget)} allowed: "
+            f"peak of a step {memory_text(self.peak)} of {memory_text(self.budget)} allowed, "
+            "beside parameters, buffers, inputs and states: "
             f"{self.peak / max(self.eager_peak, 1):.2f}x of eager's {memory_text(self.eager_peak)}",
             f"backward recomputes {self.recomputed} of {len(self.steps)} outputs, "
-            f"{extra:.0%} more time than convert alone ({self.extra_milliseconds:.1f} ms a step)",
+            f"{extra:.0%} more time ({self.extra_milliseconds:.1f} ms a step, and "
+            f"{self.milliseconds:.1f} ms by convert alone)",
         ]
         if self.lines:
             each = (self.peak_at(2 * self.batch) - self.peak_at(self.batch)) / self.batch

@@ -39,6 +39,9 @@ LEGEND = (
 )
 
 
+_FEW = 4096  # bytes: perhaps meant in another unit
+
+
 class Size(click.ParamType[int]):
     """A size of memory: 800MB, 4GiB."""
 
@@ -48,8 +51,8 @@ class Size(click.ParamType[int]):
         size = value if isinstance(value, int) else bytes_in(str(value))
         if size is None:
             self.fail(f"{value!r} is no size, like '800MB' or '4GiB'", param, ctx)
-        if size < 1:
-            self.fail(f"{value} is no memory; a step needs more than 0 bytes", param, ctx)
+        if size < _FEW:
+            self.fail(f"{value} are {size} bytes; sizes are '800MB' or '4GiB'", param, ctx)
         return size
 
 

@@ -8,6 +8,7 @@ the bytes that are allocated meanwhile; `_simulate` says which time and peak a c
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import sys
 import time
@@ -30,7 +31,7 @@ from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._meter import Meter
 from ._profile import Profile, Running, metered, profile, structure
-from ._search import Search
+from ._search import Choice, Search
 from ._simulate import Outcome, Simulator, peak_lines
 from ._timeline import timelines
 
@@ -66,8 +67,8 @@ def plan_memory(
         model: in its mode of training, on its device; converted or not.
         example_inputs: a tensor, a shape, arguments or a function, as for
             :func:`fusedtrain.convert`. The plan is for this batch; another one has its own peak.
-        budget: the most that the process may have allocated at a moment of the step: bytes, or
-            text with a unit (kB, MB, GB, kiB, MiB, GiB). Parameters, buffers, inputs, gradients
+        budget: the most that torch's tensors may take at a moment of the step: bytes, or text with
+            a unit (kB, MB, GB, kiB, MiB, GiB). Parameters, buffers, inputs, gradients
             and the optimizer's states are within. A float from 0 to 1 is a fraction of eager
             PyTorch's peak beside parameters, buffers, inputs and states.
         loss: makes the loss of the model's output. None: the sum of all its floating tensors.
@@ -134,18 +135,18 @@ def plan_memory(
         search.run(lambda done, of: show(f"choices, {done} of {of}"))
         limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
         in_bytes = isinstance(allowed, int)
-        plan = _fitting(
-            search, limit, show,
-            lambda chosen: _measured(twin, measured, chosen, begin, device),
-        )  # fmt: skip
-        if plan is None:
-            share = f"{search.least()[0] / max(eager, 1):.2f} of eager's {memory_text(eager)}"
+        measure = partial(_measured, twin, measured, begin, device)
+        chosen, outcome, peak = _fitting(search, limit, show, measure)
+        if peak > limit:
+            if outcome.peak > limit:
+                peak = max(peak, measure(chosen))
+            share = f"{math.ceil(100 * peak / max(eager, 1)) / 100:.2f} of eager's"
             hint = f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < _FEW else ""
+            least = _least(search, peak, fixed if in_bytes else 0)
             raise ValueError(
-                f"budget: no plan needs less than {_least(search, fixed if in_bytes else 0)}. "
-                f"The lowest peak is {share}{hint}"
+                f"budget: no plan needs less than {least}. The lowest peak is {share} "
+                f"{memory_text(eager)}{hint}"
             )
-        chosen, outcome, peak = plan
         batch = _batch_of(begin().inputs)
         show("half of the example")
         half = _half(twin, begin, batch, device, measured)
@@ -260,9 +261,9 @@ def _half(
 def _measured(
     model: nn.Module,
     measured: Profile,
-    chosen: tuple[bool, ...],
     begin: Callable[[], Running],
     device: torch.device,
+    chosen: Choice,
 ) -> int:
     """The peak of a step under the choice."""
     plan = MemoryPlan("", 0, 0, 0, 0, 0, 0, 0, "", _steps(measured, chosen))
@@ -277,9 +278,10 @@ def _fitting(
     search: Search,
     limit: int,
     show: Callable[[str], None],
-    measure: Callable[[tuple[bool, ...]], int],
-) -> tuple[tuple[bool, ...], Outcome, int] | None:
-    """The fastest choice with a measured peak within the limit; None without one."""
+    measure: Callable[[Choice], int],
+) -> tuple[Choice, Outcome, int]:
+    """The fastest choice with a measured peak within the limit. Without one the choice of the
+    lowest simulated peak, which is measured if the simulation is within the limit."""
     target = limit
     for number in range(_TRIES):
         best = search.best(target)
@@ -296,12 +298,14 @@ def _fitting(
         if peak <= limit:
             return chosen, outcome, peak
         target = min(target, outcome.peak) - (peak - limit)
-    return None
+    search.deepen()
+    chosen, outcome = search.least()
+    return chosen, outcome, measure(chosen) if outcome.peak <= limit else outcome.peak
 
 
-def _least(search: Search, fixed: int) -> str:
+def _least(search: Search, least: int, fixed: int) -> str:
     """The lowest peak, and what lives then."""
-    least, place = search.least()
+    place = search.place(search.least()[1])
     among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
     return (
         f"{memory_text(least + fixed)}{among}; that much lives at once in "

@@ -64,7 +64,7 @@ class BatchPlanner:
         """The lowest simulated peak."""
         search = Search(Simulator(self.profile(batch)))
         search.deepen()
-        return search.least()[0]
+        return search.least()[1].peak
 
     def plan(
         self,
@@ -91,10 +91,11 @@ class BatchPlanner:
             )  # fmt: skip
 
         nothing = Outcome(0.0, 0, 0)
-        fitting = _fitting(search, limit, show, lambda chosen: measure(made(chosen, nothing, 0)))
-        if fitting is None:
-            raise ValueError(f"budget: no plan needs less than {_least(search, 0)}")
-        chosen, outcome, peak = fitting
+        chosen, outcome, peak = _fitting(
+            search, limit, show, lambda chosen: measure(made(chosen, nothing, 0))
+        )
+        if peak > limit:
+            raise ValueError(f"budget: no plan needs less than {_least(search, peak, 0)}")
         first, second = zip(self._batches, (self._small, self._large))
         return replace(
             made(chosen, outcome, peak),

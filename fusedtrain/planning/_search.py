@@ -57,15 +57,15 @@ class Search:
             self._simulate(tuple(chosen))
         report(len(starts) + 1, len(starts) + 1)
 
-    def least(self) -> tuple[int, str]:
-        """The lowest peak, and the module that runs then."""
-        outcome = min(self.simulated.values(), key=lambda outcome: outcome.peak)
+    def least(self) -> tuple[Choice, Outcome]:
+        """The choice of the lowest peak."""
+        return min(self.simulated.items(), key=lambda item: (item[1].peak, item[0]))
+
+    def place(self, outcome: Outcome) -> str:
+        """The module that runs at the peak."""
         place = self.simulator.place(outcome.moment)
         forward = outcome.moment < self.simulator.first
-        return (
-            outcome.peak,
-            f"the {'forward' if forward else 'backward'} of {place}" if place else "",
-        )
+        return f"the {'forward' if forward else 'backward'} of {place}" if place else ""
 
     def best(self, budget: int) -> tuple[Choice, Outcome] | None:
         """The fastest choice with a peak of at most the budget; None without one."""
