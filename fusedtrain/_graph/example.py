@@ -28,9 +28,10 @@ def example_for(model: nn.Module, example: Any) -> Any:
         if _is_shape(example):
             return _drawn(model, example)
     if not isinstance(example, Tensor | tuple | list | Mapping):
+        text = f"; a mode is named: memory={example!r}" if isinstance(example, str) else ""
         raise TypeError(
             "example_inputs: expected a tensor, a tuple of arguments, a dict of named ones, a "
-            f"shape or a function that returns one of these, got {type(example).__name__}"
+            f"shape or a function that returns one of these, got {type(example).__name__}{text}"
         )
     if type(example) in (tuple, list) and example and all(map(_is_shape, example)):
         raise ValueError(

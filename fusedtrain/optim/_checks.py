@@ -61,7 +61,9 @@ def check_keywords(kind: str, keywords: Iterable[str], known: Collection[str]) -
     """Raises TypeError for the first keyword that an optimizer, `kind`, does not know."""
     for name in keywords:
         if name not in known:
+            words = {word for word in name.split("_") if len(word) > 2} - {"max", "min"}
             alike = difflib.get_close_matches(name, known, n=1)
+            alike = alike or [other for other in known if words & {*other.split("_")}]
             advice = _NOT_TAKEN.get(name) or (
                 f"did you mean {alike[0]!r}?" if alike else f"it takes {', '.join(known)}"
             )

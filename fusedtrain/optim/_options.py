@@ -76,11 +76,11 @@ DEFAULTS: FusedOptions = {
     "master_weights": False,
     "stochastic_rounding": False,
 }
-_IN_RANGE: dict[str, Callable[[float], bool]] = {
-    "max_grad_norm": lambda value: value > 0,
-    "agc": lambda value: value > 0,
-    "agc_eps": lambda value: value >= 0,
-    "ema_decay": lambda value: 0 <= value < 1,
+_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "max_grad_norm": (lambda value: value > 0, "above 0"),
+    "agc": (lambda value: value > 0, "above 0"),
+    "agc_eps": (lambda value: value >= 0, "0 or above"),
+    "ema_decay": (lambda value: 0 <= value < 1, "from 0 to below 1"),
 }
 # The option without which a group has no such state.
 _NEEDS = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
@@ -89,14 +89,14 @@ _MOMENTA = {"exp_avg", "momentum_buffer"}
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises TypeError or ValueError, which names the first wrong option."""
-    for name, in_range in _IN_RANGE.items():
+    for name, (in_range, words) in _RANGES.items():
         value = options[name]
         if value is None and name != "agc_eps":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{name} must be a number, got {value!r}")
         if not in_range(value):
-            raise ValueError(f"Invalid {name} value: {value}")
+            raise ValueError(f"Invalid {name} value: {value}; it must be {words}")
     if options["max_grad_norm"] is not None and options["agc"] is not None:
         raise ValueError("max_grad_norm and agc cannot be used together")
     if not isinstance(options["stochastic_rounding"], bool):

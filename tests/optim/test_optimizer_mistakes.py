@@ -54,6 +54,8 @@ def test_wrong_options(make: Callable[[Tensor], Any], exception: type, words: st
     [
         ("AdamW", "weight_decy", r"did you mean 'weight_decay'\?$"),
         ("AdamW", "master_weight", r"did you mean 'master_weights'\?$"),
+        ("AdamW", "ema", r"did you mean 'ema_decay'\?$"),
+        ("SGD", "grad_clip", r"did you mean 'max_grad_norm'\?$"),
         ("LAMB", "max_norm", r"did you mean 'max_grad_norm'\?$"),
         ("SGD", "capturable", "leave it out, since a CUDA graph can capture any step$"),
         ("Lion", "fused", "leave it out, since the step is fused in any case$"),

@@ -71,6 +71,11 @@ def test_no_example_at_all(example: Any, function: Callable[[nn.Module, Any], An
         function(network(), example)
 
 
+def test_a_mode_in_the_place_of_the_example() -> None:
+    with pytest.raises(TypeError, match=r"got str; a mode is named: memory='recompute'$"):
+        fusedtrain.convert(network(), "recompute")
+
+
 @each_function
 def test_several_shapes(function: Callable[[nn.Module, Any], Any]) -> None:
     with pytest.raises(ValueError, match=r"example_inputs: .* may be shapes or arguments"):
