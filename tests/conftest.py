@@ -122,7 +122,7 @@ def default_device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "cpu"
         return
     if request.param == "cuda" and request.node.get_closest_marker("cpu_only"):
-        pytest.skip("of the CPU only")
+        pytest.skip("not a case: a test of the CPU only")
     torch.set_default_device(request.param)
     assert torch.get_default_device().type == request.param
     yield request.param

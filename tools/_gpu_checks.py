@@ -26,7 +26,7 @@ from benchmarks.harness.memory import most_allocated
 from fusedtrain.advisor.bench.clock import cuda_clock, device_slug
 
 OPTIONS = "FUSEDTRAIN_EXPERIMENT_OPTIONS"  # of the command, in the environment
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 COPIED = 1 << 31  # bytes
 LEAST_COPY = 0.7  # of the published peak; a slower copy has a neighbour, or a throttled GPU
 WORST = 4
@@ -69,7 +69,7 @@ def test_copy() -> None:
 def test_predictions() -> None:
     """The numbers that the first table puts beside the measured ones."""
     if not _published():
-        pytest.skip("nothing is predicted for this GPU")
+        pytest.skip("needs a GPU of tools/_devices.py")
     assert _predicted()
 
 
@@ -94,11 +94,11 @@ def test_ncu(place: int) -> None:
     """Nsight Compute on a row that is far below its prediction: one call of ours."""
     program = _gpu_machine.find("ncu")
     if not program:
-        pytest.skip("ncu is not found")
+        pytest.skip("needs ncu (Nsight Compute)")
     path = Path(os.environ["RESULTS_DIR"]) / f"{device_slug('cuda')}.json"
     rows = _gpu_numbers.worst(_gpu_numbers.measured(path, _predicted()), WORST)
     if len(rows) <= place:
-        pytest.skip("no such row is measured")
+        pytest.skip("needs a measured row that is below its prediction")
     row = rows[place]
     print(f"\nncu: {row.name}: {row.share:.0%} of {row.guess:.0f} GB/s")
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", row.name]

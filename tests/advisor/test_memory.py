@@ -18,7 +18,7 @@ def test_a_container_has_less_than_the_machine(
     monkeypatch.setattr(_memory, "_CGROUP", tmp_path)
     machine, available = _memory.machine_memory(), _memory.available_memory()
     if machine is None or available is None:
-        pytest.skip("this system does not tell its memory")
+        pytest.skip("needs a system that tells its memory (Linux)")
     (tmp_path / "memory.max").write_text("max\n")
     assert _memory.machine_memory() == machine
     (tmp_path / "memory.max").write_text(f"{GB // 2}\n")
@@ -31,7 +31,7 @@ def test_a_container_has_less_than_the_machine(
 def test_the_peak_of_the_process_grows() -> None:
     before = _memory.peak_of_process()
     if before is None:
-        pytest.skip("this system does not tell the peak of a process")
+        pytest.skip("needs a system that tells the peak of a process (Linux, macOS)")
     torch.ones(before // 4 + 2**24)  # as many bytes as the peak, and 64 MB
     after = _memory.peak_of_process()
     assert after is not None

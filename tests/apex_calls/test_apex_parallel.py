@@ -35,7 +35,9 @@ from helpers.ranks import (
 )
 
 ROOT = Path(fusedtrain.__file__).parent.parent
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available(), reason="needs a torch with torch.distributed"
+)
 
 
 @pytest.fixture(scope="module")

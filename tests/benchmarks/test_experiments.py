@@ -321,7 +321,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("fp16_resnet" not in command.present(), reason="its file is not there")
+@pytest.mark.skipif("fp16_resnet" not in command.present(), reason="needs fp16_resnet.py")
 def test_an_experiment_as_a_program(tmp_path: Path) -> None:
     done = run_python(
         "-m", "benchmarks.experiments", PROGRAM, "--quick", cwd=ROOT, timeout=240, trains=True,

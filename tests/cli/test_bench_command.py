@@ -257,7 +257,7 @@ def test_sizes() -> None:
             size.convert(text, None, None)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 def test_no_such_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cuda"]) == Exit.USAGE
     assert "torch sees no CUDA device" in capsys.readouterr().err

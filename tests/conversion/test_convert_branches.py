@@ -162,7 +162,7 @@ def test_shapes(shortcut: Any, branch: Any, scale: Any, drops: bool) -> None:
     drop = drop_path() if drops else None
     x, y, s = (torch.randn(size, requires_grad=True) for size in (shortcut, branch, scale))
     if drop is not None and len(torch.broadcast_shapes(branch, scale)) > len(branch):
-        pytest.skip("nothing to drop by sample")
+        pytest.skip("not a case: there is nothing to drop by sample")
     torch.manual_seed(1)
     output = add_branch(x, y, s, drop)
     torch.manual_seed(1)

@@ -56,7 +56,9 @@ def test_the_report_is_not_the_model() -> None:
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="Python 3.11 has notes")
+@pytest.mark.skipif(
+    not hasattr(Exception, "add_note"), reason="needs Python 3.11, whose exceptions have notes"
+)
 def test_what_the_model_raises_for_the_example_names_its_arguments() -> None:
     batch = (torch.randn(2, 5), torch.zeros(2, dtype=torch.long))
     with pytest.raises(TypeError, match="positional arguments") as raised:

@@ -30,7 +30,7 @@ def test_activations(name: str) -> None:
     from transformers import activations
 
     if not hasattr(activations, name):
-        pytest.skip("another version of transformers")
+        pytest.skip("needs a version of transformers with this activation")
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), getattr(activations, name)()), torch.randn(4, 8)
     want, target = model(x), ACTIVATIONS[name]

@@ -199,7 +199,7 @@ def same_bits(a: Any, b: Any) -> bool:
 def _triton() -> Triton:
     pytest.importorskip("triton")
     if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and TRITON_INTERPRET is not 1")
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
     return Triton()
 
 
@@ -213,7 +213,7 @@ def _registered(device: str) -> Registered:
     if device == "cuda" and pretended_gpu.IS_ON:
         return Registered(pretended_gpu.DEVICE)
     if device == "cuda" and not HAS_GPU:
-        pytest.skip("no GPU")
+        pytest.skip("needs a CUDA GPU")
     if not backend_info().backends[device].loaded:
         pytest.skip(backend_info().backends[device].reason)
     return Registered(device)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from helpers import ROOT
 from helpers.rank_processes import exit_codes_of_ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available(), reason="needs a torch with torch.distributed"
+)
 if dist.is_available():
     from helpers.data_parallel import (
         KILLED,

@@ -17,7 +17,7 @@ from helpers.rank_processes import results_of_two_ranks
 from helpers.shared import made_once
 
 if not dist.is_available():
-    pytest.skip("torch without distributed", allow_module_level=True)
+    pytest.skip("needs a torch with torch.distributed", allow_module_level=True)
 
 import fusedtrain
 from helpers.fully_sharded import (

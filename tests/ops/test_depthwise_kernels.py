@@ -192,7 +192,7 @@ def smaller_if_slow(ops: Kernels, case: Case, last: bool, channels: int) -> Case
     if not ops.slow:
         return case
     if max(case.kernel) > 15:
-        pytest.skip("12 s in an interpreter; 11 x 11 is the same loop")
+        pytest.skip("needs a GPU: 12 s in an interpreter, and 11 x 11 is the same loop")
     if last:
         return case
     return case._replace(shape=(case.shape[0], min(channels, case.shape[1]), *case.shape[2:]))
@@ -299,7 +299,7 @@ def test_infinities_reach_what_sees_them(ops: Kernels, name: str, last: bool) ->
 @pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes_of_the_op(ops: Kernels) -> None:
     if not ops.kernel:
-        pytest.skip("plain torch raises what it raises")
+        pytest.skip("not a case: plain torch raises errors of its own")
     call = Call(CASES["3 x 3"], torch.float32, False)
     x, weight, bias = (placed(t, ops.device) for t in (call.input, call.weight, call.bias))
     ones, none = [1, 1], [0, 0]

@@ -131,7 +131,7 @@ def test_layouts(ops: Kernels, name: str) -> None:
 @pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes(ops: Kernels) -> None:
     if not ops.kernel:
-        pytest.skip("plain torch raises what it raises")
+        pytest.skip("not a case: plain torch raises errors of its own")
     _, weight, vectors, rest = case("transposed, groups", torch.float32, torch.float32, ops.device)
     bias, gamma, beta, mean, var = vectors
     with pytest.raises(RuntimeError, match="running_mean must have one element for each of the 15"):

@@ -115,7 +115,7 @@ def test_channels_are_told_apart(ops: Kernels, memory_format: torch.memory_forma
 @pytest.mark.launches_nothing("arguments are refused")
 def test_mistakes_of_the_op(ops: Kernels) -> None:
     if not ops.kernel:
-        pytest.skip("plain torch raises what it raises")
+        pytest.skip("not a case: plain torch raises errors of its own")
     x, numbers = random_bytes(2, 3, 4, 4).to(ops.device), coefficients(3).to(ops.device)
     for arguments, message in (
         ((x.float(), numbers, torch.float32, FORMATS[0]), "input must be uint8"),

@@ -86,7 +86,7 @@ def test_one_image_in_either_format() -> None:
 def test_kernels_run() -> None:
     """Not the fallback, and float64 without an op of its own."""
     if not fusedtrain.backend_info().backends["cpu"].loaded:
-        pytest.skip("no C++ kernels")
+        pytest.skip("needs _C.so (make build)")
     assert Registered("cpu").has("normalize_images")
     with torch.profiler.profile() as profile:
         F.normalize_images(random_bytes(1, 3, 4, 4), MEAN, STD, dtype=torch.float16)

@@ -64,7 +64,7 @@ def test_schema() -> None:
     assert schema_of({"seed": "int", "return": "Tensor"}) == "(int seed) -> Tensor"
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="no triton")
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
 @pytest.mark.parametrize(("family", "op"), OPS, ids=[op for _, op in OPS])
 def test_twin(family: str, op: str) -> None:
     from fusedtrain.triton import OPS as twins

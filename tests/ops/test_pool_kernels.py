@@ -142,7 +142,7 @@ def among_few(window: str, kind: str, last: bool) -> bool:
 def test_every_window(ops: Kernels, window: str, kind: str, last: bool) -> None:
     shape = SHAPES[kind]
     if (last and len(shape) == 3) or not fits(shape, WINDOWS[window]):
-        pytest.skip("no such case")
+        pytest.skip("not a case: the window does not fit the shape")
     if ops.slow and not among_few(window, kind, last):
         pytest.skip("slow where it is emulated or interpreted: needs a GPU")
     for i, dtype in enumerate(DTYPES):
@@ -187,7 +187,7 @@ def test_strides(ops: Kernels, dtype: torch.dtype) -> None:
 
 def test_mistakes(ops: Kernels) -> None:
     if not ops.kernel:
-        pytest.skip("plain torch raises what it raises")
+        pytest.skip("not a case: plain torch raises errors of its own")
     x = torch.zeros(1, 2, 6, 6, device=ops.device)
     two, none = [2, 2], [0, 0]
     for arguments, message in (
@@ -216,7 +216,7 @@ def test_mistakes(ops: Kernels) -> None:
 def test_every_instruction_set(capability: str) -> None:
     """Instruction sets that this process does not use: a third of the cases."""
     if f"({capability})" in str(fusedtrain.backend_info()):
-        pytest.skip("all other tests run it")
+        pytest.skip("not a case: all other tests run this instruction set")
     environment = {**os.environ, "FUSEDTRAIN_CPU_CAPABILITY": capability}
     environment["PYTHONPATH"] = str(ROOT / "tools")
     file = Path(__file__)

@@ -46,14 +46,14 @@ def _emulated() -> Op:
 
 def _cuda() -> Op:
     if not HAS_GPU:
-        pytest.skip("no GPU")
+        pytest.skip("needs a CUDA GPU")
     return _registered("cuda")
 
 
 def _triton() -> Op:
     pytest.importorskip("triton")
     if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and TRITON_INTERPRET is not 1")
+        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
     from fusedtrain.triton import OPS
 
     if not HAS_GPU:

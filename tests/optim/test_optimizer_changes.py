@@ -192,7 +192,7 @@ def test_a_parameter_that_moves_between_groups(name: str) -> None:
 @OF_TORCH
 def test_states_that_the_user_replaces(name: str, how: str) -> None:
     if name == "Adagrad" and "cleared" in how:
-        pytest.skip("torch's Adagrad makes its states only once")
+        pytest.skip("not a case: torch's Adagrad makes its states only once")
     p, q = parameters(), parameters()
     ours = getattr(fusedtrain.optim, name)(p, **CLASSES[name].busy)
     theirs = getattr(torch.optim, name)(q, **CLASSES[name].busy)
@@ -224,7 +224,7 @@ def test_states_that_the_user_replaces(name: str, how: str) -> None:
 def test_states_dropped_before_the_second_step(name: str, how: str) -> None:
     """After its first step a plan has not looked at the dictionaries of the states yet."""
     if name == "Adagrad":
-        pytest.skip("torch's Adagrad makes its states only once")
+        pytest.skip("not a case: torch's Adagrad makes its states only once")
     runs = []
     for module in (fusedtrain.optim, torch.optim):
         p = nn.Parameter(torch.ones(3, dtype=torch.float64))

@@ -127,7 +127,9 @@ def _fully_sharded() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+@pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="needs a torch with torch.distributed"
+)
 def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
     ranks = results_of_two_ranks(_on_a_rank, tmp_path)
     for case in ranks[0]:

@@ -24,7 +24,7 @@ from helpers.processes import run_python
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform == "win32", reason="process groups"),
+    pytest.mark.skipif(sys.platform == "win32", reason="needs process groups (not Windows)"),
     # Names of backends are names of parts here.
     pytest.mark.launches_nothing("kernels run in other processes, if at all"),
 ]
@@ -144,7 +144,7 @@ def test_an_alarm_of_the_command_is_a_failure(tmp_path: Path) -> None:
     assert c.journal.progress("racecheck").results == {}  # which test it was, nobody knows
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl (Linux)")
 def test_a_command_ends_with_the_tool_whatever_kills_that(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     code = f"""

@@ -422,7 +422,7 @@ def test_ncu_looks_at_the_worst_rows(
     for place, name in enumerate(("b7", "a1000", "a10")):
         _gpu_checks.test_ncu(place)
         assert f"bench_pool.py::t[{name}] --device=cuda --first" in capfd.readouterr().out
-    with pytest.raises(pytest.skip.Exception, match="no such row"):
+    with pytest.raises(pytest.skip.Exception, match="needs a measured row"):
         _gpu_checks.test_ncu(3)
     program.write_text("#!/bin/sh\necho no kernel\n")
     with pytest.raises(AssertionError):

@@ -200,7 +200,7 @@ def test_the_kinds_of_amp_steps_are_predicted(
 @pytest.fixture(scope="module")
 def predicted() -> list[occupancy.Prediction]:
     if not LIBRARY.exists():
-        pytest.skip("_C_cuda.so is not built (no nvcc)")
+        pytest.skip("needs _C_cuda.so: install nvcc, then FUSEDTRAIN_CUDA=1 make build")
     if _sass.cuobjdump() is None:
         pytest.skip("cuobjdump is not installed (the CUDA toolkit and Triton have it)")
     if occupancy.CHECKED not in fusedtrain.backend_info().build.get("cuda_archs", ()):

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.processes import run_python
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
 @pytest.mark.parametrize(

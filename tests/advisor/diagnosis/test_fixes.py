@@ -18,7 +18,7 @@ from helpers.diagnosis import SCRIPTS, examine, lines, rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="no patch command")
+needs_patch = pytest.mark.skipif(shutil.which("patch") is None, reason="needs the command patch")
 
 
 def patched(folder: Path, diff: str) -> None:

@@ -118,7 +118,7 @@ def test_the_budget_ends_a_model_that_never_returns():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="no SIGINT for one process")
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGINT for one process (not Windows)")
 def test_after_ctrl_c_the_trials_until_then_are_shown(tmp_path):
     command = [sys.executable, "-m", "fusedtrain", "tune", f"{HERE}:build_model", *WORDS]
     with subprocess.Popen(

@@ -24,7 +24,9 @@ LOGS = [
     if (ROOT / "csrc/cuda" / log.name.removesuffix(".o.ptxas")).exists()
 ]  # fmt: skip
 
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="_C_cuda.so is not built (no nvcc)")
+pytestmark = pytest.mark.skipif(
+    not LIBRARY.exists(), reason="needs _C_cuda.so: install nvcc, then FUSEDTRAIN_CUDA=1 make build"
+)
 
 # A kernel of each family, by its mangled name: type, vectors.
 WIDE = {

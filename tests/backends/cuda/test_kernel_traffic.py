@@ -215,7 +215,7 @@ def emulator() -> cuda_emulator.Emulator:
     if reason := cuda_emulator.why_not():
         pytest.skip(reason)
     if cuda_emulator.SANITIZED:
-        pytest.skip("the sanitizers' build sees no accesses")
+        pytest.skip("not a case: the sanitizers' build sees no accesses")
     return cuda_emulator.load()
 
 

@@ -15,7 +15,7 @@ import fusedtrain.functional as F
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import DTYPES, NAMES, assert_close, backward_scale, public, truth
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 # Parameters on the GPU, made before anything is captured or timed.
@@ -99,7 +99,7 @@ def test_cuda_graph(name: str) -> None:
         assert_close(g, want_g, backward_scale(row))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one device")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["mish", "prelu"])
 def test_second_device_while_the_first_is_current(name: str) -> None:
     row = ACTIVATIONS[name]

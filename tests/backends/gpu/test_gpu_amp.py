@@ -11,7 +11,7 @@ from fusedtrain.apex import amp
 from helpers.amp_runs import backward, gradients_alike, images, network, overflowing
 from helpers.synchronisation import no_sync
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.mark.parametrize("verbosity", [0, 1])

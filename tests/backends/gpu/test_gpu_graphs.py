@@ -12,7 +12,7 @@ import fusedtrain
 from helpers.graphs import Step, train
 from helpers.optimizers import APEX, NAMES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 def captured(step: Step) -> Step:

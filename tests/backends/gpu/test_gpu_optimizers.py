@@ -14,7 +14,7 @@ from fusedtrain.reference import FAMILIES
 from helpers.optimizers import NAMES, make
 from helpers.synchronisation import no_sync
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 SHAPES = [(64, 3, 7, 7), (128, 64, 3, 3), (1000, 129), (129,), (), (0,), (4099,)]
 
@@ -181,7 +181,7 @@ def test_more_parameters_than_one_launch_takes() -> None:
 def test_a_parameter_of_more_than_2_31_elements() -> None:
     count = 2**31 + 7
     if torch.cuda.mem_get_info()[0] < 5 * 2 * count:
-        pytest.skip("not enough memory on the GPU")
+        pytest.skip("needs more free memory on the GPU")
     p = nn.Parameter(torch.zeros(count, dtype=torch.float16, device="cuda"))
     p.grad = torch.ones_like(p)
     optim.SGD([p], lr=0.5).step()

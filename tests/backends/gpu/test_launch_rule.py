@@ -73,7 +73,7 @@ def run(*arguments: str, pretend: bool) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 @pytest.mark.parametrize("pretend", [False, True], ids=["real", "pretended"])
 def test_planted_cases(pretend: bool) -> None:
     BACKENDS["emulated"]()  # or the test is skipped here
@@ -126,7 +126,7 @@ def test_the_counters_agree() -> None:
 def test_the_cuda_file_counts() -> None:
     """Where it is built: the function is exported, and nothing has run without a GPU."""
     if launches._cuda_library() is None:
-        pytest.skip("no CUDA kernels are loaded")
+        pytest.skip("needs _C_cuda.so, loaded")
     count = launches.cuda()
     assert count >= 0
     assert torch.cuda.is_available() or count == 0
@@ -167,7 +167,7 @@ def test_placed_keeps_what_lies_where(dtype: torch.dtype) -> None:
     assert placed(made[0], "cpu", torch.bfloat16).data_ptr() % 16 == 6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_convolutions_are_repeatable() -> None:
     assert torch.backends.cudnn.deterministic
     assert not torch.backends.cudnn.allow_tf32
@@ -215,7 +215,7 @@ def test_the_rehearsal_knows_every_kernel_test() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 def test_the_cuda_cases_on_a_pretended_gpu() -> None:
     """Nothing is left on the CPU, and what the tests do with tensors a GPU lets them do."""
     BACKENDS["cpu"]()

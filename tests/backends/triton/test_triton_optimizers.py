@@ -73,7 +73,7 @@ def test_sizes_and_alignments(kernels: Any, dtype: torch.dtype, units: bool) -> 
     torch.testing.assert_close(*step_alike(kernels, case), rtol=1e-9, atol=0)
 
 
-@pytest.mark.skipif(HAS_GPU, reason="there all tests do so")
+@pytest.mark.skipif(HAS_GPU, reason="needs a machine without a GPU: there all tests do so")
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 def test_tensors_that_were_placed(
     kernels: Any, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +150,9 @@ def test_more_tensors_than_a_program_prepares(kernels: Any, rule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(HAS_GPU, reason="a GPU has an order of its own")
+@pytest.mark.skipif(
+    HAS_GPU, reason="needs a machine without a GPU: threads of a GPU have an order of their own"
+)
 @pytest.mark.parametrize("units", [False, True])
 def test_order_of_programs(
     kernels: Any,
@@ -269,7 +271,9 @@ def test_launches_of_a_step(kernels: Any, launched: list[str]) -> None:
     assert empty.control[5] == 1
 
 
-@pytest.mark.skipif(HAS_GPU, reason="interpreted tensors need not be sent")
+@pytest.mark.skipif(
+    HAS_GPU, reason="needs a machine without a GPU, where interpreted tensors need not be sent"
+)
 def test_torch_launches_nothing_of_a_step(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever there is to decide: memory is allocated and looked at, and that is all."""
     from fusedtrain.triton.launch import Launcher

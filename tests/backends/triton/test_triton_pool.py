@@ -42,7 +42,7 @@ def test_windows(
     from fusedtrain.triton import pool
 
     if not small and window not in (1, 2):
-        pytest.skip("two windows tell")
+        pytest.skip("not a case: two windows have all of the loop")
     monkeypatch.setattr(pool, "_BLOCK", 64)
     if not small:
         monkeypatch.setattr(pool, "_MOST", 1)

@@ -16,7 +16,9 @@ from helpers.optimizer_cases import BF16, F32, F64, Case, Spec
 from helpers.optimizer_ops import BACKENDS, step_alike
 from helpers.optimizers import busy
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="there every step has other memory")
+pytestmark = pytest.mark.skipif(
+    HAS_GPU, reason="needs a machine without a GPU: there every step has other memory"
+)
 
 
 @pytest.fixture

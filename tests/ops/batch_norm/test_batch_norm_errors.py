@@ -60,7 +60,7 @@ def test_as_torch(name: str, training: bool, grad: bool) -> None:
         expected = outcome(stock, arguments_of(name, training))
         actual = outcome(partial(F.batch_norm_act, activation="relu"), ours)
     if name == "eps of 0" and not training and expected == [ValueError]:
-        pytest.skip("torch 2.12 and older refuse it in evaluation, too")
+        pytest.skip("needs torch 2.13: older ones refuse it in evaluation, too")
     if len(expected) > 1:
         torch.testing.assert_close(actual, expected, equal_nan=True)
         return

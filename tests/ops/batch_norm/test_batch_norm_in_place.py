@@ -40,7 +40,7 @@ def test_kernels(ops: Kernels, kind: str) -> None:
     for i, dtype in enumerate(DTYPES):
         x = LAYOUTS[kind]()
         if not dense(x) or (x.size(1) == 1 and x.size(0) > 1 and not x.is_contiguous()):
-            pytest.skip("is copied first")
+            pytest.skip("not a case: the tensor is copied first")
         if ops.slow and x.numel() > 20_000:
             pytest.skip("slow where it is emulated or interpreted: needs a GPU")
         if ops.slow and (i + list(LAYOUTS).index(kind)) % (4 if x.numel() > 1_000 else 2):
@@ -75,7 +75,7 @@ def test_kernels(ops: Kernels, kind: str) -> None:
 def test_kernels_refuse_what_has_gaps(ops: Kernels) -> None:
     x = torch.randn(2, 3, 8, device=ops.device)[..., ::2]
     if not ops.kernel:
-        pytest.skip("plain torch can")
+        pytest.skip("not a case: plain torch takes tensors with gaps")
     with pytest.raises(RuntimeError, match="input must be dense"):
         ops("batch_norm_act_", x, None, None, None, None, True, 0.1, 1e-5, -1, 0.0, 0.0)
 

@@ -102,7 +102,7 @@ def test_outliers_where_the_mean_is_guessed(ops: Kernels, dtype: torch.dtype) ->
 
 def test_a_mean_far_larger_than_the_deviation(ops: Kernels) -> None:
     if ops.digits > 4:
-        pytest.skip("sums of shifted data in float32")
+        pytest.skip("not a case: this backend sums shifted data in float32")
     for mean in (1e3, -1e5, 3e6):
         for x in (torch.randn(4, 3, 500), last(4, 3, 500)):
             case = Case(x, F32, "identity", ops=ops)
@@ -175,7 +175,7 @@ def test_a_dropped_sample_has_no_part(ops: Kernels, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_the_same_bits_every_time(ops: Kernels, dtype: torch.dtype) -> None:
     if not ops.kernel:
-        pytest.skip("torch's sums depend on the number of threads")
+        pytest.skip("not a case: torch's sums depend on the number of threads")
     tensors = [torch.randn(2, 2, 70_000), last(35, 96, 81), last(7, 1100, 36)]
     for x in (last(3, 20, 9),) if ops.slow else tensors:
         case = Case(x, dtype, "silu", branch=True, ops=ops)
@@ -261,7 +261,7 @@ def test_a_sum_without_what_lies_beyond_the_data(ops: Kernels) -> None:
 def test_bounds_are_rounded_as_the_output(ops: Kernels) -> None:
     """As in the kernels of the activation alone: backward compares the saved output with them."""
     if not ops.kernel:
-        pytest.skip("plain torch rounds nothing but the output")
+        pytest.skip("not a case: plain torch rounds nothing but the output")
     case = Case(torch.randn(3, 5, 7, 3), BF16, "hardtanh", residual=True, ops=ops)
     case.formula = Pointwise(INDEX["hardtanh"], -0.301, 0.301)
     output, mean, invstd = forward(ops, case)

@@ -21,7 +21,9 @@ from fusedtrain.nn import (
 from helpers.models import model_of, timm
 from helpers.rank_processes import results_of_two_ranks
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available(), reason="needs a torch with torch.distributed"
+)
 
 # How many of 9 samples the first rank has.
 SPLITS = {"equal halves, almost": 4, "unequal": 2, "all": 9}
