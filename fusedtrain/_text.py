@@ -26,6 +26,9 @@ def memory_text(size: float) -> str:
     return f"{size / 1e6:.3g} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
+FEW_BYTES = 4096  # fewer are perhaps meant as percent, or in another unit
+
+
 def bytes_in(text: str) -> int | None:
     """The size that ``800MB`` or ``4GiB`` stands for; None where the text is no size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmg]?i?)b?\s*", text.lower())

@@ -13,7 +13,7 @@ import click
 import torch
 
 from .. import __version__
-from .._text import bytes_in, memory_text, shape_text
+from .._text import FEW_BYTES, bytes_in, memory_text, shape_text
 from ..advisor.fitting import HEADINGS, FitReport, fit
 from ..advisor.tuning._job import split
 from ._exit import Exit
@@ -39,9 +39,6 @@ LEGEND = (
 )
 
 
-_FEW = 4096  # bytes: perhaps meant in another unit
-
-
 class Size(click.ParamType[int]):
     """A size of memory: 800MB, 4GiB."""
 
@@ -51,7 +48,7 @@ class Size(click.ParamType[int]):
         size = value if isinstance(value, int) else bytes_in(str(value))
         if size is None:
             self.fail(f"{value!r} is no size, like '800MB' or '4GiB'", param, ctx)
-        if size < _FEW:
+        if size < FEW_BYTES:
             self.fail(f"{value} are {size} bytes; sizes are '800MB' or '4GiB'", param, ctx)
         return size
 

@@ -26,7 +26,7 @@ from .._graph.kept import address_of
 from .._graph.tracer import same_generators
 from .._recompute import MemoryPlan, fingerprint
 from .._recompute.plan import PlannedStep
-from .._text import bytes_in, memory_text
+from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._meter import Meter
@@ -39,7 +39,6 @@ __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
 _TRIES = 5  # of plans that are measured
 _STEPS = 3  # that are timed
-_FEW = 4096  # bytes: perhaps meant as percent
 _FRACTION = "a fraction of eager's peak is a float, such as 0.6"
 
 Loss = Callable[[Any], Tensor]
@@ -138,10 +137,12 @@ def plan_memory(
         measure = partial(_measured, twin, measured, begin, device)
         chosen, outcome, peak = _fitting(search, limit, show, measure)
         if peak > limit:
-            if outcome.peak > limit:
+            if outcome.peak > limit:  # the example has memory for what was only simulated
                 peak = max(peak, measure(chosen))
             share = f"{math.ceil(100 * peak / max(eager, 1)) / 100:.2f} of eager's"
-            hint = f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < _FEW else ""
+            hint = (
+                f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < FEW_BYTES else ""
+            )
             least = _least(search, peak, fixed if in_bytes else 0)
             raise ValueError(
                 f"budget: no plan needs less than {least}. The lowest peak is {share} "

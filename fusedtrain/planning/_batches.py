@@ -36,6 +36,7 @@ class BatchPlanner:
         batches: tuple[int, int],
     ) -> None:
         self._batches, self._device = batches, device
+        self._searched: tuple[int, Search] | None = None
         self._small, self._large = (
             profile(model, partial(begin, batch), device) for batch in batches
         )
@@ -62,9 +63,17 @@ class BatchPlanner:
 
     def lowest(self, batch: int) -> int:
         """The lowest simulated peak."""
-        search = Search(Simulator(self.profile(batch)))
+        search = self._search_of(batch)
         search.deepen()
         return search.least()[1].peak
+
+    def _search_of(self, batch: int) -> Search:
+        """The choices that were simulated for a batch: several budgets of one batch share them."""
+        if self._searched is None or self._searched[0] != batch:
+            search = Search(Simulator(self.profile(batch)))
+            search.run()
+            self._searched = batch, search
+        return self._searched[1]
 
     def plan(
         self,
@@ -79,10 +88,9 @@ class BatchPlanner:
         Raises:
             ValueError: no plan has so low a peak.
         """
-        scaled = self.profile(batch)
-        search = Search(Simulator(scaled))
         show("choices")
-        search.run()
+        search = self._search_of(batch)
+        scaled = search.simulator.profile
 
         def made(chosen: tuple[bool, ...], outcome: Outcome, peak: int) -> MemoryPlan:
             return MemoryPlan(

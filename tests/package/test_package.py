@@ -107,7 +107,7 @@ def test_wide_registers_stay_in_their_units() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     if "x86-64" not in run.stdout[:400]:
-        pytest.skip("not an x86-64 binary")
+        pytest.skip("needs an x86-64 binary")
     function, seen = "", set()
     for line in run.stdout.splitlines():
         if line.endswith(">:"):
@@ -250,7 +250,7 @@ torch.save({{n: public(r)(x) for n, r in ACTIVATIONS.items()}}, {str(path)!r})
 )
 def test_settings_that_cannot_be_met_are_errors(setting: dict[str, str], words: str) -> None:
     if {"cuda", "triton"} & set(setting.values()) and torch.version.cuda is not None:
-        pytest.skip("CUDA can be met here")
+        pytest.skip("needs a torch without CUDA")
     if "ATEN_CPU_CAPABILITY" in setting:  # torch reads it once
         run = subprocess.run(
             [sys.executable, "-c", "import fusedtrain"], env=environment(**setting),
@@ -260,6 +260,11 @@ def test_settings_that_cannot_be_met_are_errors(setting: dict[str, str], words: 
         run = python("import fusedtrain", **setting)
     assert run.returncode != 0
     assert words in run.stderr
+
+
+def test_a_checkout_that_is_not_built_says_where_an_installed_package_is_seen() -> None:
+    reason = _backends._load_library(ROOT / "fusedtrain/_no.so", "")
+    assert reason.startswith("_no.so was not built in this checkout; an installed package is")
 
 
 def test_required_backend_missing_is_an_error() -> None:
