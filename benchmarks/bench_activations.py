@@ -23,7 +23,7 @@ REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))
 SIZES = tuple(2**power for power in (10, 16, 20, 23, 25))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_OPS = ("mish", "relu")
-FIRST_OPS, FIRST_SIZE = ("relu", "silu", "gelu", "mish"), 2**27
+FIRST_OPS, FIRST_SIZE = ("relu", "silu", "gelu", "mish", "prelu"), 2**27
 # torch.compile builds a kernel per size, dtype and pass: 1 to 2 s each on the CPU.
 COMPILED_SIZES = (2**20, 2**23)
 # Unless --full: on the CPU float16 moves the bytes of bfloat16 and costs a quarter of the run.

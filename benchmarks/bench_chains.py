@@ -38,6 +38,12 @@ class Case:
         return "-".join(filter(None, parts))
 
 
+FIRST = [
+    Case(op, 2**26, torch.bfloat16, "channels_last" if CHAINS[op].image else "", PASSES[1], False)
+    for op in ("swiglu", "se_gate", "layer_scale_drop_path_add", "bias_gelu_dropout", "stylegan_lrelu")
+]
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run. torch.compile takes part in forward+backward of the first dtype, at the
     larger size; --full has it everywhere."""

@@ -26,6 +26,7 @@ from benchmarks.harness.tables import STRONGEST, Column, Report
 FAMILY = "conv_bn"
 # Networks of which depthwise convolutions are a large part.
 DEPTHWISE = ("efficientnet_b0", "mobilenet_v3_large", "mobilenetv4_conv_small", "convnext_tiny")
+BF16 = "bfloat16 AMP"
 CPU: tuple[Setup, ...] = (
     *(
         Setup("train", model, 16, 128, layout, optimizer="AdamW")
@@ -39,18 +40,29 @@ CPU: tuple[Setup, ...] = (
     Setup("inference", "resnet50", 8, 224, "channels_last"),
 )
 CUDA: tuple[Setup, ...] = (
-    Setup("train", "efficientnet_b0", 128, 224, "channels_last", "float16 AMP", "AdamW"),
+    *(Setup("train", model, 128, 224, "channels_last", BF16, "AdamW") for model in DEPTHWISE),
     # At small batches the host's part of a step shows.
-    *(Setup("train", "resnet50", n, 224, "channels_last", "float16 AMP") for n in (8, 32, 128)),
-    Setup("tune", "resnet50", 64, 224, "channels_last", "float16 AMP"),
-    Setup("inference", "resnet50", 1, 224, "channels_last", "float16"),
-    Setup("inference", "resnet50", 64, 224, "channels_last", "float16"),
+    *(Setup("train", "resnet50", n, 224, "channels_last", BF16) for n in (8, 32, 128)),
+    Setup("train", "resnet50", 128, 224, "channels_last", "float16 AMP"),
+    Setup("tune", "resnet50", 64, 224, "channels_last", BF16),
+    Setup("inference", "resnet50", 1, 224, "channels_last", "bfloat16"),
+    Setup("inference", "resnet50", 64, 224, "channels_last", "bfloat16"),
 )
 QUICK: tuple[Setup, ...] = (
     Setup("train", "resnet18", 4, 64),
     Setup("tune", "resnet18", 4, 64),
     Setup("inference", "resnet18", 1, 64),
 )
+
+
+# A step of a network whose norms weigh much, one of convolutions, and a folded network.
+FIRST = [
+    Case(setup)
+    for setup in CUDA
+    if (setup.job, setup.model, setup.batch, setup.dtype)
+    in (("train", "efficientnet_b0", 128, BF16), ("train", "resnet50", 128, BF16),
+        ("inference", "resnet50", 64, "bfloat16"))
+]  # fmt: skip
 
 
 def select(options: Options) -> list[Case]:

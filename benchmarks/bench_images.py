@@ -49,6 +49,9 @@ class Case:
         return f"{dtype_name(self.dtype)}-{self.layout.replace(' ', '-')}-{self.batch}"
 
 
+FIRST = [Case(256, torch.bfloat16, "contiguous", "channels_last", False)]
+
+
 def select(options: Options) -> list[Case]:
     """The cases of a run."""
     if not options.wants(OP, "") or options.models:

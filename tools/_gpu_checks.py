@@ -15,17 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import _gpu_machine
 import _gpu_numbers
 import fusedtrain
 from _devices import GPUS
+from _gpu_parts import OPTIONS, find
 from benchmarks.experiments import NAMES
 from benchmarks.experiments.command import INTERRUPTED, main
 from benchmarks.harness import networks
 from benchmarks.harness.memory import most_allocated
 from fusedtrain.advisor.bench.clock import cuda_clock, device_slug
 
-OPTIONS = "FUSEDTRAIN_EXPERIMENT_OPTIONS"  # of the command, in the environment
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 COPIED = 1 << 31  # bytes
 LEAST_COPY = 0.7  # of the published peak; a slower copy has a neighbour, or a throttled GPU
@@ -65,14 +64,6 @@ def test_copy() -> None:
     assert speed > LEAST_COPY * peak
 
 
-@on_gpu
-def test_predictions() -> None:
-    """The numbers that the first table puts beside the measured ones."""
-    if not _published():
-        pytest.skip("needs a GPU of tools/_devices.py")
-    assert _predicted()
-
-
 def _published() -> float:
     """GB/s of this GPU's memory by its maker; 0.0 where it is not in the list."""
     words = torch.cuda.get_device_name().split()
@@ -84,19 +75,16 @@ def _arch() -> str:
     return "{}{}".format(*torch.cuda.get_device_capability())
 
 
-def _predicted() -> _gpu_numbers.Predictions:
-    return _gpu_numbers.predicted(torch.cuda.get_device_name(), _arch())
-
-
 @on_gpu
 @pytest.mark.parametrize("place", range(WORST))
 def test_ncu(place: int) -> None:
     """Nsight Compute on a row that is far below its prediction: one call of ours."""
-    program = _gpu_machine.find("ncu")
+    program = find("ncu")
     if not program:
         pytest.skip("needs ncu (Nsight Compute)")
     path = Path(os.environ["RESULTS_DIR"]) / f"{device_slug('cuda')}.json"
-    rows = _gpu_numbers.worst(_gpu_numbers.measured(path, _predicted()), WORST)
+    rows = _gpu_numbers.measured(path, torch.cuda.get_device_name())
+    rows = _gpu_numbers.worst(rows, WORST)
     if len(rows) <= place:
         pytest.skip("needs a measured row that is below its prediction")
     row = rows[place]

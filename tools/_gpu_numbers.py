@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import occupancy
-from _gpu_plugin import write
+from _devices import GPUS
 
 KEPT = occupancy.ROOT / "build/gpu"
 HEAD = ("family", "op", "pass", "dtype", "size", "GB/s", "% copy", "predicted", "of it")
@@ -35,9 +36,9 @@ class Measured(NamedTuple):
         return self.speed / self.guess if self.guess else self.percent / 100
 
 
-def measured(path: Path, predictions: Predictions) -> list[Measured]:
+def measured(path: Path, gpu: str) -> list[Measured]:
     """The rows of a file of results: networks and peaks of memory have no bandwidth."""
-    rows = []
+    rows, predictions = [], predicted(gpu)
     for entry in json.loads(path.read_text())["benchmarks"] if path.exists() else []:
         info = entry["extra_info"]
         if speed := info.get("gb_per_s", {}).get("fusedtrain"):
@@ -78,16 +79,31 @@ def table(rows: list[Measured], first: bool) -> list[str]:
     return ["measured GB/s, and the prediction (computed, not measured)", *text, *questions]
 
 
-def predicted(gpu: str, arch: str) -> Predictions:
-    """Predictions for the library that is built, kept: its machine code takes half a minute."""
-    library = occupancy.LIBRARY.read_bytes() if occupancy.LIBRARY.exists() else b""
-    path = KEPT / f"predictions-{hashlib.sha256(library + gpu.encode()).hexdigest()[:16]}.json"
-    if library and not path.exists():
-        try:
-            speeds = occupancy.predictions(gpu, arch)
-        except Exception as error:  # whatever it is, the measurements are worth a table
-            print(f"no predictions: {error}", flush=True)
-            return {}
-        write(path, json.dumps([[*kind, speed] for kind, speed in speeds.items()]))
-    kept = json.loads(path.read_text()) if library else []
-    return {(family, op, way, dtype): speed for family, op, way, dtype, speed in kept}
+def _kept() -> Path:
+    """The file of the predictions for the library that is built."""
+    key = hashlib.sha256(occupancy.LIBRARY.read_bytes()).hexdigest()[:16]
+    return KEPT / f"predictions-{key}.json"
+
+
+def predict() -> int:
+    """Computes the predictions for the library, for all GPUs whose code it has; the exit code."""
+    if not occupancy.LIBRARY.exists():
+        print(f"no predictions: {occupancy.LIBRARY} is not built")
+        return 1
+    print("reading the machine code, about half a minute", flush=True)
+    speeds = {}
+    for gpu in GPUS:
+        with contextlib.suppress(LookupError):  # no code for its architecture
+            of_gpu = occupancy.predictions(gpu.name, gpu.arch)
+            speeds[gpu.name.split()[0]] = [[*kind, speed] for kind, speed in of_gpu.items()]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    _kept().write_text(json.dumps(speeds))
+    print(f"predictions for {', '.join(speeds)} are in {_kept()}")
+    return 0
+
+
+def predicted(gpu: str) -> Predictions:
+    """The predictions for a GPU by its name, if they were computed (`make gpu-predictions`)."""
+    kept = json.loads(_kept().read_text()) if occupancy.LIBRARY.exists() and _kept().exists() else {}
+    rows = next((kept[word] for word in gpu.split() if word in kept), [])
+    return {(family, op, way, dtype): speed for family, op, way, dtype, speed in rows}

@@ -1,22 +1,26 @@
-"""The parts of `make gpu` and their steps."""
+"""The parts of `make gpu`: a list of commands with limits. docs/gpu.md says what each is for."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
+import shutil
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from _gpu_machine import Machine, find
 from _gpu_plugin import NO_GPU
-from _gpu_steps import Context, Step, pytest_command
+from _sanitized import setup_module
 from _test_files import all_located, files, located
 from benchmarks.experiments import NAMES
 from benchmarks.harness.store import FAMILIES as ALL_FAMILIES
 
 # By the file of kernels the test's file and the test, both without test_: compute-sanitizer slows a
-# kernel down a hundredfold, so these are few, small and odd. test_gpu_tool_parts.py sees that every
-# file has its own and that they exist.
+# kernel down a hundredfold, so these are few, small and odd. test_gpu_tool.py sees that every file
+# of kernels has its own and that they exist.
 _SANITIZED = """
 pointwise activation_kernels numbers[cuda-mish-torch.float16]
 pointwise activation_kernels numbers[cuda-mish-torch.float32]
@@ -58,7 +62,6 @@ scaling optimizer_gpu_kernels zero_tensors[cuda]
 SANITIZED: dict[str, list[str]] = {}
 for _kernels, _file, _test in (row.split(maxsplit=2) for row in _SANITIZED.strip().splitlines()):
     SANITIZED.setdefault(_kernels, []).append(located(f"test_{_file}::test_{_test}"))
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 FOUND = 9  # compute-sanitizer's exit code where it found something
 STATE_RESULTS = "build/gpu/results"  # what $RESULTS_DIR has, where the next call finds it
 OPTIONS = "FUSEDTRAIN_EXPERIMENT_OPTIONS"  # as tools/_gpu_checks.py reads them
@@ -69,29 +72,47 @@ BACKEND_TESTS = all_located(
         "test_every_function", "test_activations",
     )
 )  # fmt: skip
+# The first rows, those of the project's name before others; depthwise runs torch's kernels, still.
+FIRST = ("batch_norm", "amp_step", "conv_bn", "activations", "chains", "pool", "few_bit", "images",
+         "depthwise")  # fmt: skip
 # Benchmarks: whole networks, those that the project stands or falls with, the others.
-FAMILIES = tuple(dict.fromkeys(("conv_bn", "memory", "amp_step", "batch_norm", *ALL_FAMILIES)))
-NETWORKS = 2
-PART = 540  # seconds at a time
+NETWORKS = ("conv_bn", "memory")
+FAMILIES = tuple(dict.fromkeys((*NETWORKS, "amp_step", "batch_norm", *ALL_FAMILIES)))
+TINY = "import torch; torch.ones(3, device='cuda').sum().item()"
 
 
 @dataclass
 class Part:
-    """Steps that are one after another; ``skip`` says why there are none here.
+    """Tests that are run by one command. A call first goes through the parts that have limits, until
+    they have had so many seconds in all calls together, then through all that are not done."""
 
-    A call first goes through the parts that have ``seconds``, until they have had so many in all
-    calls together, then through all that are not done. docs/gpu.md says what each is for.
-    """
+    name: str  # in the journal and the results; its first word names a group of parts
+    command: Sequence[str]  # runs pytest, without the options of the plugin
+    seconds: float = 0.0  # the limit
+    kind: str = ""  # of tests (kind_of() in _gpu_plugin.py), "" for all
+    sample: bool = False  # whether a sample of the tests will do
+    environment: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 180.0  # seconds after which a test hangs; a third of the limit at most
+    alarm: int = 0  # the exit code that says: something is wrong beside failed tests
+    probe: Sequence[str] = ()  # a command that fails where the part cannot run: no fault of ours
+    rows: bool = False  # whether it measures rows that have predictions
+    skip: str = ""  # why it does not run here
 
-    name: str
-    steps: list[Step]
-    seconds: int = 0
-    skip: str = ""
+
+def find(program: str) -> str:
+    """A program of the CUDA toolkit, nvcc as setup.py finds it, the others on PATH or beside nvcc;
+    "" where there is none."""
+    nvcc = ""
+    with contextlib.suppress(setup_module().CannotBuild):
+        nvcc = str(setup_module().nvcc())
+    beside = str(Path(nvcc).resolve().parent)
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    return nvcc if program == "nvcc" else shutil.which(program, path=path) or ""
 
 
 def files_of(kind: str) -> list[str]:
     """The files that have tests of the kind: to collect them all takes 20 s a process. Those of
-    GPU_FILES on CUDA are a part of their own."""
+    GPU_FILES on CUDA are named by their folder."""
     marks = r"\bBACKENDS\b" + (r"|^ON_THE_GPU_TOO\b" if kind == "cuda" else "")
     return [
         located(name)
@@ -103,91 +124,84 @@ def files_of(kind: str) -> list[str]:
     ]  # fmt: skip
 
 
-def parts(m: Machine, whole: bool) -> dict[str, Part]:
+def pytest_command(workers: int = 0) -> list[str]:
+    """pytest with a line per test and nothing that stops at a failure."""
+    python = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
+    python += ["--continue-on-collection-errors"]
+    if not workers or importlib.util.find_spec("xdist") is None:
+        return [*python, "-p", "no:xdist"]
+    # A worker that dies is replaced; each gets one test at a time, so that the order counts.
+    return [*python, "-n", str(workers), "--max-worker-restart=1000", "--maxschedchunk=1"]
+
+
+def parts(gpu: str, slug: str, workers: int) -> list[Part]:
     """All parts in their order: first those that teach the most in the shortest time.
 
     Args:
-        m: the machine.
-        whole: every case of the Triton tests rather than a sample.
+        gpu: the device's name; "" for none.
+        slug: the name of its files of results.
+        workers: test processes at a time.
     """
-    many = pytest_command(m.workers)
-    gpu, sanitizer = bool(m.gpu), find("compute-sanitizer")
+    many, sanitizer = pytest_command(workers), find("compute-sanitizer")
+    no_gpu = "" if gpu else "no GPU"
     backend = "FUSEDTRAIN_TEST_GPU_BACKEND"  # test_gpu.py insists on this backend
     on_cuda = {backend: "cuda"} if gpu else {}
     on_triton = {"FUSEDTRAIN_BACKEND": "triton", backend: "triton"} if gpu else {}
-    every, plain = " whole" * whole, "--no-compile"
-    no_gpu = "" if gpu else "no GPU"
     refused = no_gpu or ("" if sanitizer else "compute-sanitizer is not found")
-    memcheck, *others = (_sanitized(sanitizer, tool) for tool in TOOLS)
-    bench = [_benchmark(m, "bench", family, plain) for family in FAMILIES]
-    some = _benchmark(m, "bench", "activations", plain, "--op=mish", "--op=silu", "--op=relu")
-    bench += [replace(some, name="bench triton", environment=on_triton)] if gpu else []
-    # On the CPU the benchmarks are a smoke test, which has no rival that is compiled.
-    compiled = [_benchmark(m, "compile", family, "--only-compile") for family in FAMILIES]
-    ordered = (
-        Part("machine", [_checks("machine", "backends", "clocks", "copy", "predictions")], 60),
-        Part("gpu", [Step("gpu", [*many, GPU_FILES], "cuda", environment=on_cuda)], 150),
-        Part("memcheck", [memcheck], 90, refused),
-        Part("rows", [_first(m)], 270, no_gpu),
-        Part("ncu", [_checks("ncu", "ncu")], 120, no_gpu),
-        Part("plans", [_checks("plans", "plan")], 180, no_gpu),
-        Part("networks", bench[:NETWORKS], PART),
-        Part("cuda", [Step("cuda", [*many, *files_of("cuda")], "cuda", environment=on_cuda)]),
-        Part("triton", [
-            Step(f"triton{every}", [*many, *files_of("triton")], "triton", not whole),
-            Step(f"triton backend{every}", [*many, *BACKEND_TESTS], "cuda", not whole, on_triton),
-        ]),
-        Part("sanitize", others, skip=refused),
-        Part("bench", bench[NETWORKS:]),
-        Part("compile", compiled, skip=no_gpu),
-        Part("experiments", [_experiment(m, name) for name in NAMES]),
-        Part("rest", [Step(f"rest{every}", many, "rest", not whole)]),
-    )  # fmt: skip
-    for part in ordered:
-        part.steps = [] if part.skip else part.steps
-    return {part.name: part for part in ordered}
+    ncu = find("ncu") or "ncu"
+    profiled = f"{ncu} --section SpeedOfLight {sys.executable} -c \"{TINY}\" | tee /dev/stderr"
+    counters = ["sh", "-c", f"{profiled} | grep -q 'DRAM Throughput'"]
 
+    def sanitized(tool: str, seconds: float = 0.0) -> Part:
+        tests = dict.fromkeys(name for names in SANITIZED.values() for name in names)
+        options = ["--error-exitcode", str(FOUND), "--print-limit", "20", *pytest_command()]
+        # Without torch's cache each tensor is an allocation whose bounds are known.
+        return Part(
+            tool if seconds else f"sanitize {tool}",
+            [sanitizer, "--tool", tool, *options, *tests], seconds, alarm=FOUND, skip=refused,
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            probe=[sanitizer, "--error-exitcode", "1", sys.executable, "-c", TINY],
+        )  # fmt: skip
 
-def _checks(step: str, *names: str) -> Step:
-    """Tests of tools/_gpu_checks.py."""
-    tests = [f"tools/_gpu_checks.py::test_{name}" for name in names]
-    return Step(step, [*pytest_command(), "-s", *tests], patience=300.0)
+    def bench(name: str, family: str, *options: str, **more: object) -> Part:
+        command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-vv",
+                   f"--also={STATE_RESULTS}", f"--family={family}", *options]  # fmt: skip
+        # Without a GPU this is a smoke test, which has no rival that is compiled.
+        command += ["--device", "cuda", "--flush-l2"] if gpu else ["--quick"]
+        return Part(f"{name} {family}", command, patience=300.0, rows=bool(gpu), **more)  # type: ignore[arg-type]
 
+    def checks(name: str, *tests: str, **more: object) -> Part:
+        """Tests of tools/_gpu_checks.py."""
+        paths = [f"tools/_gpu_checks.py::test_{test}" for test in tests]
+        return Part(name, [*pytest_command(), "-s", *paths], **more)  # type: ignore[arg-type]
 
-def _sanitized(program: str, tool: str) -> Step:
-    tests = dict.fromkeys(name for names in SANITIZED.values() for name in names)
-    # Without torch's cache each tensor is an allocation whose bounds are known.
-    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = ["--error-exitcode", str(FOUND), "--print-limit", "20", *pytest_command(), *tests]
-    command = [program, "--tool", tool, *options]
-    return Step(tool, command, "", False, environment, 300.0, FOUND)
-
-
-def sanitizer_refuses(c: Context, deadline: float) -> bool:
-    """Whether compute-sanitizer does not know this device or driver, which is no fault."""
-    code = "import torch; torch.ones(3, device='cuda').sum().item()"
-    probe = [find("compute-sanitizer"), "--error-exitcode", "1", sys.executable, "-c", code]
-    code, cut = c.run(probe, min(deadline, c.clock() + 120), {})
-    return code != 0 and not cut
-
-
-def _first(m: Machine) -> Step:
-    """All in one process, with the L2 cache flushed before each call."""
+    # All in one process, with the L2 cache flushed before each call.
     folders = (os.environ.get("RESULTS_DIR", "benchmarks/results"), STATE_RESULTS)
-    stores = [f"--store={folder}/{m.slug}.json" for folder in folders]
-    options = ["--device=cuda", "--first", "--flush-l2", "--keep-rows", *stores]
-    return Step("rows", [*pytest_command(), "benchmarks", *options], patience=300.0)
-
-
-def _benchmark(m: Machine, kind: str, family: str, *options: str) -> Step:
-    command = [sys.executable, "-m", "benchmarks.run", "--no-chart", "--keep-rows", "-vv",
-               f"--also={STATE_RESULTS}", f"--family={family}", *options]  # fmt: skip
-    command += ["--device", "cuda", "--flush-l2"] if m.gpu else ["--quick"]
-    return Step(f"{kind} {family}", command, patience=300.0)
-
-
-def _experiment(m: Machine, name: str) -> Step:
-    """A process of its own: an experiment that dies takes no other one with it."""
-    options = "--device cuda" if m.gpu else "--quick"
-    environment = {OPTIONS: f"{options} --resume --also={STATE_RESULTS}"}
-    return replace(_checks(f"experiment {name}", f"experiment[{name}]"), environment=environment)
+    first = [*pytest_command(), *(f"benchmarks/bench_{name}.py" for name in FIRST)]
+    first += ["--device=cuda", "--first", "--flush-l2", "--keep-rows"]
+    first += [f"--store={folder}/{slug}.json" for folder in folders]
+    networks = [bench("networks", family, "--no-compile") for family in NETWORKS]
+    networks[0].seconds = 180.0
+    options = {OPTIONS: f"{'--device cuda' if gpu else '--quick'} --resume --also={STATE_RESULTS}"}
+    some = ("--op=mish", "--op=silu", "--op=relu")
+    return [
+        checks("machine", "backends", "clocks", "copy", seconds=60.0),
+        Part("kernels", [*many, GPU_FILES, *files_of("cuda")], 200.0, "cuda", environment=on_cuda,
+             patience=45.0),
+        Part("rows", first, 150.0, patience=60.0, rows=True, skip=no_gpu),
+        sanitized("memcheck", 90.0),
+        checks("ncu", "ncu", seconds=100.0, probe=counters, skip=no_gpu),
+        checks("plans", "plan", seconds=120.0, skip=no_gpu),
+        *networks,
+        Part("triton", [*many, *files_of("triton")], kind="triton", sample=True),
+        Part("triton backend", [*many, *BACKEND_TESTS], 0.0, "cuda", True, on_triton),
+        *(sanitized(tool) for tool in ("racecheck", "initcheck", "synccheck")),
+        *(bench("bench", family, "--no-compile") for family in FAMILIES[len(NETWORKS):]),
+        *([bench("bench triton", "activations", "--no-compile", *some, environment=on_triton)]
+          if gpu else []),
+        *(bench("compile", family, "--only-compile", skip=no_gpu) for family in FAMILIES),
+        # A process of its own: an experiment that dies takes no other one with it.
+        *(checks(f"experiments {name}", f"experiment[{name}]", environment=options)
+          for name in NAMES),
+        Part("rest", many, kind="rest", sample=True),
+    ]  # fmt: skip

@@ -1,13 +1,8 @@
-"""The pytest plugin of `make gpu`, and its journal: a JSON line an event, so that nothing is lost.
+"""The pytest plugin of `make gpu`, and its journal: a JSON line an event, written as it happens.
 
-The journal lies in build/gpu/results, where the next call finds it, and beside the results. Its
-events, each with its time: ``tree`` (the sources and the machine it is about), ``run`` and ``ran``
-(a process of a step's tests begins, has ended), ``wanted`` (the names of all tests of a step),
-``start`` and ``test`` (a test begins, has ended).
-
-``FUSEDTRAIN_GPU_JOURNAL`` names the journal's files, ``FUSEDTRAIN_GPU_STEP`` the step. Its last
-``run`` has the ``kind`` of its tests ("" for all), whether a ``sample`` of them is enough, and
-after how many seconds of ``patience`` a test hangs.
+Events have a step and a time: ``tree`` (sources and machine), ``run`` and ``ran`` (a process of a
+step begins, has ended), ``wanted`` (the tests of a step), ``start`` and ``test`` (a test begins, has
+ended). The journal lies in build/gpu/results, where the next call reads it, and beside the results.
 """
 
 from __future__ import annotations
@@ -19,11 +14,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -33,9 +27,8 @@ from helpers.tiers import few
 # On the compiler alone, or about the tools: CI has run them.
 NO_GPU = ("test_triton.py::test_code", "test_triton.py::test_launches", "test_gpu_tool")
 CONTEXT_LOST = 70  # the exit code of a process whose GPU answers nothing but errors
-PATHS, STEP = "FUSEDTRAIN_GPU_JOURNAL", "FUSEDTRAIN_GPU_STEP"
-TAGS = {"failed": "failure", "error": "error", "crashed": "error"}  # of JUnit, for bad outcomes
-CONTROL = {n: "?" for n in range(32) if n not in (9, 10, 13)}  # characters that XML cannot hold
+SETTINGS = "FUSEDTRAIN_GPU_RUN"  # in the environment: a JSON file, written by run_step() of gpu.py
+BAD = ("failed", "error", "crashed")
 Event = dict[str, Any]
 
 
@@ -43,11 +36,9 @@ Event = dict[str, Any]
 class Progress:
     """A step so far."""
 
-    results: dict[str, Event] = field(default_factory=dict)  # of tests that have ended, by name
     wanted: list[str] | None = None  # the names of all tests; None: they were never collected
-    run: Event = field(default_factory=dict)  # the last process
-    before: set[str] = field(default_factory=set)  # tests that had ended when it began
-    flying: list[str] = field(default_factory=list)  # tests that it has begun and not ended
+    results: dict[str, Event] = field(default_factory=dict)  # of tests that have ended, by name
+    flying: dict[str, float] = field(default_factory=dict)  # tests that run, and since when
     seconds: float = 0.0  # of all processes
 
     @property
@@ -61,11 +52,7 @@ class Progress:
 
     @property
     def bad(self) -> list[str]:
-        return [name for name, e in self.results.items() if e["outcome"] in TAGS]
-
-    @property
-    def passed(self) -> list[Event]:
-        return [e for e in self.results.values() if e["outcome"] not in TAGS]
+        return [name for name, e in self.results.items() if e["outcome"] in BAD]
 
 
 class Journal:
@@ -75,7 +62,6 @@ class Journal:
 
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
-        self._read: tuple[int, list[Event]] = (-1, [])  # the file's size, and its events
 
     def append(self, event: str, step: str = "", **more: Any) -> None:
         """Adds an event, in one write: workers may do so at the same time."""
@@ -93,32 +79,28 @@ class Journal:
     def events(self) -> list[Event]:
         """All events; the last line of a process that was killed may be a half one."""
         path = next((p for p in self.paths if p.exists()), None)
-        data = path.read_bytes() if path else b""
-        if len(data) != self._read[0]:
-            self._read = len(data), []
-            for line in data.decode(errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    self._read[1].append(json.loads(line))
-        return self._read[1]
+        events = []
+        for line in path.read_text(errors="replace").splitlines() if path else ():
+            with contextlib.suppress(ValueError):
+                events.append(json.loads(line))
+        return events
 
     def progress(self, step: str) -> Progress:
         """The step so far."""
-        p, last = Progress(), 0.0
-        for e in self.events():
-            if e["step"] != step:
-                continue
+        p, last = Progress(), None
+        for e in (e for e in self.events() if e["step"] == step):
             if e["event"] == "run":
-                p.run, p.before, p.flying, last = e, set(p.results), [], e["time"]
+                p.flying, last = {}, e["time"]
             elif e["event"] == "wanted":
                 p.wanted = e["ids"]
             elif e["event"] == "start":
-                p.flying.append(e["id"])
+                p.flying[e["id"]] = e["time"]
             elif e["event"] == "test":
-                p.flying = [name for name in p.flying if name != e["id"]]
+                p.flying.pop(e["id"], None)
                 # The failure that came first says more than the worker's death by it.
                 if e["outcome"] != "crashed" or e["id"] not in p.bad:
                     p.results[e["id"]] = e
-            if p.run:
+            if last is not None:
                 p.seconds, last = p.seconds + e["time"] - last, e["time"]
         return p
 
@@ -132,52 +114,23 @@ class Journal:
         Returns:
             what was done, in words.
         """
-        kept, words = self.events(), "goes on where the last call stopped"
+        kept = self.events()
         trees = [e["tree"] for e in kept if e["event"] == "tree"]
+        words = "goes on where the last call stopped"
         if trees[-1:] != [tree]:
-            words = "the sources have changed: " * bool(trees)
-            if trees and keep:
-                steps = {e["step"]: self.progress(e["step"]) for e in kept}
-                # A finding of compute-sanitizer belongs to no test: all of its step run again.
-                alarms = [n for n, p in steps.items() if any(f"{n}: exit" in b for b in p.bad)]
-                kept = [e for n, p in steps.items() if n not in alarms for e in p.passed]
-                words += "what passed is kept, what failed runs again"
-            else:
-                kept, words = [], words + "from the beginning"
+            words = "the sources have changed: from the beginning" if trees else "from the beginning"
+            steps = {e["step"] for e in kept} if keep else set()
+            if steps:
+                words = "the sources have changed: what passed is kept, what failed runs again"
+            results = [r for step in steps for r in self.progress(step).results.values()]
+            # A finding of compute-sanitizer belongs to no test: all of its step run again.
+            alarmed = {r["step"] for r in results if r["outcome"] in BAD and ": exit" in r["id"]}
+            kept = [r for r in results if r["outcome"] not in BAD and r["step"] not in alarmed]
         for path in self.paths:
-            write(path, "".join(json.dumps(e) + "\n" for e in kept))
-        self._read = (-1, [])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(e) + "\n" for e in kept))
         self.append("tree", tree=tree)
         return words
-
-    def junit(self, path: Path, steps: Iterable[str]) -> None:
-        """JUnit XML of these steps; tests that are wanted and have not ended are skipped ones."""
-        root = ElementTree.Element("testsuites")
-        cut = {"outcome": "not run", "seconds": 0.0, "message": "the part was cut"}
-        for step in steps:
-            p, totals = self.progress(step), dict.fromkeys(("failure", "error", "skipped"), 0)
-            suite = ElementTree.SubElement(root, "testsuite", name=step)
-            for name, e in {**p.results, **dict.fromkeys(p.left, cut)}.items():
-                file, _, test = name.translate(CONTROL).partition("::")
-                names = {"classname": file, "name": test or file, "time": f"{e['seconds']:.3f}"}
-                case = ElementTree.SubElement(suite, "testcase", names)
-                if e["outcome"] != "passed":
-                    text = f"{e['outcome']}: {e['message']}".translate(CONTROL)
-                    tag = TAGS.get(e["outcome"], "skipped")
-                    totals[tag] += 1
-                    ElementTree.SubElement(case, tag, message=text.split("\n")[0]).text = text
-            failures, errors, skipped = map(str, totals.values())
-            suite.attrib |= {"tests": str(len(suite)), "failures": failures, "errors": errors}
-            suite.set("skipped", skipped)
-        write(path, ElementTree.tostring(root, encoding="unicode") + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(text)
-    fresh.replace(path)
 
 
 def kind_of(name: str) -> str:
@@ -197,26 +150,29 @@ class Run:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.step = os.environ[STEP]
-        self.journal = Journal(*map(Path, os.environ[PATHS].split(os.pathsep)))
-        self.progress = self.journal.progress(self.step)
+        # Written before the process begins: workers that start later leave out the same tests.
+        self.settings = json.loads(Path(os.environ[SETTINGS]).read_text())
+        self.step = self.settings["step"]
+        self.journal = Journal(*map(Path, self.settings["journal"]))
         self.worker: str = getattr(config, "workerinput", {}).get("workerid", "")
         self.reports: dict[str, list[pytest.TestReport]] = {}
         self.stderr = os.dup(2)  # pytest captures the other one
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Selects tests of the kind, the GPU's own files first; ended tests are left out."""
-        run = self.progress.run
-        chosen = [i for i in items if run["kind"] in ("", kind_of(i.nodeid))]
-        chosen.sort(key=lambda i: not i.path.name.startswith("test_gpu"))
-        if run["sample"]:
-            of_each = few(chosen)
-            chosen = [i for i in chosen if i in of_each]
-        names = [i.nodeid for i in chosen]
-        if self.worker in ("", "gw0") and names != self.progress.wanted:
-            self.journal.append("wanted", self.step, ids=names)
-        chosen = [i for i in chosen if i.nodeid not in self.progress.before]
+        """Selects tests of the kind: first one of each function, then a few, then the others."""
+        kind = self.settings["kind"]
+        chosen = [i for i in items if kind in ("", kind_of(i.nodeid))]
+        sample = few(chosen) if kind else set(chosen)
+        if self.settings["sample"]:
+            chosen = [i for i in chosen if i in sample]
+        first = {i.nodeid.partition("[")[0]: i for i in reversed(chosen)}
+        chosen.sort(key=lambda i: (i not in first.values(), i not in sample) if kind else
+                    first[i.nodeid.partition("[")[0]] is not i)  # fmt: skip
+        if self.worker in ("", "gw0"):
+            self.journal.append("wanted", self.step, ids=[i.nodeid for i in chosen])
+        ended = set(self.settings["ended"])
+        chosen = [i for i in chosen if i.nodeid not in ended]
         kept = set(chosen)
         self.config.hook.pytest_deselected(items=[i for i in items if i not in kept])
         items[:] = chosen
@@ -240,17 +196,18 @@ class Run:
         kinds = [(status(report=r, config=self.config)[0], r) for r in reports]
         bad = next(((kind, r) for kind, r in kinds if r.failed), None)
         outcome, shown = bad or next(((kind, r) for kind, r in kinds if kind), ("passed", report))
-        if bad and shown.when not in ("setup", "call", "teardown"):  # xdist tells of a dead worker
+        if bad and shown.when not in ("setup", "call", "teardown"):  # xdist: a worker has died
             outcome = "crashed"
         reason = shown.longrepr  # of a skip: file, line, reason
         message = str(reason[2]) if isinstance(reason, tuple) else shown.longreprtext
-        seconds = sum(r.duration for r in reports)
-        self.journal.end(self.step, report.nodeid, outcome, message, seconds)
+        self.journal.end(
+            self.step, report.nodeid, outcome, message, sum(r.duration for r in reports)
+        )
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self) -> None:
         """Ends this process unless the test ends in time, also where Python waits for a kernel."""
-        seconds = self.progress.run["patience"]  # again: pytest stops the watch at a failure
+        seconds = self.settings["patience"]  # again: pytest stops the watch at a failure
         faulthandler.dump_traceback_later(seconds, file=self.stderr, exit=True)
 
     @pytest.hookimpl(wrapper=True)

@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, float]] = {
     "SGD": {"lr": LR, "momentum": 0.9, "weight_decay": 1e-4},
 }
 DTYPES = {
-    "float32": torch.float32, "float16": torch.float16,
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "float16 AMP": torch.float32, "bfloat16 AMP": torch.float32,
 }  # fmt: skip
 

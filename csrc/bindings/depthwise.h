@@ -158,6 +158,7 @@ struct DepthwiseConvolution {
       if (weight_asked) torch::stable::zero_(grad_weight);
       if (bias_asked && grad.numel() == 0) torch::stable::zero_(grad_bias);
       if (grad.numel() == 0 || !bias_asked) return {grad_input, grad_weight, grad_bias};
+      input_asked = weight_asked = false;  // outputs of nothing but padding have a bias
     }
     const Tensor g = in_layout(grad, channels_last), w = in_order(weight);
     const Tensor x = weight_asked ? in_layout(input, channels_last) : input;

@@ -14,12 +14,13 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+from _gpu_parts import Part, pytest_command
 from _gpu_plugin import Journal
-from _gpu_steps import Context, Step, pytest_command
+from gpu import GRACE, Context
 
-SPEED = 4
-# The clock stands still until a slow test has begun. Then it is JUMP, 20 s before DEADLINE.
-JUMP, DEADLINE = 100.0, 120.0
+SPEED = 2
+# The clock stands still until a slow test has begun. Then it is JUMP, GRACE before DEADLINE.
+JUMP, DEADLINE = 100.0, 100.0 + GRACE
 
 # A test's action is in a file, so that a second call finds the machine mended.
 TESTS = """
@@ -78,15 +79,15 @@ class Project:
         state = self.folder / "build/gpu/results"
         journal = Journal(state / "a-gpu.jsonl", self.results / "a-gpu.jsonl")
         journal.begin("tree", keep=False)
-        return Context(journal, "a", self.results, self.clock, root=self.folder)
+        return Context(journal, self.results, self.clock, root=self.folder)
 
-    def step(self, name: str = "cuda", workers: int = 0, patience: float = 180.0) -> Step:
+    def part(self, name: str = "cuda", workers: int = 0, patience: float = 180.0) -> Part:
         if workers:
             pytest.importorskip("xdist")
         # Plugins that take 2.5 of the 3.2 s of a start.
         unused = [f"-pno:{plugin}" for plugin in ("hypothesispytest", "benchmark", "anyio")]
         command = [*pytest_command(workers), *unused]
-        return Step(name, command, patience=patience)
+        return Part(name, command, patience=patience)
 
     def outcomes(self, step: str = "cuda") -> dict[str, str]:
         """From the copy of the journal that lies with the results."""

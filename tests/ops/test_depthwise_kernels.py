@@ -92,6 +92,7 @@ CASES = {
                                     [4, 1, 1]),
     "64-bit indices": Case((2, 8, 2, 5, 6), [1, 3, 3], [1, 2, 1], [0, 1, 1], [2**29, 1, 1],
                            [0, 1, 1]),
+    "nothing but padding": square((2, 8, 0, 5), 3, 1, 2),
     "no samples": square((0, 8, 6, 6), 3),
     "no samples, 1-d": square((0, 3, 9), 5),
 }  # fmt: skip
@@ -177,7 +178,7 @@ class Call:
         products = self.gradients(*(t.abs() for t in (self.grad, self.input, self.weight)))
         for result, want, product in zip(results, self.gradients(), products, strict=True):
             self.close(ops, result, want, product)
-        assert has_layout(results[0], self.last)
+        assert has_layout(results[0], self.last) or not self.input.numel()
         return results
 
 
@@ -211,6 +212,21 @@ def test_every_case(ops: Kernels, name: str, last: bool) -> None:
         call = Call(case, dtype, last)
         call.check_forward(ops)
         call.check_backward(ops)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("padding", [[1, 0], [0, 1], [2, 1]], ids=str)
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kernel", [3, 5, 7])
+def test_unequal_padding(
+    ops: Kernels, kernel: int, stride: int, padding: list[int], last: bool
+) -> None:
+    """The usual square kernels."""
+    shape = (2, 8, 9, 10) if last else (2, 2, 9, 10)
+    case = Case(shape, [kernel] * 2, [stride] * 2, padding, [1, 1], padding)
+    call = Call(case, DTYPES[(kernel + stride + last) % len(DTYPES)], last)
+    call.check_forward(ops)
+    call.check_backward(ops)
 
 
 @pytest.mark.slow

@@ -1,26 +1,36 @@
-"""`make gpu` loses nothing: cuts, crashes, hangs, lost GPUs, rehearsed with small projects."""
+"""`make gpu` loses nothing: its order with a false clock, and processes that die, hang or are cut."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from helpers.gpu_project import DEADLINE, PREDICTED, ROOT, Project, rows
+from helpers import ROOT
+from helpers.gpu_project import DEADLINE, PREDICTED, Project, rows
+from helpers.processes import run_python
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import _gpu_checks
 import _gpu_numbers
+import _gpu_parts
 import gpu
-from _gpu_plugin import Journal, kind_of
-from _gpu_steps import LEAST, Step, run_step
-from helpers.processes import run_python
+from _gpu_parts import Part
+from _gpu_plugin import SETTINGS, Journal, kind_of
+from gpu import LEAST, Context, Machine, run_part
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,19 +39,210 @@ pytestmark = [
     pytest.mark.launches_nothing("kernels run in other processes, if at all"),
 ]
 FOREVER = float("inf")
+H200 = Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts of a machine with a GPU and all programs, which this process takes for its own."""
+    found = _gpu_parts.find
+    monkeypatch.setattr(_gpu_parts, "find", lambda name: found(name) or f"/somewhere/{name}")
+    parts = _gpu_parts.parts(H200.gpu, H200.slug, 8)
+    monkeypatch.setattr(gpu, "parts", lambda *facts: parts)
+    monkeypatch.setattr(gpu, "why_not", lambda backend: "")
+    monkeypatch.setattr(gpu, "tree_key", lambda m: "tree")
+    monkeypatch.setattr(gpu, "build", lambda c, m: 0)
+    return parts
+
+
+# --- what two calls of 540 and 200 s learn, whatever one family does ---
+
+KERNELS = ("activations", "batch_norm", "gated", "scale_add", "bias_act", "few_bit", "pool", "images",
+           "depthwise", "fold", "optimizers", "scaling")  # fmt: skip
+CASES, KERNEL_SECONDS = 150, 0.06  # of a family, of a case on 8 processes
+ROW_SECONDS = {"conv_bn": 12.0}  # of a row; 3 s otherwise
+ROWS = 5  # of a family
+STEP_SECONDS = {"machine": 5.0, "memcheck": 3.0, "ncu": 20.0, "plans": 25.0}  # of a test
+PLAIN_SECONDS = 30.0
+
+
+class Gone(BaseException):
+    """The machine was taken away."""
+
+
+class Simulated(Context):
+    """A machine on which each test takes so long, by a false clock; `bad` tests hang or crash.
+
+    One test at a time: a hang stops all that comes after it, which is worse than eight processes.
+    """
+
+    def __init__(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, bad: Mapping[str, str] | None = None,
+        seconds: Mapping[str, float] | None = None, gone: float = FOREVER,
+    ) -> None:  # fmt: skip
+        super().__init__(Journal(folder / "j"), folder, lambda: self.now)
+        self.now, self.bad, self.gone = 0.0, dict(bad or {}), gone
+        self.seconds = {**STEP_SECONDS, **(seconds or {})}
+        monkeypatch.setattr(Journal, "now", lambda journal: self.now)
+
+    def tests(self, step: str) -> list[tuple[str, float]]:
+        """Names and seconds, in the order of the plugin: first one of each family."""
+        if step == "kernels":
+            each = self.seconds.get(step, KERNEL_SECONDS)
+            return [(f"{f}[{n}]", each) for n in range(CASES) for f in KERNELS]
+        if step == "rows":
+            families = [(f, ROW_SECONDS.get(f, 3.0)) for f in _gpu_parts.FIRST]
+            first = [(f"{f}[0]", s) for f, s in families]
+            return first + [(f"{f}[{n}]", s) for f, s in families for n in range(1, ROWS)]
+        return [(f"{step}[{n}]", self.seconds.get(step, PLAIN_SECONDS)) for n in range(4)]
+
+    def wait(self, until: float) -> None:
+        if until > self.gone:
+            self.now, self.gone = self.gone, FOREVER
+            raise Gone
+        self.now = until
+
+    def run(
+        self, command: Sequence[str], deadline: float, environment: Mapping[str, str]
+    ) -> tuple[int, bool]:
+        if SETTINGS not in environment:  # a probe
+            self.wait(self.now + 5)
+            return 0, False
+        settings = json.loads(Path(environment[SETTINGS]).read_text())
+        step, tests = settings["step"], self.tests(settings["step"])
+        self.wait(min(deadline, self.now + 12))  # imports, collection
+        self.journal.append("wanted", step, ids=[name for name, _ in tests])
+        for name, seconds in tests:
+            if name in settings["ended"]:
+                continue
+            if self.now >= deadline:
+                return 0, True
+            self.journal.append("start", step, id=name)
+            does = self.bad.get(f"{step} {name}")
+            ends = self.now + (settings["patience"] if does == "hangs" else seconds)
+            self.wait(min(ends, deadline))
+            if ends > deadline:
+                return 0, True
+            if does:
+                return 1, False
+            self.journal.end(step, name, "passed", "", seconds)
+        return 0, False
+
+    def call(self, seconds: float) -> int:
+        self.end = self.now + seconds
+        code = gpu.call(self, H200, "all", False)
+        assert self.now <= self.end
+        return code
+
+    def learned(self, step: str) -> set[str]:
+        """Families that have a result of a test that ended by itself."""
+        ended = self.journal.progress(step).results.values()
+        return {e["id"].partition("[")[0] for e in ended if e["outcome"] == "passed"}
+
+
+BAD = {
+    "all is well": {},
+    "a hang of one kernel": {"kernels depthwise[0]": "hangs"},
+    "hangs of one family": {f"kernels pool[{n}]": "hangs" for n in (0, 3, 9)},
+    "crashes": {f"kernels few_bit[{n}]": "crashes" for n in range(3)},
+    "a row that hangs": {"rows batch_norm[0]": "hangs"},
+    "a row that crashes": {"rows amp_step[0]": "crashes", "rows chains[1]": "crashes"},
+    "a hang of the first part": {"machine machine[0]": "hangs"},
+    "hangs in both": {"kernels gated[0]": "hangs", "rows images[0]": "hangs"},
+    "a sanitizer that hangs": {"memcheck memcheck[0]": "hangs"},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_two_calls_have_a_result_of_every_family(
+    tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    c = Simulated(tmp_path, monkeypatch, BAD[name])
+    codes = [c.call(540), c.call(200)]
+    assert codes == [1 if BAD[name] else 2] * 2  # a failure, or not yet all
+    assert c.learned("kernels") == {*KERNELS}  # also the family that hangs: its other cases
+    culprits = {place.split()[1].partition("[")[0] for place in BAD[name] if "rows" in place}
+    assert c.learned("rows") >= {*_gpu_parts.FIRST} - culprits
+    for place in BAD[name]:
+        step, test = place.split()
+        assert c.journal.progress(step).results[test]["outcome"] == "crashed"
+    assert c.learned("plans") or BAD[name]
+
+
+def test_two_calls_of_a_slow_machine(
+    tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels take 5 times as long: all that has limits is cut, and each still has its turn."""
+    c = Simulated(tmp_path, monkeypatch, seconds={"kernels": 0.3, "memcheck": 25.0, "ncu": 30.0})
+    assert [c.call(540), c.call(200)] == [2, 2]
+    assert c.learned("kernels") == {*KERNELS}
+    assert c.learned("rows") == {*_gpu_parts.FIRST}
+    assert c.learned("memcheck")
+    assert c.learned("ncu")
+
+
+@pytest.mark.parametrize("gone", [10.0, 100.0, 260.0, 400.0])
+def test_a_machine_that_is_taken_away(
+    tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch, gone: float
+) -> None:
+    c = Simulated(tmp_path, monkeypatch, gone=gone)
+    with pytest.raises(Gone):
+        c.call(540)
+    had = {s: set(c.journal.progress(s).results) for s in ("kernels", "rows")}
+    (tmp_path / "j").open("a").write('{"event": "te')  # half a line
+    c.call(540)
+    c.call(200)
+    for step, families in (("kernels", KERNELS), ("rows", _gpu_parts.FIRST)):
+        assert c.learned(step) == {*families}
+        assert had[step] <= set(c.journal.progress(step).results)
+
+
+def test_all_ends(tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Simulated(tmp_path, monkeypatch, {"kernels pool[1]": "hangs"})
+    while c.call(540) == 1 and [p.name for p in h200 if not c.journal.progress(p.name).done]:
+        assert c.now < 24 * 3600
+    names = [e["step"] for e in c.journal.events() if e["event"] == "run"]
+    assert list(dict.fromkeys(names)) == [part.name for part in h200]
+
+
+def test_what_cannot_run_is_skipped(
+    tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """compute-sanitizer and ncu refuse some machines; each is asked once a call."""
+    c = Simulated(tmp_path, monkeypatch)
+    run = Simulated.run
+    asked: list[str] = []
+
+    def refuse(self: Simulated, command: Sequence[str], *rest: Any) -> tuple[int, bool]:
+        if SETTINGS not in rest[1]:
+            asked.append(Path(command[0]).name)
+            return 1, False
+        return run(self, command, *rest)
+
+    monkeypatch.setattr(Simulated, "run", refuse)
+    c.call(740)
+    assert asked == ["compute-sanitizer", "sh"]
+    assert c.learned("plans")
+    assert "gpu-memcheck: skipped: compute-sanitizer does not run here" in capfd.readouterr().out
+    with pytest.raises(SystemExit, match="no part rosw: there are build, predictions, machine"):
+        gpu.call(c, H200, "rosw", False)
+
+
+# --- processes, with a small project ---
 
 
 @pytest.mark.parametrize("kind", ["slow", "deaf"])
-def test_a_step_that_is_cut_goes_on_where_it_stopped(
+def test_a_part_that_is_cut_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """By SIGINT, after which pytest tells its summary, or where that is ignored by SIGKILL."""
     project = Project(tmp_path, "a", "b", "c", "d")
     project.does("c", kind)
     project.does("b", "fail")
-    c, step = project.context(), project.step()
-    assert run_step(c, step, LEAST - 1)  # too short to begin
-    assert run_step(c, step, DEADLINE)
+    c, part = project.context(), project.part()
+    assert run_part(c, part, LEAST - 1)  # too short to begin
+    assert run_part(c, part, DEADLINE)
     # A busy machine may take longer than pytest is given for its summary.
     assert c.clock() >= DEADLINE or kind == "slow"
     assert project.outcomes() == {"a": "passed", "b": "failed"}
@@ -52,22 +253,21 @@ def test_a_step_that_is_cut_goes_on_where_it_stopped(
 
     project.does("c", "")
     again = project.context()
-    assert not run_step(again, step, FOREVER)
+    assert not run_part(again, part, FOREVER)
     assert project.outcomes() == {"a": "passed", "b": "failed", "c": "passed", "d": "passed"}
     assert project.ran() == ["a", "b", "c", "c", "d"]
-    assert again.journal.progress("cuda").done
 
 
 @pytest.mark.parametrize(
-    ("what", "workers"), [("SIGKILL", 2), ("SIGSEGV", 0), ("slow", 0), ("deaf", 0), ("deaf", 2)]
+    ("what", "workers"), [("SIGKILL", 2), ("SIGSEGV", 0), ("slow", 0), ("deaf", 2)]
 )
 def test_a_test_that_kills_its_process_or_hangs_is_one_failure(
     tmp_path: Path, what: str, workers: int
 ) -> None:
     project = Project(tmp_path, *"abcde")
     project.does("b", what)
-    step = project.step(workers=workers, patience=180.0 if what.startswith("SIG") else 1.0)
-    assert not run_step(project.context(), step, FOREVER)
+    part = project.part(workers=workers, patience=180.0 if what.startswith("SIG") else 1.0)
+    assert not run_part(project.context(), part, FOREVER)
     assert project.outcomes() == {**dict.fromkeys("acde", "passed"), "b": "crashed"}
     assert project.ran().count("b") == 1
 
@@ -93,14 +293,14 @@ def test_a_gpu_that_is_lost_takes_one_test_with_it(tmp_path: Path, workers: int)
         "    torch.cuda.synchronize()\n"
         "    torch.cuda.broken = n == 2\n"
     )
-    assert not run_step(project.context(), project.step(workers=workers), FOREVER)
+    assert not run_part(project.context(), project.part(workers=workers), FOREVER)
     assert project.outcomes() == {str(n): "failed" if n == 2 else "passed" for n in range(6)}
     progress = project.context().journal.progress("cuda")
     (bad,) = progress.bad
     assert "an illegal memory access" in progress.results[bad]["message"]
 
 
-def test_every_way_to_end_is_told(tmp_path: Path) -> None:
+def test_every_way_to_end(tmp_path: Path) -> None:
     project = Project(tmp_path, "a")
     (project.folder / "test_broken.py").write_text("import no_such_module\n")
     (project.folder / "test_small.py").write_text(
@@ -113,35 +313,39 @@ def test_every_way_to_end_is_told(tmp_path: Path) -> None:
         "@pytest.mark.xfail\ndef test_xfail(): assert False\n"
         "def test_passes(): pass\n"
     )
-    assert not run_step(project.context(), project.step(), FOREVER)
+    assert not run_part(project.context(), project.part(), FOREVER)
     outcomes = {name.rpartition("::")[2]: o for name, o in project.outcomes().items()}
     assert outcomes == {
         "test_broken.py": "error", "test_setup": "error", "test_teardown": "error",
         "test_skip": "skipped", "test_xfail": "xfailed", "test_passes": "passed",
     }  # fmt: skip
-    results = project.context().journal.progress("cuda").results
-    assert results["test_small.py::test_skip"]["message"].endswith("no GPU")
 
 
 def test_a_command_that_cannot_run_is_no_endless_loop(tmp_path: Path) -> None:
     project = Project(tmp_path, "a")
-    step = Step("cuda", [sys.executable, "-c", "raise SystemExit(3)"])
-    assert not run_step(project.context(), step, FOREVER)
+    assert not run_part(
+        project.context(), Part("cuda", [sys.executable, "-c", "raise SystemExit(3)"]), FOREVER
+    )
     assert project.outcomes() == {"cuda: all": "error"}
-    assert not run_step(project.context(), project.step(), FOREVER)
+    assert not run_part(project.context(), project.part(), FOREVER)
     assert project.outcomes() == {"cuda: all": "passed", "a": "passed"}
 
 
-def test_an_alarm_of_the_command_is_a_failure(tmp_path: Path) -> None:
+def test_an_alarm_is_a_failure_and_keep_keeps_what_passed(tmp_path: Path) -> None:
     """compute-sanitizer's: all tests pass, and it found a race all the same."""
-    project = Project(tmp_path, "a")
-    command = " ".join(project.step().command)
-    step = Step("racecheck", ["sh", "-c", f'{command} "$@"; exit 9', "sh"], alarm=9)
-    assert not run_step(project.context(), step, FOREVER)
-    assert project.outcomes("racecheck") == {"a": "passed", "racecheck: exit 9": "failed"}
+    project = Project(tmp_path, "a", "b")
+    command = " ".join(project.part().command)
+    part = Part("racecheck", ["sh", "-c", f'{command} "$@"; exit 9', "sh"], alarm=9)
+    assert not run_part(project.context(), part, FOREVER)
+    assert project.outcomes("racecheck")["racecheck: exit 9"] == "failed"
+    project.does("b", "fail")
+    assert not run_part(project.context(), project.part(), FOREVER)
     c = project.context()
-    c.journal.begin("mended", keep=True)
+    assert "kept" in c.journal.begin("mended", keep=True)
     assert c.journal.progress("racecheck").results == {}  # which test it was, nobody knows
+    assert project.outcomes() == {"a": "passed"}
+    assert c.journal.begin("again", keep=False).endswith("from the beginning")
+    assert project.outcomes() == {}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl (Linux)")
@@ -151,8 +355,8 @@ def test_a_command_ends_with_the_tool_whatever_kills_that(tmp_path: Path) -> Non
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT / "tools")!r})
-from _gpu_steps import Context, Journal
-c = Context(Journal(), "a", Path("."))
+from gpu import Context, Journal
+c = Context(Journal(), Path("."))
 c.run(["sh", "-c", "sleep 100 & echo $! > {pid}.child"], 1e9, {{}})
 c.run(["sh", "-c", "echo $$ > {pid}; sleep 100"], 1e9, {{}})
 """
@@ -178,67 +382,78 @@ def gone(pid: int) -> bool:
     return False
 
 
-# --- the journal ---
+# --- numbers ---
 
 
-def journal(tmp_path: Path, *outcomes: tuple[str, str]) -> Journal:
-    log = Journal(tmp_path / "state/j", tmp_path / "results/j")
-    log.begin("one", keep=False)
-    log.append("wanted", "s", ids=[name for name, _ in outcomes])
-    for name, outcome in outcomes:
-        log.end("s", name, outcome, "why", 0.5)
-    return log
+def test_the_measured_column_stands_beside_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_gpu_numbers, "predicted", lambda gpu: PREDICTED)
+    rows(tmp_path / "r.json")
+    head, _, *lines = _gpu_numbers.table(_gpu_numbers.measured(tmp_path / "r.json", ""), False)
+    assert "computed, not measured" in head
+    assert [line.split() for line in lines[:2]] == [
+        ["pool", "a", "forward", "float16", "1000", "580.0", "80", "600", "97%"],
+        ["pool", "b", "forward", "float16", "7", "50.0", "80", "600", "8%"],
+    ]
+    (question,) = lines[2:]
+    assert "EXPLAIN: pool b forward float16 7: 50 GB/s measured, 600 predicted, -92%" in question
+    monkeypatch.setattr(_gpu_numbers, "predicted", lambda gpu: {})
+    rows(tmp_path / "f.json", first=True)
+    lines = _gpu_numbers.table(_gpu_numbers.measured(tmp_path / "f.json", ""), True)
+    assert len(lines) == 2 + 3  # both sizes of a; where nothing is predicted, nothing is asked
+    assert {tuple(line.split()[-2:]) for line in lines[2:]} == {("-", "-")}
+    assert _gpu_numbers.measured(tmp_path / "none", "") == []
 
 
-def test_a_journal_is_for_one_tree(tmp_path: Path) -> None:
-    outcomes = [("b", "failed"), ("b", "crashed"), ("c", "passed"), ("c", "crashed")]
-    j = journal(tmp_path, ("a", "passed"), *outcomes)
-    assert {n: e["outcome"] for n, e in j.progress("s").results.items()} == {
-        "a": "passed", "b": "failed", "c": "crashed",  # the first failure is the reason
-    }  # fmt: skip
-    with j.paths[0].open("a") as file:
-        file.write('{"event": "te')  # of a process that was killed
-    assert j.begin("one", keep=False) == "goes on where the last call stopped"
-    assert j.progress("s").done
-    assert "kept" in j.begin("two", keep=True)
-    (kept,) = j.progress("s").results.values()  # c runs again: it passed, then its process died
-    assert [kept[key] for key in ("id", "outcome", "seconds", "message")] == [
-        "a", "passed", 0.5, "why",
-    ]  # fmt: skip
-    assert not j.progress("s").done  # the names are collected anew: there may be new tests
-    for lost in (1, 0):  # $OUT is new at every call; a machine may be
-        j.paths[lost].unlink()
-        assert j.begin("two", keep=False) == "goes on where the last call stopped"
-        assert j.paths[lost].read_text() == j.paths[1 - lost].read_text()
-        assert j.progress("s").results.keys() == {"a"}
-    assert j.begin("three", keep=False).endswith("from the beginning")
-    assert j.progress("s").results == {}
+def test_predictions_are_computed_before_and_for_one_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "lib.so"
+    monkeypatch.setattr(_gpu_numbers, "KEPT", tmp_path)
+    monkeypatch.setattr(_gpu_numbers.occupancy, "LIBRARY", library)
+    of_h200 = {"H200": PREDICTED}
+    monkeypatch.setattr(
+        _gpu_numbers.occupancy, "predictions", lambda gpu, arch: of_h200.get(gpu, {})
+    )
+    assert _gpu_numbers.predict() == 1
+    library.write_text("code")
+    assert _gpu_numbers.predicted("NVIDIA H200") == {}
+    assert _gpu_numbers.predict() == 0
+    assert _gpu_numbers.predicted("NVIDIA H200") == PREDICTED
+    assert _gpu_numbers.predicted("NVIDIA A100") == {}
+    library.write_text("other code")
+    assert _gpu_numbers.predicted("NVIDIA H200") == {}
 
 
-def test_the_time_of_all_processes_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0, 0, 10, 15, 70, 170, 171, 180])
-    monkeypatch.setattr(Journal, "now", lambda journal: float(next(times)))
-    j = Journal(tmp_path / "j")
-    for event in ("tree", "run", "wanted", "start", "ran", "run", "start", "wanted"):
-        j.append(event, "s", id="t", ids=["t"])
-    assert j.progress("s").seconds == 70 + 10  # the second one was killed
+# --- the build, and which tests there are ---
 
 
-def test_junit(tmp_path: Path) -> None:
-    outcomes = {"a[\x00]": "passed", "b": "failed", "c": "crashed", "d": "skipped"}
-    j = journal(tmp_path, *((f"f.py::{name}", outcome) for name, outcome in outcomes.items()))
-    j.append("wanted", "s", ids=["f.py::a[\x00]", "f.py::e"])
-    path = tmp_path / "x.xml"
-    j.junit(path, ["s", "t"])
-    suite, empty = ElementTree.parse(path).getroot()
-    assert {k: suite.get(k) for k in ("name", "tests", "failures", "errors", "skipped")} == {
-        "name": "s", "tests": "5", "failures": "1", "errors": "1", "skipped": "2",
-    }  # fmt: skip
-    assert [(case.get("name"), [child.tag for child in case]) for case in suite] == [
-        ("a[?]", []), ("b", ["failure"]), ("c", ["error"]), ("d", ["skipped"]), ("e", ["skipped"]),
-    ]  # fmt: skip
-    assert suite[4][0].get("message") == "not run: the part was cut"
-    assert len(empty) == 0
+def test_files_that_will_do_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may come from another machine: what counts are their sources."""
+    package = tmp_path / "fusedtrain"
+    package.mkdir()
+    ran: list[Sequence[str]] = []
+    monkeypatch.setattr(Context, "run", lambda c, words, *rest: ran.append(words) or (0, False))
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "find", lambda name: "/somewhere/nvcc")
+    lacking: set[str] = set()
+    monkeypatch.setattr(gpu, "why_not", lambda name: name if name in lacking else "")
+    sources = gpu.setup_module().sources_key()
+    (package / "_C_cuda.so").touch()
+
+    def builds(key: str = sources) -> list[str]:
+        (package / "_build_info.json").write_text(json.dumps({"sources": key}))
+        ran.clear()
+        assert gpu.build(Context(Journal(), tmp_path), H200) == 0
+        return [words[-1] for words in ran]
+
+    assert builds() == []
+    assert builds("of others") == ["--inplace"]
+    lacking.add("autograd")  # for one torch and one Python: that alone is built
+    assert builds() == ["build-autograd"]
+    lacking.add("cuda")  # no image for this GPU
+    assert builds() == ["--inplace"]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +467,6 @@ def test_junit(tmp_path: Path) -> None:
         ("test_triton_optimizers.py::test_kernels[1]", "triton"),
         ("test_triton.py::test_code[sm_80]", "rest"),
         ("test_gpu_tool.py::test_junit", "rest"),
-        ("test_cuda_build.py::test_nothing_spills[a]", "rest"),
         ("fusedtrain/functional.py::fusedtrain.functional.gelu", "rest"),
     ],
 )
@@ -260,73 +474,74 @@ def test_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-# --- numbers and files ---
-
-
-def test_the_measured_column_stands_beside_the_prediction(tmp_path: Path) -> None:
-    rows(tmp_path / "r.json")
-    measured = _gpu_numbers.measured(tmp_path / "r.json", PREDICTED)
-    head, _, *lines = _gpu_numbers.table(measured, first=False)
-    assert "computed, not measured" in head
-    assert [line.split() for line in lines[:2]] == [
-        ["pool", "a", "forward", "float16", "1000", "580.0", "80", "600", "97%"],
-        ["pool", "b", "forward", "float16", "7", "50.0", "80", "600", "8%"],
-    ]
-    (question,) = lines[2:]
-    assert "EXPLAIN: pool b forward float16 7: 50 GB/s measured, 600 predicted, -92%" in question
-    assert "no row" in _gpu_numbers.table(measured, first=True)[0]
-    rows(tmp_path / "f.json", first=True)
-    lines = _gpu_numbers.table(_gpu_numbers.measured(tmp_path / "f.json", {}), first=True)
-    assert len(lines) == 2 + 3  # both sizes of a; where nothing is predicted, nothing is asked
-    assert {tuple(line.split()[-2:]) for line in lines[2:]} == {("-", "-")}
-    assert _gpu_numbers.measured(tmp_path / "none", {}) == []
-
-
-def test_predictions_are_computed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    library, occupancy = tmp_path / "lib.so", _gpu_numbers.occupancy
-    monkeypatch.setattr(_gpu_numbers, "KEPT", tmp_path)
-    monkeypatch.setattr(occupancy, "LIBRARY", library)
-    monkeypatch.setattr(occupancy, "predictions", lambda gpu, arch: PREDICTED)
-    assert _gpu_numbers.predicted("H200", "90") == {}
-    library.write_text("code")
-    assert _gpu_numbers.predicted("H200", "90") == PREDICTED
-    monkeypatch.setattr(occupancy, "predictions", lambda gpu, arch: 1 / 0)
-    assert _gpu_numbers.predicted("H200", "90") == PREDICTED
-    library.write_text("other code")
-    assert _gpu_numbers.predicted("H200", "90") == {}
-    assert "no predictions: division by zero" in capfd.readouterr().out
-
-
-def test_the_log_has_what_the_tool_and_its_children_print(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("before\n")
-    code = f"""
-import subprocess, sys
-sys.path.insert(0, {str(ROOT / "tools")!r})
-import gpu
-with gpu.logged({str(log)!r}):
-    gpu.say("tool")
-    subprocess.run(["echo", "child"])
-gpu.say("behind")
+# As on a machine with a GPU, as far as names go.
+PRETEND = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda *a: (9, 0)
 """
-    run = run_python("-c", code, cwd=tmp_path)
-    assert run.stdout == "tool\nchild\nbehind\n", run.stderr
-    assert log.read_text() == "before\ntool\nchild\n"
 
 
-def test_files_are_in_both_folders(tmp_path: Path) -> None:
-    """The folder of the results is a new one at this call, or the machine is (``--from``)."""
-    both, earlier = [tmp_path / "results", tmp_path / "build"], tmp_path / "earlier"
-    for folder in (both[0], earlier):
-        rows(folder / "h200.json")
-    (earlier / "h200-gpu.jsonl").write_text("journal")
-    (earlier / "a100.json").touch()
-    (both[0] / "h200.json").write_text("newer")
-    gpu.share("h200*.json*", [*both, earlier], both)
-    (both[0] / "h200.json").unlink()
-    gpu.share("h200*.json*", both, both)
-    for folder in both:
-        assert sorted(p.name for p in folder.iterdir()) == ["h200-gpu.jsonl", "h200.json"]
-        assert (folder / "h200.json").read_text() == "newer"
+def collected(tmp_path: Path, *tests: str) -> set[str]:
+    """The names of tests, as if there were a GPU."""
+    (tmp_path / "pretend_gpu.py").write_text(PRETEND)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    env["PYTHONPATH"] = os.pathsep.join((str(tmp_path), str(ROOT), str(ROOT / "tools")))
+    run = run_python(
+        "-m", "pytest", "--collect-only", "-q", "-p", "pretend_gpu", "-p", "no:cacheprovider",
+        "-p", "no:xdist", *tests, cwd=ROOT, env=env,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return {line for line in run.stdout.splitlines() if "::" in line}
+
+
+def test_sanitized_tests_exist(tmp_path: Path) -> None:
+    names = [name for names in _gpu_parts.SANITIZED.values() for name in names]
+    assert collected(tmp_path, *names) == set(names)
+    assert {kind_of(name) for name in names} == {"cuda"}
+    assert _gpu_parts.SANITIZED.keys() == {p.stem for p in (ROOT / "csrc/cuda").glob("*.cu")}
+
+
+@pytest.mark.long  # collects half of the suite
+def test_the_files_of_a_part_have_all_of_its_tests(tmp_path: Path) -> None:
+    # No test in a file without these words can be named after a backend.
+    paths = [
+        str(p.relative_to(ROOT))
+        for p in sorted((ROOT / "tests").rglob("test_*.py"))
+        if re.search("cuda|triton|BACKENDS|_kernels", p.read_text())
+    ]
+    names = collected(tmp_path, *paths)
+    for kind in ("cuda", "triton"):
+        files = {name.partition("::")[0] for name in names if kind_of(name) == kind}
+        first = {path for path in files if path.startswith(_gpu_parts.GPU_FILES)}
+        assert files > first
+        assert files - (first if kind == "cuda" else set()) <= set(_gpu_parts.files_of(kind))
+
+
+def test_parts(tmp_path: Path, h200: list[Part]) -> None:
+    names = [part.name for part in h200]
+    assert len({*names}) == len(names)
+    assert {n.split()[1] for n in names if n.split()[0] in ("networks", "bench")} == {
+        *_gpu_parts.ALL_FAMILIES, "triton",
+    }  # fmt: skip
+    checked = {word for part in h200 for word in part.command if "_gpu_checks.py::" in word}
+    tests = collected(tmp_path, *checked)
+    assert {name.partition("[")[0] for name in tests} == {n.partition("[")[0] for n in checked}
+    (first,) = [part for part in h200 if part.name == "rows"]
+    run = subprocess.run(
+        [*first.command, "--device=cpu", "--collect-only"], cwd=ROOT, capture_output=True,
+        text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    families = set(re.findall(r"<Module bench_(\w+)\.py>", run.stdout))
+    assert families == {*_gpu_parts.FIRST}, run.stdout[-2000:]
+    without = _gpu_parts.parts("", "no-gpu", 1)
+    skipped = {part.name.split()[0] for part in without if part.skip}
+    assert skipped == {"memcheck", "rows", "ncu", "plans", "sanitize", "compile"}
+
+
+def test_a_plan_is_checked(capfd: pytest.CaptureFixture[str]) -> None:
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for _ in range(4)]
+    model, x = nn.Sequential(*sum(layers, ())), torch.randn(2, 8, 32, 32)
+    peak = _gpu_checks.check_plan(model, x, torch.sum, 0.8)
+    assert f"{peak / 1e6:.1f} in training" in capfd.readouterr().out
