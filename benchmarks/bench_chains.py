@@ -40,7 +40,13 @@ class Case:
 
 FIRST = [
     Case(op, 2**26, torch.bfloat16, "channels_last" if CHAINS[op].image else "", PASSES[1], False)
-    for op in ("swiglu", "se_gate", "layer_scale_drop_path_add", "bias_gelu_dropout", "stylegan_lrelu")
+    for op in (
+        "swiglu",
+        "se_gate",
+        "layer_scale_drop_path_add",
+        "bias_gelu_dropout",
+        "stylegan_lrelu",
+    )
 ]
 
 

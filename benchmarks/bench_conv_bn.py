@@ -19,7 +19,7 @@ from benchmarks.harness.cases import LAYOUTS, Options
 from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.networks import JOBS, Contestant, NetworkCase as Case, Setup
-from benchmarks.harness.race import Race
+from benchmarks.harness.race import Race, in_graph
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import STRONGEST, Column, Report
 
@@ -121,9 +121,16 @@ def test_conv_bn(race: Race, case: Case) -> None:
         who: networks.call(c.model, setup, *batch, ours=who == "fusedtrain")
         for who, c in entrants.items()
     }
+    samples = race.samples(calls)
+    graphs = {}
+    if race.device == "cuda":  # scalers wait for the GPU, and what is compiled has its own graphs
+        able = {} if setup.dtype == "float16 AMP" else {**calls}
+        times = {who: in_graph(call, 1) for who, call in able.items() if who != "compile"}
+        graphs = {who: ns for who, ns in times.items() if ns == ns}  # NaN is no JSON
     race.finish(
         FAMILY,
-        race.samples(calls),
+        samples,
+        **({"graph_ns": graphs} if graphs else {}),
         **vars(setup),
         saved=saved,
         note=entrants["fusedtrain"].note,
@@ -143,6 +150,11 @@ def _name(row: Row) -> str:
 def _saved_text(row: Row) -> str:
     saved = [row["saved"].get(who, 0) / 1e6 for who in ("eager", "fusedtrain")]
     return " -> ".join(f"{megabytes:.1f}" for megabytes in saved) if all(saved) else ""
+
+
+def _in_graph(row: Row) -> str:
+    times = [row.get("graph_ns", {}).get(who, 0) / 1e6 for who in ("fusedtrain", "eager")]
+    return " / ".join(f"{ms:.4g}" for ms in times) if all(times) else ""
 
 
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
@@ -168,6 +180,7 @@ REPORT = Report(
         Column("ms", lambda row: f"{row.ns['fusedtrain'] / 1e6:.4g}"),
         Column("images/s", lambda row: f"{1e9 * row['batch'] / row.ns['fusedtrain']:.4g}"),
         Column("saved MB", _saved_text),
+        Column("in a graph, ms", _in_graph, optional=True),
         *STRONGEST,
         Column("fusedtrain", lambda row: row["note"], left=True),
     ),
@@ -175,8 +188,8 @@ REPORT = Report(
     label=lambda row: f"{row['job']} {_name(row)}",
     legend=lambda rows: (
         "Training steps are forward, backward and the optimizer: fusedtrain's, torch's fused one "
-        "for the rivals. inference: "
-        "no_grad; compile: with freezing. saved MB: kept for backward, eager -> fusedtrain. vs: "
+        "for the rivals. inference: no_grad; compile: with freezing. in a graph: the step as a "
+        "CUDA graph, fusedtrain / eager. saved MB: kept for backward, eager -> fusedtrain. vs: "
         "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
         "changed."
     ),

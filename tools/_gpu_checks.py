@@ -117,23 +117,28 @@ def _gpt() -> tuple[nn.Module, Any, Callable[[Any], Tensor]]:
 @pytest.mark.parametrize("make", [_resnet, _gpt], ids=["resnet50", "gpt"])
 def test_plan(make: Callable[[], tuple[Any, Any, Any]], budget: float) -> None:
     """The peak of a training step under a plan, beside the predicted one."""
-    with torch.autocast("cuda", torch.bfloat16):
-        check_plan(*make(), budget)
+    check_plan(*make(), budget)
 
 
 def check_plan(model: nn.Module, example: Any, loss: Callable[[Any], Tensor], budget: float) -> int:
     """Plans, trains a step, and returns its peak; fails if that is above the budget."""
     arguments = example if isinstance(example, tuple) else (example,)
-    plan = fusedtrain.plan_memory(model, example, budget, loss=loss)
-    fusedtrain.convert(model, example, memory=plan)
+    device = arguments[0].device.type
+    with torch.autocast(device, torch.bfloat16):
+        plan = fusedtrain.plan_memory(model, example, budget, loss=loss)
+        fusedtrain.convert(model, example, memory=plan)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        loss(model(*arguments)).backward()
+        # Its end drops the 16-bit copies of weights: 51 MB of a ResNet-50.
+        with torch.autocast(device, torch.bfloat16):
+            output = model(*arguments)
+            value = loss(output)
+        value.backward()
 
     step()
     model.zero_grad(set_to_none=True)
-    peak, _ = most_allocated(step, arguments[0].device.type)
+    peak, _ = most_allocated(step, device)
     sizes = {"eager's peak": plan.eager_peak, "allowed": plan.budget, "predicted": plan.predicted,
              "measured by the planner": plan.peak, "in training": peak}  # fmt: skip
     print("\nMB:", ", ".join(f"{size / 1e6:.1f} {what}" for what, size in sizes.items()))

@@ -104,6 +104,8 @@ def predict() -> int:
 
 def predicted(gpu: str) -> Predictions:
     """The predictions for a GPU by its name, if they were computed (`make gpu-predictions`)."""
-    kept = json.loads(_kept().read_text()) if occupancy.LIBRARY.exists() and _kept().exists() else {}
+    kept = (
+        json.loads(_kept().read_text()) if occupancy.LIBRARY.exists() and _kept().exists() else {}
+    )
     rows = next((kept[word] for word in gpu.split() if word in kept), [])
     return {(family, op, way, dtype): speed for family, op, way, dtype, speed in rows}

@@ -83,8 +83,8 @@ TINY = "import torch; torch.ones(3, device='cuda').sum().item()"
 
 @dataclass
 class Part:
-    """Tests that are run by one command. A call first goes through the parts that have limits, until
-    they have had so many seconds in all calls together, then through all that are not done."""
+    """Tests that are run by one command. A call goes through the parts that have limits, until they
+    have had so many seconds in all calls together, then through all that are not done."""
 
     name: str  # in the journal and the results; its first word names a group of parts
     command: Sequence[str]  # runs pytest, without the options of the plugin
@@ -149,7 +149,7 @@ def parts(gpu: str, slug: str, workers: int) -> list[Part]:
     on_triton = {"FUSEDTRAIN_BACKEND": "triton", backend: "triton"} if gpu else {}
     refused = no_gpu or ("" if sanitizer else "compute-sanitizer is not found")
     ncu = find("ncu") or "ncu"
-    profiled = f"{ncu} --section SpeedOfLight {sys.executable} -c \"{TINY}\" | tee /dev/stderr"
+    profiled = f'{ncu} --section SpeedOfLight {sys.executable} -c "{TINY}" | tee /dev/stderr'
     counters = ["sh", "-c", f"{profiled} | grep -q 'DRAM Throughput'"]
 
     def sanitized(tool: str, seconds: float = 0.0) -> Part:

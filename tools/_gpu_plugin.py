@@ -1,7 +1,7 @@
 """The pytest plugin of `make gpu`, and its journal: a JSON line an event, written as it happens.
 
-Events have a step and a time: ``tree`` (sources and machine), ``run`` and ``ran`` (a process of a
-step begins, has ended), ``wanted`` (the tests of a step), ``start`` and ``test`` (a test begins, has
+Events have a step and a time: ``tree`` (sources, machine), ``run`` and ``ran`` (a process of a step
+begins, has ended), ``wanted`` (the tests of a step), ``start`` and ``test`` (a test begins, has
 ended). The journal lies in build/gpu/results, where the next call reads it, and beside the results.
 """
 
@@ -118,7 +118,9 @@ class Journal:
         trees = [e["tree"] for e in kept if e["event"] == "tree"]
         words = "goes on where the last call stopped"
         if trees[-1:] != [tree]:
-            words = "the sources have changed: from the beginning" if trees else "from the beginning"
+            words = (
+                "the sources have changed: from the beginning" if trees else "from the beginning"
+            )
             steps = {e["step"] for e in kept} if keep else set()
             if steps:
                 words = "the sources have changed: what passed is kept, what failed runs again"

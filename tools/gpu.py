@@ -30,14 +30,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(1, str(ROOT))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import _gpu_numbers
 from _gpu_parts import STATE_RESULTS, Part, find, parts
 from _gpu_plugin import SETTINGS, Journal
 from _sanitized import setup_module
 
+ROOT = Path(__file__).resolve().parent.parent
 PART = 540.0  # seconds at a time of a part that has no limit
 GRACE = 8.0  # seconds from SIGINT to SIGKILL
 LEAST = GRACE + 17.0  # with fewer seconds left no process is started: pytest collects in 10 to 20
@@ -181,7 +181,8 @@ def build(c: Context, m: Machine) -> int:
     record = package / "_build_info.json"
     built = json.loads(record.read_text()) if record.exists() else {}
     fresh = built.get("sources") == setup_module().sources_key()
-    lacks_cuda = nvcc and (not (package / "_C_cuda.so").exists() or m.gpu and why_not("cuda"))
+    lacks_cuda = nvcc and not (package / "_C_cuda.so").exists()
+    lacks_cuda |= bool(nvcc and m.gpu and why_not("cuda"))
     if not fresh or lacks_cuda or why_not("cpu"):
         say(f"build: {'_C_cuda.so or _C.so is missing' if fresh else 'no files of these sources'}")
         environment = {"FUSEDTRAIN_REQUIRE": "cpu,cuda" if nvcc else "cpu"}
@@ -189,7 +190,7 @@ def build(c: Context, m: Machine) -> int:
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         code, cut = c.run(command, c.end, environment)
         _ask.cache_clear()
-        return 2 if cut and code else min(code, 1) if code >= 0 else 1
+        return 2 if cut else int(code != 0)
     say("build: the files are there, of these sources")
     if why_not("autograd"):  # that file is for one torch and one Python; its lack is no failure
         c.run([sys.executable, "-m", "fusedtrain", "build-autograd"], c.end, {})
@@ -210,9 +211,11 @@ def run_part(c: Context, part: Part, deadline: float) -> bool:
         if deadline - c.clock() < LEAST:
             return True
         ended = [*c.journal.progress(part.name).results]
-        file = c.journal.paths[0].with_suffix(".run.json")
-        settings = {"step": part.name, "kind": part.kind, "sample": part.sample, "ended": ended,
-                    "patience": patience, "journal": [str(p.resolve()) for p in c.journal.paths]}  # fmt: skip
+        file = c.journal.paths[0].parent / "run.json"
+        settings = {
+            "step": part.name, "kind": part.kind, "sample": part.sample, "ended": ended,
+            "patience": patience, "journal": [str(p.resolve()) for p in c.journal.paths],
+        }  # fmt: skip
         file.write_text(json.dumps(settings))
         c.journal.append("run", part.name)
         command = [*part.command, "-p", "_gpu_plugin"]
@@ -281,7 +284,7 @@ def call(c: Context, m: Machine, name: str, keep: bool) -> int:
 
 
 def _tell(c: Context, part: Part) -> None:
-    """What came of a part."""
+    """Prints the results of a part."""
     p = c.journal.progress(part.name)
     counts = Counter(e["outcome"] for e in p.results.values())
     words = ", ".join(f"{n} {outcome}" for outcome, n in counts.most_common()) or "no tests"

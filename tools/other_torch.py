@@ -67,7 +67,7 @@ OLDEST = [
 # the tests of `make gpu` above all.
 GPU_TOOL = [
     "-m", "long or slow", "-k", "not sm_80 and not gfx942", "tests/backends",
-    *all_located(["test_gpu_tool"]),
+    *all_located(["test_gpu_tool", "test_gpu_tool_order"]),
 ]  # fmt: skip
 COLLECTED = ["--collect-only", "-qq", "tests/backends/gpu", "tools/_gpu_checks.py", "benchmarks"]
 LOADED = """

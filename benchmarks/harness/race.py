@@ -60,6 +60,7 @@ class Race:
     is_profiled: bool = False
     is_first: bool = False
     entry: dict[str, Any] = field(default_factory=dict)
+    _host: dict[str, float] = field(default_factory=dict)  # nanoseconds of the host, on CUDA
 
     def samples(
         self, calls: Mapping[str, Call], prepare: Prepare | None = None
@@ -68,7 +69,11 @@ class Race:
         if self.is_profiled:
             profile_once(calls["fusedtrain"])
             pytest.skip("profiled, not timed")
-        return interleave(calls, self.clock, self.effort, prepare)
+        samples = interleave(calls, self.clock, self.effort, prepare)
+        if isinstance(self.clock, FlushingCudaClock):
+            self._host = {who: self.clock.host_ns[call] for who, call in calls.items()}
+            self.clock.host_ns.clear()
+        return samples
 
     def host(self) -> Race:
         """The same of what is not memory: brief, and never with a cold cache."""
@@ -83,6 +88,8 @@ class Race:
         """Makes the row."""
         flushed = isinstance(self.clock, FlushingCudaClock)
         extra |= {"l2_flushed": flushed, **({"first": True} if self.is_first else {})}
+        if self._host:
+            extra.setdefault("host_ns", dict(self._host))
         row = make_row(family, self.device, samples, **extra)
         seconds = [1e-9 * ns for ns in samples["fusedtrain"]]
         stats = {"min": min(seconds), "max": max(seconds), "mean": mean(seconds)}

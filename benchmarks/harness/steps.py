@@ -414,7 +414,9 @@ def check(who: str, name: str, job: str, kind: Kind, device: str) -> None:
     for p, wanted in zip(entrant.params, expected, strict=True):
         if kind.codes and p.shape == LARGE:
             # An element whose root is far below its neighbours' takes a smaller step: of the mean.
-            if not (p.detach().double() - wanted).abs().mean() <= 2**-8:  # two steps of 0.1
+            if (
+                not (p.detach().double() - wanted.to(device)).abs().mean() <= 2**-8
+            ):  # two steps of 0.1
                 raise NotTheJob("wrong parameter, of states in codes")
         else:
             agrees("parameter", p, wanted, tolerance)

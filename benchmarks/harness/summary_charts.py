@@ -213,7 +213,8 @@ def _network(row: Row) -> str:
 
 def _step_label(row: Row) -> str:
     size = f"{row.layout}, {row['batch']} x {row['pixels']} px"
-    return f"{_network(row)}, {row['optimizer']}\n{size}"
+    kind = f", {row.dtype.removesuffix(' AMP')}" if row.dtype != "float32" else ""
+    return f"{_network(row)}, {row['optimizer']}{kind}\n{size}"
 
 
 def _chosen(part: Part, **fields: object) -> list[Row]:

@@ -269,28 +269,26 @@ struct BatchNormOps {
       if (input.has_value()) this->n.x = read_data(this->x);
       b.saved = activation < 0 ? nullptr : this->companion(saved, "saved");
       b.grad = this->companion(grad, "grad");
-      // One each: what an op returns may not share memory.
-      for (Tensor* t : {&sums, &grad_input, &grad_residual}) *t = this->none();
-      for (Tensor* t : {&grad_weight, &grad_bias}) *t = this->new_vector(0);
     }
 
-    void want_residual() {
-      grad_residual = new_output<Backend>(this->x);
-      b.grad_residual = write_data(grad_residual);
+    // A result that is not wanted has no elements: what an op returns may not share memory.
+    void make_residual(bool wanted) {
+      grad_residual = wanted ? new_output<Backend>(this->x) : this->none();
+      if (wanted) b.grad_residual = write_data(grad_residual);
     }
-    void want_input() {
-      grad_input = new_output<Backend>(this->x);
-      b.grad_input = write_data(grad_input);
+    void make_input(bool wanted) {
+      grad_input = wanted ? new_output<Backend>(this->x) : this->none();
+      if (wanted) b.grad_input = write_data(grad_input);
     }
-    void want_sums() {
+    void make_sums() {
       sums = this->new_sums();
       b.sums = static_cast<double*>(write_data(sums));
     }
-    void want_affine() {
-      grad_weight = this->new_vector(this->n.channels);
-      grad_bias = this->new_vector(this->n.channels);
-      b.grad_weight = write_data(grad_weight);
-      b.grad_bias = write_data(grad_bias);
+    void make_affine(bool wanted) {
+      grad_weight = this->new_vector(wanted ? this->n.channels : 0);
+      grad_bias = this->new_vector(wanted ? this->n.channels : 0);
+      if (wanted) b.grad_weight = write_data(grad_weight);
+      if (wanted) b.grad_bias = write_data(grad_bias);
     }
   };
 
@@ -303,12 +301,10 @@ struct BatchNormOps {
                     "fusedtrain::batch_norm_act_backward: input");
     Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1);
     const Backend backend(grad);
-    if (needs_residual) call.want_residual();
-    if (training || needs_affine) {
-      call.want_sums();
-      call.want_affine();
-    }
-    if (needs_input) call.want_input();
+    call.make_residual(needs_residual);
+    call.make_affine(training || needs_affine);
+    if (training || needs_affine) call.make_sums();
+    call.make_input(needs_input);
     if (grad.numel() == 0) {
       torch::stable::zero_(call.grad_weight);
       torch::stable::zero_(call.grad_bias);
@@ -331,8 +327,8 @@ struct BatchNormOps {
                                            const Tensor& invstd, int64_t activation, double p0,
                                            double p1, bool needs_residual) {
     Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1);
-    call.want_sums();
-    if (needs_residual) call.want_residual();
+    call.make_sums();
+    call.make_residual(needs_residual);
     if (grad.numel() == 0)
       torch::stable::zero_(call.sums);
     else
@@ -347,8 +343,8 @@ struct BatchNormOps {
                                                    MaybeTensor averages, int64_t activation,
                                                    double p0, double p1, bool needs_residual) {
     Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1);
-    call.want_input();
-    if (needs_residual) call.want_residual();
+    call.make_input(true);
+    call.make_residual(needs_residual);
     if (averages.has_value()) {
       STD_TORCH_CHECK(input.has_value() && averages->numel() == 2 * call.n.channels &&
                           averages->scalar_type() == ScalarType::Double,

@@ -120,6 +120,7 @@ __device__ __forceinline__ void for_shares(const Walk& w, int64_t channel, F f) 
   const int64_t first = channel * w.of_channel.value, end = first + w.of_channel.value;
   const int64_t part = first / w.block_columns, parts = (end - 1) / w.block_columns - part + 1;
   const uint32_t count = uint32_t(w.groups * parts);  // at most the blocks of the grid
+#pragma unroll 4
   for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i += kMergeThreads / kMergeChannels) {
     const int64_t group = i / uint32_t(parts), p = part + i - group * parts;
     const int64_t from = p * w.block_columns.value, to = from + w.block_columns.value;

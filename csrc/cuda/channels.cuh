@@ -10,6 +10,7 @@
 #include "../ops/channels.h"
 #include "launch.cuh"
 #include "reduce.cuh"
+#include "shares.cuh"
 #include "vec.cuh"
 
 namespace fusedtrain {
@@ -194,22 +195,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A warp a sample and channel: the shares of all groups, and of the channel's columns.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const double* shares, T* sums, int64_t count, int64_t groups, int64_t columns) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t at = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (at >= count) return;
-  double sum = 0;
-  for (int64_t i = lane; i < groups * columns; i += kWarp) {
-    const int64_t group = i / columns;
-    sum += shares[(group * count + at) * columns + (i - group * columns)];
-  }
-  sum = warp_sum(sum);
-  if (lane == 0) sums[at] = T(sum);
-}
-
 template <class Job, bool kWide>
 void run_walk(const Job& job, const Plan& plan, const Channels& c, double* shares, void* sums,
               void* stream) {
@@ -218,9 +203,8 @@ void run_walk(const Job& job, const Plan& plan, const Channels& c, double* share
          plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
   if (!Job::kSums) return;
   const int64_t count = c.samples * c.channels;
-  launch(&finish_kernel<T>, ceil_div(count, kWarps), kThreads, stream, 0,
-         static_cast<const double*>(shares), static_cast<T*>(sums), count, plan.groups,
-         plan.shares / count);
+  add_shares(static_cast<const double*>(shares), static_cast<T*>(sums), count, plan.groups,
+             plan.shares / count, plan.shares, stream);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "../ops/channelwise.h"
 #include "launch.cuh"
 #include "reduce.cuh"
+#include "shares.cuh"
 #include "vec.cuh"
 
 namespace fusedtrain {
@@ -203,23 +204,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A warp a channel: the shares of all groups and of the channel's columns.
-template <class S>
-__global__ void __launch_bounds__(kThreads)
-    add_shares_kernel(const double* shares, S* gradient, int64_t channels, int64_t groups,
-                      int64_t of_group, int64_t of_channel) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t channel = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  if (channel >= channels) return;
-  double sum = 0;
-  for (int64_t i = lane; i < groups * of_channel; i += kWarp) {
-    const int64_t group = i / of_channel;
-    sum += shares[group * of_group + channel * of_channel + (i - group * of_channel)];
-  }
-  sum = warp_sum(sum);
-  if (lane == 0) gradient[channel] = store_one<S>(typename Compute<S>::T(sum));
-}
-
 template <class S>
 Tensors<S> tensors_of(const ChannelwiseForward& call) {
   return {nullptr, static_cast<const S*>(call.x), static_cast<S*>(call.y),
@@ -286,10 +270,9 @@ void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void
     using S = std::remove_pointer_t<decltype(null)>;
     const Plan plan = plan_of<S>(call);
     const int64_t of_parameter = plan.groups * plan.shares;
-    launch(&add_shares_kernel<S>, ceil_div(call.channels, kWarps), kThreads, stream, 0,
-           static_cast<const double*>(call.shares + which * of_parameter),
-           static_cast<S*>(gradient), call.channels, plan.groups, plan.shares,
-           plan.shares / call.channels);
+    add_shares(static_cast<const double*>(call.shares + which * of_parameter),
+               static_cast<S*>(gradient), call.channels, plan.groups, plan.shares / call.channels,
+               plan.shares, stream);
   });
 }
 

@@ -6,6 +6,7 @@
 // kernel adds up: their order is fixed for a device.
 #include "depthwise.cuh"
 #include "reduce.cuh"
+#include "shares.cuh"
 
 namespace fusedtrain {
 namespace cuda {
@@ -220,20 +221,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// A thread a number: its shares, in the order of the groups.
-template <class S>
-__global__ void __launch_bounds__(kThreads)
-    add_groups_kernel(const double* shares, S* grad_weight, S* grad_bias, int64_t weights,
-                      int64_t numbers, int64_t groups) {
-  const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= numbers) return;
-  S* const to = i < weights ? grad_weight : grad_bias;
-  if (to == nullptr) return;
-  double sum = 0;
-  for (int64_t group = 0; group < groups; ++group) sum += shares[group * numbers + i];
-  to[i < weights ? i : i - weights] = store_one<S>(typename Compute<S>::T(sum));
-}
-
 // Calls f with the stored type, the type of indices and the shape of the kernel for a call.
 template <class F>
 void with_kernel(const DepthwiseBackward& call, const F& f) {
@@ -288,9 +275,8 @@ void depthwise_weight(const DepthwiseBackward& call, double* shares, void* strea
     const Walk w = Walk::template make<S>(call, shape);
     launch(&weight_kernel<S, decltype(index), decltype(shape)>, int64_t(w.parts) * w.groups,
            kThreads, stream, 0, w, shares);
-    launch(&add_groups_kernel<S>, ceil_div(w.numbers, kThreads), kThreads, stream, 0,
-           static_cast<const double*>(shares), static_cast<S*>(call.grad_weight),
-           static_cast<S*>(call.grad_bias), w.weights, w.numbers, int64_t(w.groups));
+    add_shares(static_cast<const double*>(shares), static_cast<S*>(call.grad_weight), w.numbers,
+               w.groups, 1, w.numbers, stream, static_cast<S*>(call.grad_bias), w.weights);
   });
 }
 

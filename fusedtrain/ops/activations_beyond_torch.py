@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
+from .._calls import autocasts
 from .._graph.fx import handle as _handle
 from ..reference import activations_beyond_torch as _reference
 from . import few_bit as _few_bit
@@ -43,6 +44,8 @@ def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
     """``max(x, 0)^2`` (arXiv:2109.08668); saves the input: in float16 the square of a number below
     2e-4 is 0, and the gradient is not.
 
+    Under autocast on CUDA the result is float32, as torch's square is, unless in place.
+
     Example:
         >>> relu_squared(torch.tensor([-1.0, 3.0]))
         tensor([0., 9.])
@@ -53,6 +56,8 @@ def relu_squared(input: Tensor, inplace: bool = False) -> Tensor:
         return _reference.relu_squared(input)
     if _has(input):
         return _handle(relu_squared, (input,), input, inplace=inplace)
+    if not inplace and autocasts(input, "cuda"):
+        input = input.float()
     return _relu_squared(input, inplace)
 
 

@@ -14,9 +14,26 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import _gpu_parts
+import gpu
 from _gpu_parts import Part, pytest_command
 from _gpu_plugin import Journal
-from gpu import GRACE, Context
+from gpu import GRACE, Context, Machine
+
+H200 = Machine("NVIDIA H200", "90", "2.11.0+cu130", 139 << 30)
+
+
+def parts_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """The parts of a machine with a GPU and all programs, which this process takes for its own."""
+    found = _gpu_parts.find
+    monkeypatch.setattr(_gpu_parts, "find", lambda name: found(name) or f"/somewhere/{name}")
+    parts = _gpu_parts.parts(H200.gpu, H200.slug, 8)
+    monkeypatch.setattr(gpu, "parts", lambda *facts: parts)
+    monkeypatch.setattr(gpu, "why_not", lambda backend: "")
+    monkeypatch.setattr(gpu, "tree_key", lambda m: "tree")
+    monkeypatch.setattr(gpu, "build", lambda c, m: 0)
+    return parts
+
 
 SPEED = 2
 # The clock stands still until a slow test has begun. Then it is JUMP, GRACE before DEADLINE.

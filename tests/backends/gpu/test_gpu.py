@@ -5,6 +5,7 @@ The ops are called through the dispatcher: CUDA kernels, or Triton's with FUSEDT
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -178,16 +179,19 @@ def test_autocast_and_a_training_step() -> None:
         torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Mish(), torch.nn.Flatten(),
         torch.nn.Linear(8 * 30 * 30, 10),
     ).cuda()  # fmt: skip
-    losses = []
-    for convert in (False, True):
-        torch.manual_seed(1)
-        if convert:
-            fusedtrain.convert(model)
-        x, target = torch.randn(4, 3, 32, 32).cuda(), torch.tensor([0, 1, 2, 3]).cuda()
-        with torch.autocast("cuda", dtype=torch.float16):
+    x, target = torch.randn(4, 3, 32, 32).cuda(), torch.tensor([0, 1, 2, 3]).cuda()
+
+    def step(model: torch.nn.Module, x: torch.Tensor) -> tuple[float, torch.Tensor]:
+        with torch.autocast("cuda", torch.float16, enabled=x.dtype is torch.float32):
             loss = torch.nn.functional.cross_entropy(model(x), target)
-        model.zero_grad()
         loss.backward()
-        losses.append((loss.item(), model[0].weight.grad.clone()))
-    assert abs(losses[0][0] - losses[1][0]) < 1e-3
-    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=2e-2, atol=1e-4)
+        (gradient,) = (p.grad for n, p in model.named_parameters() if n == "0.weight")
+        return loss.item(), gradient.double()
+
+    exact_loss, exact = step(copy.deepcopy(model).double(), x.double())
+    stock_loss, stock = step(copy.deepcopy(model), x)
+    fusedtrain.convert(model)
+    loss, gradient = step(model, x)
+    assert abs(loss - exact_loss) < 1e-3 + 2 * abs(stock_loss - exact_loss)
+    # One of 216 numbers differed by 8 % from stock's, by rounding alone.
+    assert (gradient - exact).norm() <= 1.5 * (stock - exact).norm()
