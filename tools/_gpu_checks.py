@@ -126,7 +126,7 @@ def check_plan(model: nn.Module, example: Any, loss: Callable[[Any], Tensor], bu
     device = arguments[0].device.type
     with torch.autocast(device, torch.bfloat16):
         plan = fusedtrain.plan_memory(model, example, budget, loss=loss)
-        fusedtrain.convert(model, example, memory=plan)
+    fusedtrain.convert(model, memory=plan)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

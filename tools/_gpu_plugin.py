@@ -62,6 +62,7 @@ class Journal:
 
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
+        self._read: tuple[int, list[Event]] = (-1, [])  # the file's size, and its events
 
     def append(self, event: str, step: str = "", **more: Any) -> None:
         """Adds an event, in one write: workers may do so at the same time."""
@@ -79,11 +80,13 @@ class Journal:
     def events(self) -> list[Event]:
         """All events; the last line of a process that was killed may be a half one."""
         path = next((p for p in self.paths if p.exists()), None)
-        events = []
-        for line in path.read_text(errors="replace").splitlines() if path else ():
-            with contextlib.suppress(ValueError):
-                events.append(json.loads(line))
-        return events
+        data = path.read_bytes() if path else b""
+        if len(data) != self._read[0]:
+            self._read = len(data), []
+            for line in data.decode(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    self._read[1].append(json.loads(line))
+        return self._read[1]
 
     def progress(self, step: str) -> Progress:
         """The step so far."""
@@ -131,6 +134,7 @@ class Journal:
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(e) + "\n" for e in kept))
+        self._read = (-1, [])
         self.append("tree", tree=tree)
         return words
 

@@ -118,9 +118,12 @@ KINDS = {
 
 
 def interpreter(version: str) -> str:
-    """A Python of the version; "" where there is none."""
+    """A Python of the version: this one, one on PATH, of pyenv or of uv; "" if there is none."""
     code = "import sys; print('%d.%d' % sys.version_info[:2])"
-    for command in (sys.executable, f"python{version}"):
+    homes = [Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions",
+             Path.home() / ".local/share/uv/python"]  # fmt: skip
+    kept = [path for home in homes for path in sorted(home.glob(f"*{version}*/bin/python3"))]
+    for command in (sys.executable, f"python{version}", *map(str, kept)):
         if shutil.which(command):
             run = subprocess.run([command, "-c", code], capture_output=True, text=True, check=False)
             if not version or run.stdout.strip() == version:
@@ -135,7 +138,7 @@ def install(environment: Path, kind: Torch) -> str:
         base = interpreter(kind.python)
         if not base:
             command = f"make {kind.target} PYTHON=/path/to/python{kind.python}"
-            return f"no Python {kind.python}: {command}"
+            return f"it needs Python {kind.python}, none on PATH, of pyenv or of uv: {command}"
         subprocess.run([base, "-m", "venv", environment], check=True)
     # To compile all files of Python takes 28 s, and few are imported.
     pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]

@@ -107,7 +107,15 @@ inline void check_same(const Tensor& a, const Tensor& b, const char* op, const c
 #ifdef FT_EMULATED
 #include "emulated_buffers.h"
 #else
-inline const void* read_data(const Tensor& t) { return t.const_data_ptr(); }
+inline const void* read_data(const Tensor& t) {
+  const void* data = t.const_data_ptr();
+  // Kernels take a null pointer for a tensor that the call lacks.
+  STD_TORCH_CHECK(data != nullptr || t.numel() == 0,
+                  "fusedtrain: the memory of a tensor was freed, as FSDP2 frees parameters between "
+                  "forward and backward: fully_shard(..., reshard_after_forward=False), or "
+                  "convert(memory='store')");
+  return data;
+}
 inline void* write_data(const Tensor& t) { return t.mutable_data_ptr(); }
 #endif
 // Data of a tensor that is read and written.

@@ -301,3 +301,14 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
         assert not recipe_module._pending
         recipes = [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
         assert [r._value for r in recipes if r._value is not None] == []
+
+
+def test_a_parameter_that_was_freed_is_not_one_that_is_missing() -> None:
+    """FSDP2 frees gathered parameters behind forward: a null pointer, as of a norm without weight."""
+    layers = [nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(4, 4, 3))
+    fusedtrain.convert(model, memory="recompute")
+    loss = model(torch.randn(2, 4, 9, 9)).square().mean()
+    model.get_parameter("3.weight").untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="reshard_after_forward=False"):
+        loss.backward()

@@ -36,7 +36,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
 
 
 KERNELS = tuple(FAMILIES)
-CASES, KERNEL_SECONDS = 150, 0.06  # of a family, of a case on 8 processes
+CASES, KERNEL_SECONDS = 20, 0.45  # of a family, of a case on 8 processes
 ROW_SECONDS = {"conv_bn": 12.0}  # of a row; 3 s otherwise
 ROWS = 5  # of a family
 STEP_SECONDS = {"machine": 5.0, "memcheck": 3.0, "ncu": 20.0, "plans": 25.0}  # of a test
@@ -120,7 +120,7 @@ class Simulated(Context):
 BAD = {
     "all is well": {},
     "a hang of one kernel": {"kernels depthwise[0]": "hangs"},
-    "hangs of one family": {f"kernels pool[{n}]": "hangs" for n in (0, 3, 9)},
+    "hangs of one family": {f"kernels pool[{n}]": "hangs" for n in (0, 3)},
     "crashes": {f"kernels few_bit[{n}]": "crashes" for n in range(3)},
     "a row that hangs": {"rows batch_norm[0]": "hangs"},
     "a row that crashes": {"rows amp_step[0]": "crashes", "rows chains[1]": "crashes"},
@@ -150,7 +150,7 @@ def test_two_calls_of_a_slow_machine(
     tmp_path: Path, h200: list[Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels take 5 times as long: all that has limits is cut, and each still has its turn."""
-    c = Simulated(tmp_path, monkeypatch, seconds={"kernels": 0.3, "memcheck": 25.0, "ncu": 30.0})
+    c = Simulated(tmp_path, monkeypatch, seconds={"kernels": 2.0, "memcheck": 25.0, "ncu": 30.0})
     assert [c.call(540), c.call(200)] == [2, 2]
     assert c.learned("kernels") == {*KERNELS}
     assert c.learned("rows") == {*_gpu_parts.FIRST}

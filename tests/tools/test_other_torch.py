@@ -90,8 +90,11 @@ def test_a_torch_that_cannot_be_had(
 
 def test_a_python_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no Python 3.12: " in other_torch.install(tmp_path, other_torch.KINDS["rehearsal"])
+    for name in ("PATH", "HOME", "PYENV_ROOT"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert "it needs Python 3.12, none" in other_torch.install(
+        tmp_path, other_torch.KINDS["rehearsal"]
+    )
 
 
 def test_the_tests_are_there() -> None:
