@@ -304,7 +304,7 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
 
 
 def test_a_parameter_that_was_freed_is_not_one_that_is_missing() -> None:
-    """FSDP2 frees gathered parameters behind forward: a null pointer, as of a norm without weight."""
+    """FSDP2 frees gathered parameters behind forward: a null pointer, as of a norm without one."""
     layers = [nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.SiLU()]
     model = nn.Sequential(*layers, nn.Conv2d(4, 4, 3))
     fusedtrain.convert(model, memory="recompute")
