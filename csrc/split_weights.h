@@ -3,7 +3,10 @@
 // bfloat16: the bits of a weight, or its 24 upper bits, are (parameter << 16) + correction. The
 // parameter is the nearest one, with ties away from 0: the correction cannot hold the tie that goes
 // to even. float16: the correction counts 2^-kBits of the parameter's unit in the last place.
-// Infinities and NaN have a correction of 0.
+// Infinities, NaN and zeros of bfloat16 have a correction of 0: weights below 2^-134 become 0.
+//
+// Others may write to a parameter, and its correction stays. Whatever the two parts are, the weight
+// rounds to the parameter, or is the parameter: a correction that no split makes counts as 0.
 #pragma once
 
 #include <stdint.h>
@@ -28,23 +31,25 @@ FT_INLINE uint32_t bits_of_weight(float weight) {
   return bits;
 }
 
+// Every correction of such a parameter is one that a split makes. Added to a zero, a negative one
+// would make NaN, and so would a positive one of an infinity.
+FT_INLINE bool is_corrected_bfloat16(uint32_t param) { return (param & 0x7fffu) - 1u < 0x7f7fu; }
+
 template <int kBits>
 FT_INLINE float join_bfloat16(uint32_t param, int32_t correction) {
-  return weight_of_bits((param << 16) + (static_cast<uint32_t>(correction) << (16 - kBits)));
+  const uint32_t added = static_cast<uint32_t>(correction) << (16 - kBits);
+  return weight_of_bits((param << 16) + (is_corrected_bfloat16(param) ? added : 0u));
 }
 
 constexpr uint32_t kNearest24 = 0x80;  // half a unit of the 24 bits that remain
 
-// `added`: to the 8 bits that kBits = 8 cuts: kNearest24, or 8 random bits. A finite weight stays
-// finite.
+// `added`: to the 8 bits that kBits = 8 cuts: kNearest24, or 8 random bits.
 template <int kBits>
 FT_INLINE SplitWeight split_finite_bfloat16(uint32_t bits, uint32_t added) {
-  if (kBits == 8) {
-    const uint32_t rounded = (bits & 0x7fffffffu) + added;
-    bits = (bits & 0x80000000u) | ((rounded < 0x7f7fffffu ? rounded : 0x7f7fffffu) & 0xffffff00u);
-  }
+  if (kBits == 8) bits = (bits + added) & 0xffffff00u;
   const uint32_t param = (bits + 0x8000u) >> 16;
-  return {param, static_cast<int32_t>(bits - (param << 16)) >> (16 - kBits)};
+  const int32_t correction = static_cast<int32_t>(bits - (param << 16)) >> (16 - kBits);
+  return {param, is_corrected_bfloat16(param) ? correction : 0};
 }
 
 template <int kBits>
@@ -65,13 +70,23 @@ FT_INLINE uint32_t half_exponent(float value) {
 }
 FT_INLINE bool is_finite_exponent(uint32_t exponent) { return exponent != 0x7f800000u; }
 
-// `value`: of the parameter.
+// The nearest float16, ties to even, of a weight below 65520. Added to 1.5 2^23 units of its last
+// place, a weight loses what lies below.
+FT_INLINE float rounded_to_half(float weight) {
+  const float far = weight_of_bits(half_exponent(weight) + (13u << 23) + 0x400000u);
+  const uint32_t magnitude = bits_of_weight((weight + far) - far) & 0x7fffffffu;
+  return weight_of_bits((bits_of_weight(weight) & 0x80000000u) | magnitude);
+}
+
+// `value`: of the parameter. Corrections that no split makes: of a power of 2, below the middle to
+// its smaller neighbour; of an odd parameter, a tie in float32; of a zero, of the other sign.
 template <int kBits>
 FT_INLINE float join_half(float value, int32_t correction) {
   const uint32_t exponent = half_exponent(value);
   const float step = weight_of_bits(exponent - (static_cast<uint32_t>(10 + kBits) << 23));
   const float weight = value + static_cast<float>(correction) * step;
-  return is_finite_exponent(exponent) ? weight : value;
+  const bool rounds = bits_of_weight(rounded_to_half(weight)) == bits_of_weight(value);
+  return is_finite_exponent(exponent) & rounds ? weight : value;
 }
 
 // The correction of a weight whose nearest float16 is `value`. Both halves of a tie fit only if

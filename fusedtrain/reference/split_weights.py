@@ -2,6 +2,9 @@
 
 A correction of int16 keeps all 32 bits of a bfloat16 parameter's weight, one of int8 the upper 24.
 For float16 parameters it counts 2^-16 or 2^-8 of the parameter's unit in the last place.
+
+Others may write to a parameter, and its correction stays. Whatever the two parts are, the weight
+rounds to the parameter, or is the parameter: a correction that no split makes counts as 0.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ def join_weights(param: Tensor, correction: Tensor) -> Tensor:
     """The float32 weights of a 16-bit parameter and its correction."""
     bits = 8 * correction.itemsize
     if param.dtype == torch.bfloat16:
-        upper = param.view(torch.int16).to(torch.int32) << 16
-        return (upper + (correction.to(torch.int32) << (16 - bits))).view(torch.float32)
+        upper = param.view(torch.int16).to(torch.int32)
+        lower = correction.to(torch.int32) << (16 - bits)
+        lower = torch.where(_is_corrected_bfloat16(upper), lower, 0)
+        return ((upper << 16) + lower).view(torch.float32)
     value = param.float()
     weights = value + correction.float() * _power_of_two(_exponent(param) - 25 - bits)
-    return torch.where(param.isfinite(), weights, value)
+    rounds = weights.to(torch.float16).view(torch.int16) == param.view(torch.int16)
+    return torch.where(rounds, weights, value)
 
 
 def split_weights(
@@ -56,13 +62,19 @@ def _split_bfloat16(
     wide = weights.view(torch.int32).to(torch.int64)
     finite = (wide & 0x7F800000) != 0x7F800000
     if bits == 8:
-        magnitude = ((wide & 0x7FFFFFFF) + added).clamp(max=0x7F7FFFFF) & 0xFFFFFF00
-        wide = torch.where(wide < 0, magnitude - 2**31, magnitude)
+        wide = (wide + added) & ~0xFF
     upper = (wide + 0x8000) >> 16  # ties away from 0
     correction = (wide - (upper << 16)) >> (16 - bits)
     rounded = upper.masked_fill(~finite, 0).to(torch.int16).view(torch.bfloat16)
     param = torch.where(finite, rounded, weights.to(torch.bfloat16))
-    return param, correction.masked_fill(~finite, 0).to(dtype)
+    corrected = finite & _is_corrected_bfloat16(upper)
+    return param, correction.masked_fill(~corrected, 0).to(dtype)
+
+
+def _is_corrected_bfloat16(upper: Tensor) -> Tensor:
+    """Whether the bits are neither those of a zero, nor of an infinity or NaN."""
+    magnitude = upper & 0x7FFF
+    return (magnitude > 0) & (magnitude < 0x7F80)
 
 
 def _exponent(half: Tensor) -> Tensor:

@@ -20,18 +20,27 @@ def half_exponent(bits):
 
 
 @triton.jit
+def is_corrected_bfloat16(upper):
+    """Whether the bits are neither those of a zero, nor of an infinity or NaN."""
+    magnitude = upper & 0x7FFF
+    return (magnitude > 0) & (magnitude < 0x7F80)
+
+
+@triton.jit
 def join_weights(param, correction, BITS: tl.constexpr):
     """The float32 weights of 16-bit parameters and their corrections of BITS bits."""
     if param.dtype == tl.bfloat16:
-        upper = param.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        upper = param.to(tl.uint16, bitcast=True).to(tl.uint32)
         lower = correction.to(tl.int32).to(tl.uint32, bitcast=True) << (16 - BITS)
-        return (upper + lower).to(tl.float32, bitcast=True)
+        lower = tl.where(is_corrected_bfloat16(upper), lower, 0)
+        return ((upper << 16) + lower).to(tl.float32, bitcast=True)
     else:
         bits = param.to(tl.int16, bitcast=True).to(tl.int32)
         value = param.to(tl.float32)
         step = power_of_two(half_exponent(bits) - 25 - BITS)
         weights = value + correction.to(tl.float32) * step
-        return tl.where((bits & 0x7C00) != 0x7C00, weights, value)
+        rounded = weights.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        return tl.where(rounded == bits, weights, value)
 
 
 @triton.jit
@@ -40,12 +49,12 @@ def split_bfloat16(weights, added, BITS: tl.constexpr):
     bits = weights.to(tl.uint32, bitcast=True)
     finite = (bits & 0x7F800000) != 0x7F800000
     if BITS == 8:
-        magnitude = tl.minimum((bits & 0x7FFFFFFF) + added, 0x7F7FFFFF) & 0xFFFFFF00
-        bits = (bits & 0x80000000) | magnitude
+        bits = (bits + added) & 0xFFFFFF00
     upper = (bits + 0x8000) >> 16  # ties away from 0
     lower = (bits - (upper << 16)).to(tl.int32, bitcast=True) >> (16 - BITS)
     param = upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.where(finite, param, weights.to(tl.bfloat16)), tl.where(finite, lower, 0)
+    corrected = finite & is_corrected_bfloat16(upper)
+    return tl.where(finite, param, weights.to(tl.bfloat16)), tl.where(corrected, lower, 0)
 
 
 @triton.jit
