@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 # Sizes, kernel, stride, dilation, padding in front and behind; channels and multiplier.
 CASES = {
     "two tiles a line": ((2, 66), (2, 3), (1, 1), (1, 1), (1, 1), (0, 1), 1, 1),
+    "a program with one tile fewer": ((3, 33), (1, 2), (1, 1), (1, 1), (0, 0), (0, 1), 2, 1),
     "phases": ((5, 6), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), 3, 1),
     "phases without taps": ((6, 5), (2, 2), (2, 3), (2, 1), (1, 0), (2, 1), 3, 2),
     "a divisor in common": ((31,), (5,), (6,), (4,), (8,), (9,), 2, 1),
