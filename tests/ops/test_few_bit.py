@@ -173,6 +173,14 @@ def test_special_inputs(ops: Kernels, name: str, dtype: torch.dtype) -> None:
         assert gradient[[0, 1, 5, 6]].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
+def test_no_code_is_above_the_last(ops: Kernels) -> None:
+    """The slope of hardswish just below 3 is 255 units, more than that of any other input."""
+    x = torch.randn(300)
+    x[::150] = torch.tensor(3.0).nextafter(torch.tensor(0.0))
+    for bits in few_bit.TABLES["hardswish"].bits():
+        check(ops, "hardswish", bits, x.to(ops.device))
+
+
 @pytest.mark.launches_nothing("arguments are refused")
 @pytest.mark.parametrize(
     ("arguments", "message"),
