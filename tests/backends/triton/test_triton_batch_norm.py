@@ -63,9 +63,9 @@ def many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", [*VIEWS.values(), (1000, 3, 1), (3, 2, 1), (2, 2, 300)], ids=str)
+@pytest.mark.parametrize("view", [*VIEWS.values(), (1100, 3, 1), (3, 2, 1), (1, 3, 2200)], ids=str)
 def test_every_cut(ops: Kernels, view: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns and planes, several steps a program; the same bits in every order of programs."""
+    """Columns and planes, several steps a program, fewer in the last; same bits in every order."""
     many_steps(monkeypatch)
     case = Case(torch.randn(view), activation="silu", residual=True, branch=True, ops=ops)
     check(ops, case)
@@ -97,6 +97,16 @@ def test_wide_numbers(ops: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_batch_norm_calls, "_cut", _batch_norm_calls._cut.__wrapped__)
     for shape in SHAPES.values():
         check(ops, Case(shape(), activation="silu", residual=True, branch=True, ops=ops))
+
+
+def test_more_channels_than_a_program_inverts(
+    ops: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    from fusedtrain.triton import _batch_norm_calls
+
+    monkeypatch.setattr(_batch_norm_calls, "_FINISH_BLOCK", 16)
+    monkeypatch.setattr(_batch_norm_calls, "_cut", _batch_norm_calls._cut.__wrapped__)
+    check(ops, Case(torch.randn(2, 35, 3), training=False, ops=ops))
 
 
 @pytest.mark.parametrize("at", [0, 1, 99])
