@@ -19,6 +19,9 @@ _UNREAD = "a column beyond those of the block, which nobody reads"
 _MANY = "from 65 shares of a channel on: more than the emulator's two multiprocessors make"
 _DEVICES = "of the 65th GPU of a machine"
 _EXACT = "the quotient is exact below 2^61 all the same"
+_UNUSED = "numbers above 2^31 are divided as 64-bit ones are, without the factor"
+_FIRST_LANE = "the first lane of a warp alone writes, and its number is a multiple of 32"
+_NO_PLACE = "windows that end before the input have it at no place: loaded for nothing"
 _EXACT_32 = "the quotient is exact below 2^30 all the same, and is_small() lets pass less"
 _ONE_STEP = "of a stride of 1 all columns of the kernel are seen, from tap 0 on"
 _DOUBLES = "of doubles nobody asks for vectors: pointers count as not aligned"
@@ -35,6 +38,7 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
             "bool small = call.samples * call.channels * call.inputs() <= kMost &&",
             "bool small = call.samples * 2 * call.channels * call.inputs() < kMost &&",
             "(call.kernel[d] + 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&",
+            "(call.kernel[d] - 1) * 2 * call.dilation[d] < kMost && call.pad[d] < kMost &&",
         ),
         ("depthwise_strips.cu", "depthwise_strips"): (
             "if (!is_small(call) || call.dtype == Dtype::kFloat64 || call.dilation[1] != 1 ||"
@@ -257,6 +261,21 @@ SAME: dict[str, dict[tuple[str, str], tuple[str, ...]]] = {
     _EXACT_32: {
         ("divisor.cuh", ""): (
             "if (bits < 32) factor = uint32_t(((uint64_t(1) << shift) + number + 1) / number);",
+        ),
+    },
+    _UNUSED: {
+        ("divisor.cuh", ""): (
+            "if (bits <= 32) factor = uint32_t(((uint64_t(1) << shift) + number - 1) / number);",
+        ),
+    },
+    _FIRST_LANE: {
+        ("depthwise_weight.cu", "weight_kernel"): (
+            "const int lane = threadIdx.x % kWarp, warp = (threadIdx.x + 1) / kWarp;",
+        ),
+    },
+    _NO_PLACE: {
+        ("pool_backward.cu", ""): (
+            "const I least_h = h - I(call.kernel_h) - 1, least_w = w - I(call.kernel_w) + 1;",
         ),
     },
     _ONE_STEP: {
