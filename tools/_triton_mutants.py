@@ -138,7 +138,7 @@ _TESTS: dict[str, list[str]] = {
     ],
     "pool.py": ["test_triton_pool"],
     "scaling.py": [f"{_GPU}::test_zero", f"{_GPU}::test_update_scale"],
-    "split_weights.py": _SPLIT,
+    "split_weights.py": [*_SPLIT, "test_triton_split_weights"],
     "state_codes.py": _CODES,
     "stochastic_rounding.py": [
         f"{_OPTIMIZERS}::test_stochastic",
