@@ -110,7 +110,7 @@ __device__ __forceinline__ void leave(double* partials, double (&sums)[kPartials
 }
 
 template <class T, class Table>
-__global__ void __launch_bounds__(kSweepThreads)
+__global__ void __launch_bounds__(kSweepThreads, 4)  // without the number ptxas spilled 8 bytes
     measure_kernel(const Table __grid_constant__ sweep) {
   const Chunk chunk = chunk_of(sweep, blockIdx.x);
   const SweptTensor& t = sweep.tensors[chunk.tensor];
