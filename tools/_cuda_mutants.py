@@ -58,6 +58,7 @@ _TESTS: dict[str, list[str]] = {
     "optimizer": _STEPS,
     "pointwise": ["test_activation_kernels", f"{_PASSES}pointwise"],
     "pool": ["test_pool_kernels", f"{_PASSES}max_pool2d"],
+    "shares": [*_CHAINS, "test_activation_kernels", "test_depthwise_kernels"],
     "scaling": [
         *(f"{_GPU_STEPS}::test_{what}" for what in ("zero", "update_scale")),
         f"{_LAUNCHES}::test_ranges",
