@@ -44,17 +44,18 @@ def weights_of_all_sizes(count: int = 20000) -> Tensor:
     return torch.cat([edges, some]).view(F32)
 
 
-def has_correction(weights: Tensor, dtype: torch.dtype) -> Tensor:
+def has_correction(weights: Tensor, dtype: torch.dtype, correction: torch.dtype) -> Tensor:
     """Whether the nearest parameter is finite, and of bfloat16 not 0."""
     if dtype == F16:
         return weights.abs() < 65520
-    magnitude = weights.abs().view(torch.int32)  # of the nearest 24 bits those in the middle
-    return (magnitude >= 0x7F80) & (magnitude < 0x7F7F7F80)
+    magnitude = weights.abs().view(torch.int32)
+    cut = 0x80 if correction == I8 else 0  # half of what the nearest 24 bits leave out
+    return (magnitude >= 0x8000 - cut) & (magnitude < 0x7F7F8000 - cut)
 
 
-def error(joined: Tensor, weights: Tensor, dtype: torch.dtype) -> float:
+def error(joined: Tensor, weights: Tensor, dtype: torch.dtype, correction: torch.dtype) -> float:
     """The largest distance of weights, relative to them."""
-    inside = has_correction(weights, dtype)
+    inside = has_correction(weights, dtype, correction)
     true = weights[inside].double()
     least = 2.0**-14 if dtype == F16 else 2.0**-126
     return ((joined[inside].double() - true).abs() / true.abs().clamp(min=least)).max().item()
@@ -67,7 +68,7 @@ def test_splitting_and_joining(dtype: torch.dtype, correction: torch.dtype) -> N
     param, low = split_weights(weights, dtype, correction)
     assert (param.dtype, low.dtype) == (dtype, correction)
     joined = join_weights(param, low)
-    assert error(joined, weights, dtype) <= FAR[dtype, correction]
+    assert error(joined, weights, dtype, correction) <= FAR[dtype, correction]
     exact = weights.isinf()
     assert torch.equal(joined.isnan(), weights.isnan())
     if correction == I16 and dtype == BF16:
@@ -163,7 +164,7 @@ def test_steps_beside_float32_masters(
             master, low = case.masters[i], case.masters[n + i]
             joined = join_weights(case.params[n + i], low)
             if master.numel():
-                assert error(joined, master, dtype) <= FAR[dtype, correction]
+                assert error(joined, master, dtype, correction) <= FAR[dtype, correction]
             if (dtype, correction) == (BF16, I16):
                 assert torch.equal(joined, master)
             assert torch.equal(case.averages[i], case.averages[n + i])
