@@ -1,15 +1,18 @@
 """Another forward or class for one module. What was changed is kept in the module's `__dict__`, and
 survives deepcopy and pickle.
 
-torch.compile, torch.export and torch.fx trace the forward of the class, and TorchScript and inspect
-are shown that one, too.
+A forward in a module's `__dict__` cannot know who asks: a clone with a copy of the `__dict__` would
+run on its original. So the class is asked. A :class:`Dispatcher` takes the place of its forward
+and gives an instance with a replacement that one (docs/decisions/0017-whose-forward.md). Everybody
+else gets the forward of the class: other instances, super(), torch.compile, torch.export, torch.fx,
+TorchScript, inspect.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import linecache
-import sys
 import types
 import warnings
 import weakref
@@ -21,18 +24,14 @@ import torch
 from torch import fx, nn
 
 from .._recompute import MemoryPlan, recompute
-from .._torch_private import is_fx_tracing
+from .._torch_private import is_fx_tracing, skip_frame
 from .functions import resolve
 from .guards import Guards
-from .modules import is_scripted
+from .modules import FORWARD, is_scripted
 from .warning import level_outside
 
 _KEY = "_fusedtrain_convert"  # of the record in the `__dict__` of a module with another class
 _LATER = ("save",)  # attributes of fused classes that `convert` sets after all else
-
-
-def _template(replacement: Any, *args: Any, **kwargs: Any) -> Any:
-    return replacement.run(*args, **kwargs)
 
 
 def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -48,25 +47,76 @@ def _fingerprint(cls: type) -> str:
     return f"{zlib.crc32(code.co_code)} {code.co_names} {constants}"
 
 
+class Dispatcher:
+    """In the place of the forward of a class. Instances in whose `__dict__` somebody has put a
+    forward never ask."""
+
+    def __init__(self, home: type) -> None:
+        self.home, self.stock = home, vars(home)["forward"]
+        self.function = _dispatching(self)
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        if self.finds(module) is not None:
+            return types.MethodType(self.function, module)
+        bind = getattr(type(self.stock), "__get__", None)
+        return self.stock if bind is None else bind(self.stock, module, cls)
+
+    def finds(self, module: Any) -> Replacement | None:
+        """The replacement that a call of the module's forward runs; none while Dynamo traces."""
+        if module is None or torch.compiler.is_compiling():
+            return None
+        found: Replacement | None = module.__dict__.get(FORWARD)
+        # Of another class: `super().forward` in the forward of a subclass. Of another module: the
+        # `__dict__` is a copy.
+        ours = found is not None and found.home is self.home and found._module() is module
+        return found if ours else None
+
+    def __reduce__(self) -> Any:  # cloudpickle's, of a class in a notebook
+        return _itself, (self.stock,)
+
+
+# nn.Module's own code asks for the forward of a compiled module, which is the first frame to trace.
+skip_frame(Dispatcher.__get__)
+skip_frame(Dispatcher.finds)
+
+
+def _itself(stock: Any) -> Any:
+    return stock
+
+
+def _dispatching(dispatcher: Dispatcher) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = dispatcher.finds(module)
+        if found is None:
+            return dispatcher.stock(module, *args, **kwargs)
+        return found.run(*args, **kwargs)
+
+    stock = dispatcher.stock
+    if isinstance(stock, types.FunctionType):  # TorchScript asks for source and globals
+        forward = types.FunctionType(
+            forward.__code__, stock.__globals__, "forward", None, forward.__closure__
+        )
+    return functools.update_wrapper(forward, stock)
+
+
 class Replacement:
     """The other forward: `run` is what it does. `install` puts it into its module."""
 
     _module: Callable[[], nn.Module | None]
     run: Callable[..., Any]
-    # Methods that take the place of the module's, besides forward, and their names here.
-    others: Mapping[str, str] = {}
+    home: type  # the class with the dispatcher
     obstacle = "its forward is patched"  # why others leave the module
 
-    @property
-    def forward(self) -> types.MethodType:
-        # pickle asks for this attribute of this object; TorchScript for the source and globals.
-        module = self._module()
-        if module is None:  # a pickle with circles is being read
-            return types.MethodType(_template, self)
-        original: Any = getattr(type(module), "forward")  # noqa: B009 (it may be None)
-        function = types.FunctionType(_template.__code__, original.__globals__, "forward")
-        function.__wrapped__ = original  # type: ignore[attr-defined]
-        return types.MethodType(function, self)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.dispatch(self.home)  # the module may still be without its `__dict__`
+
+    def dispatch(self, kind: type) -> None:
+        """Lets the class that defines the forward ask for replacements."""
+        home: Any = next(cls for cls in kind.__mro__ if "forward" in vars(cls))
+        if not isinstance(vars(home)["forward"], Dispatcher):
+            home.forward = Dispatcher(home)
+        self.home = home
 
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -86,9 +136,6 @@ class Rewritten(Replacement):
     """
 
     __module__ = "fusedtrain.conversion"  # the name in pickles
-    others: Mapping[str, str] = {
-        "_replicate_for_data_parallel": "replicate", "__getstate__": "state_of_module",
-    }  # fmt: skip
 
     def __init__(
         self,
@@ -104,9 +151,15 @@ class Rewritten(Replacement):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies of a GraphModule are made from its graph, and would leave a copy of this behind.
         module = self._module()
-        return (
-            (OfGraph, ()) if isinstance(module, fx.GraphModule) else super().__reduce_ex__(protocol)
-        )
+        gone = module is None or isinstance(module, fx.GraphModule)
+        return (type(None), ()) if gone else super().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten | None:
+        if id(self._module()) not in memo:  # in a copy of its module's `__dict__`
+            return None
+        new = memo[id(self)] = Rewritten.__new__(Rewritten)
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("source", "imports", "guards", "recomputes")
@@ -119,6 +172,7 @@ class Rewritten(Replacement):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._module = weakref.ref(state["module"])
+        self.dispatch(type(state["module"]))
         self.source: str = state["source"]
         self.imports: dict[str, str] = state["imports"]
         self.guards: Guards = state["guards"]
@@ -149,8 +203,6 @@ class Rewritten(Replacement):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        if torch.compiler.is_compiling():
-            return type(module).forward(module, *args, **kwargs)
         function = self.function if self.stands_in() else _of_class
         if self.recomputes and not is_fx_tracing():
             plan = self.recomputes if isinstance(self.recomputes, MemoryPlan) else None
@@ -200,56 +252,25 @@ class Rewritten(Replacement):
                 stacklevel=level_outside(),
             )
 
-    def state_of_module(self) -> dict[str, Any]:
-        """The state of the module for copy and pickle. A shallow copy gets the forward of the
-        class: this one would run on its original."""
-        module: Any = self._module()
-        method = getattr(type(module), "__getstate__", None)  # every class has one from Python 3.11
-        state: dict[str, Any] = vars(module) if method is None else method(module)
-        if sys._getframe(1).f_code is not copy.copy.__code__:
-            return state
-        gone = ("forward", *self.others) if replacement_of(module) is self else tuple(self.others)
-        return {name: value for name, value in state.items() if name not in gone}
-
-    def replicate(self) -> nn.Module:
-        """A replica whose forward is that of the class: this one would run on its original."""
-        module: Any = self._module()
-        replica: nn.Module = type(module)._replicate_for_data_parallel(module)
-        state = vars(replica)
-        for name in self.others:
-            state.pop(name, None)
-        if replacement_of(module) is self:  # else something else is around it by now
-            state.pop("forward", None)
-        return replica
-
-
-class OfGraph:
-    """In the place of what a GraphModule had in its `__dict__`, of which no copy takes notice."""
-
-    __module__ = "fusedtrain.conversion"  # the name in pickles
-    forward = replicate = state_of_module = None
-
 
 def install(replacement: Replacement) -> None:
     module = replacement._module()
     assert module is not None
-    vars(module)["forward"] = replacement.forward
-    others = replacement.others.items()
-    vars(module).update({name: getattr(replacement, ours) for name, ours in others})
+    replacement.dispatch(type(module))
+    vars(module)[FORWARD] = replacement
 
 
 def obstacle_of(module: nn.Module) -> str:
     """Why a module whose forward is another than that of its class stays as it is; mostly ''."""
-    if "forward" not in vars(module):
-        return ""
+    if "forward" in vars(module):
+        return Replacement.obstacle
     replacement = replacement_of(module)
-    return Replacement.obstacle if replacement is None else replacement.obstacle
+    return "" if replacement is None else replacement.obstacle
 
 
 def replacement_of(module: nn.Module) -> Replacement | None:
-    held = vars(module).get("forward")
-    owner = getattr(held, "__self__", held)
-    return owner if isinstance(owner, Replacement) else None
+    replacement: Replacement | None = vars(module).get(FORWARD)
+    return replacement if replacement is not None and replacement._module() is module else None
 
 
 def rewritten_of(module: nn.Module) -> Rewritten | None:
@@ -259,16 +280,16 @@ def rewritten_of(module: nn.Module) -> Rewritten | None:
 
 def has_foreign_forward(module: nn.Module) -> bool:
     """Whether something else has replaced the forward of its class."""
-    return is_scripted(module) or ("forward" in vars(module) and rewritten_of(module) is None)
+    replacement = vars(module).get(FORWARD)
+    foreign = replacement is not None and not isinstance(replacement, Rewritten)
+    return is_scripted(module) or "forward" in vars(module) or foreign
 
 
 def remove(module: nn.Module) -> bool:
     """Whether there was one."""
-    rewritten = rewritten_of(module)
-    if rewritten is None:
+    if rewritten_of(module) is None:
         return False
-    for name in ("forward", *rewritten.others):
-        vars(module).pop(name, None)
+    del vars(module)[FORWARD]
     return True
 
 

@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function
 from .._torch_private import BatchNormBase
 from .forward import record_of
 from .hooks import is_hooked
+from .modules import has_own_forward
 
 _NN = "fusedtrain.nn."
 
@@ -32,7 +33,7 @@ def path_of(tracer: Any, module: nn.Module) -> str | None:
         return None
     if is_hooked(module):
         return None
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return None
     try:
         return tracer.path_of_module(module)

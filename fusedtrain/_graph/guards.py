@@ -23,7 +23,7 @@ from torch import nn
 from .functions import closure_of, found, functions_of
 from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
-from .modules import is_library
+from .modules import FORWARD, is_library
 
 _MISSING: Any = object()
 _MOST_ITEMS = 64  # of a container that is compared item by item at each call
@@ -58,7 +58,7 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
     state = vars(module)
     if name in ("__dict__", "__class__"):
         for key in () if name == "__class__" else (*state, *(k for t in _TABLES for k in state[t])):
-            if key not in ("training", "forward"):
+            if key not in ("training", "forward", FORWARD):
                 yield from _looked_up(module, key)
         return
     if name in _TABLES:
@@ -82,7 +82,7 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
     if name in state:
         if isinstance(state[name], torch.Tensor):
             yield Seen("tensor", name, True)
-        elif name != "forward" and name not in _OWN:
+        elif name not in ("forward", FORWARD) and name not in _OWN:
             yield Seen("value", name, _kept(state[name]))
         return
     static = inspect.getattr_static(type(module), name, _MISSING)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as _torch
 
 from .._torch_private import GLOBAL_HOOKS
+from .modules import FORWARD
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _POST, _PRE, _BACK, _PRE_BACK = GLOBAL_HOOKS
@@ -43,6 +44,7 @@ def is_untouched(module: nn.Module, cls: type) -> bool:
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
         or "forward" in state
+        or FORWARD in state
         or state.get("_compiled_call_impl") is not None
     )
 

@@ -22,7 +22,6 @@ import torch
 
 from .._graph.compiled import original_of
 from .._graph.forward import (
-    OfGraph as OfGraph,
     Record as Record,
     Rewritten as Rewritten,
     has_foreign_forward,

@@ -22,7 +22,7 @@ from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
 from .._graph.forward import record_of
 from .._graph.guards import Guards, looked_at
-from .._graph.modules import is_container, is_scripted
+from .._graph.modules import has_own_forward, is_container, is_scripted
 from .._graph.names import mentioned, outside
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
@@ -288,7 +288,7 @@ def _encoder(layer: nn.Module) -> Decision | None:
     """torch.nn's transformer layers call what an attribute holds. The fast path, which torch takes
     without gradients, asks for another attribute and stays."""
     activation: Any = layer.__dict__.get("activation")
-    if activation is None or "forward" in vars(layer):
+    if activation is None or has_own_forward(layer):
         return None
     if record_of(layer) is not None:
         return Decision(layer)

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from .. import nn as fused_nn
 from .._graph.forward import obstacle_of
 from .._graph.hooks import is_hooked
-from .._graph.modules import is_quantized, is_scripted
+from .._graph.modules import has_own_forward, is_quantized, is_scripted
 from .._graph.report import title
 from ..nn.depthwise import DEPTHWISE
 from ..ops.depthwise import is_measured
@@ -165,7 +165,7 @@ def _timm_obstacle(module: nn.Module, fused: type, attributes: Mapping[str, Any]
         return ""
     if getattr(relu, "inplace", False):
         return "inplace=True, which leaves relu(input) in the input"
-    is_plain = type(relu) in (nn.ReLU, fused_nn.ReLU) and "forward" not in vars(relu)
+    is_plain = type(relu) in (nn.ReLU, fused_nn.ReLU) and not has_own_forward(relu)
     if not is_plain or is_hooked(relu):
         return "its relu is replaced, patched or hooked"
     return ""

@@ -13,7 +13,7 @@ from .. import nn as fused_nn
 from .._graph.effects import Effects
 from .._graph.flow import Trace
 from .._graph.hooks import all_are_hooked, is_hooked
-from .._graph.modules import CONVOLUTIONS
+from .._graph.modules import CONVOLUTIONS, has_own_forward
 from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
@@ -50,7 +50,7 @@ def maker_for(trace: Trace, node: fx.Node) -> nn.Module | None:
     maker = trace.callee(value)
     if trace.inexact or maker is None or not isinstance(value, fx.Node) or len(value.users) != 1:
         return None
-    if "forward" in vars(maker) or is_hooked(maker):
+    if has_own_forward(maker) or is_hooked(maker):
         return None
     # Convolutions do not save their output.
     base = next((base for base in CONVOLUTIONS if isinstance(maker, base)), None)

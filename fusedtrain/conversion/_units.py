@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from .._graph.flow import Flow, Trace
 from .._graph.hooks import is_hooked
+from .._graph.modules import has_own_forward
 from ._source import copied, source_of
 
 
@@ -183,4 +184,4 @@ class Rules:
             return f"{subject} is excluded"
         if is_hooked(module):
             return f"{subject} has hooks"
-        return f"the forward of {subject} is patched" if "forward" in vars(module) else ""
+        return f"the forward of {subject} is patched" if has_own_forward(module) else ""

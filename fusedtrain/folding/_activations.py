@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from .._graph.effects import Effects
 from .._graph.flow import Trace, input_of, is_sum
 from .._graph.hooks import is_hooked
+from .._graph.modules import has_own_forward
 from ._conv_act import KINDS, NO_ACT, PLATFORMS, Act, assign
 from ._kinds import conv_obstacle
 from ._links import flow_of
@@ -49,7 +50,7 @@ _METHODS = {"relu": "relu", "relu_": "relu", "sigmoid": "sigmoid", "tanh": "tanh
 
 
 def _of_module(module: nn.Module) -> Act | None:
-    if type(module).__module__ not in _MODULES or is_hooked(module) or "forward" in vars(module):
+    if type(module).__module__ not in _MODULES or is_hooked(module) or has_own_forward(module):
         return None
     name, m = type(module).__name__, module
     values: Any = m

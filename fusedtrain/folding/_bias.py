@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._graph.example import example_for
 from .._graph.forward import install, replacement_of
+from .._graph.modules import FORWARD
 from .._graph.report import Unchanged
 from ._forward import Convolving
 from ._frozen import pairs
@@ -200,6 +201,6 @@ def restore_bias(model: nn.Module) -> int:
         forward = replacement_of(module)
         if isinstance(forward, WithoutBias):
             forward.restore()
-            del vars(module)["forward"]
+            del vars(module)[FORWARD]
             count += 1
     return count

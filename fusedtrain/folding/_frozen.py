@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._graph.example import example_for
 from .._graph.forward import Replacement, install, is_changed, replacement_of
+from .._graph.modules import FORWARD
 from .._graph.report import Unchanged
 from ..ops.fold import fold_weight
 from ._forward import Convolving
@@ -159,7 +160,7 @@ def restore(model: nn.Module) -> int:
     ours = [m for m in model.modules() if isinstance(replacement_of(m), (FoldingConv, FoldedNorm))]
     count = sum(isinstance(replacement_of(module), FoldingConv) for module in ours)
     for module in ours:
-        del vars(module)["forward"]
+        del vars(module)[FORWARD]
     return count
 
 

@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from .._graph.flow import Trace
 from .._graph.hooks import is_hooked
-from .._graph.modules import attribute_of
+from .._graph.modules import attribute_of, has_own_forward
 from .._graph.tracer import Tracer
 
 
@@ -31,7 +31,7 @@ def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:
 
 def obstacle(trace: Trace) -> str:
     """Why a module cannot be given the forward of its graph; '' where it can."""
-    if is_hooked(trace.module) or "forward" in vars(trace.module):
+    if is_hooked(trace.module) or has_own_forward(trace.module):
         return "the module around it has hooks or a patched forward"
     if trace.inexact:
         return f"the module around it: {trace.inexact}"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain._graph.modules import FORWARD
 from helpers.conversion import image, small, small_linear, snapshot
 from helpers.models import model_of
 
@@ -75,10 +76,10 @@ def test_what_the_model_raises_for_the_example_names_its_arguments() -> None:
 @pytest.mark.parametrize("example", [None, torch.randn(2, 3, 8, 8)])
 def test_dry_run_changes_nothing(memory: str, example: Any) -> None:
     model = small()
-    before, forwards = snapshot(model), [vars(m).get("forward") for m in model.modules()]
+    before, forwards = snapshot(model), [vars(m).get(FORWARD) for m in model.modules()]
     report = fusedtrain.convert(model, example, memory=memory, dry_run=True)
     assert snapshot(model) == before
-    assert [vars(m).get("forward") for m in model.modules()] == forwards
+    assert [vars(m).get(FORWARD) for m in model.modules()] == forwards
     assert len(report.norms) == 1
     assert str(report).startswith("dry run: the model is as it was")
     assert (report.proof is None) == (example is None)

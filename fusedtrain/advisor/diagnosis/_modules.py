@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._graph.hooks import Observation
+from ..._graph.modules import has_own_forward
 from ..._recompute.recipes import Saved
 from ..._torch_private import (
     BatchNormBase,
@@ -179,7 +180,7 @@ class Calls:
             self.norms.forward[key] += 1
         elif (
             type(norm) in _PLAIN_NORMS
-            and "forward" not in vars(norm)
+            and not has_own_forward(norm)
             and self._outermost.running
             and self._outermost.running[0].training
             and torch.is_grad_enabled()
@@ -191,7 +192,7 @@ class Calls:
 
 def _moves(norm: Any) -> bool:
     """Norms of fusedtrain know that a checkpoint repeats a forward."""
-    ours = type(norm).__module__.startswith("fusedtrain.") or "forward" in vars(norm)
+    ours = type(norm).__module__.startswith("fusedtrain.") or has_own_forward(norm)
     return bool(norm.training and norm.track_running_stats and not ours)
 
 
