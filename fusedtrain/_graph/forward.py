@@ -34,10 +34,6 @@ _KEY = "_fusedtrain_convert"  # of the record in the `__dict__` of a module with
 _LATER = ("save",)  # attributes of fused classes that `convert` sets after all else
 
 
-def _of_class(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return type(module).forward(module, *args, **kwargs)
-
-
 def _fingerprint(cls: type) -> str:
     """A text that tells the code of a class's forward from another, after a pickle is read."""
     code = getattr(getattr(cls, "forward", None), "__code__", None)
@@ -52,24 +48,24 @@ class Dispatcher:
     forward never ask."""
 
     def __init__(self, home: type) -> None:
-        self.home, self.stock = home, vars(home)["forward"]
+        self.home, stock = home, vars(home)["forward"]
+        self.stock = stock if hasattr(stock, "__get__") else staticmethod(stock)
         self.function = _dispatching(self)
 
     def __get__(self, module: Any, cls: Any = None) -> Any:
-        if self.finds(module) is not None:
+        # Asked at every forward of all instances of the class.
+        if module is not None and FORWARD in module.__dict__ and self.finds(module) is not None:
             return types.MethodType(self.function, module)
-        bind = getattr(type(self.stock), "__get__", None)
-        return self.stock if bind is None else bind(self.stock, module, cls)
+        return self.stock.__get__(module, cls)
 
-    def finds(self, module: Any) -> Replacement | None:
+    def finds(self, module: nn.Module) -> Replacement | None:
         """The replacement that a call of the module's forward runs; none while Dynamo traces."""
-        if module is None or torch.compiler.is_compiling():
-            return None
         found: Replacement | None = module.__dict__.get(FORWARD)
         # Of another class: `super().forward` in the forward of a subclass. Of another module: the
         # `__dict__` is a copy.
-        ours = found is not None and found.home is self.home and found._module() is module
-        return found if ours else None
+        if found is None or found.home is not self.home or found._module() is not module:
+            return None
+        return None if torch.compiler.is_compiling() else found
 
     def __reduce__(self) -> Any:  # cloudpickle's, of a class in a notebook
         return _itself, (self.stock,)
@@ -110,6 +106,13 @@ class Replacement:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.dispatch(self.home)  # the module may still be without its `__dict__`
+
+    @property
+    def stock(self) -> Callable[..., Any]:
+        """The forward that the class has by now."""
+        forward = vars(self.home)["forward"]
+        stock: Callable[..., Any] = forward.stock if isinstance(forward, Dispatcher) else forward
+        return stock
 
     def dispatch(self, kind: type) -> None:
         """Lets the class that defines the forward ask for replacements."""
@@ -166,7 +169,7 @@ class Rewritten(Replacement):
         module: Any = self._module()
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
-        same = module is not None and type(module).forward is self._class_forward
+        same = module is not None and self.stock is self._class_forward
         state |= {"code": _fingerprint(type(module))} if same else {"source": ""}
         return state
 
@@ -180,16 +183,16 @@ class Rewritten(Replacement):
         if state.get("code", fingerprint) != fingerprint:
             self.guards.stale = "`forward` of the class"  # its source has been edited since
         self.recomputes: bool | MemoryPlan = state["recomputes"]
-        self._class_forward: Callable[..., Any] = type(state["module"]).forward
+        self._class_forward = self.stock
         self._warned = False
         self._attention: list[nn.Module] | None = None
-        self.function = self._compiled()
-        code = self.function.__code__
-        self.arguments = code.co_varnames[: code.co_argcount]
+        self.arguments: tuple[str, ...] = ()
+        if self.source:
+            self.function = self._compiled()
+            code = self.function.__code__
+            self.arguments = code.co_varnames[: code.co_argcount]
 
     def _compiled(self) -> Callable[..., Any]:
-        if not self.source:
-            return _of_class
         name = f"<fusedtrain.convert {type(self._module()).__name__} {id(self)}>"
         # As fx does it: tracebacks show the line.
         linecache.cache[name] = (
@@ -203,7 +206,7 @@ class Rewritten(Replacement):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
-        function = self.function if self.stands_in() else _of_class
+        function = self.function if self.source and self.stands_in() else self.stock
         if self.recomputes and not is_fx_tracing():
             plan = self.recomputes if isinstance(self.recomputes, MemoryPlan) else None
             if plan is not None and self._takes_shortcuts():
@@ -233,9 +236,8 @@ class Rewritten(Replacement):
         """Whether the source may run now in the place of the forward of the class."""
         if is_fx_tracing():
             return False
-        module: Any = self._module()
         name = self.guards.changed()
-        if name is None and type(module).forward is not self._class_forward:
+        if name is None and self.stock is not self._class_forward:
             name = "`forward` of the class"
         if name is not None:
             self._warn(name)

@@ -87,7 +87,7 @@ class WithoutBias(Convolving):
                 f"drop_redundant_bias: made for inputs of {self.rank} dimensions, not {input.dim()}"
             )
         if self.conv.bias is not self.own:
-            output: Tensor = type(self.conv).forward(self.conv, input, *rest, **options)
+            output: Tensor = self.stock(self.conv, input, *rest, **options)
             return output
         if not torch.compiler.is_compiling():
             self.absorb()

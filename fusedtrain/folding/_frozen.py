@@ -51,7 +51,7 @@ class FoldingConv(Convolving):
     def run(self, input: Tensor, *rest: Any, **options: Any) -> Tensor:
         conv = self.conv
         if not self.folds(input):
-            output: Tensor = type(conv).forward(conv, input, *rest, **options)
+            output: Tensor = self.stock(conv, input, *rest, **options)
             return output
         return self.convolve(*self.folded(), input, *rest, **options)
 
@@ -80,7 +80,7 @@ class FoldedNorm(Replacement):
     def run(self, input: Tensor) -> Tensor:
         norm = self.folding.norm
         if not self.folding.folds(input):
-            output: Tensor = type(norm).forward(norm, input)
+            output: Tensor = self.stock(norm, input)
             return output
         for part in followers(norm):
             input = part(input)

@@ -145,3 +145,24 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(path.read_text().splitlines()) < 40
     runpy.run_path(str(path), run_name="__main__")
     assert "skipped 0 of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+def test_a_converted_model_in_mixed_precision(memory: str) -> None:
+    """Accelerate binds `model.forward.__func__` to the model, within autocast."""
+    losses = []
+    for convert in (True, False):
+        accelerator, model = accelerate().Accelerator(cpu=True, mixed_precision="bf16"), network()
+        if convert:
+            assert len(fusedtrain.convert(model, memory=memory)) > 0
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, data(None))
+        losses.append([])
+        for x, y in loader:
+            loss = (model(x) - y).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        losses[-1].append(accelerator.unwrap_model(model, keep_fp32_wrapper=False)(x).sum().item())
+    assert losses[0] == pytest.approx(losses[1], rel=3e-2)

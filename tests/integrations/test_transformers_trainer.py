@@ -88,6 +88,16 @@ def test_trains_converted_models_as_torch_does(name: str, tmp_path: Path) -> Non
     assert max((a - b).abs().max().item() for a, b in moved) > 1e-3
 
 
+def test_trains_a_converted_model_in_bfloat16(tmp_path: Path) -> None:
+    """The Trainer hands the forward to accelerate, which runs it within autocast."""
+    ours, theirs = (train("GPT2", tmp_path, way, bf16=True) for way in ("class", "stock"))
+    for trainer in (ours, theirs):
+        trainer.train()
+    for one, other in zip(ours.state.log_history, theirs.state.log_history, strict=True):
+        if "loss" in other:
+            assert one["loss"] == pytest.approx(other["loss"], rel=3e-2)
+
+
 @pytest.mark.parametrize("clip", [CLIP, 0.0], ids=["Trainer clips", "the update clips"])
 def test_an_optimizer_of_ones_own(clip: float, tmp_path: Path) -> None:
     ours, theirs = train("GPT2", tmp_path, "object", clip), train("GPT2", tmp_path, "stock")
