@@ -36,10 +36,10 @@ disable_dynamo = torch._compile._disable_dynamo
 def skip_frame(function: Any) -> None:
     """Lets Dynamo run a function as it is, where code that Dynamo does not trace calls it: what
     `torch._dynamo.eval_frame.skip_code` does, without its import."""
-    frames = torch._C._dynamo.eval_frame
-    actions = frames._FrameAction  # type: ignore[attr-defined]
-    strategy = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)  # type: ignore[attr-defined]
-    frames.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    frames: Any = torch._C._dynamo.eval_frame
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 # TorchScript's type of an argument that is one number or two.

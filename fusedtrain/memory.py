@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from ._graph.example import arguments_of, example_for
 from ._graph.hooks import observing
 from ._graph.kept import address_of, counted_bytes
 from ._graph.report import shown, title
+from ._graph.state import duplicate, restored
 from ._graph.tracer import same_generators
 from ._text import column_lines
 from ._torch_private import pytree
@@ -185,11 +185,11 @@ def memory_report(
     example = example_for(model, example_inputs)
     runs: dict[str, _Kept] = {}
     for mode in _MODES:
-        twin = copy.deepcopy(model)
+        twin = duplicate(model)
         revert(twin)
         if mode != "eager":
             convert(twin, memory=mode)
-        with same_generators(), without_compiled_code(twin):
+        with restored(model), same_generators(), without_compiled_code(twin):
             runs[mode] = _run(twin, example)
         del twin
     report = _report(runs)

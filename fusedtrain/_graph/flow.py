@@ -26,6 +26,7 @@ from .intercept import Reads, intercepting
 from .modules import is_container, is_scripted
 from .optional import asks_results, looks_at, optional_of, trials
 from .report import shown
+from .state import State, is_opaque
 from .tracer import (
     CONTEXT,
     KEPT,
@@ -152,20 +153,6 @@ def _clone(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
     return clones[id(root)], originals
 
 
-def _stored(root: nn.Module) -> list[Any]:
-    """Contents of all modules of a model, to be compared by identity."""
-
-    def identity(value: Any) -> Any:
-        kind = type(value)
-        if kind in _NUMBERS:  # equal ones need not be one object
-            return value
-        if kind in _TABLES:
-            return [(key, id(item)) for key, item in value.items()] if value else ()
-        return [id(item) for item in value] if kind is tuple or kind in _LISTS else id(value)
-
-    return [[(key, identity(v)) for key, v in vars(m).items()] for m in root.modules()]
-
-
 @collector_paused()
 def _trace_once(
     module: nn.Module,
@@ -184,27 +171,40 @@ def _trace_once(
                 vars(part)["training"] = training
             if part is not clone and not has_foreign_forward(part):
                 vars(part)["forward"] = functools.partial(bypass, tracer, part)
-    states, stored = random_states(), _stored(clone)
+    states, state = random_states(), State([clone], type(clone).__mro__)
     gradients = torch.is_grad_enabled() if gradients is None else gradients
-    with same_generators(), torch.set_grad_enabled(gradients):
-        tracer.context = context_now()
-        with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what the stand-ins lack
-            tracer.seen.originals = originals
-            with tracer.seen:
-                graph = tracer.trace(clone, defaults or None)
-            tracer.asks_mode = tracer.seen.asks_mode or may_ask_mode(clone)
-        tracer.mark_kept()
-        drawn = random_states() != states
+    try:
+        with same_generators(), torch.set_grad_enabled(gradients):
+            tracer.context = context_now()
+            with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about what the stand-ins lack
+                tracer.seen.originals = originals
+                with tracer.seen:
+                    graph = tracer.trace(clone, defaults or None)
+                tracer.asks_mode = tracer.seen.asks_mode or may_ask_mode(clone)
+            tracer.mark_kept()
+            drawn = random_states() != states
+        if state.changed():
+            tracer.guessed = tracer.guessed or "its forward stores something"
+            state.restore()
+    except BaseException:
+        state.restore()
+        raise
+    if used := _opaque(tracer.seen.reads):
+        tracer.guessed = tracer.guessed or f"its forward uses a {used}"
     if watch.computed or drawn:
         tracer.guessed = tracer.guessed or "its forward computes from more than its input"
-    if _stored(clone) != stored:
-        tracer.guessed = tracer.guessed or "its forward stores something"
     if has_with(forward):
         tracer.guessed = tracer.guessed or "its forward has a with statement"
     if tracer.seen.enters:
         tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
     return graph, tracer
+
+
+def _opaque(reads: Reads) -> str:
+    """The type of an attribute whose state nobody sees; '' as a rule."""
+    values = (vars(module).get(name) for module, names in reads.modules.values() for name in names)
+    return next((type(value).__name__ for value in values if is_opaque(value)), "")
 
 
 def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str:

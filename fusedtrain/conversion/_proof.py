@@ -20,7 +20,7 @@ from .._graph.difference import norm_of, relative_difference
 from .._graph.example import arguments_of
 from .._graph.hooks import observing
 from .._graph.kept import counted_bytes
-from .._graph.tracer import same_generators
+from .._graph.state import Preserver
 from .._recompute import Recipe
 from .._torch_private import pytree
 
@@ -83,14 +83,15 @@ def run(
     watched: Iterable[nn.Module] = (),
     reference: Run | None = None,
     noise: bool = False,
+    preserver: Preserver | None = None,
 ) -> tuple[Run, Errors]:
-    """The model is left as it was: gradients, buffers, states of random number generators.
+    """The model is left as it was. One `preserver` for all runs of a model saves a run each.
 
     With a reference, outputs of layers are compared at once and not kept.
     """
     ids = {id(module) for module in watched}
     done, errors = Run(ids if reference is None else ids & reference.watched), Errors()
-    with _unchanged(model), torch.enable_grad():
+    with (preserver or scouted(model, example))(), torch.enable_grad():
         arguments, named = arguments_of(example)
         # Backward is under it too: there torch.utils.checkpoint computes again, in the same way.
         with _perturbed(ids) if noise else nullcontext():
@@ -100,15 +101,30 @@ def run(
             done.outputs = [leaf.detach() for leaf in leaves]
             # Here and not later: torch's batch norm moves its statistics in each recomputation.
             done.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            if wanted:
-                torch.autograd.backward(wanted, [_weights(leaf) for leaf in wanted])
+            _backward(leaves)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 done.gradients[name] = parameter.grad
     if reference is not None:
         _compare(done, reference, errors)
     return done, errors
+
+
+def scouted(model: nn.Module, example: Any) -> Preserver:
+    """Runs the model once, to find out what it writes to."""
+    preserver = Preserver(model)
+    with preserver(), torch.enable_grad():
+        arguments, named = arguments_of(example)
+        with _naming(arguments, named):
+            output = model(*arguments, **named)
+        _backward([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+    return preserver
+
+
+def _backward(leaves: list[Tensor]) -> None:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [_weights(leaf) for leaf in wanted])
 
 
 @contextmanager
@@ -155,33 +171,6 @@ def _weights(leaf: Tensor) -> Tensor:
     """Gradients of all sizes and both signs."""
     ramp = torch.linspace(-1.0, 1.3, leaf.numel(), device=leaf.device, dtype=torch.float64)
     return ramp.view(leaf.shape).to(leaf.dtype)
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [
-        (m._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-        for m in model.modules()
-        for name, buffer in m._buffers.items()
-    ]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        with same_generators(seed=0):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for table, name, buffer, values in buffers:
-                if buffer is None or values is None:
-                    pass
-                elif buffer.shape != values.shape:  # of observers, at their first call
-                    buffer.resize_(values.shape).copy_(values)
-                elif buffer.is_meta or not torch.equal(buffer, values):
-                    buffer.copy_(values)
-                table[name] = buffer
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -14,11 +13,12 @@ from torch import Tensor, nn
 from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
 from .._graph.hooks import observing
+from .._graph.state import duplicate
 from .._torch_private import pytree
 from ..nn.depthwise import DEPTHWISE, passes_of
 from ._calls import TORCH_IS_FASTER
 from ._conversion import Conversion
-from ._proof import Errors, Run, run
+from ._proof import Errors, Run, run, scouted
 from ._report import Layer, Proof
 from ._sites import Step
 
@@ -85,9 +85,15 @@ class _Trials:
         conversion.install()
         watched = conversion.watched()
         conversion.uninstall()
+        self._preserver = scouted(self.model, example)
         self.stock = self._stock_run(watched)
-        _, self.noise = run(self.model, example, watched, self.stock, noise=True)
+        self.noise = self._run(watched, self.stock, noise=True)[1]
         self._stock_runs: dict[bool, tuple[Run, Errors]] = {}  # of `_on_copies`
+
+    def _run(
+        self, watched: list[nn.Module], reference: Run | None = None, noise: bool = False
+    ) -> tuple[Run, Errors]:
+        return run(self.model, self.example, watched, reference, noise, self._preserver)
 
     def _stock_run(self, watched: list[nn.Module]) -> Run:
         """Leaves depthwise convolutions that gain nothing in it, unless `memory` asks for more than
@@ -102,7 +108,7 @@ class _Trials:
                 gains[id(module)] = any(use) or gains.get(id(module), False)
 
         with observing(lambda *_: None, leave):
-            stock, _ = run(self.model, self.example, watched)
+            stock, _ = self._run(watched)
         idle = [layer for layer, gained in gains.items() if not gained]
         self.conversion.undone.update(dict.fromkeys(idle, TORCH_IS_FASTER))
         return stock
@@ -111,7 +117,7 @@ class _Trials:
         """The fault of the conversion, in words; '' if there is none."""
         watched = self.conversion.watched()
         try:
-            self.after, self.errors = run(self.model, self.example, watched, self.stock)
+            self.after, self.errors = self._run(watched, self.stock)
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         factor, what = excess(self.errors, self.noise)
@@ -158,8 +164,9 @@ class _Trials:
                 self.conversion.install()
             copies = dict(zip(map(id, self.model.modules()), stock.modules()))
             places = [copies[id(module)] for module in watched]
-            reference, _ = run(stock, example, places)
-            _, noise = run(stock, example, places, reference, noise=True)
+            preserver = scouted(stock, example)
+            reference, _ = run(stock, example, places, preserver=preserver)
+            _, noise = run(stock, example, places, reference, noise=True, preserver=preserver)
             self._stock_runs[wide] = reference, noise
         reference, noise = self._stock_runs[wide]
         _, errors = run(converted, example, (), reference)
@@ -251,8 +258,8 @@ def _ordinal(step: Step) -> int:
 
 
 def _copied(model: nn.Module, wide: bool) -> nn.Module:
-    duplicate = copy.deepcopy(model)
-    return duplicate.double() if wide else duplicate
+    copied = duplicate(model)
+    return copied.double() if wide else copied
 
 
 def _widened(value: Any) -> Any:

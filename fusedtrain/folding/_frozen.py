@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from .._graph.example import example_for
 from .._graph.forward import Replacement, install, is_changed, replacement_of
 from .._graph.modules import FORWARD
 from .._graph.report import Unchanged
+from .._graph.state import duplicate
 from ..ops.fold import fold_weight
 from ._forward import Convolving
 from ._kinds import (
@@ -130,7 +130,7 @@ def fold_frozen_norms(model: nn.Module, example_inputs: Any = None) -> FoldRepor
     check_module(model)
     example = None if example_inputs is None else example_for(model, example_inputs)
     restore(model)
-    expected = None if example is None else call(copy.deepcopy(model), example)
+    expected = None if example is None else call(duplicate(model), example)
     report = FoldReport("folds while frozen:")
     for link in pairs(model, report, _shared):
         assert link.norm is not None

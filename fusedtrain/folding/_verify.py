@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from .._graph.difference import relative_difference
 from .._graph.example import arguments_of
 from .._graph.modules import is_scripted
+from .._graph.state import duplicate, restored
 from .._graph.tracer import same_generators
 from .._torch_private import pytree
 
@@ -30,11 +30,11 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 def call(model: nn.Module, example: Any) -> Any:
     """The model's output for an input, a tuple of inputs, or a dict of named ones; no gradients.
 
-    Random numbers are the same at every call, and the generators left as they were. The model's
-    own state may change: counters, statistics, and what its forward stores.
+    Random numbers are the same at every call, and the generators left as they were, as are objects
+    that the model reaches. Values of its tensors may change.
     """
     arguments, named = arguments_of(example)
-    with torch.no_grad(), same_generators(seed=0):
+    with torch.no_grad(), same_generators(seed=0), restored(model):
         return model(*arguments, **named)
 
 
@@ -42,16 +42,16 @@ def stock_copy(model: nn.Module) -> nn.Module:
     """A copy without what convert, fold_frozen_norms and drop_redundant_bias did to the model."""
     from .. import revert  # on first use: it imports `conversion`, and undoes what is done here
 
-    duplicate = copy.deepcopy(model)
-    revert(duplicate)
-    return duplicate
+    copied = duplicate(model)
+    revert(copied)
+    return copied
 
 
 def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
     """The output of a stock copy, and by name of a module the dimensions of its inputs."""
     dims: dict[str, set[int]] = {}
-    duplicate = stock_copy(model)
-    for name, module in duplicate.named_modules():
+    copied = stock_copy(model)
+    for name, module in copied.named_modules():
 
         def note(_: nn.Module, inputs: tuple[Any, ...], name: str = name) -> None:
             if inputs and isinstance(inputs[0], Tensor):
@@ -59,14 +59,14 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
 
         if not is_scripted(module):
             module.register_forward_pre_hook(note)
-    return call(duplicate, example), dims
+    return call(copied, example), dims
 
 
 def compare(
     function: str, model: nn.Module, example: Any, expected: Any, tolerance: float | None = None
 ) -> float:
     """The largest relative difference of a copy's outputs; RuntimeError if that is too large."""
-    error, ratio = difference(call(copy.deepcopy(model), example), expected, tolerance)
+    error, ratio = difference(call(duplicate(model), example), expected, tolerance)
     if ratio > 1:
         raise RuntimeError(
             f"{function}: the outputs of the changed model differ by {error:.2e} of the largest "

@@ -23,6 +23,7 @@ from .._graph.compiled import original_of, without_compiled_code
 from .._graph.example import arguments_of, example_for
 from .._graph.forward import set_recomputing
 from .._graph.kept import address_of
+from .._graph.state import duplicate, restored
 from .._graph.tracer import same_generators
 from .._recompute import MemoryPlan, fingerprint
 from .._recompute.plan import PlannedStep
@@ -103,7 +104,7 @@ def plan_memory(
     allowed = _bytes_of(budget)
     original = original_of(model, "plan_memory")
     example = example_for(original, example_inputs)
-    twin = copy.deepcopy(original)
+    twin = duplicate(original)
     revert(twin)
     device = next((t.device for t in twin.parameters()), torch.device("cpu"))
     show = _Progress()
@@ -121,7 +122,7 @@ def plan_memory(
 
         return Running(forward, inputs)
 
-    with same_generators(), without_compiled_code(twin), torch.enable_grad():
+    with restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad():
         show("eager PyTorch on the example")
         eager = _peak(twin, begin, device)
         convert(twin, memory="recompute")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import optim
+from ..._graph.state import duplicate
 from ...conversion import ConversionReport, convert
 from ...folding import drop_redundant_bias, fold_frozen_norms
 from .._watch import parameters_of
@@ -211,9 +212,9 @@ def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int]:
 
 def redundant_biases(model: nn.Module) -> set[str]:
     """Names of the layers whose bias goes to a batch norm alone."""
-    return {pair.conv for pair in drop_redundant_bias(copy.deepcopy(model)).folded}
+    return {pair.conv for pair in drop_redundant_bias(duplicate(model)).folded}
 
 
 def tuned_norms(model: nn.Module) -> set[str]:
     """Names of the norms that `fold_frozen_norms` takes."""
-    return {pair.other for pair in fold_frozen_norms(copy.deepcopy(model)).folded}
+    return {pair.other for pair in fold_frozen_norms(duplicate(model)).folded}
