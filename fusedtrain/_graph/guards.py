@@ -359,7 +359,7 @@ class Guards:
             module = ref()
             if module is None or not is_untouched(module, cls):
                 return False
-        if all_are_hooked():
+        if (self._passed or self._still) and all_are_hooked():
             return False
         still = (look.module() for look in self._still)
         # A module's own truth is another matter: torch.compile's wrappers have none.

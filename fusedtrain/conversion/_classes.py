@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
-from .._graph.forward import obstacle_of
+from .._graph.forward import Rewritten, assign, install, obstacle_of, rewritten_of
 from .._graph.hooks import is_hooked
 from .._graph.modules import has_own_forward, is_quantized, is_scripted
 from .._graph.report import title
@@ -57,6 +57,8 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
+_CONVOLVE = "def forward(self, input):\n    return convolve(self, input)\n"
+_CONVOLUTION = "fusedtrain.nn.depthwise:convolve"
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
 _FUSED = (
     *_TORCH.values(), *DEPTHWISE.values(),
@@ -73,6 +75,15 @@ class Decision:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     names: list[str] = field(default_factory=list)
+
+    def swap(self) -> None:
+        """Gives the module its class. A convolution keeps the class, by which others look layers
+        up (torch.ao, peft, counters of flops), and gets the forward."""
+        assert self.fused is not None
+        if self.fused in DEPTHWISE.values():
+            install(Rewritten(self.module, _CONVOLVE, {"convolve": _CONVOLUTION}))
+        else:
+            assign(self.module, self.fused, self.attributes)
 
 
 def find_classes(
@@ -150,9 +161,17 @@ def _decide(module: nn.Module) -> Decision | None:
 def _decide_convolution(module: Any, kind: type) -> Decision | None:
     if not module.groups == module.in_channels > 1:
         return None
+    if is_swapped(module):
+        return Decision(module)
     device = module.weight.device.type
     theirs = "" if is_measured(device) else f"torch's own kernels run on {device}"
     return Decision(module, DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether it is a depthwise convolution with the forward of ours."""
+    rewritten = rewritten_of(module)
+    return rewritten is not None and rewritten.source == _CONVOLVE
 
 
 def _timm_obstacle(module: nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:

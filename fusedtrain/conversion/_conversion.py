@@ -37,7 +37,7 @@ from ._calls import (
     left_modules,
     target_of,
 )
-from ._classes import Decision
+from ._classes import Decision, is_swapped
 from ._gates import find_products
 from ._in_place import can_overwrite
 from ._norms import Finder, obstacle
@@ -56,7 +56,11 @@ class Conversion:
         self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         # Forwards and classes of an earlier conversion: all is found anew.
-        self.earlier = {m: now for m in model.modules() if (now := rewritten_of(m)) is not None}
+        self.earlier = {
+            module: now
+            for module in model.modules()
+            if (now := rewritten_of(module)) is not None and not is_swapped(module)
+        }
         self.classes: dict[nn.Module, tuple[type, dict[str, Any]]] = {
             norm: assigned(norm) for norm in norms if record_of(norm) is not None
         }
@@ -91,8 +95,7 @@ class Conversion:
         """All units of the model. Activations have their fused classes meanwhile, which are known
         by their parameters."""
         for entry in self.activations:
-            assert entry.fused is not None
-            assign(entry.module, entry.fused, entry.attributes)
+            entry.swap()
         swapped = {id(entry.module) for entry in self.activations}
         rules = Rules(self.flow, self.excluded, swapped)
         try:
@@ -139,8 +142,7 @@ class Conversion:
             and (id(entry.module) in parts or chosen(entry.module))
         ]
         for entry in self.swapped:
-            assert entry.fused is not None
-            assign(entry.module, entry.fused, entry.attributes)
+            entry.swap()
         self.plan = Plan(self.effects, units)
         for site in self.plan.sites:
             site.overwrites = self._overwrites(site.module, site.steps)

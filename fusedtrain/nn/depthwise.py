@@ -1,7 +1,6 @@
 """Depthwise convolutions as modules."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,10 +21,18 @@ def _padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
     return torch_functional.pad(input, sides, mode=layer.padding_mode), 0
 
 
-class _Depthwise:
-    """Constructor and forward of the three; `_function` is that of their dimensions."""
+def convolve(layer: Any, input: Tensor) -> Tensor:
+    """The forward of a depthwise convolution of torch's class or of ours."""
+    input, padding = _padded(layer, input)
+    function = _FUNCTIONS[len(layer.kernel_size)]
+    return function(input, layer.weight, layer.bias, layer.stride, padding, layer.dilation)
 
-    _function: ClassVar[Callable[..., Tensor]]
+
+_FUNCTIONS = {1: F.depthwise_conv1d, 2: F.depthwise_conv2d, 3: F.depthwise_conv3d}
+
+
+class _Depthwise:
+    """Constructor and forward of the three."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1,
@@ -48,8 +55,7 @@ class _Depthwise:
         call = module_call(input) if isinstance(input, fx.Proxy) else None
         if call is not None:
             return call
-        input, padding = _padded(self, input)
-        return self._function(input, self.weight, self.bias, self.stride, padding, self.dilation)
+        return convolve(self, input)
 
 
 class DepthwiseConv1d(_Depthwise, nn.Conv1d):
@@ -59,8 +65,6 @@ class DepthwiseConv1d(_Depthwise, nn.Conv1d):
         >>> DepthwiseConv1d(8, 16, 31, padding="same")(torch.ones(2, 8, 100)).shape
         torch.Size([2, 16, 100])
     """
-
-    _function = staticmethod(F.depthwise_conv1d)
 
 
 class DepthwiseConv2d(_Depthwise, nn.Conv2d):
@@ -81,8 +85,6 @@ class DepthwiseConv2d(_Depthwise, nn.Conv2d):
         (torch.Size([1, 8, 7, 7]), ['weight'])
     """
 
-    _function = staticmethod(F.depthwise_conv2d)
-
 
 class DepthwiseConv3d(_Depthwise, nn.Conv3d):
     """:class:`torch.nn.Conv3d` with ``groups=in_channels``; see :class:`DepthwiseConv2d`.
@@ -91,8 +93,6 @@ class DepthwiseConv3d(_Depthwise, nn.Conv3d):
         >>> DepthwiseConv3d(8, 8, (3, 3, 3), padding=1)(torch.ones(1, 8, 4, 7, 7)).shape
         torch.Size([1, 8, 4, 7, 7])
     """
-
-    _function = staticmethod(F.depthwise_conv3d)
 
 
 # torch's class -> ours
