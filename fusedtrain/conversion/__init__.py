@@ -76,13 +76,14 @@ def convert(
     The dataflow (torch.fx) of each module's forward says what can be one op. A forward that calls
     several modules or functions which become one gets another source, kept in the module; the
     modules that it calls stay what they are for everybody else: hooks, slices, replaced parts and
-    torch.compile see the stock model (docs/convert.md). An activation on its own and a depthwise
-    convolution get a subclass of their class with the same numbers. No name, parameter or key of
-    the state dict changes. Converting again finds everything anew; :func:`revert` undoes it.
+    torch.compile see the stock model (docs/convert.md). An activation on its own gets a subclass of
+    its class with the same numbers, a depthwise convolution another forward. No name, parameter or
+    key of the state dict changes. Converting again finds everything anew; :func:`revert` undoes it.
 
     With `example_inputs` the model runs forward and backward on it before and after, and a swap
     that changes more than rounding is undone: 32 times what the stock model shows when its layers'
-    outputs are off by one unit in the last place. Gradients, buffers and random generators stay.
+    outputs are off by one unit in the last place. What the forward writes to is as it was then:
+    parameters, buffers, gradients, attributes, objects that modules reach, random generators.
     Depthwise convolutions for which torch's kernels are faster in all passes of the example keep
     their class, if `memory` is "store".
 
@@ -114,8 +115,9 @@ def convert(
         ValueError: an unknown name in `exclude`, another `memory` or a plan for another model,
             several shapes, a shape for a model that begins with an embedding, or "recompute" for a
             model whose own forward is patched, compiled or scripted.
-        RuntimeError: swaps that are right one by one are wrong together. And what the model raises
-            for the example. Nothing is changed then.
+        RuntimeError: swaps that are right one by one are wrong together; a parameter is not
+            initialized (`nn.LazyLinear`). And what the model raises for the example. Nothing is
+            changed then.
 
     >>> import fusedtrain, torch
     >>> norm, act = torch.nn.BatchNorm2d(4), torch.nn.SiLU()

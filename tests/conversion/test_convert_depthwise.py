@@ -16,6 +16,7 @@ import fusedtrain
 from fusedtrain.conversion._calls import TORCH_IS_FASTER
 from fusedtrain.conversion._classes import is_swapped
 from fusedtrain.ops import depthwise as depthwise_ops
+from helpers.models import transformers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -268,3 +269,54 @@ def test_other_layers_of_the_network_are_converted() -> None:
         torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
     assert fusedtrain.revert(model) > 0
     assert [type(part) for part in model] == [type(part) for part in stock]
+
+
+def block() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
+    )
+
+
+def prepared(model: nn.Module) -> nn.Module:
+    quantization = torch.ao.quantization
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    return quantization.prepare_qat(model.train())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantisation_finds_the_layers() -> None:
+    stock, model, x = block(), block(), torch.randn(2, 3, 8, 8)
+    fusedtrain.convert(model)
+    assert is_swapped(model[1])
+    model, stock = prepared(model), prepared(stock)
+    assert isinstance(model.get_submodule("1"), torch.ao.nn.qat.Conv2d)
+    torch.testing.assert_close(model(x), stock(x), rtol=1e-4, atol=1e-4)
+    late = prepared(block())
+    report = fusedtrain.convert(late)
+    assert "subclass of torch.nn.Conv2d" in str(report)
+    torch.testing.assert_close(late(x), prepared(block())(x), rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_peft() -> None:
+    transformers()
+    peft: Any = pytest.importorskip("peft")
+    results = []
+    for convert in (True, False):
+        model = block()
+        if convert:
+            fusedtrain.convert(model)
+        torch.manual_seed(1)
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0", "1"], r=8))
+        output = wrapped(torch.ones(2, 3, 8, 8))
+        output.sum().backward()
+        results.append((wrapped.get_nb_trainable_parameters(), output))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1])
+
+
+def test_the_class_of_a_layer_builds_another() -> None:
+    layer = nn.Conv2d(8, 8, 3, groups=8)
+    fusedtrain.convert(nn.Sequential(layer))
+    assert is_swapped(layer)
+    assert type(layer)(8, 16, 3).groups == 1
