@@ -60,12 +60,12 @@ class Dispatcher:
 
     def finds(self, module: nn.Module) -> Replacement | None:
         """The replacement that a call of the module's forward runs; none while Dynamo traces."""
-        found: Replacement | None = module.__dict__.get(FORWARD)
-        # Of another class: `super().forward` in the forward of a subclass. Of another module: the
+        new: Replacement | None = module.__dict__.get(FORWARD)
+        # The home is another class within `super().forward`, the module another one if the
         # `__dict__` is a copy.
-        if found is None or found.home is not self.home or found._module() is not module:
+        if new is None or new.home is not self.home or new._module() is not module:
             return None
-        return None if torch.compiler.is_compiling() else found
+        return None if torch.compiler.is_compiling() else new
 
     def __reduce__(self) -> Any:  # cloudpickle's, of a class in a notebook
         return _itself, (self.stock,)
@@ -82,10 +82,10 @@ def _itself(stock: Any) -> Any:
 
 def _dispatching(dispatcher: Dispatcher) -> Callable[..., Any]:
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = dispatcher.finds(module)
-        if found is None:
+        replacement = dispatcher.finds(module)
+        if replacement is None:
             return dispatcher.stock(module, *args, **kwargs)
-        return found.run(*args, **kwargs)
+        return replacement.run(*args, **kwargs)
 
     stock = dispatcher.stock
     if isinstance(stock, types.FunctionType):  # TorchScript asks for source and globals

@@ -1,5 +1,5 @@
-"""All that the forward of a model can write to: attributes of modules, objects and containers that
-they reach, globals and variables of enclosing functions, and the values of tensors.
+"""The places that the forward of a model can write to: attributes of modules, objects and
+containers that they reach, globals and variables of enclosing functions, and values of tensors.
 
 :class:`State` keeps the first three by shallow copies: it finds what code has changed there, and
 takes the change back. :class:`Preserver` keeps tensors, too, of which one run tells those that the
@@ -116,7 +116,7 @@ def _are_same(now: list[Any], before: list[Any]) -> bool:
 
 
 class State:
-    """What can be reached from some modules, objects and functions, as it is now.
+    """The places that can be reached from some modules, objects and functions, with their contents.
 
     Args:
         roots: modules, objects or functions.

@@ -85,7 +85,7 @@ def _steps(self: Net) -> None:
     self.steps += 1
 
 
-# What a forward does besides, and a number that shows how often.
+# An effect of a forward, and a number that shows how often it came.
 EFFECTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], int]]] = {
     "attribute": (_steps, lambda m: m.steps),
     "object": (_meter, lambda m: m.meter.calls),
