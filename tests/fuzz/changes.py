@@ -115,6 +115,26 @@ def shallow(side: Side) -> nn.Module:
     return copy.copy(side.model)
 
 
+def cloned(side: Side) -> nn.Module:
+    """As meta-learning clones: copies of each `__dict__`, with other parameters and buffers."""
+
+    def of(module: nn.Module) -> nn.Module:
+        new = module.__new__(type(module))
+        vars(new).update(vars(module))
+        for table in ("_parameters", "_buffers"):
+            items = getattr(module, table).items()
+            vars(new)[table] = {k: None if v is None else v.detach().clone() for k, v in items}
+        for key, parameter in new._parameters.items():
+            new._parameters[key] = None if parameter is None else nn.Parameter(parameter * 0.9)
+        vars(new)["_modules"] = {k: m and clones[id(m)] for k, m in module._modules.items()}
+        return new
+
+    clones: dict[int, nn.Module] = {}
+    for module in reversed(list(side.model.modules())):  # parts come before what has them
+        clones[id(module)] = of(module)
+    return clones[id(side.model)]
+
+
 def pickled(side: Side) -> nn.Module:
     model: nn.Module = pickle.loads(pickle.dumps(side.model))
     return model
@@ -132,7 +152,9 @@ def reloaded(side: Side) -> None:
 def rebind(side: Side, path: str, kind: str) -> None:
     part: Any = side.part(path)
     own = part.forward if kind == "around" else types.MethodType(type(part).forward, part)
-    if kind == "same":
+    if kind == "function" and hasattr(part.forward, "__func__"):  # as accelerate
+        part.forward = types.MethodType(part.forward.__func__, part)
+    elif kind in ("same", "function"):
         part.forward = own
     else:
         part.forward = lambda *args, **kwargs: own(*args, **kwargs) * 0.5

@@ -145,8 +145,8 @@ class _Program:
         pick = self.pick
         kinds = ["line"] * 5 + ["hook"] * 4 + ["replace"] * 3 + [
             "unhook", "hook_all", "delete", "share", "swap", "cut", "regroup", "move", "deepcopied",
-            "shallow", "pickled", "reloaded", "rebind", "reparametrised", "folded", "patch",
-            "patch", "convert", "revert", "mode",
+            "shallow", "cloned", "pickled", "reloaded", "rebind", "reparametrised", "folded",
+            "patch", "patch", "convert", "revert", "mode",
         ]  # fmt: skip
         if self.compiles:
             kinds += ["compiled"] * 6
@@ -173,7 +173,7 @@ class _Program:
         elif kind == "move":
             self.edit(kind, self.any())
         elif kind == "rebind":
-            self.edit(kind, self.any(), pick("same", "around", "own"))
+            self.edit(kind, self.any(), pick("same", "around", "own", "function"))
         elif kind == "compiled":
             self.edit(kind, self.any(root=False), pick("method", "wrapper"))
         elif kind == "reparametrised":
