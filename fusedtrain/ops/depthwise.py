@@ -24,6 +24,7 @@ from .._calls import (
     fits,
     needs_grad,
     plain_backward,
+    suggests_channels_last,
 )
 from .._graph.fx import handle as _handle
 from .._torch_private import (
@@ -291,13 +292,6 @@ def _plan(
     return _Plan(*geometry, channels_last, use)
 
 
-def _suggests_channels_last(t: Tensor) -> bool:
-    if t.is_contiguous():
-        return False
-    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-    return t.is_contiguous(memory_format=format)
-
-
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> _Plan | None:
@@ -307,7 +301,7 @@ def _plan_of(
     sides = padding if type(padding) is str else _numbers(padding, count)
     if step is None or spread is None or sides is None:
         return None
-    last = count > 1 and (_suggests_channels_last(input) or _suggests_channels_last(weight))
+    last = count > 1 and (suggests_channels_last(input) or suggests_channels_last(weight))
     return _plan(
         input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
         input.dtype, last, _MEASURED.get(input.device.type), _EVERYWHERE, mkldnn_is_on(),
