@@ -25,6 +25,7 @@ class Planned(Scope):
     """
 
     longest = LONGEST_PLANNED
+    sees_torch = True
 
     def __init__(self, plan: MemoryPlan, observer: Observer | None = None) -> None:
         super().__init__(observer)

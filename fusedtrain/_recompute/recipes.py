@@ -255,6 +255,7 @@ class Scope:
     """The state of one entered `recompute`."""
 
     longest = LONGEST
+    sees_torch = False  # whether it is handed calls of torch's functions, too
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._tags: list[Marked] = []

@@ -206,6 +206,12 @@ def _forward(
     )
 
 
+def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The output that torch's function has of weight and bias that autocast casts."""
+    dtype = input.dtype
+    return _forward(input, weight.to(dtype), None if bias is None else bias.to(dtype), *rest)
+
+
 _apply = apply_of(DepthwiseConv)
 _cpp = _backends.autograd()
 if _cpp is not None:
@@ -336,12 +342,15 @@ def _convolve(
     if plan is None:
         return plain(input, weight, bias, stride, padding, dilation, groups)
     trains = needs_grad(batch, kernels, biases)
-    # torch's own node tags no output.
-    tags = trains and _recompute.scope() is not None and is_measured(input.device.type)
-    if not (any(plan.use) or tags if trains else plan.use.forward):
-        return plain(input, weight, bias, stride, padding, dilation, groups)
     output: Any = NotImplemented
-    if _cpp is not None:
+    if not (any(plan.use) if trains else plan.use.forward):
+        scope = _recompute.scope() if trains and is_measured(input.device.type) else None
+        if scope is None or scope.sees_torch:
+            return plain(input, weight, bias, stride, padding, dilation, groups)
+        # Weight and bias as they are: autocast casts them once for all calls.
+        output = plain(batch, weight, bias, stride, padding, dilation, groups)
+        scope.tag(output, _torchs, (batch, weight, bias), tuple(plan))
+    elif _cpp is not None:
         output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
     if output is NotImplemented:
         output = (_apply if trains else _forward)(batch, kernels, biases, *plan)

@@ -91,6 +91,8 @@ class _Mark:
 class _Profiler(Scope):
     """Notes what `Planned` could decide. Nothing is recomputed."""
 
+    sees_torch = True
+
     def __init__(self, besides: Sequence[Tensor], meter: Meter | None) -> None:
         super().__init__()
         self.profile = Profile()
