@@ -56,6 +56,16 @@ def in_torch_layout(input: Tensor) -> Tensor:
     )
 
 
+# Types of device on which torch's logsigmoid returns a contiguous output.
+_LOGSIGMOID_IN_ORDER = frozenset({"cpu"})
+
+
+def for_logsigmoid(input: Tensor) -> Tensor:
+    """The input in the layout of torch's output of logsigmoid."""
+    in_order = is_plain(input) and input.device.type in _LOGSIGMOID_IN_ORDER
+    return input.contiguous() if in_order else input
+
+
 def has_torch_layout(t: Tensor) -> bool:
     if t.is_contiguous():
         return True

@@ -217,9 +217,7 @@ def logsigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
         return _reference.logsigmoid(input)
     if _has(input):
         return _handle(logsigmoid, (input,), input)
-    if _calls.is_plain(input) and input.is_cpu:
-        input = input.contiguous()  # as torch's output on the CPU
-    return _logsigmoid(input, False)
+    return _logsigmoid(_calls.for_logsigmoid(input), False)
 
 
 def tanh(input: Tensor, out: Tensor | None = None) -> Tensor:

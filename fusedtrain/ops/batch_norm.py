@@ -180,8 +180,8 @@ def usual(
 
 def laid_out(input: Tensor, activation: Pointwise) -> Tensor:
     """The input in the layout of torch's output."""
-    if activation.op == _LOGSIGMOID and input.is_cpu:
-        return input.contiguous()
+    if activation.op == _LOGSIGMOID:
+        input = _calls.for_logsigmoid(input)
     return _calls.in_torch_layout(input)
 
 

@@ -208,8 +208,7 @@ def _forward(
 
 def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """The output that torch's function has of weight and bias that autocast casts."""
-    dtype = input.dtype
-    return _forward(input, weight.to(dtype), None if bias is None else bias.to(dtype), *rest)
+    return _forward(input, *(t if t is None else t.to(input.dtype) for t in (weight, bias)), *rest)
 
 
 _apply = apply_of(DepthwiseConv)
