@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -183,6 +184,14 @@ def laid_out(input: Tensor, activation: Pointwise) -> Tensor:
     if activation.op == _LOGSIGMOID:
         input = _calls.for_logsigmoid(input)
     return _calls.in_torch_layout(input)
+
+
+def adds_alike(input: Tensor, residual: Tensor) -> bool:
+    """Whether the normalised input plus a residual has one layout in either order."""
+    with without_torch_function() if _recompute.planned() else nullcontext():
+        if input.is_contiguous() and residual.is_contiguous():
+            return True
+        return input.stride() == residual.stride() and _calls.has_torch_layout(input)
 
 
 def _fitting(

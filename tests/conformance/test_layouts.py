@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as T
 from _functions import CASES, ours_of, same_layout, theirs_of
 from torch import Tensor, nn
 
@@ -117,3 +118,33 @@ def test_converted_models(name: str, memory: Any, autocast: bool) -> None:
     assert same_layout(y, want)
     torch.testing.assert_close(y, want, atol=2e-2 if autocast else 1e-5, rtol=2e-2)
     y.sum().backward()
+
+
+SUMS: dict[str, Any] = {
+    "norm first": lambda m, x, y: T.relu(m.norm(x) + y),
+    "norm second": lambda m, x, y: T.relu(y + m.norm(x)),
+    "branch first": lambda m, x, y: x * m.scale + y,
+    "branch second": lambda m, x, y: y + x * m.scale,
+}
+
+
+class Sum(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm2d(2), nn.Parameter(torch.ones(2, 1, 1))
+        self.name = name
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total: Tensor = SUMS[self.name](self, x, y)
+        return total
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_first_operand_decides(name: str) -> None:
+    stock = Sum(name)
+    model = copy.deepcopy(stock)
+    report = fusedtrain.convert(model)
+    assert report.norms or report.branches
+    some = list(layouts((4, 2, 3, 6)))[::3]
+    for x, y in itertools.product(some, some):
+        assert same_layout(model(x, y), stock(x, y)), (x.stride(), y.stride())
