@@ -206,9 +206,9 @@ def _forward(
     )
 
 
-def _torchs(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """The output that torch's function has of weight and bias that autocast casts."""
-    return _forward(input, *(t if t is None else t.to(input.dtype) for t in (weight, bias)), *rest)
+    return _forward(x, weight.type_as(x), None if bias is None else bias.type_as(x), *rest)
 
 
 _apply = apply_of(DepthwiseConv)
