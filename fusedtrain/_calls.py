@@ -42,6 +42,51 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def in_torch_layout(input: Tensor) -> Tensor:
+    """The input if it is contiguous or channels_last, else a copy that is: the layouts in which
+    torch's batch norms (those of the CPU and cuDNN's) return their output."""
+    if has_torch_layout(input):
+        return input
+    last = suggests_channels_last(input)
+    return input.contiguous(
+        memory_format=_CHANNELS_LAST[input.dim()] if last else torch.contiguous_format
+    )
+
+
+# Types of device on which torch's logsigmoid returns a contiguous output.
+_LOGSIGMOID_IN_ORDER = frozenset({"cpu"})
+
+
+def for_logsigmoid(input: Tensor) -> Tensor:
+    """The input in the layout of torch's output of logsigmoid."""
+    in_order = is_plain(input) and input.device.type in _LOGSIGMOID_IN_ORDER
+    return input.contiguous() if in_order else input
+
+
+def has_torch_layout(t: Tensor) -> bool:
+    if t.is_contiguous():
+        return True
+    last = _CHANNELS_LAST.get(t.dim())
+    return last is not None and t.is_contiguous(memory_format=last)
+
+
+def suggests_channels_last(t: Tensor) -> bool:
+    """Whether torch's convolutions and poolings return channels_last for this input, dense or not:
+    c10's suggest_memory_format."""
+    dims = t.dim()
+    if dims not in _CHANNELS_LAST or t.is_contiguous():
+        return False
+    sizes, strides, least = t.shape, t.stride(), 0
+    for d in (1, 3, 2, 0) if dims == 4 else (1, 4, 3, 2, 0):
+        if strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * sizes[d]
+    return strides[1] > 0
+
+
 def takes(tensor: Tensor) -> bool:
     """Whether a kernel can take the tensor now."""
     return is_plain(tensor) and not traced()

@@ -204,7 +204,8 @@ def sigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def logsigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
-    """``log(sigmoid(x))``; saves the output. See :func:`torch.nn.functional.logsigmoid`.
+    """``log(sigmoid(x))``; saves the output. See :func:`torch.nn.functional.logsigmoid`. On the
+    CPU the output is contiguous, as torch's.
 
     Example:
         >>> logsigmoid(torch.tensor([-1.0, 2.0]))
@@ -216,7 +217,7 @@ def logsigmoid(input: Tensor, out: Tensor | None = None) -> Tensor:
         return _reference.logsigmoid(input)
     if _has(input):
         return _handle(logsigmoid, (input,), input)
-    return _logsigmoid(input, False)
+    return _logsigmoid(_calls.for_logsigmoid(input), False)
 
 
 def tanh(input: Tensor, out: Tensor | None = None) -> Tensor:

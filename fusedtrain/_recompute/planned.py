@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch_private import without_torch_function
 from .plan import MemoryPlan, op_name
-from .recipes import Observer, Saved, Scope, Use
+from .recipes import Observer, Saved, Scope, Use, lasting
 from .torch_calls import TorchCall
 
 # Recipes in a row: a chain is computed by recursion, three Python frames a recipe of 1000.
@@ -25,6 +25,7 @@ class Planned(Scope):
     """
 
     longest = LONGEST_PLANNED
+    sees_torch = True
 
     def __init__(self, plan: MemoryPlan, observer: Observer | None = None) -> None:
         super().__init__(observer)
@@ -33,15 +34,16 @@ class Planned(Scope):
 
     def wants(self, function: Callable[..., Any]) -> bool:
         """Whether the output of the call that is about to run is to be recomputed."""
-        return self._knows(op_name(function)) and self._steps[self._next].recompute
+        place = self._place(op_name(function))
+        return place >= 0 and self._steps[place].recompute
 
-    def _knows(self, name: str) -> bool:
-        """Whether the plan's next step is of this function. In eval mode a dropout gives its input,
-        and has no step."""
-        steps = self._steps
-        while self._next < len(steps) and steps[self._next].op == "dropout" != name:
-            self._next += 1
-        return self._next < len(steps) and steps[self._next].op == name
+    def _place(self, name: str) -> int:
+        """The number of the plan's next step, if it is of this function, else -1. In eval mode a
+        dropout returns its input, and has no step."""
+        steps, place = self._steps, self._next
+        while place < len(steps) and steps[place].op == "dropout" != name:
+            place += 1
+        return place if place < len(steps) and steps[place].op == name else -1
 
     def tag(
         self,
@@ -51,14 +53,17 @@ class Planned(Scope):
         constants: tuple[Any, ...] = (),
         dropped: Sequence[Tensor | None] = (),
     ) -> None:
-        if not self._knows(op_name(function)):
+        place = self._place(op_name(function))
+        if place < 0:
             self._depart(function)
             return
-        chosen = self._steps[self._next].recompute
-        self._next += 1
-        if chosen:
-            with without_torch_function():
-                super().tag(output, function, tensors, constants)
+        self._next = place + 1
+        if not self._steps[place].recompute:
+            return
+        with without_torch_function():
+            kept = lasting(tensors, output, self._plain) if type(function) is TorchCall else tensors
+            if kept is not None:
+                super().tag(output, function, kept, constants)
 
     def pack(self, tensor: Tensor) -> Saved | Use:
         # TorchCalls would be handed each attribute that this asks for, in 7 us.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .._torch_private import after_backward, backward_number, disable_dynamo
 
@@ -255,6 +256,7 @@ class Scope:
     """The state of one entered `recompute`."""
 
     longest = LONGEST
+    sees_torch = False  # whether it is handed calls of torch's functions, too
 
     def __init__(self, observer: Observer | None = None) -> None:
         self._tags: list[Marked] = []
@@ -269,11 +271,14 @@ class Scope:
             if self._observer is not None:
                 self._observer(tensor, tag.recipe)
             return Use(tag.recipe, tag, output, tensor)
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            self._plain.add(tensor.data_ptr())
+        self._note_saved(tensor)
         if self._observer is not None:
             self._observer(tensor, None)
         return Saved.of(tensor)
+
+    def _note_saved(self, tensor: Tensor) -> None:
+        if type(tensor) in (Tensor, Parameter) and tensor.layout is torch.strided:
+            self._plain.add(tensor.data_ptr())
 
     def tag(
         self,
@@ -316,6 +321,27 @@ class Scope:
                 tag.recipe = None
             if output is not None and getattr(output, _TAG, None) is tag:
                 vars(output).pop(_TAG, None)
+
+
+# A copy of so small a part of the output costs next to nothing: a bias, a mask, an embedding.
+_SMALL = 1 / 8
+
+
+def lasting(
+    tensors: Sequence[Tensor | None], output: Tensor, saved: Container[int]
+) -> list[Tensor | None] | None:
+    """The inputs of a function of torch, for a recipe. Autograd watches those that it has saved (by
+    address) and raises if they are modified. Modifying the others is no mistake: small ones are
+    copied; None if there is a large one, such as a buffer that is added."""
+    kept: list[Tensor | None] = []
+    for t in tensors:
+        if t is not None and t.grad_fn is None and t.data_ptr() not in saved and tagged(t) is None:
+            if t.nbytes <= _SMALL * output.nbytes:
+                t = t.detach().clone()
+            elif not t.requires_grad:
+                return None
+        kept.append(t)
+    return kept
 
 
 def mark(output: Tensor, recipe: Any) -> Marked:

@@ -226,7 +226,9 @@ class TorchCalls(TorchFunctionMode):
         if scope is None:
             return func(*args, **kwargs)
         tensors = _tensors_of((args, kwargs), [])
-        if not tensors or not all(map(_is_usual, tensors)):
+        max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
+        writes = func is F.embedding and max_norm is not None  # to the weight
+        if writes or not tensors or not all(map(_is_usual, tensors)):
             return func(*args, **kwargs)
         if func in _CASTS:
             args, kwargs, tensors = self._cast(scope, args, kwargs, tensors)

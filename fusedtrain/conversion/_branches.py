@@ -44,8 +44,9 @@ class Branch(Unit):
             return copy.graph.get_attr(str(value.target))
 
         operands = copy.of(self.shortcut), copy.of(self.branch), part(self.scale), part(self.drop)
-        in_place = [True] if change.place.target in _IN_PLACE else []
-        return copy.graph.call_function(add_branch, (*operands, *in_place))
+        place = change.place
+        order = place.target in _IN_PLACE, place.args[0] is self.shortcut
+        return copy.graph.call_function(add_branch, (*operands, *order))
 
     def line(self, source: str) -> Branched:
         scale = ("layer scale",) if self.scale is not None else ()
@@ -63,11 +64,13 @@ def add_branch(
     scale: Any,
     drop: nn.Module | None,
     in_place: bool = False,
+    shortcut_first: bool = True,
 ) -> Tensor:
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
     and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
-    written over the branch. `drop` draws the numbers that it would draw. `scale` is None, a tensor,
-    or a module of layer scale, which stands for its `gamma`."""
+    written over the branch. The first operand decides the layout of a sum. `drop` draws the
+    numbers that it would draw. `scale` is None, a tensor, or a module of layer scale, which stands
+    for its `gamma`."""
     if isinstance(scale, nn.Module):
         scale = scale.gamma
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
@@ -79,10 +82,13 @@ def add_branch(
         fits = bool(dims) and dim > 0 and scale.numel() == branch.shape[dim]
         fits = fits and scale.dtype is branch.dtype
     fits = fits and shortcut.dtype is branch.dtype and (drop is None or is_stochastic_depth(drop))
+    fits = fits and (not shortcut_first or shortcut.stride() == branch.stride())
     if not fits:
         branch = branch if scale is None else branch * scale
         branch = branch if drop is None else drop(branch)
-        return branch.add_(shortcut) if in_place else shortcut + branch
+        if in_place:
+            return branch.add_(shortcut)
+        return shortcut + branch if shortcut_first else branch + shortcut
     kept = None if drop is None else branch_scale_of(drop, branch)
     if scale is None:
         return residual_add(shortcut, branch, None, kept)

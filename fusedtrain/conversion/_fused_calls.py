@@ -34,13 +34,17 @@ class Then(NamedTuple):
     drop: nn.Module | None = None
     act: Act = None
     in_place: bool = False  # the sum
+    residual_first: bool = False
 
     def apply(self, z: Tensor) -> Tensor:
         """The same as calls of their own."""
         if self.drop is not None:
             z = self.drop(z)
         if self.residual is not _ABSENT:
-            z = z.add_(self.residual) if self.in_place else z + self.residual
+            if self.residual_first:
+                z = self.residual + z
+            else:
+                z = z.add_(self.residual) if self.in_place else z + self.residual
         if isinstance(self.act, tuple):
             return activated(z, _point(*self.act))
         return z if self.act is None else self.act(z)
@@ -55,12 +59,14 @@ def norm_then(
     in_place: bool = False,
     overwrite_input: bool = False,
     then: Then | None = None,
+    residual_first: bool = False,
 ) -> Tensor:
     """``act(drop(norm(input)) + residual)``, or what `then` adds to it, as one op. The guards of
     the forward have seen that the modules may be passed over."""
     if then is not None:
         if residual is _ABSENT:
             residual, in_place = then.residual, then.in_place
+            residual_first = then.residual_first
         drop = then.drop if drop is None else drop
         act = then.act if act is None else act
     if residual is None:  # torch's error
@@ -74,14 +80,11 @@ def norm_then(
         last = _NOTHING if act is None else act
     added = None if residual is _ABSENT else residual
     drop = _NOTHING if drop is None else drop
+    args = (norm, input, added, drop, last, in_place, overwrite_input, residual_first)
     if OBSERVERS:
-        output: Tensor = announced(
-            norm,
-            (input,),
-            lambda: norm_act(norm, input, added, drop, last, in_place, overwrite_input),
-        )
+        output: Tensor = announced(norm, (input,), lambda: norm_act(*args))
         return output
-    return norm_act(norm, input, added, drop, last, in_place, overwrite_input)
+    return norm_act(*args)
 
 
 def handed(module: nn.Module, then: Then | None, *args: Any, **kwargs: Any) -> Tensor:

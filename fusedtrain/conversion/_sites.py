@@ -163,6 +163,8 @@ class Site(Unit):
                 parameters["residual"] = copy.of(node.args[1 - step.place])
                 if step.in_place:
                     parameters["in_place"] = True
+                elif step.place == 1:
+                    parameters["residual_first"] = True
             elif step.is_call:
                 parameters[step.kind] = graph.get_attr(str(node.target))
             else:

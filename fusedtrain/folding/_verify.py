@@ -27,14 +27,14 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 }
 
 
-def call(model: nn.Module, example: Any) -> Any:
+def call(model: nn.Module, example: Any, original: nn.Module | None = None) -> Any:
     """The model's output for an input, a tuple of inputs, or a dict of named ones; no gradients.
 
     Random numbers are the same at every call, and the generators left as they were, as are objects
-    that the model reaches. Values of its tensors may change.
+    that the model reaches, or the `original` of a copy. Values of its tensors may change.
     """
     arguments, named = arguments_of(example)
-    with torch.no_grad(), same_generators(seed=0), restored(model):
+    with torch.no_grad(), same_generators(seed=0), restored(original or model):
         return model(*arguments, **named)
 
 
@@ -59,7 +59,7 @@ def ranks(model: nn.Module, example: Any) -> tuple[Any, dict[str, set[int]]]:
 
         if not is_scripted(module):
             module.register_forward_pre_hook(note)
-    return call(copied, example), dims
+    return call(copied, example, model), dims
 
 
 def compare(

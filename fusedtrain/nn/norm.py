@@ -234,6 +234,7 @@ def norm_act(
     act: nn.Module | Pointwise,
     in_place: bool = False,
     overwrite_input: bool = False,
+    residual_first: bool = False,
 ) -> Tensor:
     """``act(drop(norm(input)) + residual)`` as one op, for a batch norm of this package or torch.
 
@@ -242,6 +243,8 @@ def norm_act(
         act: a module, or an activation as the op takes it.
         in_place: whether the sum is written as ``z += residual``, which a residual that does not
             fit into z must not pass.
+        residual_first: whether it is written as ``residual + z``: the first operand decides the
+            layout of a sum.
     """
     activation = activation_of(act) if isinstance(act, nn.Module) else act
     # A number, or a tensor that torch would not add in place.
@@ -261,6 +264,8 @@ def norm_act(
         else:
             dropping = drop
     unfused = odd or dropping is not None or activation is None
+    if residual_first and isinstance(residual, Tensor):
+        unfused = unfused or not _batch_norm.adds_alike(input, residual)
     if not (unfused or overwrite_input or torch.compiler.is_compiling()):
         output = _usual(norm, input, residual, branch_scale, activation)
         if output is not None:
@@ -280,7 +285,10 @@ def norm_act(
     if dropping is not None:
         z = dropping(z)
     if residual is not None:
-        z = z.add_(residual) if in_place else z + residual
+        if residual_first:
+            z = residual + z
+        else:
+            z = z.add_(residual) if in_place else z + residual
     if isinstance(act, nn.Module):
         z = act(z)
     else:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from .. import _calls
 from .._torch_private import BatchNormBase, is_exporting
 from ..ops._library import op
+from ..ops.batch_norm import laid_out
 from ..ops.batch_norm_autograd import save_for_backward
 from ..reference.batch_norm import Norm, Statistics, move
 from ..reference.dtypes import wide_of
@@ -191,7 +192,7 @@ class SyncBatchNormAct(BatchNormActBase):
             eps=self.eps,
         )
         output: Tensor = SyncBatchNormActFunction.apply(
-            input, residual, *norm, activation, self.process_group
+            laid_out(input, activation), residual, *norm, activation, self.process_group
         )
         if updates and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

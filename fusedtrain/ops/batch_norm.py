@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = ["batch_norm_act"]
 
 _forward = op("batch_norm_act")
 _cpp = _backends.autograd()
-_SOFTPLUS = INDEX["softplus"]
+_SOFTPLUS, _LOGSIGMOID = INDEX["softplus"], INDEX["logsigmoid"]
 # A global is found faster than an attribute of torch.
 _STRIDED, _FLOAT32, _FLOAT64 = torch.strided, torch.float32, torch.float64
 
@@ -157,7 +158,10 @@ def usual(
     A usual call has tensors of torch's own classes in the dtypes of the op, no transform around it,
     and a gradient that autograd can record.
     """
-    if _cpp is not None:
+    planned = _recompute.planned()
+    if _cpp is not None and not planned:
+        if input.layout is _STRIDED and not input.is_contiguous():
+            input = laid_out(input, activation)
         result: Any = _cpp.batch_norm_act(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,
             momentum, eps, *activation,
@@ -165,7 +169,7 @@ def usual(
         if result is not NotImplemented:
             return result
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
-    if _recompute.planned():  # each attribute of a tensor would take 7 us
+    if planned:  # each attribute of a tensor would take 7 us
         with without_torch_function():
             output = _fitting(input, residual, norm, activation)
     else:
@@ -173,6 +177,21 @@ def usual(
     if output is not None:
         return output
     return _unusual(input, residual, norm, activation, overwrite_input=False)
+
+
+def laid_out(input: Tensor, activation: Pointwise) -> Tensor:
+    """The input in the layout of torch's output."""
+    if activation.op == _LOGSIGMOID:
+        input = _calls.for_logsigmoid(input)
+    return _calls.in_torch_layout(input)
+
+
+def adds_alike(input: Tensor, residual: Tensor) -> bool:
+    """Whether the normalised input plus a residual has one layout in either order."""
+    with without_torch_function() if _recompute.planned() else nullcontext():
+        if input.is_contiguous() and residual.is_contiguous():
+            return True
+        return input.stride() == residual.stride() and _calls.has_torch_layout(input)
 
 
 def _fitting(
@@ -183,6 +202,7 @@ def _fitting(
     fits = activation.op != _SOFTPLUS and not transformed() and _fits(input, residual, *norm)
     if not fits:
         return None
+    input = laid_out(input, activation)
     weight, bias = norm.weight, norm.bias
     records = torch.is_grad_enabled() and (
         input.requires_grad
@@ -249,6 +269,7 @@ def _unusual(
     original, norm = norm, _converted(input, norm)
     if not _fits(input, residual, *norm):
         return eager(input, residual, original, activation)
+    input = laid_out(input, activation)
     affine = (norm.weight, norm.bias)
     if compiled:
         output = _compiled(input, residual, norm, activation)
@@ -293,8 +314,9 @@ def batch_norm_act(
     for activations whose derivative is no function of the output.
 
     Args:
-        input: [N, C, ...] of float32, float64, float16 or bfloat16, any dense layout, which the
-            output has too. 16-bit input is computed in float32 and rounded once.
+        input: [N, C, ...] of float32, float64, float16 or bfloat16. The output is contiguous or
+            channels_last, as torch's; an input in another layout is copied first. 16-bit input is
+            computed in float32 and rounded once.
         running_mean, running_var, weight, bias: [C], of float32 (float64 for float64 input; 16-bit
             ones of 16-bit input are accepted).
         activation: the name of a function of :mod:`fusedtrain.functional` with no tensors for

@@ -135,10 +135,26 @@ def recomputed_as_torch(norm: BatchNormBase, input: Tensor, output: Tensor) -> N
     scope = _recompute.scope()
     if scope is None or output.grad_fn is None:
         return
-    training = norm.training or (norm.running_mean is None and norm.running_var is None)
-    statistics = (None, None) if training else (norm.running_mean, norm.running_var)
-    tensors = (input, *statistics, norm.weight, norm.bias)
-    scope.tag(output, torch.nn.functional.batch_norm, tensors, (training, 0.0, norm.eps))
+    mean, var = norm.running_mean, norm.running_var
+    training = norm.training or (mean is None and var is None)
+    wide = None
+    if training:
+        if mean is not None and norm.track_running_stats:
+            wide = mean.dtype
+        mean = var = None
+    scope.tag(output, _batch_norm, (input, mean, var, norm.weight, norm.bias), (norm.eps, wide))
+
+
+def _batch_norm(
+    input: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None, eps: float, wide: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    """torch's batch norm. `wide`: the dtype of running statistics that the forward has updated:
+    torch computes in it."""
+    training = mean is None
+    if wide is not None:
+        mean, var = input.new_zeros(2, input.shape[1], dtype=wide)
+    return torch.nn.functional.batch_norm(input, mean, var, weight, bias, training, 0.0, eps)
 
 
 def _setup_functional(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -52,7 +52,7 @@ def applies(input: Tensor, activation: Pointwise) -> bool:
         and input.requires_grad
         and not input.is_leaf
         and not input._is_view()
-        and _is_dense(input)
+        and _calls.has_torch_layout(input)
         and not input.is_meta
         and _recompute.scope() is None  # where the output is what can be computed again
         and not _is_checkpointed()
@@ -64,11 +64,6 @@ def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint will run this again, maybe from the very input."""
     top = top_saved_tensors_hooks(True)
     return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _is_dense(t: Tensor) -> bool:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
-    return t.is_contiguous() or (last is not None and t.is_contiguous(memory_format=last))
 
 
 class BatchNormActInPlace(torch.autograd.Function):

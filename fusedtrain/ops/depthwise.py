@@ -24,6 +24,7 @@ from .._calls import (
     fits,
     needs_grad,
     plain_backward,
+    suggests_channels_last,
 )
 from .._graph.fx import handle as _handle
 from .._torch_private import (
@@ -205,6 +206,11 @@ def _forward(
     )
 
 
+def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The output that torch's function has of weight and bias that autocast casts."""
+    return _forward(x, weight.type_as(x), None if bias is None else bias.type_as(x), *rest)
+
+
 _apply = apply_of(DepthwiseConv)
 _cpp = _backends.autograd()
 if _cpp is not None:
@@ -291,13 +297,6 @@ def _plan(
     return _Plan(*geometry, channels_last, use)
 
 
-def _suggests_channels_last(t: Tensor) -> bool:
-    if t.is_contiguous():
-        return False
-    format = torch.channels_last if t.dim() == 4 else torch.channels_last_3d
-    return t.is_contiguous(memory_format=format)
-
-
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> _Plan | None:
@@ -307,7 +306,7 @@ def _plan_of(
     sides = padding if type(padding) is str else _numbers(padding, count)
     if step is None or spread is None or sides is None:
         return None
-    last = count > 1 and (_suggests_channels_last(input) or _suggests_channels_last(weight))
+    last = count > 1 and (suggests_channels_last(input) or suggests_channels_last(weight))
     return _plan(
         input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
         input.dtype, last, _MEASURED.get(input.device.type), _EVERYWHERE, mkldnn_is_on(),
@@ -342,12 +341,15 @@ def _convolve(
     if plan is None:
         return plain(input, weight, bias, stride, padding, dilation, groups)
     trains = needs_grad(batch, kernels, biases)
-    # torch's own node tags no output.
-    tags = trains and _recompute.scope() is not None and is_measured(input.device.type)
-    if not (any(plan.use) or tags if trains else plan.use.forward):
-        return plain(input, weight, bias, stride, padding, dilation, groups)
     output: Any = NotImplemented
-    if _cpp is not None:
+    if not (any(plan.use) if trains else plan.use.forward):
+        scope = _recompute.scope() if trains and is_measured(input.device.type) else None
+        if scope is None or scope.sees_torch:
+            return plain(input, weight, bias, stride, padding, dilation, groups)
+        # Weight and bias as they are: autocast casts them once for all calls.
+        output = plain(batch, weight, bias, stride, padding, dilation, groups)
+        scope.tag(output, _torchs, (batch, weight, bias), tuple(plan))
+    elif _cpp is not None:
         output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
     if output is NotImplemented:
         output = (_apply if trains else _forward)(batch, kernels, biases, *plan)

@@ -16,7 +16,7 @@ from torch.nn import functional as torch_functional
 from torch.overrides import has_torch_function_unary as _has
 
 from .. import _recompute
-from .._calls import apply_of, fits, needs_grad, plain_backward
+from .._calls import apply_of, fits, needs_grad, plain_backward, suggests_channels_last
 from .._graph.fx import handle as _handle
 from .._torch_private import BroadcastingList2
 from ..reference import pool as reference
@@ -174,8 +174,7 @@ def max_pool2d(
         return torch_functional.max_pool2d(  # type: ignore[call-overload]
             input, kernel_size, stride, padding, dilation, ceil_mode, return_indices
         )
-    # Channels that lie side by side, be they dense or not.
-    channels_last = input.dim() == 4 and input.stride(1) == 1 and not input.is_contiguous()
+    channels_last = suggests_channels_last(input)
     if needs_grad(input):
         return _apply(input, *window, ceil_mode, channels_last)
     return _maxima(input, *window, ceil_mode, channels_last)

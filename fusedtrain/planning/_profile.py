@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .._graph.hooks import observing
 from .._recompute.plan import op_name
-from .._recompute.recipes import Saved, Scope, mark, tagged
-from .._recompute.torch_calls import TorchCalls
+from .._recompute.recipes import Saved, Scope, lasting, mark, tagged
+from .._recompute.torch_calls import TorchCall, TorchCalls
 from .._torch_private import (
     StorageWeakRef,
     current_autograd_node,
@@ -44,7 +44,7 @@ class Step:
     made: int
     died: int = -1
     milliseconds: float = 0.0
-    stays: bool = True  # nothing that the output is computed from is modified later
+    stays: bool = True  # no later write to what the output is computed from matters
 
 
 @dataclass
@@ -90,6 +90,8 @@ class _Mark:
 
 class _Profiler(Scope):
     """Notes what `Planned` could decide. Nothing is recomputed."""
+
+    sees_torch = True
 
     def __init__(self, besides: Sequence[Tensor], meter: Meter | None) -> None:
         super().__init__()
@@ -145,6 +147,8 @@ class _Profiler(Scope):
             self._moment,
         )  # fmt: skip
         self.profile.steps.append(step)
+        if type(function) is TorchCall and lasting(tensors, output, self._plain) is None:
+            step.stays = False
         self._tags.append(mark(output, _Mark(number)))
         self._alive.append(weakref.ref(output, lambda _: self._note_death(step)))
         if self._meter is None:
@@ -161,6 +165,8 @@ class _Profiler(Scope):
         number = -1 if recipe is None else recipe.number
         save = Save(number, storage, self._moment, module=self._modules[-1])
         self.profile.saves.append(save)
+        if recipe is None:
+            self._note_saved(tensor)
         if self._meter is not None:
             self._meter.mark()
         return save, Saved.of(tensor)

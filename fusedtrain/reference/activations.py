@@ -175,7 +175,9 @@ def star_relu(input: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 
 def relu_backward(grad: Tensor, output: Tensor) -> Tensor:
-    return grad.masked_fill(output <= 0, 0)
+    # torch's, for its layout: convolutions before it round another way in another layout
+    result: Tensor = torch.ops.aten.threshold_backward(grad, output, 0)
+    return result
 
 
 def relu6_backward(grad: Tensor, output: Tensor) -> Tensor:

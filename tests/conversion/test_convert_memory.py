@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -199,3 +200,19 @@ def test_a_forward_of_somebody_else_is_not_replaced(how: str) -> None:
     torch.testing.assert_close(model(x), want)
     with fusedtrain.recompute():
         torch.testing.assert_close(model(x), want)
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_norms_bias_that_is_written_to_before_backward(fused: bool, memory: str) -> None:
+    """docs/convert.md, limits: torch's norm allows it, and a norm alone with "store"."""
+    act = nn.SiLU() if fused else nn.Identity()
+    stock: Any = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), act, nn.Conv2d(4, 3, 1))
+    model = copy.deepcopy(stock)
+    fusedtrain.convert(model, memory=memory)
+    for one, allowed in ((stock, True), (model, not fused and memory == "store")):
+        y = one(torch.randn(2, 3, 5, 5))
+        with torch.no_grad():
+            one[1].bias.add_(1)
+        with nullcontext() if allowed else pytest.raises(RuntimeError, match="inplace operation"):
+            y.sum().backward()

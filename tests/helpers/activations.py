@@ -140,7 +140,10 @@ def check_every_layout(name: str, dtype: torch.dtype) -> None:
         want_y, want_g = truth(row, x, grad)
         assert y.dtype == dtype, kind
         assert g.dtype == dtype, kind
-        assert y.stride() == torch.empty_like(x).stride(), kind
+        if name == "logsigmoid":  # as torch's on the CPU
+            assert y.is_contiguous(), kind
+        else:
+            assert y.stride() == torch.empty_like(x).stride(), kind
         assert_close(y.detach(), want_y)
         if name == "hardsigmoid" and dtype == torch.float64:
             # torch's own float64 gradient is 1/6 rounded to float32.

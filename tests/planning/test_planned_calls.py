@@ -224,3 +224,72 @@ def test_refusals() -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with profiler, pytest.raises(RuntimeError, match="profiler runs"):
         fusedtrain.plan_memory(model, x, 0.9)
+
+
+class Written(nn.Module):
+    """Tensors that others write to between forward and backward, as stock allows: buffers that are
+    added, and an embedding that writes to its weight."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table = kind, nn.Embedding(50, 16, max_norm=1.0)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("small", torch.randn(16))
+        self.register_buffer("large", torch.randn(8, 12, 16))
+        nn.init.normal_(self.table.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.first(self.table(ids))
+        if self.kind == "embedding":
+            y = y + self.first(self.table(50 - 1 - ids))
+        elif self.kind != "bias":
+            y = y + getattr(self, self.kind)
+        return self.last(torch.tanh(y))
+
+    def write(self) -> None:
+        with torch.no_grad():
+            if self.kind == "bias":
+                self.first.bias.mul_(2)
+            elif self.kind != "embedding":
+                getattr(self, self.kind).mul_(2)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "small", "large", "bias"])
+def test_writes_between_forward_and_backward(kind: str) -> None:
+    torch.manual_seed(0)
+    model, ids = Written(kind), torch.randint(50, (8, 12))
+    planned = all_recomputed(model, ids)
+    fusedtrain.convert(model)
+    runs = []
+    for one in (planned, model):
+        y = one(ids)
+        one.write()
+        y.square().mean().backward()
+        runs.append([p.grad for p in one.parameters()])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("what", ["flatten", "reshape", "float", "contiguous"])
+def test_calls_that_return_their_input(what: str) -> None:
+    """Such a call has no step, and a dropout behind it keeps its place."""
+    calls = {"flatten": (1,), "reshape": (64, 256)}
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = getattr(T.gelu(layer(x)), what)(*calls.get(what, ()))
+                x = T.dropout(x, 0.1)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Idle(), torch.randn(64, 256)
+    planned = all_recomputed(model, x)
+    fusedtrain.convert(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours, theirs = (run(m, x, nullcontext(), nullcontext()) for m in (planned, model))
+    assert all(map(torch.equal, ours, theirs))
