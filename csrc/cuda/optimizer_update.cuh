@@ -213,8 +213,8 @@ struct Work {
 // Blocks that a multiprocessor must hold: three of 80 registers. With the 16 bytes that a thread
 // reads of each buffer they have 36 KB (SGD) to 48 KB (Adam) on their way; an H100 needs 20 and a
 // B200 43 to keep its memory busy (0.8 us of bandwidth). Codes are a quarter of these bytes. Three
-// states in codes need more than 80 registers, on sm_120 one or two as well, and its memory keeps
-// busy with 20 KB.
+// states need more than 80 registers (in floats since masters follow their parameters: 12 bytes
+// spilled), on sm_120 one or two in codes as well, and its memory keeps busy with 20 KB.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kManyCoded = 1;
 #else
@@ -222,7 +222,7 @@ constexpr int kManyCoded = 3;
 #endif
 template <class Stepper, int kStates, class Table>
 constexpr int kResident =
-    sizeof(typename Stepper::T) == sizeof(double) ||
+    sizeof(typename Stepper::T) == sizeof(double) || kStates == kMaxStates ||
             (std::is_same<typename Table::Tensor, CodedTensor>::value && kStates >= kManyCoded)
         ? 2
         : 3;

@@ -169,7 +169,8 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
+        self.behind: list[tuple[Tensor, Tensor, Tensor]] = []  # model's parameter, part, master
+        self.whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, float32 master
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
@@ -198,8 +199,8 @@ class Plan:
             if is_master:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
-                self.with_master.append((self.models[len(rows)], inner))
-                store.versions.compare(*self.with_master[-1], self.masters[-1])
+                self.behind.append((self.models[len(rows)], inner, self.masters[-1]))
+                store.versions.compare(*self.behind[-1])
             else:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
@@ -245,16 +246,19 @@ class Plan:
         return _places(written) == self.places
 
     def follow_parameters(self) -> None:
-        """Copies to the master weights what others have written to their parameters."""
-        whole = (master for master in self.masters if master.is_floating_point())
-        for (p, inner), master in zip(self.with_master, whole):
+        """Copies to masters what others have written to parameters, where the step does not."""
+        for p, inner, master in self.behind:
             self.store.versions.follow(p, inner, master)
+        for p, inner, master in self.whole:
+            self.store.versions.take_master(p, inner, master)
         for p, inner, correction in self.split:
             self.store.versions.drop_stale(p, inner, correction)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.store.versions.note_whole(self.with_master)
+        self.store.versions.note_whole([(p, inner) for p, inner, _ in self.behind])
+        for p, _, master in self.whole:
+            self.store.versions.note_master(p, master)
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
 
@@ -304,9 +308,8 @@ class Plan:
         if take_other_form(p_state, p, dtype):
             versions.forget(p)
         if dtype is None:
-            self.with_master.append((p, inner))
             place = self._copy(p_state, MASTER, p, self.masters)
-            versions.compare(p, inner, self.masters[place])
+            self.whole.append((p, inner, self.masters[place]))
             return place
         tensor = p_state.get(MASTER)
         if tensor is None:
