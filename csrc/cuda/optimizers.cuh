@@ -245,14 +245,19 @@ struct Loaded<float, 4> {
   }
   __device__ __forceinline__ void get(const Weights& w, float* v) const {
     if (w.bytes == 0) return get(static_cast<const Stream&>(w), v);
+    if (w.bytes == 4) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        v[k] = follow(w.dtype, same_bits<float>(bits[2 + k]),
+                      static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2))));
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint16_t param = static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2)));
       const uint32_t word =
           w.bytes == 2 ? bits[2 + k / 2] >> (16 * (k % 2)) << 16 : bits[2] >> (8 * k) << 24;
-      v[k] = w.bytes == 4 ? follow(w.dtype, same_bits<float>(bits[2 + k]), param)
-                          : join(w.dtype, w.bytes, param,
-                                 static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
+      v[k] = join(w.dtype, w.bytes, param, static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
     }
   }
 
@@ -316,13 +321,9 @@ __device__ __forceinline__ void store(const Stream& s, int i, const T (&v)[1]) {
   });
 }
 
-// Weights of two buffers; added[k]: what rounds split ones (split_weights.h).
+// Split weights; added[k]: what rounds them (split_weights.h).
 __device__ __forceinline__ void store_split(const Weights& w, int i, const float (&v)[4],
                                             const uint32_t (&added)[4]) {
-  if (w.bytes == 4) {
-    store(static_cast<const Stream&>(w), i, v);
-    return store(Stream{w.correction, Dtype::kFloat32}, i, v);
-  }
   uint32_t params[2] = {}, corrections[2] = {};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
@@ -343,10 +344,6 @@ __device__ __forceinline__ void store_split(const Weights& w, int i, const float
 template <class T>
 __device__ __forceinline__ void store_split(const Weights& w, int i, const T (&v)[1],
                                             const uint32_t (&added)[1]) {
-  if (w.bytes == 4) {
-    store(static_cast<const Stream&>(w), i, v);
-    return store(Stream{w.correction, Dtype::kFloat32}, i, v);
-  }
   const formulas::SplitWeight parts = split(w.dtype, w.bytes, static_cast<float>(v[0]), added[0]);
   reinterpret_cast<uint16_t*>(w.data)[i] = static_cast<uint16_t>(parts.param);
   if (w.bytes == 2)
