@@ -134,12 +134,14 @@ class Versions:
     def take_over(self, other: Versions, params: list[Tensor]) -> None:
         self._of.update({id(p): other._of[id(p)] for p in params if id(p) in other._of})
 
-    def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> None:
-        """Makes the correction 0 if others have written to the parameter."""
+    def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> bool:
+        """Makes the correction 0 if others have written to the parameter; returns whether."""
         known = self._of.get(id(p))
-        if known is not None and known != version_of(p, inner):
+        stale = known is not None and known != version_of(p, inner)
+        if stale:
             correction.zero_()
             self.note(p, inner)
+        return stale
 
 
 def float32_state_dict(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._capture import check_captured
+from .._graph.warning import level_outside
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import (
     MAX_STATES,
@@ -26,6 +28,7 @@ from ._masters import MASTER, Versions, correction_dtype, is_correction, take_ot
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
 _VERSION = attrgetter("_version")
+_DROPS = 3  # once or twice others may load a checkpoint
 _State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
 
@@ -172,6 +175,7 @@ class Plan:
         self.behind: list[tuple[Tensor, Tensor, Tensor]] = []  # model's parameter, part, master
         self.whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, float32 master
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
+        self.drops = 0  # steps in a row whose corrections others have made 0
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
@@ -251,8 +255,16 @@ class Plan:
             self.store.versions.follow(p, inner, master)
         for p, inner, master in self.whole:
             self.store.versions.take_master(p, inner, master)
-        for p, inner, correction in self.split:
-            self.store.versions.drop_stale(p, inner, correction)
+        stale = [self.store.versions.drop_stale(*one) for one in self.split]
+        self.drops = self.drops + 1 if any(stale) else 0
+        if self.drops == _DROPS:
+            warnings.warn(
+                f"split masters: others have written to the parameters before each of {_DROPS} "
+                "steps, and every time the corrections became 0, so that small updates are lost. "
+                "For SAM call optimizer.perturb() and restore(); for clamps and masks take "
+                "master_weights=True",
+                stacklevel=level_outside(),
+            )
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
