@@ -175,7 +175,7 @@ class Plan:
         self.behind: list[tuple[Tensor, Tensor, Tensor]] = []  # model's parameter, part, master
         self.whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, float32 master
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
-        self.drops = 0  # steps in a row whose corrections others have made 0
+        self.stale, self.drops = False, 0  # whether others made corrections 0; steps in a row
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
@@ -255,16 +255,8 @@ class Plan:
             self.store.versions.follow(p, inner, master)
         for p, inner, master in self.whole:
             self.store.versions.take_master(p, inner, master)
-        stale = [self.store.versions.drop_stale(*one) for one in self.split]
-        self.drops = self.drops + 1 if any(stale) else 0
-        if self.drops == _DROPS:
-            warnings.warn(
-                f"split masters: others have written to the parameters before each of {_DROPS} "
-                "steps, and every time the corrections became 0, so that small updates are lost. "
-                "For SAM call optimizer.perturb() and restore(); for clamps and masks take "
-                "master_weights=True",
-                stacklevel=level_outside(),
-            )
+        for one in self.split:
+            self.stale |= self.store.versions.drop_stale(*one)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
@@ -273,6 +265,15 @@ class Plan:
             self.store.versions.note_master(p, master)
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
+        self.drops, self.stale = self.drops + 1 if self.stale else 0, False
+        if self.drops == _DROPS:
+            warnings.warn(
+                f"split masters: others have written to the parameters before each of {_DROPS} "
+                "steps, and every time the corrections became 0, so that small updates are lost. "
+                "For SAM call optimizer.perturb() and restore(); for clamps and masks take "
+                "master_weights=True",
+                stacklevel=level_outside(),
+            )
 
     def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
         p_state[name] = tensor
