@@ -103,4 +103,20 @@ FT_INLINE int32_t half_correction(float weight, float value) {
   return is_finite_exponent(exponent) ? clamped : 0;
 }
 
+// Float32 masters that follow their 16-bit parameter: where others have written to the parameter,
+// so that it is not the rounded master (ties either way), it is the new master. NaN rounds to
+// nothing.
+FT_INLINE float follow_bfloat16(float master, uint32_t param) {
+  const bool near = bits_of_weight(master) - (param << 16) + 0x8000u <= 0x10000u;
+  return near & (master == master) ? master : weight_of_bits(param << 16);
+}
+
+// `value`: of the parameter.
+FT_INLINE float follow_half(float master, float value) {
+  const uint32_t bits = bits_of_weight(master), infinity = (bits & 0x80000000u) | 0x7f800000u;
+  const bool overflows = (bits & 0x7fffffffu) - 0x477ff000u <= 0x7f800000u - 0x477ff000u;
+  const uint32_t rounded = overflows ? infinity : bits_of_weight(rounded_to_half(master));
+  return rounded == bits_of_weight(value) ? master : value;
+}
+
 FT_END_NAMESPACE

@@ -220,6 +220,8 @@ struct OptimizerOps {
         STD_TORCH_CHECK(type == ScalarType::Float && t.param_dtype != Dtype::kFloat64,
                         "fusedtrain: master weights are float32, or corrections of int16 or int8");
       }
+      t.follows = call.options->masters_follow != 0 && t.correction_bits == 0 &&
+                  (t.param_dtype == Dtype::kFloat16 || t.param_dtype == Dtype::kBFloat16);
       t.master = writes ? update_data(master) : const_cast<void*>(read_data(master));
     }
 

@@ -110,7 +110,8 @@ const OptimizerKernels16& table_16bit(Dtype dtype) {
   return dtype == Dtype::kFloat16 ? kernels().optimizer.f16 : kernels().optimizer.bf16;
 }
 
-// The weights that rules compute with: the master, or parameter and correction joined.
+// The weights that rules compute with: the master, where others have written to the parameter that,
+// or parameter and correction joined.
 template <class T>
 void open_weights(Block<T>& p, const OptimizerTensor& t, int64_t i, int64_t n) {
   if (t.correction_bits != 0) {  // T is float
@@ -122,6 +123,11 @@ void open_weights(Block<T>& p, const OptimizerTensor& t, int64_t i, int64_t n) {
                          reinterpret_cast<float*>(p.values), n);
   } else if (t.master != nullptr) {
     p.open(t.master, Dtype::kFloat32, i, n);
+    if (t.follows && table_16bit(t.param_dtype)
+                         .follow(static_cast<const uint16_t*>(t.param) + i,
+                                 reinterpret_cast<const float*>(p.values),
+                                 reinterpret_cast<float*>(p.buffer), n))
+      p.values = p.buffer;
   } else {
     p.open(t.param, t.param_dtype, i, n);
   }
@@ -181,7 +187,7 @@ void by_block(int64_t begin, int64_t end, bool direct, const F& f) {
 bool is_direct(const OptimizerTensor& t) {
   const Dtype own = in_double(t) ? Dtype::kFloat64 : Dtype::kFloat32;
   return t.grad_dtype == own &&
-         (t.param_dtype == own || (t.master != nullptr && t.correction_bits == 0));
+         (t.param_dtype == own || (t.master != nullptr && t.correction_bits == 0 && !t.follows));
 }
 
 // Whether all that an update works on is of the type that it computes in.

@@ -57,7 +57,8 @@ __device__ __forceinline__ void measure(const Source& s, int n, bool wide, T fac
   int rest = 0;
   if constexpr (sizeof(T) == sizeof(float)) {
     if (wide) {
-      constexpr int kLoads = 4;
+      // Weights of two buffers are up to six words: four of them spilled 16 and 112 bytes.
+      constexpr int kLoads = std::is_same<Source, Weights>::value ? 2 : 4;
       const int step = 4 * team;
       int i = 4 * thread;
       rest = n & ~3;

@@ -185,7 +185,7 @@ struct Work {
                                  int64_t(sweep.verdict->applied));
     // Not a member: kept from the loads to here, a correction's place and size spilled.
     const Weights weights = weights_of(t, begin);
-    if (weights.bytes != 0) {
+    if (weights.bytes == 1 || weights.bytes == 2) {
       uint32_t added[kLanes];
 #pragma unroll
       for (int k = 0; k < kLanes; ++k)
@@ -199,7 +199,10 @@ struct Work {
           p[k] = T(round_stochastically(float(p[k]), uint32_t(begin + i + k), key));
       }
       store(weights, i, p);
-      if (t.master != nullptr) store(stream_of(t.param, dtype_of(t, kParam), begin), i, p);
+      if (weights.bytes != 0)
+        store(Stream{weights.correction, Dtype::kFloat32}, i, p);
+      else if (t.master != nullptr)
+        store(stream_of(t.param, dtype_of(t, kParam), begin), i, p);
     }
     if (sweep.write_back != 0) {
       const T factor = T(fabs(coefficients.gradient));
@@ -213,16 +216,22 @@ struct Work {
 // Blocks that a multiprocessor must hold: three of 80 registers. With the 16 bytes that a thread
 // reads of each buffer they have 36 KB (SGD) to 48 KB (Adam) on their way; an H100 needs 20 and a
 // B200 43 to keep its memory busy (0.8 us of bandwidth). Codes are a quarter of these bytes. Three
-// states in codes need more than 80 registers, on sm_120 one or two as well, and its memory keeps
-// busy with 20 KB.
+// states need more than 80 registers (in floats since masters follow their parameters: 12 bytes
+// spilled), on sm_120 one or two in codes as well, and its memory keeps busy with 20 KB.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kManyCoded = 1;
+template <class Stepper>  // 12 bytes spilled with one state or two
+constexpr bool kManyNumbers = std::is_same<Stepper, OneRule<formulas::RMSprop>>::value ||
+                              std::is_same<Stepper, OneRule<formulas::RMSpropTF>>::value;
 #else
 constexpr int kManyCoded = 3;
+template <class Stepper>
+constexpr bool kManyNumbers = false;
 #endif
 template <class Stepper, int kStates, class Table>
 constexpr int kResident =
-    sizeof(typename Stepper::T) == sizeof(double) ||
+    sizeof(typename Stepper::T) == sizeof(double) || kStates == kMaxStates ||
+            kManyNumbers<Stepper> ||
             (std::is_same<typename Table::Tensor, CodedTensor>::value && kStates >= kManyCoded)
         ? 2
         : 3;

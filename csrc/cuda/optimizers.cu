@@ -93,7 +93,7 @@ void fill(SweptTensor& s, const OptimizerTensor& t, int64_t first_unit, int64_t 
   const int bytes = t.correction_bits / 8;
   s.wide = bytes == 0 ? aligned(t.master, Dtype::kFloat32)
                       : reinterpret_cast<uintptr_t>(t.master) % (4 * bytes) == 0;
-  s.dtypes = static_cast<uint16_t>(bytes << (2 * kCorrection));
+  s.dtypes = static_cast<uint16_t>((t.follows ? kFollows : bytes) << (2 * kCorrection));
   const auto add = [&](int buffer, const void* data, Dtype dtype) {
     if (data == nullptr) return;
     s.dtypes |= static_cast<uint16_t>(static_cast<int>(dtype) << (2 * buffer));

@@ -31,7 +31,8 @@ struct SweptTensor {
   int64_t numel, inner;
   uint32_t units, first_unit;  // first_unit: where their factors begin
   uint32_t first_chunk;        // of this launch
-  uint16_t dtypes;             // two bits each, in the order of Buffer; then bytes of a correction
+  uint16_t dtypes;             // two bits each, in the order of Buffer; then bytes of a correction,
+                               // or kFollows
   bool wide;                   // four elements of each buffer can be accessed at once
   uint8_t squares;             // a bit for each state whose codes are SquareCodes
 };
@@ -42,6 +43,7 @@ struct CodedTensor : SweptTensor {
 };
 static_assert(sizeof(CodedTensor) == 112, "");
 enum Buffer { kParam, kGrad, kState, kAverage = kState + kMaxStates, kCorrection };
+constexpr int kFollows = 3;  // a float32 master that follows its parameter
 
 // Decisions about the step, made on the device. All of the workspace is doubles.
 struct Verdict {
@@ -109,17 +111,17 @@ struct Stream {
 __device__ __forceinline__ Stream stream_of(void* data, Dtype dtype, int64_t begin) {
   return {static_cast<char*>(data) + begin * bytes_of(dtype), dtype};
 }
-// A split weight is of two buffers.
+// A weight of two buffers (split_weights.h): a parameter with its correction, or with its master.
 struct Weights : Stream {
   char* correction;
-  int bytes;  // of a correction (split_weights.h), or 0
+  int bytes;  // of a correction; 4: of a master; 0: the stream is all
 };
 __device__ __forceinline__ Stream grad_of(const SweptTensor& t, int64_t begin) {
   return stream_of(t.grad, dtype_of(t, kGrad), begin);
 }
 // The weights that rules compute with.
 __device__ __forceinline__ Weights weights_of(const SweptTensor& t, int64_t begin) {
-  const int bytes = t.dtypes >> (2 * kCorrection) & 3;
+  const int code = t.dtypes >> (2 * kCorrection) & 3, bytes = code == kFollows ? 4 : code;
   char* const correction = static_cast<char*>(t.master) + begin * bytes;
   return {t.master != nullptr && bytes == 0 ? stream_of(t.master, Dtype::kFloat32, begin)
                                             : stream_of(t.param, dtype_of(t, kParam), begin),
@@ -171,6 +173,11 @@ __device__ __forceinline__ void with_type(const Stream& s, F f) {
   }
 }
 
+__device__ __forceinline__ float follow(Dtype dtype, float master, uint16_t param) {
+  if (dtype == Dtype::kBFloat16) return formulas::follow_bfloat16(master, param);
+  const bool rounds = same_bits<uint16_t>(store_one<__half>(master)) == param;
+  return rounds ? master : load_one(same_bits<__half>(param));
+}
 __device__ __forceinline__ float join(Dtype dtype, int bytes, uint16_t param, int correction) {
   if (dtype == Dtype::kBFloat16)
     return bytes == 2 ? formulas::join_bfloat16<16>(param, correction)
@@ -197,7 +204,7 @@ struct Loaded;
 
 template <>
 struct Loaded<float, 4> {
-  uint32_t bits[4];  // of 16-bit elements two in each of the first two
+  uint32_t bits[6];  // of 16-bit elements two in each of the first two
 
   __device__ __forceinline__ void load(const Stream& s, int i) {
     if (bytes_of(s.dtype) == 2) {
@@ -212,7 +219,7 @@ struct Loaded<float, 4> {
       bits[3] = four.w;
     }
   }
-  // Corrections go behind the two words of their parameters.
+  // Corrections and masters go behind the two words of their parameters.
   __device__ __forceinline__ void load(const Weights& w, int i) {
     load(static_cast<const Stream&>(w), i);
     if (w.bytes == 2) {
@@ -221,6 +228,12 @@ struct Loaded<float, 4> {
       bits[3] = pairs.y;
     } else if (w.bytes == 1) {
       bits[2] = *reinterpret_cast<const uint32_t*>(w.correction + i);
+    } else if (w.bytes == 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(w.correction + 4 * i);
+      bits[2] = four.x;
+      bits[3] = four.y;
+      bits[4] = four.z;
+      bits[5] = four.w;
     }
   }
   __device__ __forceinline__ void clear() { bits[0] = bits[1] = bits[2] = bits[3] = 0; }
@@ -232,12 +245,19 @@ struct Loaded<float, 4> {
   }
   __device__ __forceinline__ void get(const Weights& w, float* v) const {
     if (w.bytes == 0) return get(static_cast<const Stream&>(w), v);
+    if (w.bytes == 4) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        v[k] = follow(w.dtype, same_bits<float>(bits[2 + k]),
+                      static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2))));
+      return;
+    }
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
+      const uint16_t param = static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2)));
       const uint32_t word =
           w.bytes == 2 ? bits[2 + k / 2] >> (16 * (k % 2)) << 16 : bits[2] >> (8 * k) << 24;
-      v[k] = join(w.dtype, w.bytes, static_cast<uint16_t>(bits[k / 2] >> (16 * (k % 2))),
-                  static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
+      v[k] = join(w.dtype, w.bytes, param, static_cast<int32_t>(word) >> (w.bytes == 2 ? 16 : 24));
     }
   }
 
@@ -259,9 +279,14 @@ struct Loaded<T, 1> {
   }
   __device__ __forceinline__ void load(const Weights& w, int i) {
     if (w.bytes == 0) return load(static_cast<const Stream&>(w), i);
+    const uint16_t param = reinterpret_cast<const uint16_t*>(w.data)[i];
+    if (w.bytes == 4) {
+      value = follow(w.dtype, reinterpret_cast<const float*>(w.correction)[i], param);
+      return;
+    }
     const int correction = w.bytes == 2 ? reinterpret_cast<const int16_t*>(w.correction)[i]
                                         : reinterpret_cast<const int8_t*>(w.correction)[i];
-    value = join(w.dtype, w.bytes, reinterpret_cast<const uint16_t*>(w.data)[i], correction);
+    value = join(w.dtype, w.bytes, param, correction);
   }
   __device__ __forceinline__ void clear() { value = T(0); }
   __device__ __forceinline__ void get(const Stream&, T* v) const { v[0] = value; }

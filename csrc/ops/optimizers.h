@@ -31,7 +31,8 @@ struct StepOptions {
   double seed;            // an integer below 2^53
   double trial;           // 1: the rule needs sums over a trial of the update
   double seed_high;       // an integer below 2^32: the stream's seed is seed + 2^32 seed_high
-  double unused[3];
+  double masters_follow;  // 1: float32 masters take what others have written to 16-bit parameters
+  double unused[2];
 };
 static_assert(sizeof(OptionGroup) == 14 * sizeof(double) &&
               sizeof(StepOptions) == sizeof(OptionGroup));
@@ -69,6 +70,7 @@ struct OptimizerTensor {
   Dtype param_dtype, grad_dtype, state_dtype[kMaxStates], average_dtype;
   bool squares[kMaxStates];  // of states in codes: SquareCodes, else SignedCodes
   int correction_bits;       // 16 or 8 where `master` is a correction, else 0
+  bool follows;              // `master` is float32 and follows `param` (split_weights.h)
   int64_t numel;
   int64_t units, inner;  // element i in memory is of unit i / inner % units
   int group;

@@ -25,14 +25,14 @@ from ._codes import (
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, MASTER, is_correction, joined
+from ._perturb import Perturbs
 from ._plan import Needs
 from ._release import Releases
-from ._reports import Reports
 
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
 
 
-class Checkpoints(Releases, Reports):
+class Checkpoints(Releases, Perturbs):
     """The part of `FusedOptimizer` that saves and loads."""
 
     def _group_step(self, group: dict[str, Any], count: float) -> Any:

@@ -58,7 +58,7 @@ class FusedOptimizer(Checkpoints):
     _step_supports_amp_scaling = True
 
     # The getter of the parameters' gradients, and, by the id of a master weight in `param_groups`,
-    # the model's 16-bit parameter, which the step writes too.
+    # the model's 16-bit parameter, which the step writes too. Scripts may write to such masters.
     _gradients_of: GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
     _low_precision = MappingProxyType({})
     _ahead: _Ahead | None = None
@@ -146,6 +146,7 @@ class FusedOptimizer(Checkpoints):
             seed=float(self._rounding_seed % 2**32),
             trial=float(trial),
             seed_high=float(self._rounding_seed >> 32),
+            masters_follow=float(not self._low_precision),
         )
 
     def _calls(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reference.split_weights import CORRECTIONS, join_weights, split_weights
+from ..reference.split_weights import CORRECTIONS, follow, join_weights, split_weights
 from ._distributed import local
 
 MASTER = "master_param"  # key of a parameter's state: float32 weights, or integers that correct it
@@ -26,14 +26,6 @@ def correction_dtype(master_weights: bool | str) -> torch.dtype | None:
 def is_correction(master: Any) -> bool:
     """Whether a master is split, so that only its correction is in the state."""
     return isinstance(master, Tensor) and not master.is_floating_point()
-
-
-def is_rounded(p: Tensor, master: Tensor) -> Tensor:
-    """Where a parameter is its float32 master, rounded; split masters round ties otherwise."""
-    rounded: Tensor = master.to(p.dtype) == p
-    if p.dtype is torch.bfloat16 and master.dtype is torch.float32:
-        rounded = rounded | (split_weights(master, p.dtype, torch.int16)[0] == p)
-    return rounded
 
 
 @torch.no_grad()
@@ -63,8 +55,8 @@ def take_other_form(p_state: dict[str, Any], p: Tensor, dtype: torch.dtype | Non
     if dtype is None:
         p_state[MASTER] = weights
         return True
-    inner, master = local(p), local(weights).to(p.device, torch.float32)
-    master = torch.where(is_rounded(inner, master), master, inner.float())
+    inner = local(p)
+    master = follow(inner, local(weights).to(p.device, torch.float32))
     param, values = split_weights(master, p.dtype, dtype)
     new = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
     local(new).copy_(values)
@@ -85,17 +77,19 @@ def _seen(p: Tensor, inner: Tensor) -> tuple[int, int]:
 
 
 class Versions:
-    """The versions of 16-bit parameters that their masters belong to.
+    """The versions of 16-bit parameters that corrections, and masters in `param_groups`, belong to.
 
     If others write to a parameter, its version is a new one. A correction says nothing of the
     parameter that it was made for, so that all corrections of this parameter become 0: the master
     is then the parameter. Of a float32 master the elements that still round to the parameter stay.
     Versions are unknown until the first step after the optimizer was made, loaded or copied; the
-    parameter and its master then belong together.
+    parameter and its master then belong together. Steps compare the float32 masters in states
+    themselves; for these the masters' own versions count.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Any] = {}  # by the parameter's id
+        self._masters: dict[int, tuple[int, int]] = {}  # id and version of a float32 master
 
     def note(self, p: Tensor, inner: Tensor) -> None:
         self._of[id(p)] = version_of(p, inner)
@@ -113,8 +107,25 @@ class Versions:
     @torch.no_grad()
     def compare(self, p: Tensor, inner: Tensor, master: Tensor) -> None:
         """As `follow`, whatever the version."""
-        master.copy_(torch.where(is_rounded(inner, master), master, inner.to(master.dtype)))
+        master.copy_(follow(inner, master))
         self.note_whole([(p, inner)])
+
+    @torch.no_grad()
+    def take_master(self, p: Tensor, inner: Tensor, master: Tensor) -> None:
+        """Rounds a float32 master to its parameter, if others have written to the master."""
+        which, version = self._masters.get(id(p), (0, 0))
+        if which == id(master) and version != master._version:
+            inner.copy_(master)
+
+    def note_master(self, p: Tensor, master: Tensor) -> None:
+        self._masters[id(p)] = (id(master), master._version)
+
+    @torch.no_grad()
+    def follow_whole(self, p: Tensor, inner: Tensor, master: Tensor) -> None:
+        """Brings a parameter and its float32 master together, whichever others have written to."""
+        self.take_master(p, inner, master)
+        master.copy_(follow(inner, master))
+        self.note_master(p, master)
 
     def forget(self, p: Tensor) -> bool:
         """Returns whether the version was known."""
@@ -123,12 +134,14 @@ class Versions:
     def take_over(self, other: Versions, params: list[Tensor]) -> None:
         self._of.update({id(p): other._of[id(p)] for p in params if id(p) in other._of})
 
-    def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> None:
-        """Makes the correction 0 if others have written to the parameter."""
+    def drop_stale(self, p: Tensor, inner: Tensor, correction: Tensor) -> bool:
+        """Makes the correction 0 if others have written to the parameter; returns whether."""
         known = self._of.get(id(p))
-        if known is not None and known != version_of(p, inner):
+        stale = known is not None and known != version_of(p, inner)
+        if stale:
             correction.zero_()
             self.note(p, inner)
+        return stale
 
 
 def float32_state_dict(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, is_
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._capture import check_captured
+from .._graph.warning import level_outside
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import (
     MAX_STATES,
@@ -26,6 +28,7 @@ from ._masters import MASTER, Versions, correction_dtype, is_correction, take_ot
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
 _VERSION = attrgetter("_version")
+_DROPS = 3  # once or twice others may load a checkpoint
 _State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
 
@@ -169,8 +172,10 @@ class Plan:
         self.tensors: list[Tensor] = []
         self.states: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self.with_master: list[tuple[Tensor, Tensor]] = []  # the model's parameter, its part
+        self.behind: list[tuple[Tensor, Tensor, Tensor]] = []  # model's parameter, part, master
+        self.whole: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, float32 master
         self.split: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its part, correction
+        self.stale, self.drops = False, 0  # whether others made corrections 0; steps in a row
         self.averages: list[Tensor] = []
         self.sums: Tensor | None = None
         rows: list[list[int]] = []
@@ -198,8 +203,8 @@ class Plan:
             if is_master:
                 row.append(len(self.masters))
                 self.masters.append(local(p))
-                self.with_master.append((self.models[len(rows)], inner))
-                store.versions.compare(*self.with_master[-1], self.masters[-1])
+                self.behind.append((self.models[len(rows)], inner, self.masters[-1]))
+                store.versions.compare(*self.behind[-1])
             else:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
@@ -245,18 +250,30 @@ class Plan:
         return _places(written) == self.places
 
     def follow_parameters(self) -> None:
-        """Copies to the master weights what others have written to their parameters."""
-        whole = (master for master in self.masters if master.is_floating_point())
-        for (p, inner), master in zip(self.with_master, whole):
+        """Copies to masters what others have written to parameters, where the step does not."""
+        for p, inner, master in self.behind:
             self.store.versions.follow(p, inner, master)
-        for p, inner, correction in self.split:
-            self.store.versions.drop_stale(p, inner, correction)
+        for p, inner, master in self.whole:
+            self.store.versions.take_master(p, inner, master)
+        for one in self.split:
+            self.stale |= self.store.versions.drop_stale(*one)
 
     def note_versions(self) -> None:
         """Notes the versions after a step: a later one means that others wrote to a parameter."""
-        self.store.versions.note_whole(self.with_master)
+        self.store.versions.note_whole([(p, inner) for p, inner, _ in self.behind])
+        for p, _, master in self.whole:
+            self.store.versions.note_master(p, master)
         for p, inner, _ in self.split:
             self.store.versions.note(p, inner)
+        self.drops, self.stale = self.drops + 1 if self.stale else 0, False
+        if self.drops == _DROPS:
+            warnings.warn(
+                f"split masters: others have written to the parameters before each of {_DROPS} "
+                "steps, and every time the corrections became 0, so that small updates are lost. "
+                "For SAM call optimizer.perturb() and restore(); for clamps and masks take "
+                "master_weights=True",
+                stacklevel=level_outside(),
+            )
 
     def _keep(self, p_state: _State, name: str, tensor: Tensor) -> None:
         p_state[name] = tensor
@@ -304,9 +321,8 @@ class Plan:
         if take_other_form(p_state, p, dtype):
             versions.forget(p)
         if dtype is None:
-            self.with_master.append((p, inner))
             place = self._copy(p_state, MASTER, p, self.masters)
-            versions.compare(p, inner, self.masters[place])
+            self.whole.append((p, inner, self.masters[place]))
             return place
         tensor = p_state.get(MASTER)
         if tensor is None:

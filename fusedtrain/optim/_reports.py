@@ -40,8 +40,8 @@ class Reports(Options):
                     store.versions.follow(low, local(low), local(p))
                 elif is_correction(master):
                     store.versions.drop_stale(p, local(p), local(master))
-                elif master is not None:
-                    store.versions.follow(p, local(p), local(master))
+                elif master is not None and id(p) not in self._swapped:
+                    store.versions.follow_whole(p, local(p), local(master))
 
     def __repr__(self) -> str:
         options = sorted(getattr(self, "_fused_options", {}).items())
@@ -154,11 +154,8 @@ class Reports(Options):
             with torch.no_grad():
                 for (p, _), value in zip(pairs, kept, strict=True):
                     self._write(p, value)
-            for p, versions in known:  # masters belong to these values
-                if is_correction(self.state[p].get(MASTER)):
-                    versions.note(p, local(p))
-                else:
-                    versions.note_whole([(p, local(p))])
+            for p, versions in known:  # corrections belong to these values
+                versions.note(p, local(p))
 
     def _write(self, p: Tensor, value: Tensor) -> None:
         p.copy_(value)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._capture import is_capturing, pinned
 from . import stochastic_rounding as rounding
 from .optimizer_rules import RULES, Coefficients, Facts, Stepped, Trial, finish
-from .split_weights import NEAREST, is_correction, join_weights, split_weights
+from .split_weights import NEAREST, follow, is_correction, join_weights, split_weights
 from .state_codes import dequantise, is_codes, quantise, random_indices
 
 # csrc/ops/optimizers.h has the same numbers and names (test_optimizer_tables.py compares them).
@@ -47,6 +47,7 @@ class StepOptions(NamedTuple):
     seed: float  # an integer below 2^53
     trial: float  # 1: the rule needs sums over a trial of the update
     seed_high: float  # an integer below 2^32: the stream's seed is seed + 2^32 seed_high
+    masters_follow: float  # 1: float32 masters take what others wrote to 16-bit parameters
 
     def row(self) -> tuple[float, ...]:
         """WIDTH numbers, the unused ones 0."""
@@ -181,6 +182,8 @@ class OptimizerCall:
         master = self.master[i]
         if master is not None and is_correction(master):
             return join_weights(self.params[i], master)
+        if master is not None and self.option.masters_follow and self.params[i].itemsize == 2:
+            return follow(self.params[i], master)
         return (self.params[i] if master is None else master).to(self.dtype[i])
 
     def grad(self, i: int, unit_factors: list[Tensor] | None) -> Tensor:

@@ -35,6 +35,21 @@ def join_weights(param: Tensor, correction: Tensor) -> Tensor:
     return torch.where(rounds, weights, value)
 
 
+def is_rounded(param: Tensor, master: Tensor) -> Tensor:
+    """Where a 16-bit parameter is its float32 master, rounded, with ties either way."""
+    if param.dtype == torch.float16:
+        return master.to(torch.float16).view(torch.int16) == param.view(torch.int16)
+    upper = param.view(torch.int16).to(torch.int64) << 16
+    far: Tensor = (master.view(torch.int32) - upper).abs() > 0x8000
+    return ~(far | master.isnan())
+
+
+def follow(param: Tensor, master: Tensor) -> Tensor:
+    """The master, where the parameter is its rounded value; elsewhere others have written to the
+    parameter, which is the new master."""
+    return torch.where(is_rounded(param, master), master, param.float())
+
+
 def split_weights(
     weights: Tensor, param_dtype: torch.dtype, dtype: torch.dtype, added: Tensor | int = NEAREST
 ) -> tuple[Tensor, Tensor]:

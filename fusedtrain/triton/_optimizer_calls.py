@@ -119,7 +119,8 @@ class DeviceCall:
         gradients, *of_gradients = _facts(grads, Tensor.size)
         key = (
             0 if interpreted else torch.cuda.current_stream(self.device).cuda_stream,
-            self.device, rule, self.clips_units, self.columns, table.numel(), _tables.CHUNK,
+            self.device, rule, self.clips_units, self.option.masters_follow, self.columns,
+            table.numel(), _tables.CHUNK,
             _bytes_of(rows), *of_gradients, tuple([a % 16 == 0 for a in gradients]),
             _facts(params, Tensor.size),
             *(_facts(t, Tensor.numel) for t in (states, masters, averages)),

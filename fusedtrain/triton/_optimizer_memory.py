@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from . import _optimizer_tables as _tables
-from .split_weights import join_weights
+from .split_weights import follow_weights, join_weights
 from .state_codes import LANES, SHARED_BY, STATE_STREAM, dequantise, quantise
 from .stochastic_rounding import random_bits
 from .vecmath import widen
@@ -58,15 +58,20 @@ def weights_memory(
 
 @triton.jit
 def read_weights(param, master, at, inside, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """The weights that rules compute with: masters, or parameters joined with corrections."""
-    if master.dtype.element_ty == tl.int16 or master.dtype.element_ty == tl.int8:
+    """The weights that rules compute with: masters, or parameters joined with corrections. Masters
+    that follow their parameter are of uint32."""
+    E: tl.constexpr = master.dtype.element_ty
+    if tl.uint32 == E or tl.int16 == E or tl.int8 == E:
         if MASKED:
             upper = tl.load(param + at, mask=inside, other=0.0)
             correction = tl.load(master + at, mask=inside, other=0)
         else:
             upper = tl.load(param + at)
             correction = tl.load(master + at)
-        return join_weights(upper, correction, master.dtype.element_ty.primitive_bitwidth)
+        if tl.uint32 == E:
+            return follow_weights(correction, upper)
+        else:
+            return join_weights(upper, correction, E.primitive_bitwidth)
     else:
         return read(master, at, inside, MASKED, WIDE)
 

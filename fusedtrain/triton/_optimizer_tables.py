@@ -86,7 +86,7 @@ def _same_strides(t: Tensor, model: Tensor) -> bool:
 
 class Tables(OptimizerCall):
     """Tables of a call's tensors, which kernels can walk. Of a step's options they depend only on
-    whether units are clipped."""
+    whether units are clipped and masters follow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +138,17 @@ class Tables(OptimizerCall):
             )
         return self._companion(t, param, "master")
 
+    def _master_kind(self, master: Tensor | None, param: Tensor) -> torch.dtype | None:
+        """The dtype of a master; uint32: float32 weights that follow their 16-bit parameter."""
+        follows = self.option.masters_follow != 0 and param.itemsize == 2
+        return (
+            None
+            if master is None
+            else torch.uint32
+            if follows and master.itemsize == 4
+            else master.dtype
+        )
+
     def _state(self, i: int, k: int, param: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Floats; or codes and their scales, which follow in the list."""
         state = self.state[i][k]
@@ -186,7 +197,7 @@ class Tables(OptimizerCall):
             param.dtype,
             grad.dtype,
             tuple(None if s is None else s.dtype for s in states),
-            None if master is None else master.dtype,
+            self._master_kind(master, param),
             None if average is None else average.dtype,
             together % 16 == 0,
             self.clips_units and numel >= 2**30,

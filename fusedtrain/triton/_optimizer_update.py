@@ -176,7 +176,9 @@ def write_weights(
         write(param, at, inside, upper, MASKED)
         write(master, at, inside, correction, MASKED)
     else:
-        if MASTER is not None:
+        if tl.uint32 == MASTER:  # a master that follows its parameter
+            write(master, at, inside, p.to(tl.uint32, bitcast=True), MASKED)
+        elif MASTER is not None:
             write(master, at, inside, p, MASKED)
         if STOCHASTIC:
             write(param, at, inside, stochastic_bfloat16(p, begin + at, key), MASKED)

@@ -44,8 +44,11 @@ _ADD_BLOCK = 128
 _TAIL_BLOCK = 32 if torch.version.hip is None else 64  # the lanes of one warp
 
 
-# Float32 weights, or the corrections of 16-bit parameters.
-_MASTERS = {None: None, torch.float32: tl.float32, torch.int16: tl.int16, torch.int8: tl.int8}
+# Float32 weights (uint32: that follow 16-bit parameters), or the corrections of these.
+_MASTERS = {
+    None: None, torch.float32: tl.float32, torch.uint32: tl.uint32, torch.int16: tl.int16,
+    torch.int8: tl.int8,
+}  # fmt: skip
 
 
 # Floats, or codes of momenta and of averages of squares.

@@ -44,6 +44,20 @@ def join_weights(param, correction, BITS: tl.constexpr):
 
 
 @triton.jit
+def follow_weights(bits, param):
+    """Float32 masters, as bits, that take what others have written to their parameters."""
+    master = bits.to(tl.float32, bitcast=True)
+    if param.dtype == tl.bfloat16:
+        upper = param.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        rounds = (bits - upper + 0x8000 <= 0x10000) & (master == master)
+        return tl.where(rounds, master, upper.to(tl.float32, bitcast=True))
+    else:
+        rounded = master.to(tl.float16).to(tl.int16, bitcast=True)
+        rounds = rounded == param.to(tl.int16, bitcast=True)
+        return tl.where(rounds, master, param.to(tl.float32))
+
+
+@triton.jit
 def split_bfloat16(weights, added, BITS: tl.constexpr):
     """Parameters and corrections; `added`: to the 8 bits that a correction of 8 bits cuts."""
     bits = weights.to(tl.uint32, bitcast=True)

@@ -87,9 +87,12 @@ struct OptimizerKernels<uint16_t, float> {
   using Join = void (*)(const uint16_t* p, const void* correction, float* weights, int64_t n);
   using Split = void (*)(const float* weights, uint16_t* p, void* correction, int64_t n,
                          int64_t first, int64_t key);
+  // The masters of n parameters (split_weights.h). False, and nothing written: as they are.
+  using Follow = bool (*)(const uint16_t* p, const float* masters, float* weights, int64_t n);
   Update update[kRules][kMaxStates + 1];
   Join join[2];  // by the bytes of a correction less 1
   Split split[2];
+  Follow follow;
 };
 
 // Runs of a tile (batch_norm.h): numbers T, stored as S.

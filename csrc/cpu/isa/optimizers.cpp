@@ -34,6 +34,7 @@ static constexpr TableOf<OptimizerKernels, Format> optimizer_kernels() {
         {FT_RULES(FT_UPDATE_16)},
         {FT_ISA::SplitLoops<Format, int8_t>::join, FT_ISA::SplitLoops<Format, int16_t>::join},
         {FT_ISA::SplitLoops<Format, int8_t>::split, FT_ISA::SplitLoops<Format, int16_t>::split},
+        FT_ISA::follow<Format>,
     };
   }
 }

@@ -366,6 +366,42 @@ struct SplitLoops<Half, Correction> {
   }
 };
 
+static FT_METHOD float followed(BFloat16, float master, uint16_t p) {
+  return follow_bfloat16(master, p);
+}
+static FT_METHOD float followed(Half, float master, uint16_t p) {
+  return follow_half(master, half_to_float(p));
+}
+
+// Whether certainly nobody has written: a quick look without the rare cases.
+static FT_METHOD bool are_rounded(BFloat16, const float* masters, const uint16_t* p, int64_t n) {
+  uint32_t distances = 0, most = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = bits_of_weight(masters[i]), magnitude = bits & 0x7fffffffu;
+    distances |= bits - (static_cast<uint32_t>(p[i]) << 16) + 0x8000u;
+    most = magnitude > most ? magnitude : most;
+  }
+  return distances < 0x10000u && most <= 0x7f800000u;
+}
+static FT_METHOD bool are_rounded(Half, const float* masters, const uint16_t* p, int64_t n) {
+  constexpr int kPiece = 256;
+  uint16_t rounded[kPiece];
+  uint32_t differing = 0;
+  for (int64_t start = 0; start < n; start += kPiece) {
+    const int64_t m = n - start < kPiece ? n - start : kPiece;
+    to_16bit<Half>(masters + start, rounded, m);
+    for (int64_t j = 0; j < m; ++j) differing |= rounded[j] ^ p[start + j];
+  }
+  return differing == 0;
+}
+
+template <class Format>
+bool follow(const uint16_t* p, const float* masters, float* weights, int64_t n) {
+  if (are_rounded(Format(), masters, p, n)) return false;
+  for (int64_t i = 0; i < n; ++i) weights[i] = followed(Format(), masters[i], p[i]);
+  return true;
+}
+
 // Instances only for the numbers of states that a rule can have.
 template <template <class> class Rule, int kStates, int kLeast, int kMost, class T>
 constexpr typename cpu::OptimizerKernels<T, T>::Update update_kernel() {
