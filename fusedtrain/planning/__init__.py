@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,12 +118,24 @@ def plan_memory(
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         def forward() -> tuple[Any, Tensor]:
-            output = twin(*arguments, **named)
-            return output, _loss_of(output, loss)
+            # A training step enters autocast, which casts each weight anew, and leaves it before
+            # backward. The cache of an outer one would hide the bytes of these casts.
+            with torch.autocast(device.type, dtype, enabled=autocast):
+                torch.clear_autocast_cache()
+                try:
+                    output = twin(*arguments, **named)
+                    return output, _loss_of(output, loss)
+                finally:
+                    torch.clear_autocast_cache()
 
         return Running(forward, inputs)
 
-    with restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad():
+    autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    outside = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
+    with (
+        restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad(),
+        outside,
+    ):  # fmt: skip
         show("eager PyTorch on the example")
         eager = _peak(twin, begin, device)
         convert(twin, memory="recompute")

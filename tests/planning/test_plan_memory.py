@@ -155,6 +155,33 @@ def test_autocast() -> None:
     assert_same(*results)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_peaks_under_autocast_count_the_casts(layout: torch.memory_format) -> None:
+    """Wide layers, whose 16-bit weights are as large as their outputs. A training step casts them
+    anew, and leaves autocast before backward."""
+    torch.manual_seed(0)
+    blocks = [
+        (nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.SiLU()) for _ in range(4)
+    ]  # fmt: skip
+    stock = nn.Sequential(*itertools.chain(*blocks)).to(memory_format=layout)
+    x = torch.randn(2, 64, 16, 16).to(memory_format=layout)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = plan_memory(stock, x, 0.9)
+        assert torch.is_autocast_enabled("cpu")
+    model = copy.deepcopy(stock)
+    fusedtrain.convert(model, memory=plan)
+    for one, promised in ((stock, plan.eager_peak), (model, plan.peak)):
+        for _ in range(2):  # the first step may set something up
+            one.zero_grad()
+            with Meter(torch.device("cpu")) as meter:
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = one(x)
+                    loss = output.float().sum()
+                loss.backward()
+            del output, loss
+        assert promised == pytest.approx(meter.peak, rel=0.01)
+
+
 def test_another_batch_and_another_forward() -> None:
     model, x = made("convolutions")
     plan = plan_memory(model, x, 0.75)
