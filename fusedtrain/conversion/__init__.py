@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,7 +166,8 @@ def convert(
     else:
         proof = prove(conversion, example_inputs)
     report = conversion.report()
-    report.proof, report.dry_run = proof, dry_run
+    report.proof = None if proof is None else replace(proof, plan=plan)
+    report.dry_run = dry_run
     if example_inputs is not None and not verify:
         report.unproven = "verify=False"
     if dry_run:

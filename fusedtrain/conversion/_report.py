@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .._graph.report import Unchanged, shown, unchanged_lines
+from .._recompute import MemoryPlan
 from .._text import counted
 
 _CLASS = "fusedtrain.nn."  # of targets that are classes, which a module was given
@@ -131,6 +132,7 @@ class Proof:
     layers: list[Layer]
     outputs: int = 1
     gradients: int = 1
+    plan: MemoryPlan | None = None  # that the model was converted with
 
     def verdict(self, memory: str, norms: bool) -> list[str]:
         """The result in words, for somebody who reads the last lines alone.
@@ -152,6 +154,9 @@ class Proof:
         if memory == "q8":
             rounding += "; 8-bit derivatives, an approximation, come on top"
             saved = "saved: fusedtrain.memory_report(model, example) counts the 8 bits"
+        elif self.plan is not None:
+            peak = self.plan.peak / max(self.plan.eager_peak, 1)
+            saved = f"saved: the peak of the plan's step is {peak:.2f}x of eager's"
         elif ratio < _SAVES:
             saved = f"saved: backward keeps {ratio:.2f}x of the bytes"
         else:
@@ -160,13 +165,15 @@ class Proof:
         return [f"within rounding: {rounding}", saved]
 
     def __str__(self) -> str:
-        saved = _megabytes(self.saved_before, self.saved_after)
+        saved = f"saved for backward {_megabytes(self.saved_before, self.saved_after)}"
+        if self.plan is not None:
+            saved = f"peak of a step {_megabytes(self.plan.eager_peak, self.plan.peak)}"
         errors = (
             f"{self.output_error:.1e} (rounding alone: {self.output_noise:.1e})",
             f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})",
         )
         return (
-            f"on the example: saved for backward {saved}; largest relative error of outputs "
+            f"on the example: {saved}; largest relative error of outputs "
             f"{errors[0] if self.outputs else _NO_OUTPUTS}, of gradients "
             f"{errors[1] if self.gradients else _NO_GRADIENTS}"
         )
@@ -255,7 +262,10 @@ class ConversionReport:
                 lines += self._table([(unit.name, swap(unit), "") for unit in units])
         if self.proof is None and (self.norms or self.calls):
             lines.append(f"  not run on an example ({self.unproven})")
-        if self.memory == "recompute":
+        plan = None if self.proof is None else self.proof.plan
+        if plan is not None:
+            lines.append(f"backward computes {plan.recomputed} of {len(plan.steps)} outputs again")
+        elif self.memory == "recompute":
             lines.append("outputs are computed again in backward")
         if self.memory == "inplace":
             norms = counted(len(self.overwriting), "batch norm")

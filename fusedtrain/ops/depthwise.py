@@ -153,10 +153,10 @@ class DepthwiseConv(torch.autograd.Function):
         ctx.rest = (stride, padding, dilation, channels_last)
         ctx.use = use
         rest = (stride, padding, padding_end, dilation, channels_last, use)
-        output = _forward(input, weight, bias, *rest)
+        output = _depthwise(input, weight, bias, *rest)
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, _forward, (input, weight, bias), rest)
+            scope.tag(output, _depthwise, (input, weight, bias), rest)
         return output
 
     @staticmethod
@@ -191,7 +191,7 @@ def _known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor |
     return tuple(t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
 
 
-def _forward(
+def _depthwise(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers, padding: _Numbers,
     padding_end: _Numbers, dilation: _Numbers, channels_last: bool, use: Faster,
 ) -> Tensor:  # fmt: skip
@@ -200,17 +200,16 @@ def _forward(
             input, weight, bias, stride, padding, padding_end, dilation, channels_last
         )
         return output
-    zeros = [0] * len(stride)
-    return torch.convolution(
-        input, weight, bias, stride, padding, dilation, False, zeros, input.size(1)
-    )
+    last: Any = (False, [0] * len(stride), input.size(1))
+    return torch.convolution(input, weight, bias, stride, padding, dilation, *last)
 
 
-def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+def _depthwise_cast(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """The output that torch's function has of weight and bias that autocast casts."""
-    return _forward(x, weight.type_as(x), None if bias is None else bias.type_as(x), *rest)
+    return _depthwise(x, weight.type_as(x), None if bias is None else bias.type_as(x), *rest)
 
 
+_recompute.OP_NAMES.update(dict.fromkeys((_depthwise, _depthwise_cast), "depthwise_conv"))
 _apply = apply_of(DepthwiseConv)
 _cpp = _backends.autograd()
 if _cpp is not None:
@@ -348,11 +347,11 @@ def _convolve(
             return plain(input, weight, bias, stride, padding, dilation, groups)
         # Weight and bias as they are: autocast casts them once for all calls.
         output = plain(batch, weight, bias, stride, padding, dilation, groups)
-        scope.tag(output, _torchs, (batch, weight, bias), tuple(plan))
+        scope.tag(output, _depthwise_cast, (batch, weight, bias), tuple(plan))
     elif _cpp is not None:
         output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
     if output is NotImplemented:
-        output = (_apply if trains else _forward)(batch, kernels, biases, *plan)
+        output = (_apply if trains else _depthwise)(batch, kernels, biases, *plan)
     return output if input.dim() > count + 1 else output.squeeze(0)
 
 

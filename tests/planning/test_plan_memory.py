@@ -112,7 +112,9 @@ def test_the_model_stays_and_revert_undoes(planned: tuple[str, MemoryPlan]) -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert_same(step(model, x), step(before, x))
-    fusedtrain.convert(model, memory=plan)
+    report = str(fusedtrain.convert(model, x, memory=plan))
+    assert f"backward computes {plan.recomputed} of {len(plan.steps)} outputs again" in report
+    assert f"the plan's step is {plan.peak / plan.eager_peak:.2f}x of eager's" in report
     fusedtrain.revert(model)
     model.zero_grad(), before.zero_grad()
     assert_same(step(model, x), step(before, x))
