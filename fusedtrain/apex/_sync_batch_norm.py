@@ -79,7 +79,7 @@ class SyncBatchNorm(SyncBatchNormAct):
             input = input.movedim(-1, 1)
             residual = None if residual is None else residual.movedim(-1, 1)
         output = super()._normalise(input, residual, branch_scale, activation, overwrite_input)
-        return output.movedim(1, -1) if self.channel_last else output
+        return output.movedim(1, -1).contiguous() if self.channel_last else output
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", channel_last=True" if self.channel_last else "")
