@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizers import CONTROLS, Control
+from ._checks import DTYPES
 from ._distributed import local
 from ._masters import MASTER, is_correction
 from ._options import Options
@@ -176,6 +177,6 @@ class Reports(Options):
             if average is not None:
                 skipped = self._last_control().skipped.to(p.device, average.dtype)
                 average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
-            elif p.requires_grad:  # a gradient may come, or somebody may write to it
+            elif p.requires_grad and p.dtype in DTYPES:  # others may write to it
                 dtype = torch.promote_types(p.dtype, torch.float32)
                 self.state[p]["ema"] = torch.empty_like(p, dtype=dtype).copy_(p)

@@ -27,7 +27,7 @@ def join_weights(param: Tensor, correction: Tensor) -> Tensor:
     if param.dtype == torch.bfloat16:
         upper = param.view(torch.int16).to(torch.int32)
         lower = correction.to(torch.int32) << (16 - bits)
-        lower = torch.where(_is_corrected_bfloat16(upper), lower, 0)
+        lower = lower.masked_fill(~_is_corrected_bfloat16(upper), 0)
         return ((upper << 16) + lower).view(torch.float32)
     value = param.float()
     weights = value + correction.float() * _power_of_two(_exponent(param) - 25 - bits)
