@@ -215,7 +215,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "average goes on at a skipped step": (
         REPORTS, "(1 - skipped) * weight", "weight + 0 * skipped"),
     "average of what has no gradient stands still": (
-        REPORTS, "if id(p) in stepped:", "if True:"),
+        REPORTS, "if average is not None and id(p) not in stepped:", "if False:"),
     "no write-back": (
         BLOCKS, "if (write_back == 1) {", "if (write_back == 3) {"),
     "write-back keeps the sign of maximize": (

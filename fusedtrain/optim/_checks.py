@@ -24,7 +24,7 @@ _NOT_TAKEN = {
     "capturable": "leave it out, since a CUDA graph can capture any step",
     "differentiable": "leave it out, since no fused step is differentiable; torch.optim has it",
 }
-DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
 def check_not_negative(**values: Any) -> None:
@@ -101,7 +101,7 @@ def check_parameter(p: Tensor, kind: str) -> None:
     """Raises RuntimeError for a parameter that the kernels do not update; `kind`: the optimizer."""
     if p.is_complex():
         raise RuntimeError(f"{kind} does not support complex parameters")
-    if p.dtype not in DTYPES:
+    if p.dtype not in _DTYPES:
         raise RuntimeError(
             f"{kind} supports float32, float64, float16 and bfloat16 parameters, got {p.dtype}"
         )

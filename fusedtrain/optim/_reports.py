@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..reference.optimizers import CONTROLS, Control
-from ._checks import DTYPES
 from ._distributed import local
 from ._masters import MASTER, is_correction
 from ._options import Options
@@ -116,7 +115,7 @@ class Reports(Options):
     def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter, and its moving average by ``ema_decay``.
 
-        Averages of 16-bit parameters are float32. Before the first step a parameter is its average.
+        Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
 
         Raises:
             RuntimeError: ``ema_decay`` is None, and no parameter has an average of earlier steps.
@@ -172,11 +171,6 @@ class Reports(Options):
         stepped = {id(p) for plan in self._last for p in plan.params}
         for p in self._all_params():
             average = self.state.get(p, {}).get("ema")
-            if id(p) in stepped:
-                continue
-            if average is not None:
+            if average is not None and id(p) not in stepped:
                 skipped = self._last_control().skipped.to(p.device, average.dtype)
                 average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
-            elif p.requires_grad and p.dtype in DTYPES:  # others may write to it
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                self.state[p]["ema"] = torch.empty_like(p, dtype=dtype).copy_(p)

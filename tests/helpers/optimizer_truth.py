@@ -58,7 +58,7 @@ def true_step(
     states = {
         name: value.detach().double().clone(memory_format=torch.contiguous_format)
         for name, value in state.items()
-        if name not in ("ema", "master_param", "step") and value is not None
+        if name not in ("ema", "master_param") and value is not None
     }
     if kind in ("SGD", "SGDW", "LARS", "FusedSGD") and not steps:
         states = {}  # torch makes the buffer at the first step
