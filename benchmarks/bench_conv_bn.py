@@ -178,9 +178,8 @@ REPORT = Report(
         Column("job", lambda row: JOBS[row["job"]], left=True),
         Column("network", _name, left=True),
         Column("ms", lambda row: f"{row.ns['fusedtrain'] / 1e6:.4g}"),
-        Column("images/s", lambda row: f"{1e9 * row['batch'] / row.ns['fusedtrain']:.4g}"),
         Column("saved MB", _saved_text),
-        Column("in a graph, ms", _in_graph, optional=True),
+        Column("graph ms", _in_graph, optional=True),
         *STRONGEST,
         Column("fusedtrain", lambda row: row["note"], left=True),
     ),
@@ -188,7 +187,7 @@ REPORT = Report(
     label=lambda row: f"{row['job']} {_name(row)}",
     legend=lambda rows: (
         "Training steps are forward, backward and the optimizer: fusedtrain's, torch's fused one "
-        "for the rivals. inference: no_grad; compile: with freezing. in a graph: the step as a "
+        "for the rivals. inference: no_grad; compile: with freezing. graph ms: the step as a "
         "CUDA graph, fusedtrain / eager. saved MB: kept for backward, eager -> fusedtrain. vs: "
         "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
         "changed."
