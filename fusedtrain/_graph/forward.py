@@ -50,6 +50,7 @@ class Dispatcher:
     def __init__(self, home: type) -> None:
         self.home, stock = home, vars(home)["forward"]
         self.stock = stock if hasattr(stock, "__get__") else staticmethod(stock)
+        self.__wrapped__ = stock  # for who reads the code of a class
         self.function = _dispatching(self)
 
     def __get__(self, module: Any, cls: Any = None) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain._graph.forward import Dispatcher, rewritten_of
+from fusedtrain._graph.functions import functions_of
 from helpers.conversion import assert_same, results
 
 MEMORY = ["store", "recompute"]
@@ -244,6 +245,7 @@ def test_classes_stay_what_they_are_for_whoever_asks_them() -> None:
     dispatcher = vars(Net)["forward"]
     assert isinstance(dispatcher, Dispatcher)
     assert pickle.loads(pickle.dumps(dispatcher)) is forward  # cloudpickle's, of a class by value
+    assert functions_of(dispatcher) == [forward]  # as fold_conv_bn reads the code of a class
 
 
 def test_frozen_norms_and_biases_of_clones() -> None:
