@@ -113,8 +113,9 @@ def test_before_and_after(tmp_path: Path) -> None:
         assert one["tensor_core_share"] is None
     assert after["conversion"] == ["Net: 1 norms, 1 activations converted"]
     assert "conversion" not in before
-    # The activation is a part of the norm now.
-    assert families(after)["pointwise"] < families(before)["pointwise"]
+    # The activation is a part of the norm now. Another program's work only adds to a time.
+    pointwise = [families(one)["pointwise"] for one in result["runs"]]
+    assert min(pointwise[1::2]) < min(pointwise[::2])
     lines = {(row["operator"], row["pass"]): row["line"] for row in before["top_operators"]}
     conv = f"train.py:{line_of('x = self.conv(x)', script)}"
     assert lines["aten::mkldnn_convolution", "forward"] == conv
