@@ -92,6 +92,27 @@ unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # The mark of parameters that FullyShardedDataParallel (FSDP1) has flattened.
 FSDP1_MARK = "_fsdp_flattened"
 
+
+def gather_again(parameter: Tensor) -> None:
+    """Lets FSDP2 gather a parameter that it has freed between forward and backward: the unit's own
+    backward then finds the parameter gathered, and frees it. A collective. Does nothing for a
+    tensor that is no unit's parameter."""
+    from torch.distributed import _composable_state
+    from torch.distributed.fsdp import FSDPModule
+
+    address = parameter.untyped_storage()._cdata
+    for module in list(_composable_state._module_state_mapping):
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for one in (one for group in groups if group is not None for one in group.fsdp_params):
+            gathered = getattr(one, "_unsharded_param", None)
+            if gathered is not None and gathered.untyped_storage()._cdata == address:
+                module.unshard()
+                return
+
+
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 # The number of this thread's running backward pass; -1 outside of backward. Under

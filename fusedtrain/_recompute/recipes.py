@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_private import after_backward, backward_number, disable_dynamo
+from .._torch_private import after_backward, backward_number, disable_dynamo, gather_again
 
 _TAG = "_fusedtrain_recipe"
 # Longest chain of recipes: backward of the last of so many residual blocks recomputes the outputs
@@ -113,6 +113,9 @@ class Recipe:
             else i if i is None else i.asked() if first else i.value()
             for i in self._ingredients
         ]  # fmt: skip
+        for tensor in tensors:
+            if tensor is not None and not tensor.data_ptr() and tensor.numel():
+                gather_again(tensor)
         with torch.no_grad():
             return self._function(*tensors, *self._constants)
 
