@@ -55,8 +55,8 @@ MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
-             "gated_formula": "_gates", "norm_then": "_fused_calls", "handed": "_fused_calls",
-             "Then": "_fused_calls"}  # fmt: skip
+             "gated_formula": "_gates", "laid_out_as": "_gates", "norm_then": "_fused_calls",
+             "handed": "_fused_calls", "Then": "_fused_calls"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .._calls import autocasts, is_plain
@@ -45,6 +46,8 @@ class Product(Unit):
         graph, match = copy.graph, self.match or self.inner
         opened = self.gate.args[0] if self.match is None else self.match.input
         operands = copy.of(self.other), copy.of(opened)
+        if change.place.args[0] is self.gate:
+            operands = graph.call_function(laid_out_as, operands[::-1]), operands[1]
         if match is None:  # the module's parameters count as they are at each call
             module = graph.get_attr(str(self.gate.target))
             return graph.call_function(gated_by, (*operands, module))
@@ -55,6 +58,19 @@ class Product(Unit):
 
     def line(self, source: str) -> Gated:
         return Gated(self.name, source, self.title)
+
+
+def laid_out_as(gate: Any, input: Any) -> Any:
+    """The other factor of ``gate * input``: a copy in the layout of the gate, which is the first
+    operand and decides the layout of the product."""
+    if not is_plain(gate) or not is_plain(input) or gate.shape != input.shape:
+        return input
+    if gate.stride() == input.stride():
+        return input
+    return torch.empty_like(gate, dtype=input.dtype).copy_(input)
+
+
+laid_out_as.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
 def gated_formula(
