@@ -114,6 +114,14 @@ def check_parameter(p: Tensor, kind: str) -> None:
         )
 
 
+def is_supported(p: Tensor) -> bool:
+    try:
+        check_parameter(p, "")
+    except RuntimeError:
+        return False
+    return True
+
+
 def check_written(grads: list[list[Tensor]]) -> None:
     """Raises RuntimeError if a gradient that will be written overlaps itself."""
     for grad in (grad for some in grads for grad in some):

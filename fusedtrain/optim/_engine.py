@@ -30,7 +30,7 @@ from ..reference.optimizers import (
 )
 from . import _distributed
 from ._checkpoints import Checkpoints
-from ._checks import check_parameter, check_written
+from ._checks import check_parameter, check_written, is_supported
 from ._options import WRITE_BACK
 from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
 from ._release import GradientsOf
@@ -287,6 +287,26 @@ class FusedOptimizer(Checkpoints):
             return plans, [grads]
         by_id = dict(zip(map(id, params), grads, strict=True))
         return plans, [[_distributed.local_grad(by_id[id(p)], p) for p in x.params] for x in plans]
+
+    def _average_parameters_without_gradients(self) -> None:
+        """Updates these averages, as ModelEma would, unless the step was skipped."""
+        if self.ema_decay is None:
+            return
+        weight = 1.0 - self.ema_decay
+        stepped = {id(p) for plan in self._last for p in plan.params}
+        fresh: list[tuple[Tensor, int]] = []
+        for group, options in enumerate(self.param_groups):
+            for p in options["params"]:
+                average = self.state.get(p, {}).get("ema")
+                if id(p) in stepped:
+                    continue
+                if average is not None:
+                    skipped = self._last_control().skipped.to(p.device, average.dtype)
+                    average.lerp_(p.to(average.dtype), (1 - skipped) * weight)
+                elif p.requires_grad and is_supported(p):
+                    fresh.append((p, group))
+        if fresh:  # others may write to them; with all states, since a checkpoint needs these
+            self._build([p for p, _ in fresh], [group for _, group in fresh], self._state_needs())
 
     def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
         for p in params:

@@ -115,7 +115,7 @@ class Reports(Options):
     def averaged_parameters(self) -> list[tuple[Tensor, Tensor]]:
         """Each parameter, and its moving average by ``ema_decay``.
 
-        Averages of 16-bit parameters are float32. Before its first step a parameter is its average.
+        Averages of 16-bit parameters are float32. Before the first step a parameter is its average.
 
         Raises:
             RuntimeError: ``ema_decay`` is None, and no parameter has an average of earlier steps.
@@ -162,15 +162,3 @@ class Reports(Options):
         low = self._low_precision.get(id(p))
         if low is not None:
             low.copy_(value)
-
-    def _average_parameters_without_gradients(self) -> None:
-        """Updates these averages, as ModelEma would, unless the step was skipped."""
-        if self.ema_decay is None:
-            return
-        weight = 1.0 - self.ema_decay
-        stepped = {id(p) for plan in self._last for p in plan.params}
-        for p in self._all_params():
-            average = self.state.get(p, {}).get("ema")
-            if average is not None and id(p) not in stepped:
-                skipped = self._last_control().skipped.to(p.device, average.dtype)
-                average.lerp_(p.to(average.dtype), (1 - skipped) * weight)

@@ -137,6 +137,11 @@ def test_averages_are_those_of_a_loop(name: str, dtype: torch.dtype) -> None:
     averages = [x.detach().to(wide, copy=True) for x in p]
     for seed in range(8):
         give_gradients(p, seed)
+        if seed < 3:  # no gradient yet, but another writer
+            p[1].grad = None
+        if seed == 2:
+            with torch.no_grad():
+                p[1].fill_(5.0)
         if seed == 3:
             p[0].grad = p[4].grad = None
         elif seed == 5:
