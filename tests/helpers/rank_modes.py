@@ -47,10 +47,35 @@ def wrapped(model: nn.Sequential, wrapper: str) -> Any:
     return fully_shard(model, reshard_after_forward=wrapper == "FSDP2")
 
 
-def norm_of_gradients(model: Any, rank: int) -> list[float] | str:
+def sharded_units(rank: int, sources: list[str]) -> list[list[float] | str]:
+    """Norms of gradients with "store" and with "recompute"; each class `Net` is a unit of FSDP2."""
+    torch.manual_seed(0)
+    units = []
+    for source in sources:
+        scope: dict[str, Any] = {
+            "N": nn.functional,
+            "fusedtrain": fusedtrain,
+            "nn": nn,
+            "torch": torch,
+        }
+        exec(source, scope)
+        units.append(scope["Net"]())
+    results = []
+    for memory in ("store", "recompute"):
+        model = copy.deepcopy(nn.Sequential(*units))
+        fusedtrain.convert(model, memory=memory)
+        for unit in model:
+            fully_shard(unit)
+        torch.manual_seed(rank)
+        x = torch.randn(3, 4, 6, 5)
+        results.append(norm_of_gradients(fully_shard(model), x))
+    return results
+
+
+def norm_of_gradients(model: Any, x: Tensor) -> list[float] | str:
     """Sums over both ranks; the message instead where backward is refused."""
     try:
-        model(batch(rank)).square().mean().backward()
+        model(x).square().mean().backward()
     except RuntimeError as error:
         return str(error)
     shares = []
@@ -74,5 +99,5 @@ def on_a_rank(rank: int) -> dict[tuple[str, str], Any]:
             one = copy.deepcopy(model)
             if memory != "stock":
                 fusedtrain.convert(one, memory=plan if memory == "plan" else memory)
-            results[wrapper, memory] = norm_of_gradients(wrapped(one, wrapper), rank)
+            results[wrapper, memory] = norm_of_gradients(wrapped(one, wrapper), batch(rank))
     return results
