@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_private import DataLoaderIter
 from .._watch import Site, gradients_of, user_site
@@ -88,7 +89,8 @@ class Watch:
         self.parallel: list[tuple[Site | None, nn.Module]] = []
         self.kept: Kept | None = None
         self.threads_site: Site | None = None
-        self.sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        # By identity: a module may hash what its own __init__ has yet to set, as torchmetrics do.
+        self.sites = WeakIdKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
         self.zeros: list[float] = []
         self.calls = Calls(lambda: self.taken, examples)
@@ -281,7 +283,7 @@ class Watch:
 
     def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def train(module: nn.Module, mode: bool = True) -> Any:
-            if id(module) in self.calls.roots:
+            if id(module) in self.calls.roots and module.training != mode:
                 self.unusual.add(self.taken)
                 if not mode:
                     self.calls.listen()

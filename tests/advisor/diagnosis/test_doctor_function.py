@@ -62,6 +62,64 @@ def test_only_the_model_of_interest() -> None:
         assert sum(f.rule == "convert-fuses" for f in diagnosis.findings) == count
 
 
+class Metric(nn.Module):
+    """Hashes and compares by its states, which its __init__ sets late, as torchmetrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def __hash__(self) -> int:
+        return hash((type(self), id(self.total)))
+
+    def __eq__(self, other: object) -> Any:
+        return self.total == other
+
+
+def test_modules_that_hash_their_own_states() -> None:
+    step = training(network(), torch.randn(2, 3, 6, 6))
+
+    def with_metric() -> None:
+        Metric().total += 1
+        step()
+
+    assert doctor(with_metric, steps=4).facts.steps == 4
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_only_steps_with_an_evaluation_are_not_timed(evaluates: bool) -> None:
+    """Trainer calls `train` in each step."""
+    model = network()
+    step = training(model, torch.randn(2, 3, 6, 6))
+
+    def loop() -> None:
+        if evaluates:
+            model.eval()
+        model.train()
+        step()
+
+    assert bool(doctor(loop, steps=8).facts.timed) is not evaluates
+
+
+def test_a_loss_that_apex_calls_scale() -> None:
+    from fusedtrain.apex import amp
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(2, 4)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert "fp16-without-scaler" not in rules(doctor(step, steps=4))
+
+
 def test_a_function_without_a_step() -> None:
     diagnosis = doctor(lambda: None, steps=4)
     assert "no step" in diagnosis.partial
