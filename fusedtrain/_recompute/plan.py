@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -154,16 +155,45 @@ class MemoryPlan:
         try:
             content = json.loads(Path(path).read_text())
             version = content.pop("fusedtrain_memory_plan")
-            steps = [PlannedStep(*step) for step in content.pop("steps")]
-            content["lines"] = [tuple(line) for line in content["lines"]]
-            plan = cls(**content, steps=steps)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"path: {path} has no memory plan ({error})") from error
         if version != _FORMAT:
             raise ValueError(
                 f"path: {path} has a memory plan of format {version}, not {_FORMAT}: plan once more"
             )
+        try:
+            for name, hint in get_type_hints(cls).items():
+                _check_type(name, content[name], hint)
+            content["steps"] = [PlannedStep(*step) for step in content["steps"]]
+            content["lines"] = [tuple(line) for line in content["lines"]]
+            plan = cls(**content)
+            if plan.batch < bool(plan.lines):
+                raise ValueError(f"batch: must be at least {len(plan.lines[:1])}, not {plan.batch}")
+            if any(len(values) != len(plan.timeline_store) for values in plan.timeline.values()):
+                raise ValueError("timeline: must be as long as timeline_store")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"path: {path} has no memory plan ({error})") from error
         return plan
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises ValueError unless a value of JSON has the type that a field is annotated with."""
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if hint is PlannedStep:
+        kind, of = tuple, tuple(get_type_hints(PlannedStep).values())
+    expected: Any = {tuple: list, float: (int, float)}.get(kind, kind)
+    if not isinstance(value, expected) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{name}: must be finite, not {value}")
+    if kind is tuple:
+        if len(value) != len(of):
+            raise ValueError(f"{name}: expected rows of {len(of)}, got one of {len(value)}")
+        for item, one in zip(value, of):
+            _check_type(name, item, one)
+    elif kind in (list, dict):
+        for item in value.values() if kind is dict else value:
+            _check_type(name, item, of[-1])
 
 
 def fingerprint(model: nn.Module) -> str:

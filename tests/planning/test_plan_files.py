@@ -1,9 +1,12 @@
-"""The timelines of a plan, and its picture."""
+"""The timelines of a plan, its file, and its picture."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +70,23 @@ def test_a_plan_without_recomputation_has_a_picture(tmp_path: Path) -> None:
     assert not stored.recomputed
     stored.plot(tmp_path / "plan.png")
     assert_png(tmp_path / "plan.png")
+
+
+WRONG: tuple[Any, ...] = ("x", True, [[1]], {"a": 1}, float("inf"), -1.5, None)
+
+
+def test_a_damaged_file_names_its_field(plan: MemoryPlan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    whole = json.loads(path.read_text())
+    for name, wrong in itertools.product(whole, WRONG):
+        if name == "fusedtrain_memory_plan" or isinstance(wrong, type(whole[name])):
+            continue
+        path.write_text(json.dumps({**whole, name: wrong}))
+        with pytest.raises(ValueError, match=f"has no memory plan .*{name}"):
+            MemoryPlan.load(path)
+    del whole["batch"]
+    for text in (json.dumps(whole), "[" * 10**5):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="has no memory plan"):
+            MemoryPlan.load(path)
