@@ -69,6 +69,10 @@ class Errors:
     def gradient(self) -> float:
         return max(self.gradients.values(), default=0.0)
 
+    @property
+    def is_16_bit(self) -> bool:
+        return any(torch.finfo(dtype).bits == 16 for dtype in self.dtypes.values())
+
     def of(self, key: Any, actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
         """The relative difference of one tensor; notes the coarsest dtype by the key."""
         if expected.is_floating_point():

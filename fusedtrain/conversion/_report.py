@@ -121,7 +121,9 @@ class LookedAt(NamedTuple):
 class Proof:
     """Errors are relative: norm of the difference by norm of what the stock model gives; those of
     gradients are the largest of all parameters. `noise`: what rounding does to the stock model.
-    `outputs` and `gradients` count the tensors that were compared."""
+    `outputs` and `gradients` count the tensors that were compared. `precision`: "float32" or
+    "float64" if they were compared in another dtype than that of training, since 16 bits decide
+    nothing; else ""."""
 
     output_error: float
     gradient_error: float
@@ -133,6 +135,7 @@ class Proof:
     outputs: int = 1
     gradients: int = 1
     plan: MemoryPlan | None = None  # that the model was converted with
+    precision: str = ""
 
     def verdict(self, memory: str, norms: bool) -> list[str]:
         """The result in words, for somebody who reads the last lines alone.
@@ -147,7 +150,8 @@ class Proof:
         if not (self.outputs or self.gradients):
             rounding = "unknown (nothing compared)"
         elif error:
-            rounding = f"yes (largest {error:.1e}, rounding alone {noise:.1e})"
+            where = f"in {self.precision}: " if self.precision else ""
+            rounding = f"yes ({where}largest {error:.1e}, rounding alone {noise:.1e})"
         else:
             rounding = "yes (no difference)"
         ratio = self.saved_after / self.saved_before if self.saved_before else 1.0
@@ -173,7 +177,8 @@ class Proof:
             f"{self.gradient_error:.1e} ({self.gradient_noise:.1e})",
         )
         return (
-            f"on the example: {saved}; largest relative error of outputs "
+            f"on the example: {saved}; largest relative error "
+            f"{f'in {self.precision} ' if self.precision else ''}of outputs "
             f"{errors[0] if self.outputs else _NO_OUTPUTS}, of gradients "
             f"{errors[1] if self.gradients else _NO_GRADIENTS}"
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,18 +84,44 @@ class _Trials:
 
     def __init__(self, conversion: Conversion, example: Any) -> None:
         self.conversion, self.model, self.example = conversion, conversion.model, example
+        self.device = next((p.device.type for p in self.model.parameters()), "cpu")
         conversion.install()
         watched = conversion.watched()
         conversion.uninstall()
         self._preserver = scouted(self.model, example)
         self.stock = self._stock_run(watched)
-        self.noise = self._run(watched, self.stock, noise=True)[1]
+        self.reference, self._exact = self._in_float32(watched)
+        self.noise = self._compared(watched, noise=True)[1]
+        if self.reference is not self.stock:
+            self._narrow_noise = self._run(watched, self.stock, noise=True)[1]
         self._stock_runs: dict[bool, tuple[Run, Errors]] = {}  # of `_on_copies`
+        self._wide: tuple[Errors, Errors] | None = None  # errors and noise in float64
 
     def _run(
         self, watched: list[nn.Module], reference: Run | None = None, noise: bool = False
     ) -> tuple[Run, Errors]:
         return run(self.model, self.example, watched, reference, noise, self._preserver)
+
+    def _in_float32(self, watched: list[nn.Module]) -> tuple[Run, Any]:
+        """The run to compare with, and its example. Under autocast a run without, if the model
+        takes float32: rounding to 16 bits grows to the size of the gradients themselves."""
+        if not torch.is_autocast_enabled(self.device):
+            return self.stock, self.example
+        example = pytree.tree_map(partial(_widened, dtype=torch.float32), self.example)
+        try:
+            with torch.autocast(self.device, enabled=False):
+                return run(self.model, example, watched, preserver=self._preserver)[0], example
+        except Exception:  # a model that insists on autocast
+            return self.stock, self.example
+
+    def _as_compared(self) -> Any:
+        """Context of the runs that are compared."""
+        alike = self.reference is self.stock
+        return nullcontext() if alike else torch.autocast(self.device, enabled=False)
+
+    def _compared(self, watched: list[nn.Module], noise: bool = False) -> tuple[Run, Errors]:
+        with self._as_compared():
+            return run(self.model, self._exact, watched, self.reference, noise, self._preserver)
 
     def _stock_run(self, watched: list[nn.Module]) -> Run:
         """Leaves depthwise convolutions that gain nothing in it, unless `memory` asks for more than
@@ -115,9 +143,14 @@ class _Trials:
 
     def judge(self) -> str:
         """The fault of the conversion, in words; '' if there is none."""
-        watched = self.conversion.watched()
+        watched, self._wide = self.conversion.watched(), None
         try:
-            self.after, self.errors = self._run(watched, self.stock)
+            self.after, self.errors = self._compared(watched)
+            if self.reference is not self.stock:
+                self.after, narrow = self._run(watched, self.stock)
+                for what, error, allowed in _limits(narrow, self._narrow_noise):
+                    if not error <= max(allowed / 8, 1.0):  # another dtype, NaN, or a mistake
+                        return f"{what} is off by {error:.2g} of itself under autocast"
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         factor, what = excess(self.errors, self.noise)
@@ -134,9 +167,10 @@ class _Trials:
         layers for a small image, must not hide a mistake."""
         example = pytree.tree_map(_widened, self.example)
         try:
-            factor, what = self._on_copies(watched, example, wide=True)
+            self._wide = self._on_copies(watched, example, wide=True)
         except Exception:  # a model that insists on its dtype: the first verdict stays
             return narrow
+        factor, what = excess(*self._wide)
         return factor, f"{what}, in float64,"
 
     def _was_a_flip(self, watched: list[nn.Module]) -> bool:
@@ -147,14 +181,17 @@ class _Trials:
         """
         if self._in_float64(watched, (float("inf"), ""))[0] > 1:
             return False
-        shifted = pytree.tree_map(_shifted, self.example)
+        shifted = pytree.tree_map(_shifted, self._exact)
         try:
-            return self._on_copies(watched, shifted, wide=False)[0] <= 1
+            with self._as_compared():
+                return excess(*self._on_copies(watched, shifted, wide=False))[0] <= 1
         except Exception:  # a model that insists on certain numbers
             return False
 
-    def _on_copies(self, watched: list[nn.Module], example: Any, wide: bool) -> tuple[float, str]:
-        """`excess` of another example, by copies of the model, in float64 where they are wide."""
+    def _on_copies(
+        self, watched: list[nn.Module], example: Any, wide: bool
+    ) -> tuple[Errors, Errors]:
+        """Errors and noise of another example, by copies of the model: in float64 if `wide`."""
         converted = _copied(self.model, wide)
         if wide not in self._stock_runs:
             self.conversion.uninstall()
@@ -169,8 +206,7 @@ class _Trials:
             _, noise = run(stock, example, places, reference, noise=True, preserver=preserver)
             self._stock_runs[wide] = reference, noise
         reference, noise = self._stock_runs[wide]
-        _, errors = run(converted, example, (), reference)
-        return excess(errors, noise)
+        return run(converted, example, (), reference)[1], noise
 
     def result(self) -> Proof:
         conversion, plan = self.conversion, self.conversion.plan
@@ -187,16 +223,22 @@ class _Trials:
                 error = self.errors.layers.get(id(entry.module), 0.0)
                 before, after = (_saved(one, [entry.module]) for one in (self.stock, self.after))
                 layers.append(Layer(entry.names[0], before, after, error))
+        errors, noise, precision = self.errors, self.noise, ""
+        if self.reference is not self.stock:
+            precision = "float32"
+        elif self._wide is not None and self.errors.is_16_bit:
+            (errors, noise), precision = self._wide, "float64"
         return Proof(
-            self.errors.outputs,
-            self.errors.gradient,
-            self.noise.outputs,
-            self.noise.gradient,
+            errors.outputs,
+            errors.gradient,
+            noise.outputs,
+            noise.gradient,
             self.stock.saved.total(),
             self.after.saved.total(),
             layers,
             len(self.after.outputs),
             len(self.after.gradients),
+            precision=precision,
         )
 
 
@@ -262,9 +304,9 @@ def _copied(model: nn.Module, wide: bool) -> nn.Module:
     return copied.double() if wide else copied
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: Any, dtype: torch.dtype = torch.float64) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().to(torch.float64).requires_grad_(value.requires_grad)
+        return value.detach().to(dtype).requires_grad_(value.requires_grad)
     return value
 
 

@@ -78,6 +78,46 @@ def test_wrong_forward_is_caught(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     assert left["0.shortcut.1"] == "the sum is written over its other operand"
 
 
+def test_under_autocast_float32_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding to 16 bits grows to half of the gradients, here: it would allow any mistake."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(6))), image(8, channels=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fusedtrain.convert(copy.deepcopy(model), x)
+        assert report.proof is not None
+        assert len(report.norms) == 12, report
+        assert report.proof.precision == "float32"
+        assert 0 < report.proof.gradient_error < 1e-3
+        assert "yes (in float32: largest" in str(report)
+        right = _autograd._backward
+
+        def wrong(grad: Tensor, *rest: Any) -> Any:
+            gradients = right(grad, *rest)
+            return (gradients[0] * 1.01, *gradients[1:])
+
+        monkeypatch.setattr(_batch_norm, "_cpp", None)
+        monkeypatch.setattr(_autograd, "_backward", wrong)
+        assert not fusedtrain.convert(model, x).norms
+
+
+def test_a_mistake_of_16_bits_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = small(), image()
+    _plant(monkeypatch, lambda grad: grad.dtype is torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fusedtrain.convert(model, x)
+    assert not report.norms
+    assert report.left[0].reason.endswith("under autocast")
+
+
+def test_a_model_in_16_bits_is_compared_in_float64() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(6))).bfloat16()
+    report = fusedtrain.convert(model, image(8, channels=4, dtype=torch.bfloat16))
+    assert report.proof is not None
+    assert report.proof.precision == "float64"
+    assert report.proof.gradient_error < 1e-9
+
+
 def test_wrong_statistics_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _batch_norm._forward
 
