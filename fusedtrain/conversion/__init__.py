@@ -85,8 +85,9 @@ def convert(
     that changes more than rounding is undone: 32 times what the stock model shows when its layers'
     outputs are off by one unit in the last place. What the forward writes to is as it was then:
     parameters, buffers, gradients, attributes, objects that modules reach, random generators.
-    Depthwise convolutions for which torch's kernels are faster in all passes of the example keep
-    their class, if `memory` is "store".
+    Depthwise convolutions for which torch's kernels are faster in all passes of the example, and
+    would be in bfloat16, keep their forward, if `memory` is "store". Under autocast float32 decides
+    whether a swap is right.
 
     A converted activation may keep its output for backward where torch keeps its input. A model
     that modifies that output in place, `y = act(x); y += z`, raises torch's error then: exclude

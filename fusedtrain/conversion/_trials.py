@@ -124,16 +124,18 @@ class _Trials:
             return run(self.model, self._exact, watched, self.reference, noise, self._preserver)
 
     def _stock_run(self, watched: list[nn.Module]) -> Run:
-        """Leaves depthwise convolutions that gain nothing in it, unless `memory` asks for more than
-        time: recomputed outputs need the class."""
+        """Leaves depthwise convolutions that gain nothing in it, nor in bfloat16, unless `memory`
+        asks for more than time: recomputed outputs need our forward."""
         entries = self.conversion.activations if self.conversion.memory == "store" else []
         layers = {id(entry.module) for entry in entries if type(entry.module) in DEPTHWISE}
         gains: dict[int, bool] = {}
 
         def leave(module: nn.Module, args: Any, named: Any, _: Any) -> None:
             if id(module) in layers:
-                use = passes_of(module, args[0] if args else named.get("input"))
-                gains[id(module)] = any(use) or gains.get(id(module), False)
+                x = args[0] if args else named.get("input")
+                # Kernels are chosen at each call, which may run under autocast.
+                gained = any(passes_of(module, x)) or any(passes_of(module, _narrowed(x)))
+                gains[id(module)] = gained or gains.get(id(module), False)
 
         with observing(lambda *_: None, leave):
             stock, _ = self._run(watched)
@@ -308,6 +310,11 @@ def _widened(value: Any, dtype: torch.dtype = torch.float64) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(dtype).requires_grad_(value.requires_grad)
     return value
+
+
+def _narrowed(value: Any) -> Any:
+    is_float32 = isinstance(value, Tensor) and value.dtype is torch.float32
+    return value.detach().to(torch.bfloat16) if is_float32 else None
 
 
 def _shifted(value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import fusedtrain
 from fusedtrain.conversion._calls import TORCH_IS_FASTER
 from fusedtrain.conversion._classes import is_swapped
+from fusedtrain.nn.depthwise import passes_of
 from fusedtrain.ops import depthwise as depthwise_ops
 from helpers.models import transformers
 
@@ -185,6 +186,24 @@ def test_layers_that_gain_nothing_are_left(name: str) -> None:
         assert vars(layer) == state
     assert fusedtrain.revert(model) == (not left)
     assert type(layer) is kind
+
+
+@pytest.mark.usefixtures("_fast_torch")
+def test_a_layer_that_gains_under_autocast_alone_is_converted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Most people convert outside autocast, and train within."""
+    monkeypatch.setattr(depthwise_ops, "_torch_has_kernels", lambda dtype: dtype is torch.float32)
+    depthwise_ops._plan.cache_clear()
+    stock = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4))
+    model, x = copy.deepcopy(stock), torch.randn(2, 4, 9, 9)
+    report = fusedtrain.convert(model, x)
+    assert is_swapped(model[0])
+    assert not report.left
+    assert torch.equal(model(x), stock(x))  # the same kernel
+    with torch.autocast("cpu", torch.bfloat16):
+        assert any(passes_of(model[0], x))
+        torch.testing.assert_close(model(x), stock(x), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.usefixtures("_fast_torch")
