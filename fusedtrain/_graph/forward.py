@@ -50,6 +50,7 @@ class Dispatcher:
     def __init__(self, home: type) -> None:
         self.home, stock = home, vars(home)["forward"]
         self.stock = stock if hasattr(stock, "__get__") else staticmethod(stock)
+        self.is_plain = isinstance(stock, types.FunctionType)
         self.__wrapped__ = stock  # for who reads the code of a class
         self.function = _dispatching(self)
 
@@ -57,6 +58,8 @@ class Dispatcher:
         # Asked at every forward of all instances of the class.
         if module is not None and FORWARD in module.__dict__ and self.finds(module) is not None:
             return types.MethodType(self.function, module)
+        if torch.compiler.is_compiling() and module is not None and self.is_plain:
+            return functools.partial(self.stock, module)  # torch 2.10 traces no bound method here
         return self.stock.__get__(module, cls)
 
     def finds(self, module: nn.Module) -> Replacement | None:

@@ -60,6 +60,7 @@ def test_the_largest_batches_fit_and_larger_ones_do_not(largest: fusedtrain.FitR
     assert won in str(largest)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_plan_has_the_peak_that_was_reported(largest: fusedtrain.FitReport) -> None:
     assert largest.plan is not None
     assert largest.plan.recomputed
