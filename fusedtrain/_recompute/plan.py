@@ -37,7 +37,7 @@ class MemoryPlan:
     backward, recomputed outputs, gradients of activations and parameters. `peak`: measured under
     the plan; `predicted`: simulated; `eager_peak` and `store_peak`: measured of the stock model,
     and of `convert(model)`. `milliseconds`: of a forward and backward of `convert(model)`;
-    `extra_milliseconds`: predicted for what is recomputed.
+    `extra_milliseconds`: measured, of a step under the plan beyond that.
 
     `batch`: of the example; 0 if its tensors have no first dimension in common.
 

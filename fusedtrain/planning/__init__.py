@@ -40,7 +40,7 @@ from ._timeline import timelines
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
 _TRIES = 5  # of plans that are measured
-_STEPS = 3  # that are timed
+_STEPS, _SECONDS = 3, 1.0  # that are timed: more where they are fast
 _FRACTION = "a fraction of eager's peak is a float, such as 0.6"
 
 Loss = Callable[[Any], Tensor]
@@ -142,7 +142,6 @@ def plan_memory(
         set_recomputing(twin, False)
         show("the functions of a step")
         measured = profile(twin, begin, device)
-        milliseconds = _milliseconds(twin, begin, device)
         fixed = _fixed_bytes(twin, begin().inputs, optimizer)
         search = Search(Simulator(measured))
         search.run(lambda done, of: show(f"choices, {done} of {of}"))
@@ -162,13 +161,15 @@ def plan_memory(
                 f"budget: no plan needs less than {least}. The lowest peak is {share} "
                 f"{memory_text(eager)}{hint}"
             )
+        show("the time of steps")
+        milliseconds, extra = _timed(twin, begin, device, measured, chosen)
         batch = _batch_of(begin().inputs)
         show("half of the example")
         half = _half(twin, begin, batch, device, measured)
     show("")
     return MemoryPlan(
         fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
-        milliseconds, outcome.milliseconds, device.type, _steps(measured, chosen),
+        milliseconds, extra, device.type, _steps(measured, chosen),
         **timelines(search.simulator, chosen), batch=batch,
         lines=peak_lines(chosen, (batch // 2, half), (batch, measured)) if half else [],
     )  # fmt: skip
@@ -233,17 +234,37 @@ def _peak(model: nn.Module, begin: Callable[[], Running], device: torch.device) 
     return meter.peak
 
 
-def _milliseconds(model: nn.Module, begin: Callable[[], Running], device: torch.device) -> float:
-    times = []
-    for _ in range(_STEPS):
-        running = begin()
-        start = time.perf_counter()
-        _step(model, running)
-        if device.index is not None:
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
+def _timed(
+    model: nn.Module,
+    begin: Callable[[], Running],
+    device: torch.device,
+    measured: Profile,
+    chosen: Choice,
+) -> tuple[float, float]:
+    """Milliseconds of a step, and what the choice adds: steps in turn, without their first."""
+    times: tuple[list[float], list[float]] = ([], [])
+    plans: list[bool | MemoryPlan] = [False]
+    if any(chosen):
+        plans.append(_trial_plan(measured, chosen))
+    until = time.perf_counter() + _SECONDS
+    while len(times[0]) <= _STEPS or (len(times[0]) < 4 * _STEPS and time.perf_counter() < until):
+        for plan, row in zip(plans, times):
+            set_recomputing(model, plan)
+            running = begin()
+            start = time.perf_counter()
+            _step(model, running)
+            if device.index is not None:
+                torch.accelerator.synchronize(device)
+            row.append(time.perf_counter() - start)
+    set_recomputing(model, False)
     model.zero_grad(set_to_none=True)
-    return statistics.median(times) * 1e3
+    differences = [planned - alone for alone, planned in zip(*times)][1:]
+    extra = statistics.median(differences) if differences else 0.0
+    return statistics.median(times[0][1:]) * 1e3, max(extra, 0.0) * 1e3
+
+
+def _trial_plan(measured: Profile, chosen: Choice) -> MemoryPlan:
+    return MemoryPlan("", 0, 0, 0, 0, 0, 0, 0, "", _steps(measured, chosen))
 
 
 def _batch_of(inputs: list[Tensor]) -> int:
@@ -281,8 +302,7 @@ def _measured(
     chosen: Choice,
 ) -> int:
     """The peak of a step under the choice."""
-    plan = MemoryPlan("", 0, 0, 0, 0, 0, 0, 0, "", _steps(measured, chosen))
-    set_recomputing(model, plan)
+    set_recomputing(model, _trial_plan(measured, chosen))
     try:
         return _peak(model, begin, device)
     finally:
@@ -296,8 +316,12 @@ def _fitting(
     measure: Callable[[Choice], int],
 ) -> tuple[Choice, Outcome, int]:
     """The fastest choice with a measured peak within the limit. Without one the choice of the
-    lowest simulated peak, which is measured if the simulation is within the limit."""
-    target = limit
+    lowest peak of all that were measured, and of the lowest simulated one."""
+    target, tried = limit, list[tuple[Choice, Outcome, int]]()
+
+    def attempt(choice: Choice, outcome: Outcome) -> None:
+        tried.append((choice, outcome, measure(choice)))
+
     for number in range(_TRIES):
         best = search.best(target)
         if best is None:
@@ -309,13 +333,18 @@ def _fitting(
         search.refine(target)
         chosen, outcome = search.best(target) or best
         show(f"the plan, measured ({number + 1})")
-        peak = measure(chosen)
-        if peak <= limit:
-            return chosen, outcome, peak
-        target = min(target, outcome.peak) - (peak - limit)
+        attempt(chosen, outcome)
+        if tried[-1][2] <= limit:
+            return tried[-1]
+        target = min(target, outcome.peak) - (tried[-1][2] - limit)
     search.deepen()
-    chosen, outcome = search.least()
-    return chosen, outcome, measure(chosen) if outcome.peak <= limit else outcome.peak
+    nothing = (False,) * len(search.simulator.bytes)
+    for chosen, outcome in (search.least(), (nothing, search.simulator.run(nothing))):
+        if outcome.peak <= limit:
+            attempt(chosen, outcome)
+        else:
+            tried.append((chosen, outcome, outcome.peak))
+    return min(tried, key=lambda one: one[2])
 
 
 def _least(search: Search, least: int, fixed: int) -> str:

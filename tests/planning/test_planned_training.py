@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedtrain
-from fusedtrain import MemoryPlan, plan_memory
-from helpers.planned_networks import Attention, Convolutions, Skips
+from fusedtrain import MemoryPlan, plan_memory, planning
+from fusedtrain._graph.forward import rewritten_of
+from fusedtrain.planning._profile import Running
+from helpers.planned_networks import EXAMPLES, Attention, Convolutions, Skips
 from helpers.rank_processes import results_of_two_ranks
 
 STEPS = 3
@@ -122,3 +124,23 @@ def test_two_ranks_have_the_bits_of_store(tmp_path: Path) -> None:
     for rank in range(2):
         for ours, theirs in zip(results[0][rank], results[1][rank], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_the_time_is_that_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = EXAMPLES["convolutions"]()
+    now = [0.0]
+
+    def timed(model: nn.Module, running: Running) -> None:
+        step(model, running)
+        rewritten = rewritten_of(model)
+        planned = rewritten is not None and isinstance(rewritten.recomputes, MemoryPlan)
+        now[0] += 0.005 if planned else 0.003
+
+    step = planning._step
+    monkeypatch.setattr(planning, "_step", timed)
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: now[0])
+    plan = plan_memory(model, x, 0.8)
+    assert plan.recomputed
+    assert plan.milliseconds == pytest.approx(3.0)
+    assert plan.extra_milliseconds == pytest.approx(2.0)
+    assert "67% more time (2.0 ms a step, and 3.0 ms by convert alone)" in str(plan)
