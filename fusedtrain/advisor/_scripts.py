@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ _GRACE = 20  # seconds after Ctrl-C in which the child may write its results
 # Seconds in which a script that was ended may clean up. A thread of its own that waits for work
 # would keep the process for ever.
 _CLEAN_UP = 60.0
+_LAST_WORDS = 5.0  # seconds in which a script that is terminated may clean up
 
 
 class Watcher(Protocol):
@@ -92,16 +93,17 @@ def in_fresh_process(
         words = command(module, str(task), script, *arguments)
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
-        process = subprocess.Popen(words, stdout=output)
+        # A session of its own: Ctrl-C of a terminal reaches us alone, and what ends us ends it all.
+        process = subprocess.Popen(words, stdout=output, start_new_session=True)
         interrupted = False
         try:
-            status = _wait(process, Path(folder, "results.json"))
+            with _raising(signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+                status = _wait(process, Path(folder, "results.json"))
         except KeyboardInterrupt:
             interrupted = True
             status = _wait_after_interrupt(process)
         except BaseException:
-            process.kill()
-            process.wait()
+            end_group(process, _LAST_WORDS)
             raise
         written = Path(folder, "results.json")
         if written.exists():
@@ -118,20 +120,50 @@ def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
         if results.exists() and json.loads(results.read_text())["end"] == DONE:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_CLEAN_UP)
-            process.kill()
+            end_group(process)
 
 
 def _wait_after_interrupt(process: subprocess.Popen[bytes]) -> int:
-    """A terminal interrupts the child, too; `kill -INT` does not."""
-    try:
-        return process.wait(0.5)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     try:
         return process.wait(_GRACE)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
+        end_group(process)
         return process.wait()
+
+
+@contextlib.contextmanager
+def _raising(*signals: signal.Signals) -> Iterator[None]:
+    """Signals that would end this process raise SystemExit, so that it can clean up: `timeout`,
+    batch systems and closed terminals send them."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {one: signal.getsignal(one) for one in signals}
+    ours = [one for one, handler in before.items() if handler is signal.SIG_DFL]
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for one in ours:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in ours:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def end_group(process: subprocess.Popen[Any], grace: float = 0.0) -> None:
+    """Ends a process that leads a session, and those that it has started: a loader's workers. With
+    `grace` seconds to clean up."""
+    if not hasattr(os, "killpg"):  # Windows
+        process.kill()
+    else:
+        for how in (signal.SIGTERM, signal.SIGKILL)[not grace :]:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, how)
+                process.wait(grace)
+    process.wait()
 
 
 # --- the child ---

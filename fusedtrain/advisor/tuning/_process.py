@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
-import signal
 import subprocess
 import tempfile
 import threading
 from typing import Any
 
 from .._child import command
+from .._scripts import end_group
 from ._job import Job, search_path
 from ._switches import Config
 
@@ -85,13 +84,7 @@ class Process:
         return self._printed.read()
 
     def kill(self) -> None:
-        """Ends the process and those that it has started: a loader's workers."""
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        else:  # Windows
-            self._process.kill()
-        self._process.wait()
+        end_group(self._process)
 
     def close(self) -> None:
         self.kill()

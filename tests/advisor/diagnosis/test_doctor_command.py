@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import pytest
 from fusedtrain.cli import Exit, main
 from helpers import ROOT
 from helpers.diagnosis import SCRIPTS
-from helpers.processes import Done, run_python
+from helpers.processes import Done, environment, run_python
 
 WORKERS = '''
 import multiprocessing, os, sys
@@ -212,3 +216,39 @@ def test_there_is_no_such_script(called: Any) -> None:
     status, output, errors = called("missing.py")
     assert (status, output) == (Exit.USAGE, "")
     assert "missing.py" in errors
+
+
+WAITS = """
+import os, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("running", os.getpid(), worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc (Linux)")
+def test_what_ends_the_command_ends_the_script(tmp_path: Path) -> None:
+    """`timeout` and batch systems send SIGTERM to the command alone."""
+    script, folder = tmp_path / "waits.py", tmp_path / "temporary"
+    script.write_text(WAITS)
+    folder.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-m", "fusedtrain", "doctor", str(script)], text=True,
+        stdout=subprocess.PIPE, env={**environment(), "TMPDIR": str(folder)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("running"))
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM
+    for pid in map(int, line.split()[1:]):
+        with pytest.raises(ProcessLookupError):
+            _until_gone(pid)
+    assert not list(folder.iterdir())
+
+
+def _until_gone(pid: int) -> None:
+    for _ in range(100):
+        os.kill(pid, 0)
+        if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            raise ProcessLookupError
+        time.sleep(0.05)
