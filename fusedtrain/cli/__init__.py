@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     started_as_module = os.path.basename(sys.argv[0]) == "__main__.py"
     program = "python -m fusedtrain" if started_as_module else "fusedtrain"
+    for stream in (sys.stdout, sys.stderr):  # a name of a script need not be in their alphabet
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     with quiet_pipe():
         if words and words[0] in _WITH_EXTRA:
             return _run_with_extra(program, words[0], words[1:])

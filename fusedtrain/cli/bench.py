@@ -10,7 +10,8 @@ import click
 import torch
 
 from .. import __version__, backend_info
-from .._text import time_text
+from .._text import memory_text, time_text
+from ..advisor._memory import machine_memory
 from ..advisor.bench import (
     COPY,
     EAGER,
@@ -85,6 +86,12 @@ def command(
     if threads:
         torch.set_num_threads(threads)
     kind = dtype or {"cpu": "float32", "cuda": "float16"}[device]
+    there, bytes_each = machine_memory(), DTYPES[kind].itemsize
+    if size and device == "cpu" and there and size * bytes_each > there:
+        raise click.UsageError(
+            f"--size {size}: a tensor takes {memory_text(size * bytes_each)}, and this machine has "
+            f"{memory_text(there)}"
+        )
     options = Options(device, DTYPES[kind], size or 0, quick, compiled)
     chosen = list(FAMILIES) if not families or "all" in families else list(families)
     results, peak, stopped = _measured(chosen, options)

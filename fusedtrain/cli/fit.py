@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -92,7 +93,7 @@ def command(
         raise click.UsageError(str(error)) from None
     if place.endswith(".py") and not Path(place).is_file():
         raise click.UsageError(f"there is no file {place}; MODEL is path.py:FUNCTION")
-    failure: Exception | None = None
+    failure: Exception | SystemExit | None = None
     with progress("fit") as begins, redirect_stdout(sys.stderr):
         try:
             seen = fit(
@@ -100,10 +101,12 @@ def command(
                 optimizer=optimizer, device=device, config=dict(config),
                 curve=bool(outputs.plot or outputs.html), compiled=compiled, begin=begins,
             )  # fmt: skip
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the function of a script may end it
             failure = error
     if failure is not None:
-        say("".join(traceback.format_exception(failure)).rstrip("\n"))
+        failure.__traceback__ = _of_others(failure.__traceback__)
+        if failure.__traceback__ is not None:
+            say("".join(traceback.format_exception(failure)).rstrip("\n"))
         say(f"fit: {model}: {type(failure).__name__}: {failure}")
         return Exit.SCRIPT_RAISED
     outputs.write(_report(seen, optimizer, shape))
@@ -111,6 +114,14 @@ def command(
     if seen.partial:
         return Exit.STOPPED
     return Exit.DONE if any(row.fits for row in seen.rows) else Exit.FOUND
+
+
+def _of_others(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame on that is not ours."""
+    ours = str(Path(__file__).parents[1])
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
 
 
 def _save(seen: FitReport, path: Path | None) -> None:

@@ -120,6 +120,11 @@ def test_more_rows_without_quick() -> None:
         assert len(set(map(str, all_of_them))) == len(all_of_them)
 
 
+def test_a_size_that_no_memory_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "activations", "--device", "cpu", "--size", "2^60"]) == Exit.USAGE
+    assert "this machine has" in capsys.readouterr().err
+
+
 def test_wrong_numbers_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

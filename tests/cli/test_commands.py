@@ -231,3 +231,12 @@ def test_a_plot_that_has_nothing_to_draw_is_not_written(
     Outputs(plot=path).write(REPORT)
     assert not path.exists()
     assert "is not written" in capsys.readouterr().err
+
+
+def test_names_in_another_alphabet_than_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    main(["info"])
+    Outputs().write(replace(REPORT, title="Übung.py"))
+    sys.stdout.flush()
+    assert b"\\xdcbung.py" in written.getvalue()

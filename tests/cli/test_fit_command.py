@@ -79,6 +79,15 @@ def test_the_model_raises(place: str, capsys: pytest.CaptureFixture[str]) -> Non
     err = capsys.readouterr().err
     assert 'raise KeyError("the layer is broken")' in err
     assert err.splitlines()[-1].endswith("KeyError: 'the layer is broken'")
+    assert "fusedtrain/cli" not in err
+
+
+def test_the_function_ends_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text("import sys\ndef build_model():\n    sys.exit(0)\n")
+    words = ["fit", f"{script}:build_model", *WORDS, "--memory", "1MB"]
+    assert main(words) == Exit.SCRIPT_RAISED
+    assert capsys.readouterr().err.splitlines()[-1].endswith("SystemExit: 0")
 
 
 @pytest.mark.parametrize(
