@@ -12,6 +12,7 @@ import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -41,6 +42,7 @@ __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
 _TRIES = 5  # of plans that are measured
 _STEPS, _SECONDS = 3, 1.0  # that are timed: more where they are fast
+_MUCH = 0.2  # of the peak
 _FRACTION = "a fraction of eager's peak is a float, such as 0.6"
 
 Loss = Callable[[Any], Tensor]
@@ -349,11 +351,16 @@ def _fitting(
 
 def _least(search: Search, least: int, fixed: int) -> str:
     """The lowest peak, and what lives then."""
-    place = search.place(search.least()[1])
+    place, inside = search.place(search.least()[1]), Counter[str]()
+    for step in search.simulator.profile.steps:
+        inside[step.op] += step.inside
+    (op, size), *_ = [*inside.most_common(1), ("", 0)]
+    pieces = f". {op} keeps {memory_text(size)} inside, which no plan recomputes"
     among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
     return (
         f"{memory_text(least + fixed)}{among}; that much lives at once in "
-        f"{place or 'the model itself'}. A smaller batch needs less"
+        f"{place or 'the model itself'}{pieces if size > _MUCH * least else ''}. A smaller batch "
+        "needs less"
     )
 
 

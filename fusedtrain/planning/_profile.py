@@ -34,7 +34,8 @@ _REPEATS = 3  # of an op that is timed
 class Step:
     """An output that can be recomputed. `storage`: its number; `inputs`: numbers of steps that it
     is computed from; `reads`: storages of other tensors that it is computed from. `made` and
-    `died`: the moments between which the forward's Python holds the output."""
+    `died`: the moments between which the forward's Python holds the output. `inside`: bytes that
+    functions within the op save, which recomputing the output does not spare."""
 
     op: str
     module: str
@@ -45,6 +46,7 @@ class Step:
     died: int = -1
     milliseconds: float = 0.0
     stays: bool = True  # no later write to what the output is computed from matters
+    inside: int = 0
 
 
 @dataclass
@@ -97,6 +99,7 @@ class _Profiler(Scope):
         super().__init__()
         self.profile = Profile()
         self._meter = meter  # None: ops are timed
+        self._saved_before = 0  # saves before the call that runs
         self._storages: dict[int, int] = {}
         self._alive: list[Any] = []  # keeps the addresses of storages from being reused
         self._modules: list[str] = [""]
@@ -121,6 +124,7 @@ class _Profiler(Scope):
         return len(self.profile.saves) + len(self._nodes)
 
     def wants(self, function: Callable[..., Any]) -> bool:
+        self._saved_before = len(self.profile.saves)
         return self._meter is None
 
     def tag(
@@ -147,6 +151,11 @@ class _Profiler(Scope):
             self._moment,
         )  # fmt: skip
         self.profile.steps.append(step)
+        if type(function) is TorchCall:
+            outside = {step.storage, *reads, *(self.profile.steps[i].storage for i in inputs)}
+            saves = self.profile.saves[self._saved_before :]
+            pieces = {save.storage for save in saves} - outside
+            step.inside = sum(self.profile.bytes[piece] for piece in pieces)
         if type(function) is TorchCall and lasting(tensors, output, self._plain) is None:
             step.stays = False
         self._tags.append(mark(output, _Mark(number)))

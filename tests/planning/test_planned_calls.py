@@ -293,3 +293,18 @@ def test_calls_that_return_their_input(what: str) -> None:
         warnings.simplefilter("error")
         ours, theirs = (run(m, x, nullcontext(), nullcontext()) for m in (planned, model))
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_error_says_what_attention_keeps_inside(dropout: float) -> None:
+    """On a CPU torch computes attention with dropout in pieces."""
+
+    def attention(_: Any, x: Tensor) -> Tensor:
+        y: Tensor = T.scaled_dot_product_attention(*heads(x), dropout_p=dropout)
+        return y.transpose(1, 2).flatten(2)
+
+    model = Two(attention, 24, 8)
+    with pytest.raises(ValueError, match="no plan needs less") as error:
+        fusedtrain.plan_memory(model, torch.randn(2, 128, 8), 0.01)
+    said = "scaled_dot_product_attention keeps" in str(error.value)
+    assert said == (dropout > 0), error.value
