@@ -211,11 +211,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "average: weights swapped": (
         ENGINE, "0.0 if decay is None else 1.0 - decay", "0.0 if decay is None else decay"),
     "average of what has no gradient: weights swapped": (
-        REPORTS, "weight = 1.0 - self.ema_decay", "weight = self.ema_decay"),
+        ENGINE, "weight = 1.0 - self.ema_decay", "weight = self.ema_decay"),
     "average goes on at a skipped step": (
-        REPORTS, "(1 - skipped) * weight", "weight + 0 * skipped"),
+        ENGINE, "(1 - skipped) * weight", "weight + 0 * skipped"),
     "average of what has no gradient stands still": (
-        REPORTS, "if average is not None and id(p) not in stepped:", "if False:"),
+        ENGINE, "if average is not None:\n", "if id(p) in stepped:\n"),
+    "average of what has no gradient starts late": (
+        ENGINE, "if fresh:", "if False:"),
     "no write-back": (
         BLOCKS, "if (write_back == 1) {", "if (write_back == 3) {"),
     "write-back keeps the sign of maximize": (
