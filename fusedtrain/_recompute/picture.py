@@ -99,6 +99,8 @@ def _bars(axes: Axes, plan: MemoryPlan, kinds: list[tuple[str, int, int, int, fl
     share = plan.extra_milliseconds / plan.milliseconds if plan.milliseconds else 0.0
     title = f"recomputed: {plan.extra_milliseconds:.3g} ms, {share:.0%} of a step"
     axes.set_title(title if kinds else "nothing is recomputed", loc="left", fontsize=10)
+    if not kinds:
+        axes.set_axis_off()
 
 
 def _unit(size: float) -> tuple[float, str]:
