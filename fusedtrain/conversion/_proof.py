@@ -179,7 +179,8 @@ def _weights(leaf: Tensor) -> Tensor:
 
 @contextmanager
 def _perturbed(watched: set[int]) -> Iterator[None]:
-    """Outputs of these modules are off by up to an eps: as after two roundings to the nearest."""
+    """Outputs of these modules, and those in 16 bits of all, are off by up to an eps: as after two
+    roundings to the nearest."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def off(value: Any) -> Any:
@@ -194,7 +195,11 @@ def _perturbed(watched: set[int]) -> Iterator[None]:
         return (value * factor).to(value.dtype)
 
     def leave(module: nn.Module, _: Any, output: Any) -> Any:
-        return pytree.tree_map(off, output) if id(module) in watched else None
+        if id(module) in watched:
+            return pytree.tree_map(off, output)
+        # Rounding to 16 bits within a watched module moves the float32 statistics behind it.
+        narrow = isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16)
+        return off(output) if narrow else None
 
     handle = hooks.register_module_forward_hook(leave)
     try:

@@ -150,9 +150,8 @@ class _Trials:
             self.after, self.errors = self._compared(watched)
             if self.reference is not self.stock:
                 self.after, narrow = self._run(watched, self.stock)
-                for what, error, allowed in _limits(narrow, self._narrow_noise):
-                    if not error <= max(allowed / 8, 1.0):  # another dtype, NaN, or a mistake
-                        return f"{what} is off by {error:.2g} of itself under autocast"
+                if what := _mistaken(narrow, self._narrow_noise):
+                    return f"{what} differs under autocast by more than itself"
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         factor, what = excess(self.errors, self.noise)
@@ -226,10 +225,10 @@ class _Trials:
                 before, after = (_saved(one, [entry.module]) for one in (self.stock, self.after))
                 layers.append(Layer(entry.names[0], before, after, error))
         errors, noise, precision = self.errors, self.noise, ""
-        if self.reference is not self.stock:
-            precision = "float32"
-        elif self._wide is not None and self.errors.is_16_bit:
+        if self._wide is not None and errors.is_16_bit:
             (errors, noise), precision = self._wide, "float64"
+        elif self.reference is not self.stock and not errors.is_16_bit:
+            precision = "float32"
         return Proof(
             errors.outputs,
             errors.gradient,
@@ -262,6 +261,20 @@ def excess(errors: Errors, noise: Errors) -> tuple[float, str]:
     for what, error, allowed in _limits(errors, noise):
         worst = max(worst, (error / allowed if math.isfinite(error) else math.inf, what))
     return worst
+
+
+def _mistaken(errors: Errors, noise: Errors) -> str:
+    """The first tensor that is off, in 16 bits, by more than its size and four times its noise: a
+    mistake, as another dtype is, or a NaN of one run alone. "" without one."""
+    pairs: dict[str, tuple[float, float]] = {"outputs": (errors.outputs, noise.outputs)}
+    for layer, error in errors.layers.items():
+        pairs[f"a layer ({len(pairs)})"] = error, noise.layers.get(layer, 0.0)
+    for name, error in errors.gradients.items():
+        pairs[f"the gradient of {name}"] = error, noise.gradients.get(name, 0.0)
+    for what, (error, rounding) in pairs.items():
+        if not error <= max(1.0, 4 * rounding):
+            return what
+    return ""
 
 
 def _is_doubtful(errors: Errors, noise: Errors, factor: float) -> bool:
