@@ -113,7 +113,7 @@ def find(program: str) -> str:
 def files_of(kind: str) -> list[str]:
     """The files that have tests of the kind: to collect them all takes 20 s a process. Those of
     GPU_FILES on CUDA are named by their folder."""
-    marks = r"\bBACKENDS\b" + (r"|^ON_THE_GPU_TOO\b" if kind == "cuda" else "")
+    marks = r"\b(BACKENDS|EVERY_BACKEND)\b" + (r"|^ON_THE_GPU_TOO\b" if kind == "cuda" else "")
     return [
         located(name)
         for name, path in files().items()
