@@ -1,4 +1,5 @@
-"""Programs that train a network beside its converted or folded copy, in float64."""
+"""Programs that train a network beside its converted or folded copy, in float64. Programs that
+compare bits train half of their networks in float32 under bfloat16 autocast."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ from torch import nn
 {net}
 
 torch.manual_seed({seed})
-net = Net().double(){mode}
+net = Net().to(torch.{dtype}){mode}
 for t in net.state_dict().values():
     if t.is_floating_point():
         nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
-{hook}inputs = [torch.randn(3, 4, 6, 5, dtype=torch.float64) for _ in range(20)]
+{hook}inputs = [torch.randn(3, 4, 6, 5, dtype=torch.{dtype}) for _ in range(20)]
+autocast = torch.autocast("cpu", torch.bfloat16, enabled={autocast})
 
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     for seed, x in enumerate(inputs):
         torch.manual_seed(seed)
         optimizer.zero_grad()
-        y = model(x.clone())
+        with autocast:
+            y = model(x.clone())
         (y * y.detach().tanh()).mean().backward()
         grads = [0 * p if p.grad is None else p.grad.clone() for p in model.parameters()]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,15 +110,17 @@ torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 
 
 def _program(
-    network: Network, convert: str, mode: str = "", limit: str = "1e-7", may_raise: bool = False
-) -> str:
+    network: Network, convert: str, mode: str = "", limit: str = "1e-7", may_raise: bool = False,
+    autocast: bool = False,
+) -> str:  # fmt: skip
     rounds = limit != "0"
     may_raise |= rounds and any(
         call in convert for call in ("convert(twin", "fold_frozen_norms(twin")
     )
     return _PROGRAM.format(
         net=network.source(), seed=network.pick(*range(20)), mode=mode, hook=network.hook(),
-        convert=convert, limit=limit,
+        convert=convert, limit=limit, autocast=autocast,
+        dtype="float32" if autocast else "float64",
         results=_STEP_THAT_MAY_RAISE if may_raise else "    results = next(ours)",
         shaken=_SHAKEN if rounds else "",
         conditioned=_CONDITIONED.format(limit=limit) if rounds else "",
@@ -136,19 +141,26 @@ def converted(draw: Callable[..., Any], memory: str, example: bool) -> str:
 @st.composite
 def store_and_recompute(draw: Callable[..., Any]) -> str:
     """Not a bit may differ."""
+    pick = Pick(draw)
     convert = "fusedtrain.convert(net)\nfusedtrain.convert(twin, memory='recompute')"
-    return _program(drawn(Pick(draw)), convert, limit="0")
+    return _program(drawn(pick), convert, limit="0", autocast=pick(False, True))
 
 
+# A converted model that modifies what backward needs raises in the planner's own step, too.
 _PLANNED = """\
+converted = copy.deepcopy(net)
+fusedtrain.convert(converted)
+want = next(train(converted))
 budget, chosen = {budget}, random.Random({seed})
 example = inputs[0].clone()
 loss = lambda y: (y * y.detach().tanh()).mean()
 try:
-    plan = fusedtrain.plan_memory(twin, example, budget, loss=loss)
+    with autocast:
+        plan = fusedtrain.plan_memory(twin, example, budget, loss=loss)
 except ValueError as error:
     assert "no plan needs less than" in str(error), error
-    plan = fusedtrain.plan_memory(twin, example, "1GiB", loss=loss)
+    with autocast:
+        plan = fusedtrain.plan_memory(twin, example, "1GiB", loss=loss)
 assert plan.peak <= plan.budget
 if {shuffled}:
     plan.steps = [step._replace(recompute=chosen.random() < 0.6) for step in plan.steps]
@@ -164,7 +176,8 @@ def planned(draw: Callable[..., Any]) -> str:
     budget, shuffled = pick(1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3), pick(False, True)
     plan = _PLANNED.format(budget=budget, seed=pick(*range(20)), shuffled=shuffled)
     # A plan of random decisions recomputes from what is modified later: torch's error.
-    return "import random\n" + _program(network, plan, limit="0", may_raise=shuffled)
+    source = _program(network, plan, "", "0", may_raise=shuffled, autocast=pick(False, True))
+    return "import random\n" + source
 
 
 @st.composite
