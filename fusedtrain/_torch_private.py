@@ -156,6 +156,9 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _modules._global_forward_hooks, _modules._global_forward_pre_hooks,
     _modules._global_backward_hooks, _modules._global_backward_pre_hooks,
 )  # fmt: skip
+# Marks of hooks among them that take keyword arguments. Removing such a hook leaves its mark, and
+# torch.compile warns of global hooks from then on (torch 2.13).
+GLOBAL_HOOKS_WITH_KWARGS: dict[int, bool] = _modules._global_forward_hooks_with_kwargs
 # Functions of torch.ao.quantization.fuse_modules, by the classes of the modules that they fuse.
 FUSERS: dict[tuple[type, ...], Any] = fuser_method_mappings._DEFAULT_OP_LIST_TO_FUSER_METHOD
 # The code through which every call of a module goes.

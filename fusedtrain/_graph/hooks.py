@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _torch
 
-from .._torch_private import GLOBAL_HOOKS
+from .._torch_private import GLOBAL_HOOKS, GLOBAL_HOOKS_WITH_KWARGS
 from .modules import FORWARD
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -79,6 +79,7 @@ class Observation:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+            GLOBAL_HOOKS_WITH_KWARGS.pop(handle.id, None)
         if self in OBSERVERS:
             OBSERVERS.remove(self)
 
