@@ -4,8 +4,8 @@ survives deepcopy and pickle.
 A forward in a module's `__dict__` cannot know who asks: a clone with a copy of the `__dict__` would
 run on its original. So the class is asked. A :class:`Dispatcher` takes the place of its forward
 and gives an instance with a replacement that one (docs/decisions/0017-whose-forward.md). Everybody
-else gets the forward of the class: other instances, super(), torch.compile, torch.export, torch.fx,
-TorchScript, inspect.
+else gets the forward of the class: other instances, super(), torch.compile (but for depthwise
+convolutions), torch.export, torch.fx, TorchScript, inspect.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Dispatcher:
         if module is not None and FORWARD in module.__dict__ and self.finds(module) is not None:
             return types.MethodType(self.function, module)
         if torch.compiler.is_compiling() and module is not None and self.is_plain:
-            return functools.partial(self.stock, module)  # torch 2.10 traces no bound method here
+            new = module.__dict__.get(FORWARD)
+            traced = new is not None and new.home is self.home and new.traced
+            # torch 2.10 traces no bound method here.
+            return functools.partial(traced or self.stock, module)
         return self.stock.__get__(module, cls)
 
     def finds(self, module: nn.Module) -> Replacement | None:
@@ -106,6 +109,7 @@ class Replacement:
     run: Callable[..., Any]
     home: type  # the class with the dispatcher
     obstacle = "its forward is patched"  # why others leave the module
+    traced: Callable[..., Any] | None = None  # the forward of a leaf, as torch.compile sees it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -190,6 +194,7 @@ class Rewritten(Replacement):
         self._class_forward = self.stock
         self._warned = False
         self._attention: list[nn.Module] | None = None
+        self.traced = None
         self.arguments: tuple[str, ...] = ()
         if self.source:
             self.function = self._compiled()
@@ -204,6 +209,7 @@ class Rewritten(Replacement):
         )  # fmt: skip
         weakref.finalize(self, linecache.cache.pop, name, None)
         names = {name: resolve(path) for name, path in self.imports.items()}
+        self.traced = next((f for f in names.values() if getattr(f, "is_traced", False)), None)
         exec(compile(self.source, name, "exec"), names)
         function: Callable[..., Any] = names["forward"]
         return function

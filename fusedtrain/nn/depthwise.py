@@ -10,7 +10,8 @@ from torch.nn import functional as torch_functional
 from .. import functional as F
 from .._calls import autocasts, is_plain
 from .._graph.fx import module_call
-from ..ops.depthwise import Faster, passes
+from ..ops.depthwise import passes
+from ..ops.depthwise_autograd import Faster
 
 
 def _padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
@@ -28,6 +29,7 @@ def convolve(layer: Any, input: Tensor) -> Tensor:
     return function(input, layer.weight, layer.bias, layer.stride, padding, layer.dilation)
 
 
+convolve.is_traced = True  # type: ignore[attr-defined]  # torch.compile sees it as the forward
 _FUNCTIONS = {1: F.depthwise_conv1d, 2: F.depthwise_conv2d, 3: F.depthwise_conv3d}
 
 

@@ -1,7 +1,4 @@
-"""Depthwise convolutions: the ops, autograd around them, and the public functions.
-
-`channels_last` says how output and gradients lie in memory; inputs in the other layout are copied.
-"""
+"""Depthwise convolutions: which kernels run, the op for torch.compile, the public functions."""
 
 from __future__ import annotations
 
@@ -18,69 +15,40 @@ from torch.overrides import has_torch_function as _has_any
 
 from .. import _backends, _recompute
 from .._calls import (
-    apply_of,
     autocasts,
     convolutions_are_watched,
     fits,
+    is_plain,
     needs_grad,
-    plain_backward,
     suggests_channels_last,
+    transformed,
 )
 from .._graph.fx import handle as _handle
 from .._torch_private import (
     BroadcastingList1,
     BroadcastingList2,
     BroadcastingList3,
+    is_exporting,
     mkldnn_is_on,
     mkldnn_takes,
 )
-from ..reference import depthwise as reference
-from ..reference.depthwise import new_tensor, out_sizes
-from ._library import define, op
+from ..reference.depthwise import out_sizes
+from ._library import define, library
+from .depthwise_autograd import (
+    Faster,
+    Numbers,
+    apply,
+    convolve,
+    convolve_cast,
+    cpp as _cpp,
+    fake,
+    fake_backward,
+    gradients_of,
+)
 
 __all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
 
-_Numbers = tuple[int, ...]
 _EVERYWHERE = False  # our kernels where torch's are faster, too: for tests and benchmarks
-
-
-def _fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
-    padding: Sequence[int], padding_end: Sequence[int], dilation: Sequence[int],
-    channels_last: bool,
-) -> Tensor:  # fmt: skip
-    sizes = [list(numbers) for numbers in (stride, padding, padding_end, dilation)]
-    out = out_sizes(list(input.shape[2:]), list(weight.shape[2:]), *sizes)
-    return new_tensor(input, [input.size(0), weight.size(0), *out], channels_last)
-
-
-def _fake_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], channels_last: bool, input_asked: bool, weight_asked: bool,
-    bias_asked: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return (
-        new_tensor(input, list(input.shape if input_asked else [0]), channels_last and input_asked),
-        weight.new_empty(weight.shape if weight_asked else [0]),
-        weight.new_empty(weight.shape[:1] if bias_asked else [0]),
-    )
-
-
-define("depthwise_conv", reference.depthwise_conv, _fake)
-define("depthwise_conv_backward", reference.depthwise_conv_backward, _fake_backward)
-_depthwise_conv = op("depthwise_conv")
-_depthwise_conv_backward = op("depthwise_conv_backward")
-
-
-class Faster(NamedTuple):
-    """Where our kernel is faster than torch's: the forward and each gradient choose for themselves.
-
-    The bias goes with the weight.
-    """
-
-    forward: bool
-    grad_input: bool
-    grad_weight: bool
 
 
 _NONE, _ALL = Faster(False, False, False), Faster(True, True, True)
@@ -137,86 +105,7 @@ def is_measured(device: str) -> bool:
     return device in _MEASURED
 
 
-class DepthwiseConv(torch.autograd.Function):
-    """Saves the input, for the gradient of the weight, and the weight, for that of the input.
-
-    The node in C++, csrc/autograd/depthwise.h, does the same.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers,
-        padding: _Numbers, padding_end: _Numbers, dilation: _Numbers, channels_last: bool,
-        use: Faster,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(input, weight)
-        ctx.rest = (stride, padding, dilation, channels_last)
-        ctx.use = use
-        rest = (stride, padding, padding_end, dilation, channels_last, use)
-        output = _depthwise(input, weight, bias, *rest)
-        scope = _recompute.scope()
-        if scope is not None:
-            scope.tag(output, _depthwise, (input, weight, bias), rest)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight = ctx.saved_tensors
-        asked = ctx.needs_input_grad[:3]
-        rest = (None, None, None, None, None, None)
-        # torch's own gradients can be differentiated as they are.
-        if any(ctx.use) and plain_backward(grad):
-            plain = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
-            return (*_known(plain, asked), *rest)
-        of_weight = ctx.use.grad_weight
-        ours = [asked[0] and ctx.use.grad_input, asked[1] and of_weight, asked[2] and of_weight]
-        torchs = [wanted and not mine for wanted, mine in zip(asked, ours, strict=True)]
-        gradients: tuple[Tensor | None, ...] = (None, None, None)
-        if any(ours):
-            made = _depthwise_conv_backward(grad, input, weight, *ctx.rest, *ours)
-            gradients = _known(made, ours)
-        if any(torchs):
-            stride, padding, dilation, _ = ctx.rest
-            other = torch.ops.aten.convolution_backward(
-                grad, input, weight, [weight.size(0)], stride, padding, dilation, False,
-                [0] * len(stride), input.size(1), torchs,
-            )  # fmt: skip
-            gradients = tuple(
-                b if theirs else a for a, b, theirs in zip(gradients, other, torchs, strict=True)
-            )
-        return (*gradients, *rest)
-
-
-def _known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    return tuple(t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
-
-
-def _depthwise(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: _Numbers, padding: _Numbers,
-    padding_end: _Numbers, dilation: _Numbers, channels_last: bool, use: Faster,
-) -> Tensor:  # fmt: skip
-    if use.forward:
-        output: Tensor = _depthwise_conv(
-            input, weight, bias, stride, padding, padding_end, dilation, channels_last
-        )
-        return output
-    last: Any = (False, [0] * len(stride), input.size(1))
-    return torch.convolution(input, weight, bias, stride, padding, dilation, *last)
-
-
-def _depthwise_cast(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-    """The output that torch's function has of weight and bias that autocast casts."""
-    return _depthwise(x, weight.type_as(x), None if bias is None else bias.type_as(x), *rest)
-
-
-_recompute.OP_NAMES.update(dict.fromkeys((_depthwise, _depthwise_cast), "depthwise_conv"))
-_apply = apply_of(DepthwiseConv)
-_cpp = _backends.autograd()
-if _cpp is not None:
-    _cpp.prepare_depthwise(reference.depthwise_conv_backward)
-
-
-def _numbers(value: Any, count: int) -> _Numbers | None:
+def _numbers(value: Any, count: int) -> Numbers | None:
     """So many integers, of one or as many; None of anything else, about which torch is asked."""
     if type(value) is int:
         return (value,) * count
@@ -231,17 +120,17 @@ def _numbers(value: Any, count: int) -> _Numbers | None:
 class _Plan(NamedTuple):
     """How the kernels run a call."""
 
-    stride: _Numbers
-    padding: _Numbers
-    padding_end: _Numbers
-    dilation: _Numbers
+    stride: Numbers
+    padding: Numbers
+    padding_end: Numbers
+    dilation: Numbers
     channels_last: bool
     use: Faster
 
 
 def _geometry(
-    sizes: _Numbers, kernel: _Numbers, step: _Numbers, padding: _Numbers | str, spread: _Numbers
-) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers] | None:
+    sizes: Numbers, kernel: Numbers, step: Numbers, padding: Numbers | str, spread: Numbers
+) -> tuple[Numbers, Numbers, Numbers, Numbers] | None:
     """Stride, padding at both ends and dilation, where the kernels take them."""
     count = len(kernel)
     if min(step) < 1 or min(spread) < 1 or min(kernel) < 1 or not all(sizes):
@@ -250,8 +139,8 @@ def _geometry(
         return None
     if padding == "same" and max(step) == 1:
         total = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
-        before: _Numbers = tuple(number // 2 for number in total)
-        end: _Numbers = tuple(number - number // 2 for number in total)
+        before: Numbers = tuple(number // 2 for number in total)
+        end: Numbers = tuple(number - number // 2 for number in total)
     elif isinstance(padding, str):
         if padding != "valid":
             return None
@@ -264,21 +153,25 @@ def _geometry(
     return (step, before, end, spread) if min(room) >= 1 else None
 
 
+def _is_depthwise(shape: Numbers, kernel_shape: Numbers, bias_shape: Numbers | None) -> bool:
+    channels, outputs = shape[1], kernel_shape[0]
+    if not 0 < channels <= outputs or outputs % channels != 0 or kernel_shape[1] != 1:
+        return False
+    return bias_shape is None or bias_shape == (outputs,)
+
+
 _Rule = Callable[..., Faster] | None
 
 
 @lru_cache(1024)
 def _plan(
-    shape: _Numbers, kernel_shape: _Numbers, bias_shape: _Numbers | None, stride: _Numbers,
-    padding: _Numbers | str, dilation: _Numbers, dtype: torch.dtype, channels_last: bool,
+    shape: Numbers, kernel_shape: Numbers, bias_shape: Numbers | None, stride: Numbers,
+    padding: Numbers | str, dilation: Numbers, dtype: torch.dtype, channels_last: bool,
     rule: _Rule, everywhere: bool, mkldnn: bool,
 ) -> _Plan | None:  # fmt: skip
     """None where these are not the shapes of a depthwise convolution that kernels take. `mkldnn` is
     an argument since `rule` asks for it."""
-    channels, outputs = shape[1], kernel_shape[0]
-    if not 0 < channels <= outputs or outputs % channels != 0 or kernel_shape[1] != 1:
-        return None
-    if bias_shape is not None and bias_shape != (outputs,):
+    if not _is_depthwise(shape, kernel_shape, bias_shape):
         return None
     kernel = kernel_shape[2:]
     geometry = _geometry(shape[2:], kernel, stride, padding, dilation)
@@ -318,6 +211,99 @@ def passes(input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
     return _NONE if plan is None else plan.use
 
 
+# --- torch.compile: one op, which chooses kernels when it runs ---
+
+
+def _chosen(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> Tensor:  # fmt: skip
+    plan = _plan_of(input, weight, bias, stride, padding, dilation)
+    assert plan is not None  # `_whole` has asked
+    return convolve(input, weight, bias, *plan)
+
+
+def _chosen_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: list[int], padding: list[int],
+    dilation: list[int], input_asked: bool, weight_asked: bool, bias_asked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    plan = _plan_of(input, weight, None, stride, padding, dilation)
+    assert plan is not None
+    rest = (plan.stride, plan.padding, plan.dilation, plan.channels_last)
+    asked = (input_asked, weight_asked, bias_asked)
+    made = gradients_of(grad, input, weight, plan.use, asked, *rest)
+    of_input, of_weight, of_bias = (weight.new_empty(0) if t is None else t for t in made)
+    return of_input, of_weight, of_bias
+
+
+def _is_last(input: Tensor, weight: Tensor) -> bool:
+    return weight.dim() > 3 and (suggests_channels_last(input) or suggests_channels_last(weight))
+
+
+def _fake_chosen(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int],
+) -> Tensor:  # fmt: skip
+    return fake(input, weight, bias, stride, padding, padding, dilation, _is_last(input, weight))
+
+
+def _fake_chosen_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, stride: list[int], padding: list[int],
+    dilation: list[int], *asked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    last = _is_last(input, weight)
+    return fake_backward(grad, input, weight, stride, padding, dilation, last, *asked)
+
+
+define("depthwise_conv_chosen", _chosen, _fake_chosen)
+define("depthwise_conv_chosen_backward", _chosen_backward, _fake_chosen_backward)
+
+
+def _setup_chosen(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, _, *ctx.rest = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _backward_of_chosen(ctx: Any, grad: Tensor) -> Any:
+    asked = ctx.needs_input_grad[:3]
+    made = torch.ops.fusedtrain.depthwise_conv_chosen_backward(
+        grad, *ctx.saved_tensors, *ctx.rest, *asked
+    )
+    return (*(t if wanted else None for t, wanted in zip(made, asked, strict=True)), *(None,) * 3)
+
+
+torch.library.register_autograd(
+    "fusedtrain::depthwise_conv_chosen",
+    _backward_of_chosen,
+    setup_context=_setup_chosen,
+    lib=library,
+)
+
+
+def _whole(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> Tensor | None:
+    """The op as torch.compile is to see it; None for calls that stay torch's: Inductor calls
+    torch's kernels, which take up to 100 times as long as ours (docs/depthwise.md)."""
+    tensors = [input, weight] if bias is None else [input, weight, bias]
+    if is_exporting() or transformed() or not _backends.is_opaque_to_compile(input.device):
+        return None
+    if not all(is_plain(t) and t.dtype is input.dtype for t in tensors):
+        return None
+    count = weight.dim() - 2
+    step, sides, spread = (_numbers(value, count) for value in (stride, padding, dilation))
+    if step is None or sides is None or spread is None:
+        return None
+    if not _is_depthwise(input.shape, weight.shape, None if bias is None else bias.shape):
+        return None
+    if _geometry(input.shape[2:], weight.shape[2:], step, sides, spread) is None:
+        return None
+    output: Tensor = torch.ops.fusedtrain.depthwise_conv_chosen(
+        input, weight, bias, step, sides, spread
+    )
+    return output
+
+
 def _convolve(
     plain: Callable[..., Tensor], count: int, input: Tensor, weight: Tensor, bias: Tensor | None,
     stride: Any, padding: Any, dilation: Any,
@@ -335,6 +321,10 @@ def _convolve(
         batch = batch.unsqueeze(0)
     plan = None
     same_dims = batch.dim() == weight.dim() == count + 2
+    if torch.compiler.is_compiling():
+        whole = _whole(batch, kernels, biases, stride, padding, dilation) if same_dims else None
+        if whole is not None:
+            return whole if input.dim() > count + 1 else whole.squeeze(0)
     if same_dims and fits(batch, kernels, biases) and not convolutions_are_watched():
         plan = _plan_of(batch, kernels, biases, stride, padding, dilation)
     if plan is None:
@@ -347,11 +337,11 @@ def _convolve(
             return plain(input, weight, bias, stride, padding, dilation, groups)
         # Weight and bias as they are: autocast casts them once for all calls.
         output = plain(batch, weight, bias, stride, padding, dilation, groups)
-        scope.tag(output, _depthwise_cast, (batch, weight, bias), tuple(plan))
+        scope.tag(output, convolve_cast, (batch, weight, bias), tuple(plan))
     elif _cpp is not None:
         output = _cpp.depthwise_conv(batch, kernels, biases, *plan[:5], *plan.use)
     if output is NotImplemented:
-        output = (_apply if trains else _depthwise)(batch, kernels, biases, *plan)
+        output = (apply if trains else convolve)(batch, kernels, biases, *plan)
     return output if input.dim() > count + 1 else output.squeeze(0)
 
 
@@ -391,8 +381,8 @@ def depthwise_conv2d(
 
     Contiguous and channels_last inputs are read where they are. Products are added up in float32
     (float64 for float64) and rounded once. Under autocast all arguments are cast, as for torch's
-    convolutions. Eager torch runs under torch.compile and functorch, and for arguments that torch
-    refuses, with torch's messages.
+    convolutions. torch.compile sees one op on a CPU; torch.export, functorch and arguments that
+    torch refuses meet torch's convolution.
 
     Args:
         input: [N, C, H, W] or [C, H, W], of dtype float32, float64, float16 or bfloat16.

