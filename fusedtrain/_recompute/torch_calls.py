@@ -102,10 +102,10 @@ class TorchCall:
             self._autocast = torch.get_autocast_dtype(device.type)
         if self._function is _ATTENTION:
             self._kernels = tuple(enabled() for enabled, _ in _KERNELS)
-        if self._is_random():
+        if self.is_random():
             self._state = _generator_state(device)
 
-    def _is_random(self) -> bool:
+    def is_random(self) -> bool:
         if self._function is not _ATTENTION:
             return self._function in _DROPOUT
         share = self._args[4] if len(self._args) > 4 else self._kwargs.get("dropout_p", 0.0)

@@ -152,8 +152,6 @@ def plan_memory(
         measure = partial(_measured, twin, measured, begin, device)
         chosen, outcome, peak = _fitting(search, limit, show, measure)
         if peak > limit:
-            if outcome.peak > limit:  # the example has memory for what was only simulated
-                peak = max(peak, measure(chosen))
             share = f"{math.ceil(100 * peak / max(eager, 1)) / 100:.2f} of eager's"
             hint = (
                 f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < FEW_BYTES else ""
@@ -318,7 +316,7 @@ def _fitting(
     measure: Callable[[Choice], int],
 ) -> tuple[Choice, Outcome, int]:
     """The fastest choice with a measured peak within the limit. Without one the choice of the
-    lowest peak of all that were measured, and of the lowest simulated one."""
+    lowest peak of all that were measured, the lowest simulated one among them."""
     target, tried = limit, list[tuple[Choice, Outcome, int]]()
 
     def attempt(choice: Choice, outcome: Outcome) -> None:
@@ -342,10 +340,7 @@ def _fitting(
     search.deepen()
     nothing = (False,) * len(search.simulator.bytes)
     for chosen, outcome in (search.least(), (nothing, search.simulator.run(nothing))):
-        if outcome.peak <= limit:
-            attempt(chosen, outcome)
-        else:
-            tried.append((chosen, outcome, outcome.peak))
+        attempt(chosen, outcome)
     return min(tried, key=lambda one: one[2])
 
 

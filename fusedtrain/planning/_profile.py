@@ -28,6 +28,7 @@ from .._torch_private import (
 from ._meter import Meter
 
 _REPEATS = 3  # of an op that is timed
+_STATE = torch.get_rng_state().nbytes  # of a CPU's generator
 
 
 @dataclass
@@ -145,6 +146,9 @@ class _Profiler(Scope):
                 inputs.append(recipe.number)
             else:
                 reads.append(self._storage_of(tensor))
+        if type(function) is TorchCall and function.is_random() and output.device.index is None:
+            reads.append(len(self.profile.bytes))  # a recipe keeps the state
+            self.profile.bytes.append(_STATE)
         number = len(self.profile.steps)
         step = Step(
             op_name(function), self._modules[-1], self._storage_of(output), inputs, reads,

@@ -20,7 +20,7 @@ from fusedtrain import MemoryPlan, plan_memory
 from fusedtrain._graph.modules import has_own_forward
 from fusedtrain._torch_private import top_saved_tensors_hooks
 from fusedtrain.planning._meter import Meter
-from fusedtrain.planning._profile import Profile, Save, Step
+from fusedtrain.planning._profile import Profile, Running, Save, Step, profile
 from fusedtrain.planning._search import Search
 from fusedtrain.planning._simulate import Simulator, peak_lines
 from helpers.planned_networks import EXAMPLES, Attention, Convolutions
@@ -206,6 +206,20 @@ def test_another_batch_and_another_forward() -> None:
     with pytest.warns(UserWarning, match="plan"):
         ours = step(model, x)
     assert_same(ours, step(store, x))
+
+
+def test_recipes_of_dropout_keep_the_generators_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        output = model(x)
+        return output, output.sum()
+
+    measured = profile(model, lambda: Running(forward, [x]), torch.device("cpu"))
+    reads = {step.op: {measured.bytes[one] for one in step.reads} for step in measured.steps}
+    assert torch.get_rng_state().nbytes in reads["dropout"]
+    assert torch.get_rng_state().nbytes not in reads["linear"]
 
 
 class Checkpointed(Convolutions):

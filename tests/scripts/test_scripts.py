@@ -15,8 +15,12 @@ import torch
 import fusedtrain
 from fusedtrain._graph.modules import has_own_forward
 from scripts import (
+    apex_loop,
+    bert_trainer,
     cifar_efficientnet,
     dcgan,
+    deeplab,
+    diffusion,
     imagenet,
     mnist,
     nanogpt,
@@ -24,6 +28,7 @@ from scripts import (
     torchvision_reference,
     transformers_loop,
     vae,
+    wgan_gp,
 )
 from scripts.harness import (
     Run,
@@ -101,6 +106,14 @@ SCRIPTS: dict[str, tuple[Callable[..., Run], Expected]] = {
             "ConvNext": Expected(({"converted": 5},)),
         }.items()
     },
+    "diffusion": (
+        diffusion.main,
+        Expected(({"calls": 1},), {"its forward stores something": 1}, narrow=1e-2),
+    ),
+    "bert_trainer": (bert_trainer.main, Expected(({"converted": 3},), tolerance=1e-8)),
+    "deeplab": (deeplab.main, Expected(({"norms": 1},), narrow=1e-2)),
+    "wgan_gp": (wgan_gp.main, Expected(({"norms": 2}, {"converted": 3}))),
+    "apex_loop": (apex_loop.main, Expected(({"norms": 5},), narrow=1e-2)),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -155,7 +154,7 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
     for scaler in watch.scalers.values():
         used[scaler.site] += scaler.used
     facts.scalers = [Scaler(site, count) for site, count in used.items()]
-    if facts.autocast.get("float16") and _apex_scales():
+    if facts.autocast.get("float16") and watch.scaling.by_apex:
         facts.scalers.append(Scaler(None, watch.taken))
     facts.direct_steps = watch.scaling.direct_steps(watch.taken)
     records = {record.site: record for record in watch.optimizers.values() if record.seconds}
@@ -176,14 +175,6 @@ def _script(facts: Facts, watch: Watch, trials: bool) -> None:
             one = groups.setdefault(key, Evaluation(call.site, call.type, 0, 0))
             one.calls, one.bytes = one.calls + 1, max(one.bytes, call.bytes)
     facts.evaluations = list(groups.values())
-
-
-def _apex_scales() -> bool:
-    """Whether `amp.initialize`, ours or Apex's, has made loss scales."""
-    names = ("fusedtrain.apex.amp._state", "apex.amp._amp_state")
-    states = (getattr(sys.modules.get(name), "_amp_state", None) for name in names)
-    made = (s for s in states if getattr(s, "initialized", True))  # Apex has no such flag
-    return any(getattr(state, "loss_scalers", ()) for state in made)
 
 
 def _usual_wait(record: LoaderRecord) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ class Scaling:
         self._by_scaler: set[int] = set()  # optimizers
         self._direct: Counter[tuple[int, Site | None]] = Counter()  # steps beside a scaler's
         self._inside = 0  # of a scaler's step
+        self.by_apex = False  # amp.initialize scaled losses at a step
 
     def watch(self, patches: Patches) -> None:
         patches.wrap(torch.amp.GradScaler, "unscale_", self._unscale)
@@ -51,6 +53,7 @@ class Scaling:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer steps, whoever calls it."""
+        self.by_apex = self.by_apex or _apex_scales()
         key = id(optimizer)
         if not self._inside and self._scales > self._seen.get(key, 0):
             self._seen[key] = self._scales
@@ -106,6 +109,14 @@ class Scaling:
                     self._stepped = self._scales
 
         return step
+
+
+def _apex_scales() -> bool:
+    """Whether `amp.initialize`, ours or Apex's, has made loss scales."""
+    names = ("fusedtrain.apex.amp._state", "apex.amp._amp_state")
+    states = (getattr(sys.modules.get(name), "_amp_state", None) for name in names)
+    made = (s for s in states if getattr(s, "initialized", True))  # Apex has no such flag
+    return any(getattr(state, "loss_scalers", ()) for state in made)
 
 
 def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:

@@ -22,6 +22,7 @@ _CLOCK = {"slow-optimizer", "small-tensors", "page-faults", "slow-16-bit-convolu
 _SCALED = {"scaler-with-bf16"}  # a GradScaler, and autocast to bfloat16
 _CLONES = {"in-place-clone"}  # SiLU and Hardswish of squeeze-and-excitation, in place
 _FUSES = {"convert-fuses"}
+_CLEARS = {"zero-by-memset"}  # Apex's FusedSGD, unless it is given set_grad_none=True
 
 # Script: what is true of the stock script, and what is still true after README's changes.
 TRUE: dict[str, tuple[set[str], set[str]]] = {
@@ -40,16 +41,24 @@ TRUE: dict[str, tuple[set[str], set[str]]] = {
     "transformers_Bert": (_FUSES, set()),
     "transformers_ViT": (_FUSES, set()),
     "transformers_ConvNext": (_FUSES, set()),
+    "diffusion": (_FUSES, set()),
+    "bert_trainer": (_FUSES, set()),
+    "deeplab": (_FUSES, set()),
+    "wgan_gp": (_FUSES, set()),
+    "apex_loop": (_FUSES | _CLEARS, _CLEARS),
 }
 
 
 def findings(name: str, mode: str, assume_gpu: bool, trials: bool) -> set[str]:
-    main = SCRIPTS[name][0]
+    main, losses = SCRIPTS[name][0], list[list[float]]()
     with as_before():
-        # The scripts take two to four steps each time.
-        diagnosis = doctor(lambda: main(mode), steps=6, assume_gpu=assume_gpu, trials=trials)
+        # The scripts take two to eight steps each time.
+        diagnosis = doctor(
+            lambda: losses.append(main(mode).losses), steps=6, assume_gpu=assume_gpu, trials=trials
+        )
     assert diagnosis.facts.steps == 6
     assert not diagnosis.partial
+    assert losses[0] == main(mode).losses  # bit for bit
     return rules(diagnosis)
 
 
