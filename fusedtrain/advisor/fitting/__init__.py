@@ -97,7 +97,7 @@ def fit(
     The model's errors are passed on.
 
     Example:
-        >>> import fusedtrain
+        >>> import fusedtrain, torch
         >>> from torch.nn import Conv2d, Flatten, Sequential, SiLU
         >>> def build_model():
         ...     return Sequential(Conv2d(3, 8, 3), SiLU(), Conv2d(8, 8, 3), Flatten(1))
