@@ -107,7 +107,7 @@ def fit(
 
         A model and a loss of one's own, in bfloat16:
 
-        >>> model, mse = build_model(), torch.nn.functional.mse_loss
+        >>> model, mse_loss = build_model(), torch.nn.functional.mse_loss
         >>> report = fusedtrain.fit(
         ...     model, lambda n: {"x": torch.randn(n, 3, 16, 16), "y": torch.zeros(n, 1152)}, "1MB",
         ...     step=lambda model, batch: mse_loss(model(batch["x"]), batch["y"]),
