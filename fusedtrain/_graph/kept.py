@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .._recompute import Recipe, observed
+from .._torch_private import pytree
 
 # The owner of the storage at an address, by its owner so far, which is None at first, and by the
 # recipe that keeps the storage.
@@ -22,6 +23,13 @@ def address_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a subclass, or of another layout
         return 0
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of the storages of the tree's tensors, each once."""
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    sizes = {address: t.untyped_storage().nbytes() for t in tensors if (address := address_of(t))}
+    return sum(sizes.values())
 
 
 @contextmanager

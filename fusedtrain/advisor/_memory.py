@@ -1,16 +1,9 @@
-"""Memory of the machine, and of a training step on the CPU, counted: no process is brought to its
-limits."""
+"""Memory of the machine, or of a container."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-import torch
-from torch import Tensor, nn
-
-from .._graph.kept import address_of
-from .._torch_private import pytree
 
 SHARE = 0.5  # of the memory that is available at the start: the limit for a step on the CPU
 _CGROUP = Path("/sys/fs/cgroup")  # of a container: its own
@@ -59,12 +52,3 @@ def _number(path: Path, name: str) -> int | None:
     words = next((line for line in lines if line and line[0].startswith(name)), ["max", "max"])
     word = words[1 if name else 0]
     return int(word) if word.isdigit() else None
-
-
-def fixed_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Bytes of parameters, buffers and the optimizer's state."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if optimizer is not None:
-        leaves = pytree.tree_leaves(list(optimizer.state.values()))
-        tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return sum({address_of(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -15,7 +15,7 @@ import torch
 
 from .. import __version__
 from .._text import FEW_BYTES, bytes_in, memory_text, shape_text
-from ..advisor.fitting import HEADINGS, FitReport, fit
+from ..advisor.fitting import HEADINGS, PRECISIONS, FitReport, fit
 from ..advisor.tuning._job import split
 from ._exit import Exit
 from ._output import (
@@ -54,11 +54,37 @@ class Size(click.ParamType[int]):
         return size
 
 
+class Samples(Shape):
+    """The shape of a sample, or path.py:FUNCTION."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        named = isinstance(value, str) and ":" in value
+        return _checked(value, "--input") if named else super().convert(value, param, ctx)
+
+
+def _checked(place: str, option: str) -> str:
+    """The place of a function, if its file is there."""
+    try:
+        path = split(place)[0]
+    except ValueError as error:
+        hint = error if option == "MODEL" else f"{option}: expected path.py:FUNCTION, got {place}"
+        raise click.UsageError(str(hint)) from None
+    if path.endswith(".py") and not Path(path).is_file():
+        raise click.UsageError(f"there is no file {path}; {option} is path.py:FUNCTION")
+    return place
+
+
 @click.command(epilog="Exit codes: 0 done; 1 nothing fits; 2 wrong usage; 3 the model does not "
                "import or raises; 4 stopped early (Ctrl-C), what was measured is "
                "shown.")  # fmt: skip
 @click.argument("model")
-@click.option("--input", "shape", type=Shape(), required=True, help="Of one sample: 3x224x224.")
+@click.option("--input", "shape", type=Samples(), required=True,
+              help="Of one sample: 3x224x224; or path.py:FUNCTION of the number of samples, which "
+              "returns a batch.")  # fmt: skip
+@click.option("--step", help="path.py:FUNCTION of model and batch, which returns the loss.  "
+              "[default: cross-entropy, or the model's own loss]")  # fmt: skip
+@click.option("--precision", type=click.Choice([*PRECISIONS]), default="fp32", show_default=True,
+              help="bf16, fp16: the forward under autocast.")  # fmt: skip
 @click.option("--memory", type=Size(), required=True, help="For a step: 800MB, 4GiB.")
 @click.option("--batch", type=click.IntRange(2),
               help="The fastest way to train this one.  [default: the largest]")  # fmt: skip
@@ -75,9 +101,9 @@ class Size(click.ParamType[int]):
               "--plot; each is compiled, in a minute or more.")  # fmt: skip
 @output_options
 def command(
-    model: str, shape: tuple[int, ...], memory: int, batch: int | None, classes: int,
-    tokens: int | None, config: Sequence[tuple[str, Any]], optimizer: str, device: str | None,
-    save: Path | None, compiled: bool, outputs: Outputs,
+    model: str, shape: tuple[int, ...] | str, step: str | None, precision: str, memory: int,
+    batch: int | None, classes: int, tokens: int | None, config: Sequence[tuple[str, Any]],
+    optimizer: str, device: str | None, save: Path | None, compiled: bool, outputs: Outputs,
 ) -> int:  # fmt: skip
     """Finds the largest batch of MODEL that trains in so much memory, or the fastest way to train
     a batch: eager PyTorch, convert, convert(memory="recompute"), or a plan of what is recomputed.
@@ -87,18 +113,16 @@ def command(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise click.UsageError("--device cuda: torch sees no CUDA device; leave --device out")
-    try:
-        place = split(model)[0]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    if place.endswith(".py") and not Path(place).is_file():
-        raise click.UsageError(f"there is no file {place}; MODEL is path.py:FUNCTION")
+    _checked(model, "MODEL")
+    if step is not None:
+        _checked(step, "--step")
     failure: Exception | SystemExit | None = None
     with progress("fit") as begins, redirect_stdout(sys.stderr):
         try:
             seen = fit(
-                model, shape, memory, batch=batch, classes=classes, tokens=tokens or 0,
-                optimizer=optimizer, device=device, config=dict(config),
+                model, shape, memory, batch=batch, step=step, precision=precision,
+                classes=classes, tokens=tokens or 0, optimizer=optimizer, device=device,
+                config=dict(config),
                 curve=bool(outputs.plot or outputs.html), compiled=compiled, begin=begins,
             )  # fmt: skip
         except (Exception, SystemExit) as error:  # the function of a script may end it
@@ -138,13 +162,14 @@ def _save(seen: FitReport, path: Path | None) -> None:
         say(f"{path} is written: convert(model, memory=MemoryPlan.load({str(path)!r}))")
 
 
-def _report(seen: FitReport, optimizer: str, shape: Sequence[int]) -> Report:
+def _report(seen: FitReport, optimizer: str, shape: Sequence[int] | str) -> Report:
+    sample = shape if isinstance(shape, str) else shape_text(shape)
     facts = {
         "device": seen.device,
         "torch": torch.__version__,
         "fusedtrain": __version__,
         "threads": str(torch.get_num_threads()),
-        "input": f"{shape_text(shape)}, {optimizer}, fp32",
+        "input": f"{sample}, {optimizer}, {seen.precision}",
         "memory": memory_text(seen.memory),
         "date": today(),
     }

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from .._graph.compiled import original_of, without_compiled_code
 from .._graph.example import arguments_of, example_for
 from .._graph.forward import set_recomputing
-from .._graph.kept import address_of
+from .._graph.kept import bytes_of
 from .._graph.state import duplicate, restored
 from .._graph.tracer import same_generators
 from .._recompute import MemoryPlan, fingerprint
@@ -32,6 +31,7 @@ from .._recompute.plan import PlannedStep
 from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
+from ._autocast import autocast_dtype, autocast_to, without_autocast
 from ._meter import Meter
 from ._profile import Profile, Running, metered, profile, structure
 from ._search import Choice, Search
@@ -120,23 +120,16 @@ def plan_memory(
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         def forward() -> tuple[Any, Tensor]:
-            # A training step enters autocast, which casts each weight anew, and leaves it before
-            # backward. The cache of an outer one would hide the bytes of these casts.
-            with torch.autocast(device.type, dtype, enabled=autocast):
-                torch.clear_autocast_cache()
-                try:
-                    output = twin(*arguments, **named)
-                    return output, _loss_of(output, loss)
-                finally:
-                    torch.clear_autocast_cache()
+            with autocast_to(dtype, device.type):
+                output = twin(*arguments, **named)
+                return output, _loss_of(output, loss)
 
         return Running(forward, inputs)
 
-    autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    outside = torch.autocast(device.type, enabled=False) if autocast else nullcontext()
+    dtype = autocast_dtype(device.type)
     with (
         restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad(),
-        outside,
+        without_autocast(device.type),
     ):  # fmt: skip
         show("eager PyTorch on the example")
         eager = _peak(twin, begin, device)
@@ -372,8 +365,7 @@ def _fixed_bytes(
     model: nn.Module, inputs: list[Tensor], optimizer: torch.optim.Optimizer | None
 ) -> int:
     """Bytes of parameters, buffers, inputs, and the optimizer's states after a step."""
-    tensors = [*model.parameters(), *model.buffers(), *inputs]
-    size = sum({address_of(t): _nbytes(t) for t in tensors}.values())
+    size = bytes_of([*model.parameters(), *model.buffers(), *inputs])
     if optimizer is None:
         return size
     if not optimizer.state:
@@ -387,13 +379,7 @@ def _fixed_bytes(
             raise ValueError(
                 "optimizer: its states are not known before its first step; take a step first"
             ) from error
-    leaves = pytree.tree_leaves(list(optimizer.state.values()))
-    states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return size + sum({address_of(t): _nbytes(t) for t in states}.values())
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if address_of(tensor) else 0
+    return size + bytes_of(list(optimizer.state.values()))
 
 
 class _Progress:

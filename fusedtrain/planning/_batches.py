@@ -20,6 +20,16 @@ from ._timeline import timelines
 _LOWEST = 16  # choices by which the largest batch is predicted
 
 
+def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
+    """The largest number up to `most` that fits, by doubling from `first` on and bisection, or
+    0."""
+    low, high, number = 0, most + 1, min(first, most)
+    while high - low > 1:
+        low, high = (number, high) if fits(number) else (low, number)
+        number = min(2 * low, most) if high > most else (low + high) // 2
+    return low
+
+
 class BatchPlanner:
     """`model`: converted with `memory="recompute"`, and set not to recompute. `begin(batch)`: the
     forward of that batch. `batches`: a small and a larger one, which are run.
@@ -54,12 +64,7 @@ class BatchPlanner:
             peaks = (simulator.run(choice).peak for choice in ordered[:_LOWEST])
             return min(peaks) <= limit(batch)
 
-        low, high = 0, most + 1
-        batch = min(self._batches[1], most)
-        while high - low > 1:
-            low, high = (batch, high) if fits(batch) else (low, batch)
-            batch = min(2 * low, most) if high > most else (low + high) // 2
-        return low
+        return largest(fits, self._batches[1], most)
 
     def lowest(self, batch: int) -> int:
         """The lowest simulated peak."""

@@ -23,6 +23,13 @@ def build_model():
     layers += [torch.nn.Conv2d(8, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU()]
     return torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(8 * 12 * 12, 5))
 
+def samples(n):
+    return {"x": torch.randn(n, 3, 16, 16), "y": torch.zeros(n, 5)}
+
+def step(model, batch):
+    assert torch.is_autocast_enabled("cpu")
+    return torch.nn.functional.mse_loss(model(batch["x"]).float(), batch["y"])
+
 def broken():
     raise KeyError("the layer is broken")
 """
@@ -73,6 +80,21 @@ def test_table_json_and_plan(
     assert not saved.exists()
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_step_in_bfloat16(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fit", f"{place}:build_model", "--input", f"{place}:samples", "--device", "cpu"]
+    words += ["--step", f"{place}:step", "--precision", "bf16", "--memory", "1MB", "--batch", "8"]
+    assert main([*words, "--json"]) == Exit.DONE
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["precision"] == "bf16"
+    assert all(row["peak"] > 0 and row["seconds"] for row in seen["rows"])
+    # An argument of the wrong kind is one line that names it.
+    words[words.index(f"{place}:step")] = f"{place}:broken"
+    assert main(words) == Exit.SCRIPT_RAISED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "TypeError: step: expected a function of model and batch: too many" in last
+
+
 def test_the_model_raises(place: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit", f"{place}:broken", *WORDS, "--memory", "1MB"]
     assert main(words) == Exit.SCRIPT_RAISED
@@ -101,7 +123,11 @@ def test_the_function_ends_its_script(tmp_path: Path, capsys: pytest.CaptureFixt
         (["m:f", "--input", "3xx", "--memory", "1GB"], "3xx is no shape of a sample"),
         (["m:f", *WORDS, "--memory", "1GB", "--batch", "1"], "1 is not in the range x>=2"),
         (["resnet50", *WORDS, "--memory", "1GB"], "expected torchvision:NAME"),
-        (["/no/m.py:f", *WORDS, "--memory", "1GB"], "there is no file /no/m.py"),
+        (["/no/m.py:f", *WORDS, "--memory", "1GB"], "there is no file /no/m.py; MODEL is"),
+        (["m:f", "--input", "/no/m.py:f", "--memory", "1GB"], "no file /no/m.py; --input is"),
+        (["m:f", *WORDS, "--memory", "1GB", "--step", "step"], "--step: expected path.py:FUNCTION"),
+        (["m:f", *WORDS, "--memory", "1GB", "--step", "/no/m.py:f"], "/no/m.py; --step is path"),
+        (["m:f", *WORDS, "--memory", "1GB", "--precision", "half"], "'half' is not one of 'fp32'"),
         (["m:f", *WORDS, "--memory", "1GB", "--save", "/no/a.json"], "there is no folder /no"),
     ],
 )

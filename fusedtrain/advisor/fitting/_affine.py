@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
 MOST = 1 << 16  # samples in a batch
 _GROWTH = 32  # times the largest measured batch, at most, is the next one
 _TRIES = 5  # of steps that are measured

@@ -12,10 +12,10 @@ import torch
 from ..._recompute import MemoryPlan
 from ..._text import memory_text
 from ...planning._batches import BatchPlanner
-from ._affine import MOST, largest_fitting, predicted
+from ._affine import MOST, PROBES, largest_fitting, predicted
 from ._checkpoint import blocks_of
 from ._report import FitReport, FitRow, sentences
-from ._trainer import CHECKPOINTS, COMPILED, PROBES, WAYS, Trainer, Way
+from ._trainer import CHECKPOINTS, COMPILED, WAYS, Trainer, Way
 
 _PROFILED = 32  # samples in the larger batch that is profiled, at most
 _ROUNDS = 5  # in which each way is timed once, at most
@@ -85,20 +85,14 @@ class Fitter:
         peaks = self._peaks[way]
         expected = round(predicted(peaks, batch))
         if batch not in peaks and expected <= self._safe:
-            self._begin(f"{way}: the memory of {batch} samples")
-            if (peak := self._peak(batch)) is not None:
-                peaks[batch] = peak
+            peaks |= {batch: peak} if (peak := self._peak(batch, way)) is not None else {}
         peak = peaks.get(batch, expected)
         row = FitRow(way, batch, peak, peak <= self._limit, measured=batch in peaks)
         self._candidates.append(_Candidate(row, way))
 
     def _add_largest(self, way: str) -> None:
-        def measure(batch: int) -> int | None:
-            self._begin(f"{way}: the memory of {batch} samples")
-            return self._peak(batch)
-
         limit = min(self._limit, self._safe)
-        batch = largest_fitting(measure, self._peaks[way], limit)
+        batch = largest_fitting(lambda number: self._peak(number, way), self._peaks[way], limit)
         self._add(way, batch or PROBES[0])
 
     def _add_plan(self) -> None:
@@ -155,7 +149,9 @@ class Fitter:
             batch //= 2
         return max(batch, PROBES[1])
 
-    def _peak(self, batch: int) -> int | None:
+    def _peak(self, batch: int, way: str = "") -> int | None:
+        if way:
+            self._begin(f"{way}: the memory of {batch} samples")
         try:
             return self._trainer.peak(batch)
         except torch.OutOfMemoryError:

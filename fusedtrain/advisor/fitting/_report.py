@@ -50,6 +50,7 @@ class FitReport:
         model: as it was named.
         device: its name.
         memory: bytes that were asked for.
+        precision: "fp32", or that of autocast: "bf16", "fp16".
         rows: a way to train each, as it was measured.
         plan: of the row "plan", for `convert(model, memory=plan)`; None without one.
         summary: what was won, in sentences.
@@ -60,6 +61,7 @@ class FitReport:
     model: str
     device: str
     memory: int
+    precision: str = "fp32"
     rows: list[FitRow] = field(default_factory=list)
     plan: MemoryPlan | None = None
     summary: list[str] = field(default_factory=list)
@@ -72,7 +74,7 @@ class FitReport:
             [{**vars(row), "image": row.image if row.seconds else None} for row in some]
             for some in (self.rows, self.curve)
         )
-        names = ("model", "device", "memory", "summary", "partial")
+        names = ("model", "device", "memory", "precision", "summary", "partial")
         return {**{name: getattr(self, name) for name in names}, "rows": rows, "curve": curve}
 
     def table(self) -> list[list[str]]:

@@ -10,33 +10,43 @@ import torch
 from torch import Tensor, nn
 
 from ..._graph.forward import set_recomputing
+from ..._graph.kept import bytes_of
 from ..._recompute import MemoryPlan, fingerprint
-from ..._torch_private import compiled_within
+from ..._torch_private import compiled_within, pytree
 from ...conversion import convert, revert
+from ...planning._autocast import autocast_to
 from ...planning._meter import Meter
 from ...planning._profile import Running
-from .._memory import SHARE, available_memory, fixed_bytes
-from ..tuning._job import Job
+from .._memory import SHARE, available_memory
+from ..tuning._job import Job, target_of
+from ._affine import PROBES, predicted
 from ._checkpoint import blocks_of, checkpoint_blocks, restore_blocks
+from ._losses import Draw, Outcome, usual_loss
 
 Way = str | MemoryPlan  # eager, convert, recompute, checkpoint, or a plan
 WAYS = ("eager", "convert", "recompute")
 # Rivals of plans on a curve: one block of so many is checkpointed; budgets of torch.compile.
 CHECKPOINTS = {"checkpoint": 1, "checkpoint, every 2nd block": 2, "checkpoint, every 4th block": 4}
 COMPILED = {f"torch.compile, budget {budget}": budget for budget in (1.0, 0.5, 0.25, 0.0)}
-PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
 _SHARE_OF_GPU = 0.9  # of the free memory, which other steps have cut into pieces
 
 
 class Trainer:
-    """`build_model` makes the model, which returns a tensor [batch, classes, ...]."""
+    """Steps of the model that `build_model` makes, on batches of `draw`. `loss`: of both; None: the
+    usual one. `dtype`: of autocast, if any."""
 
-    def __init__(self, job: Job, build_model: Callable[[], nn.Module]) -> None:
-        self.job = job
+    def __init__(
+        self, job: Job, build_model: Callable[[], nn.Module], draw: Draw, loss: Outcome | None,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        self.job, self._draw, self._dtype = job, draw, dtype
+        self._loss = loss or usual_loss
         model = build_model()
         if not isinstance(model, nn.Module):
             raise TypeError(f"{job.model} returned {type(model).__name__}, not a module")
-        self.model = model.to(job.device).train()
+        self.model = model.to(job.device)
+        if not model.training:  # otherwise parts may be frozen
+            model.train()
         revert(self.model)
         self.fingerprint = fingerprint(self.model)
         self.device = next((p.device for p in model.parameters()), torch.device(job.device))
@@ -50,12 +60,15 @@ class Trainer:
         self._checkpointed: list[nn.Module] = []
         self._call: Callable[..., Any] = self.model
         self._compiled: dict[str, Callable[..., Any]] = {}
-        self._samples: tuple[Tensor, Tensor] | None = None
-        self._target: tuple[int, list[int]] = self._probed()
-        self._step(*self._data(PROBES[0]))  # the optimizer makes its states
+        self._drawn: tuple[int, Any] | None = None
+        self._target = self._probed() if loss is None else None
+        self._data_bytes = {number: bytes_of(self._data(number)) for number in reversed(PROBES)}
+        self._step(self._data(PROBES[0]))  # the optimizer makes its states
+        if not any(p.grad is not None for p in self.model.parameters()):
+            raise ValueError("step: the loss depends on no parameter of the model that it is given")
         self._optimizer.zero_grad()
-        self._states = fixed_bytes(self.model, self._optimizer)
-        self._each = sum(tensor.nbytes for tensor in self._data(PROBES[0])) // PROBES[0]
+        states = list(self._optimizer.state.values())
+        self._states = bytes_of([*self.model.parameters(), *self.model.buffers(), states])
         self.available = self._available()
 
     def switch(self, way: Way) -> None:
@@ -81,14 +94,14 @@ class Trainer:
 
     def fixed(self, batch: int) -> int:
         """Bytes of parameters, buffers, the optimizer's states, inputs and targets."""
-        return self._states + self._each * batch
+        return self._states + round(predicted(self._data_bytes, batch))
 
     def peak(self, batch: int) -> int:
         """The most bytes at a moment of a step, `fixed` included."""
         data = self._data(batch)
         self._optimizer.zero_grad()  # gradients of an earlier step would be freed under the meter
         with Meter(self.device) as meter:
-            self._step(*data)
+            self._step(data)
         self._optimizer.zero_grad()
         return meter.peak + self.fixed(batch)
 
@@ -97,59 +110,51 @@ class Trainer:
         data = self._data(batch)
         self._synchronize()
         begun = time.perf_counter()
-        self._step(*data)
+        self._step(data)
         self._synchronize()
         return time.perf_counter() - begun
 
     def forget(self) -> None:
         """Frees what a step that did not fit has left."""
         self._optimizer.zero_grad()
-        self._samples = None
+        self._drawn = None
         torch.accelerator.empty_cache()
 
     def begin(self, batch: int) -> Running:
         """A forward that is about to run."""
-        inputs, targets = self._data(batch)
-        return Running(lambda: self._outcome(inputs, targets), [inputs, targets])
+        data = self._data(batch)
+        inputs = [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, Tensor)]
+        return Running(lambda: self._outcome(data), inputs)
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> None:
+    def _step(self, data: Any) -> None:
         self._optimizer.zero_grad()
-        output, loss = self._outcome(inputs, targets)
+        output, loss = self._outcome(data)
         loss.backward()
         self._optimizer.step()
         del output  # training loops hold it as long
 
-    def _outcome(self, inputs: Tensor, targets: Tensor) -> tuple[Any, Tensor]:
-        output = self._call(inputs)
-        logits = getattr(output, "logits", output)
-        return output, nn.functional.cross_entropy(logits, targets)
+    def _outcome(self, data: Any) -> tuple[Any, Tensor]:
+        containers = pytree.tree_map(lambda leaf: leaf, data)  # a step may pop labels
+        with autocast_to(self._dtype, self.device.type):
+            return self._loss(self._call, containers)
 
-    def _probed(self) -> tuple[int, list[int]]:
-        """Classes and the target's shape beside the batch."""
+    def _probed(self) -> tuple[int, list[int]] | None:
+        """Classes and the target's shape beside the batch, where a batch is inputs alone."""
+        data = self._draw(PROBES[0])
+        if not isinstance(data, Tensor):
+            return None
         with torch.no_grad():
-            output = self.model(self._inputs(PROBES[0]))
-        output = getattr(output, "logits", output)
-        if not isinstance(output, Tensor) or output.dim() < 2 or len(output) != PROBES[0]:
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise TypeError(
-                f"{self.job.model}: for {PROBES[0]} samples the model returns {shape}; fit trains "
-                "classifiers, which return a tensor [batch, classes, ...]"
-            )
-        return output.shape[1], list(output.shape[2:])
+            return target_of(self.job, self.model(data), PROBES[0])
 
-    def _inputs(self, batch: int) -> Tensor:
-        shape = (batch, *self.job.input)
-        if self.job.tokens:
-            return torch.randint(self.job.tokens, shape, device=self.job.device)
-        return torch.randn(shape, device=self.job.device)
-
-    def _data(self, batch: int) -> tuple[Tensor, Tensor]:
-        if self._samples is None or len(self._samples[0]) != batch:
-            self._samples = None  # two batches are never in memory together
-            classes, rest = self._target
-            targets = torch.randint(classes, (batch, *rest), device=self.job.device)
-            self._samples = self._inputs(batch), targets
-        return self._samples
+    def _data(self, batch: int) -> Any:
+        if self._drawn is None or self._drawn[0] != batch:
+            self._drawn = None  # two batches are never in memory together
+            data = self._draw(batch)
+            if self._target is not None:
+                classes, rest = self._target
+                data = data, torch.randint(classes, (batch, *rest), device=self.job.device)
+            self._drawn = batch, data
+        return self._drawn[1]
 
     def _synchronize(self) -> None:
         if self.device.index is not None:

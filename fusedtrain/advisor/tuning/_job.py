@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LIBRARIES = ("torchvision", "timm", "transformers")
 TOKENS = 100  # token ids for a model of transformers; each vocabulary has as many
@@ -104,10 +105,34 @@ def checked_job(
     )
 
 
+def random_inputs(job: Job, batch: int, generator: torch.Generator | None = None) -> Tensor:
+    shape = (batch, *job.input)
+    if job.tokens:
+        return torch.randint(job.tokens, shape, generator=generator)
+    return torch.randn(shape, generator=generator)
+
+
+def target_of(job: Job, output: Any, batch: int) -> tuple[int, list[int]]:
+    """Classes, and the shape of the targets beside the batch, by the output of a batch.
+
+    Raises:
+        TypeError: the model is no classifier.
+    """
+    output = getattr(output, "logits", output)
+    if not isinstance(output, Tensor) or output.dim() < 2 or len(output) != batch:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise TypeError(
+            f"{job.model}: for {batch} samples the model returns {shape}; cross-entropy needs a "
+            "tensor [batch, classes, ...] (fit: pass step=)"
+        )
+    return output.shape[1], list(output.shape[2:])
+
+
 def load_function(place: str) -> Callable[..., Any]:
     """The function of ``path.py:FUNCTION`` or ``package.module:FUNCTION``."""
     where, name = split(place)
-    module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    file = Path(where).resolve() if where.endswith(".py") else None
+    module = importlib.import_module(where) if file is None else _from_file(file)
     function: Any = functools.reduce(getattr, name.split("."), module)
     if not callable(function):
         raise TypeError(f"{place}: expected a function, got {type(function).__name__}")
@@ -127,9 +152,9 @@ def search_path(job: Job) -> list[str]:
     return [folder for folder in sys.path if os.path.abspath(folder) != working]
 
 
+@functools.cache  # functions of one file share its names
 def _from_file(path: Path) -> ModuleType:
     """Imports a file under its name, with its folder first in sys.path, as a script has."""
-    path = path.resolve()
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection
 
+from ...planning._batches import largest
 from ._switches import NAMES, SWITCHES, Config, Facts
 
 # Whether the second configuration, tried against the first (the best so far), is accepted.
@@ -64,11 +66,7 @@ def product(start: Config, facts: Facts, names: Collection[str], judge: Judge) -
 
 def size_of_product(facts: Facts, names: Collection[str]) -> int:
     """Trials of `product`."""
-    total = 1
-    for switch in SWITCHES:
-        if switch.name in names:
-            total *= 1 + len(switch.others(facts))
-    return total - 1
+    return math.prod(1 + len(one.others(facts)) for one in SWITCHES if one.name in names) - 1
 
 
 def largest_batch(fits: Callable[[int], bool], base: int, most: int) -> int:
@@ -77,18 +75,6 @@ def largest_batch(fits: Callable[[int], bool], base: int, most: int) -> int:
     ``base`` fits; ``most`` is the largest that is asked for. ``fits`` is called a few times.
     """
     unit = max(1, base // 4)
-    good, bad = base // unit, 0  # in units; 0: none is known
-    top = most // unit
-    while not bad and good < top:
-        next_one = min(2 * good, top)
-        if fits(next_one * unit):
-            good = next_one
-        else:
-            bad = next_one
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle * unit):
-            good = middle
-        else:
-            bad = middle
-    return max(good * unit, base)
+    first = base // unit
+    number = largest(lambda units: units <= first or fits(units * unit), 2 * first, most // unit)
+    return max(number * unit, base)

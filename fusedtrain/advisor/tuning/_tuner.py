@@ -156,7 +156,8 @@ class Tuner:
             self._budget.last_trial = time.monotonic() - begun
         # Memory is compared for a sample: of a larger batch it is not less.
         decided = verdict(result, self._best.memory / best[BATCH] * trial[BATCH], running.memory)
-        done = self._record(name, running, result, decided.accepted, decided.reason)
+        done = _tuned(name, running, result, decided.accepted, decided.reason)
+        self.trials.append(done)
         loser = self._best if decided.accepted else running
         if loser is not self._base:
             loser.process.kill()
@@ -301,13 +302,6 @@ class Tuner:
         turns = (one.step * one.steps_a_turn for one in (best, trial))
         rounds = rounds_in(seconds, *turns)
         return race(lambda: self._turn(best), lambda: self._turn(trial), rounds)
-
-    def _record(
-        self, name: str, running: RunningTrial, result: Race, accepted: bool, reason: str
-    ) -> TunedTrial:
-        trial = _tuned(name, running, result, accepted, reason)
-        self.trials.append(trial)
-        return trial
 
 
 def _tuned(

@@ -22,10 +22,9 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from ..._graph.kept import kept_bytes
-from .._memory import fixed_bytes
+from ..._graph.kept import bytes_of, kept_bytes
 from ..bench.clock import device_name
-from ._job import LIBRARIES, Job, load_function, split
+from ._job import LIBRARIES, Job, load_function, random_inputs, split, target_of
 from ._recipe import loader_call, model_source, trial
 from ._switches import BATCH, Config, plain
 
@@ -81,21 +80,15 @@ class Trial:
         kept = kept_bytes(
             lambda: outputs.append(model(inputs)), (*model.parameters(), *model.buffers(), inputs)
         )
-        output = getattr(outputs[0], "logits", outputs[0])
-        if not isinstance(output, Tensor) or output.dim() < 2 or len(output) != PROBED:
-            shown = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise TypeError(
-                f"{self.job.model}: for {PROBED} samples the model returns {shown}; tune trains "
-                "classifiers, which return a tensor [batch, classes, ...]"
-            )
+        classes, target_shape = target_of(self.job, outputs[0], PROBED)
         convolutions = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
         cuda = self.job.device == "cuda"
         return {
-            "target_shape": list(output.shape[2:]),
-            "classes": output.shape[1],
+            "target_shape": target_shape,
+            "classes": classes,
             "convolutions": convolutions and len(self.job.input) == 3,
             "kept_per_sample": kept / PROBED,
-            "fixed": fixed_bytes(model),
+            "fixed": bytes_of([*model.parameters(), *model.buffers()]),
             "capability": list(torch.cuda.get_device_capability()) if cuda else [0, 0],
             "memory": torch.cuda.mem_get_info()[0] if cuda else None,
             "device": device_name(self.job.device),
@@ -126,9 +119,10 @@ class Trial:
             step(*data)
             torch.cuda.synchronize()
             return {"memory": torch.cuda.max_memory_allocated(), "kept": 0}
-        ours = (*model.parameters(), *model.buffers(), *data)
-        kept = kept_bytes(lambda: step(*data), ours)
-        return {"memory": kept + fixed_bytes(model, self.names["optimizer"]), "kept": kept}
+        tensors = [*model.parameters(), *model.buffers()]
+        kept = kept_bytes(lambda: step(*data), (*tensors, *data))
+        states = list(self.names["optimizer"].state.values())
+        return {"memory": kept + bytes_of([tensors, states]), "kept": kept}
 
     def turn(self, steps: int) -> dict[str, Any]:
         """Seconds for a step, on average of so many; memory of the allocator is given back."""
@@ -180,12 +174,7 @@ class Trial:
 
     def _inputs(self, batch: int) -> Tensor:
         generator = torch.Generator().manual_seed(3)
-        shape = (batch, *self.job.input)
-        if self.job.tokens:
-            inputs = torch.randint(self.job.tokens, shape, generator=generator)
-        else:
-            inputs = torch.randn(shape, generator=generator)
-        return inputs.to(self.job.device)
+        return random_inputs(self.job, batch, generator).to(self.job.device)
 
     def _next_batch(self) -> tuple[Tensor, Tensor]:
         """The next batch of the user's loader, which begins again at its end."""

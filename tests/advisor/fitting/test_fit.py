@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 import fusedtrain
 from fusedtrain._graph.modules import has_own_forward
@@ -31,6 +32,9 @@ def build() -> nn.Module:
     return Convolutions(8, 4)
 
 
+other = build()
+
+
 @pytest.fixture(scope="module")
 def largest() -> fusedtrain.FitReport:
     threads = torch.get_num_threads()
@@ -41,6 +45,28 @@ def largest() -> fusedtrain.FitReport:
     assert torch.equal(torch.get_rng_state(), state)
     torch.set_num_threads(threads)
     return report
+
+
+def measured(model: nn.Module, x: Tensor, bf16: bool = False) -> int:
+    """The peak of a step of a training loop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    y = torch.randint(4, (len(x),))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output = model(x)  # held during backward, as in training loops
+            loss = nn.functional.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    states = [s["momentum_buffer"] for s in optimizer.state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states, x, y]
+    with Meter(torch.device("cpu")) as meter:
+        step()
+    return meter.peak + sum(t.nbytes for t in tensors)
 
 
 def test_the_largest_batches_fit_and_larger_ones_do_not(largest: fusedtrain.FitReport) -> None:
@@ -64,25 +90,9 @@ def test_the_largest_batches_fit_and_larger_ones_do_not(largest: fusedtrain.FitR
 def test_the_plan_has_the_peak_that_was_reported(largest: fusedtrain.FitReport) -> None:
     assert largest.plan is not None
     assert largest.plan.recomputed
-    row = largest.rows[-1]
-    model, x = build(), torch.randn(row.batch, *SAMPLE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    row, model = largest.rows[-1], build()
     fusedtrain.convert(model, memory=largest.plan)
-    y = torch.randint(4, (row.batch,))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        output = model(x)  # held during backward, as in training loops
-        nn.functional.cross_entropy(output, y).backward()
-        optimizer.step()
-
-    step()
-    optimizer.zero_grad()
-    states = [s["momentum_buffer"] for s in optimizer.state.values()]
-    tensors = [*model.parameters(), *model.buffers(), *states, x, y]
-    with Meter(torch.device("cpu")) as meter:
-        step()
-    assert meter.peak + sum(t.nbytes for t in tensors) == row.peak
+    assert measured(model, torch.randn(row.batch, *SAMPLE)) == row.peak
     assert abs(largest.plan.predicted - largest.plan.peak) <= 0.05 * largest.plan.peak
 
 
@@ -155,6 +165,73 @@ def test_words() -> None:
     assert sentences([eager], 10**9, 40) == ["The fastest way to train batch 40 in 1.00 GB: eager."]
 
 
+class Tagged(nn.Module):
+    """Named arguments, a dict with the loss, a part that is frozen; as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(9, 4), nn.BatchNorm1d(4), nn.Linear(4, 9)
+        self.norm.eval()
+
+    def forward(self, tokens: Tensor, labels: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        assert not self.norm.training
+        x = self.norm(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        logits = self.head(x * mask.unsqueeze(2))
+        return {"loss": nn.functional.cross_entropy(logits.mT, labels), "logits": logits}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_batches_of_several_tensors_and_losses() -> None:
+    """A model is copied; a sample is repeated; a function may make the batch."""
+    tagged = Tagged()
+    x, state = torch.zeros(6, dtype=torch.int64), [p.clone() for p in tagged.state_dict().values()]
+    sample = {"tokens": x, "labels": x, "mask": torch.ones(6)}
+    report = fusedtrain.fit(tagged, sample, "1MB", batch=8, optimizer="adamw", device="cpu")
+    assert report.model.endswith("test_fit:Tagged")
+    assert all(row.fits and row.measured for row in report.rows)
+    assert all(map(torch.equal, state, tagged.state_dict().values()))
+    assert all(p.grad is None for p in tagged.parameters())
+    seen: list[torch.dtype] = []
+
+    def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch.pop("labels")
+        output = model(**batch, labels=labels)
+        seen.append(output["logits"].dtype)
+        return -output["logits"].logsumexp(2).mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        again = fusedtrain.fit(
+            Tagged, lambda n: default_collate([sample] * n), "1MB", batch=8, device="cpu", step=step
+        )
+        assert again.precision == "bf16"
+        assert torch.is_autocast_enabled("cpu")
+    assert {*seen} == {torch.bfloat16}
+    pair = (torch.ones(SAMPLE), 3)
+    peaks = {fusedtrain.fit(build, example, MEMORY, batch=4, device="cpu").rows[0].peak
+             for example in (pair, SAMPLE)}  # fmt: skip
+    assert len(peaks) == 1
+
+
+def last_channels(samples: int) -> Tensor:
+    return torch.randn(samples, *SAMPLE).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_peaks_under_autocast() -> None:
+    """A training loop in bfloat16 has the peaks that were reported, within the memory."""
+    model = build().to(memory_format=torch.channels_last)
+    report = fusedtrain.fit(model, last_channels, "700kB", precision="bf16")
+    assert report.precision == "bf16"
+    assert report.plan is not None
+    for row, memory in zip(report.rows[1:], ("store", "recompute", report.plan)):
+        fusedtrain.convert(model, memory=memory)
+        assert 0.9 * 700_000 < row.peak <= 700_000
+        assert measured(model, last_channels(row.batch), bf16=True) == pytest.approx(
+            row.peak, rel=0.02
+        )
+    assert report.rows[3].batch > report.rows[0].batch
+
+
 def failing() -> nn.Module:
     raise KeyError("in build")
 
@@ -171,13 +248,37 @@ def flat() -> nn.Module:
         (ValueError, "memory: must be positive", {"memory": 0}),
         (TypeError, "batch: expected an int", {"batch": 2.0}),
         (ValueError, "batch: expected 2 or more", {"batch": 1}),
-        (TypeError, "build_model: expected a function", {"build_model": 3}),
+        (
+            TypeError,
+            "build_model: expected a function of no arg",
+            {"build_model": 3},
+        ),
+        (
+            TypeError,
+            "build_model: expected a function of no",
+            {"build_model": Convolutions.forward},
+        ),
+        (ValueError, "precision: expected fp32, bf16, fp16, got 'half'", {"precision": "half"}),
+        (TypeError, "example: expected one sample", {"example": 3.0}),
+        (TypeError, "example: expected a function of the number", {"example": build}),
+        (ValueError, "example: 2 samples are .* grow", {"example": lambda n: torch.ones(4, 3)}),
+        (TypeError, "step: expected a function of model and batch, got float", {"step": 0.5}),
+        (TypeError, "step: expected a function of model and batch", {"step": lambda model: 0}),
+        (
+            TypeError,
+            "step: expected the loss, .* got NoneType",
+            {"step": lambda m, x: None},
+        ),
+        (TypeError, r"step: expected the loss, .* got \(2, 4\)", {"step": lambda m, x: m(x)}),
+        (ValueError, "the loss depends on no parameter", {"step": lambda m, x: other(x).sum()}),
+        (TypeError, "step: pass `lambda .* is no pair", {"example": [torch.ones(2)] * 3}),
+        (TypeError, "and no dict for which the model", {"example": {"x": torch.ones(SAMPLE)}}),
         (ValueError, "expected torchvision:NAME", {"build_model": "resnet50"}),
         (ValueError, "example: expected the shape", {"example": (0, 3)}),
         (ValueError, "optimizer: expected sgd", {"optimizer": "lion"}),
         (ValueError, "device: expected cpu", {"device": "tpu"}),
         (TypeError, "returned int, not a module", {"build_model": int}),
-        (TypeError, "fit trains classifiers", {"build_model": flat, "example": (2,)}),
+        (TypeError, "cross-entropy needs a tensor", {"build_model": flat, "example": (2,)}),
         (KeyError, "in build", {"build_model": failing}),
     ],
 )

@@ -10,8 +10,7 @@ import pytest
 import torch
 import tuned_models as models
 
-from fusedtrain._graph.kept import kept_bytes
-from fusedtrain.advisor._memory import fixed_bytes
+from fusedtrain._graph.kept import bytes_of, kept_bytes
 from fusedtrain.advisor.tuning._job import Job, load_function, place_of
 from fusedtrain.advisor.tuning._recipe import recipe, scaled_rate, trial
 from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Facts, code_of, plain
@@ -151,10 +150,10 @@ def test_memory_is_counted_by_storage():
     layer = torch.nn.Linear(10, 10, bias=False)
     layer.tied = layer.weight
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    assert fixed_bytes(layer, optimizer) == 400
+    assert bytes_of(list(layer.parameters())) == 400
     layer(torch.ones(1, 10)).sum().backward()
     optimizer.step()
-    assert fixed_bytes(layer, optimizer) == 800
+    assert bytes_of([[layer.weight, layer.tied], list(optimizer.state.values())]) == 800
 
 
 def test_a_batch_is_part_of_the_plain_configuration():
