@@ -104,7 +104,7 @@ def test_silence_with_gradients_that_are_always_the_same() -> None:
 
 
 def test_nothing_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device that is behind, the warning comes later; nothing is recorded meanwhile."""
+    """The warning comes later if the device is behind; nothing is recorded meanwhile."""
     arrived: list[bool] = []
     numbers = _host_copy.HostCopy.numbers
 
